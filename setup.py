@@ -28,14 +28,19 @@ SOURCES = (
     "block_products/packing",
     "block_products/plain",
     "block_products/avx2",
+    "block_products/avxvnni",
     "block_products/avx512vnni",
+    "decode_pass/module",
     "nanobind",
 )
 HEADERS = (
     "attention",
     "attention_int8",
+    "attention_int8_chunks",
+    "attention_int8_decode",
     "attention_int8_words",
     "attention_level",
+    "attention_packing",
     "attention_tiles",
     "rows",
     "rows_level",
@@ -43,10 +48,17 @@ HEADERS = (
     "products_level",
     "results_level",
     "vectors",
+    "weight_level",
+    "weight_rows",
     "work",
     "block_products/block_products",
     "block_products/level",
     "block_products/packing",
+    "decode_pass/layers",
+    "decode_pass/parts",
+    "decode_pass/stage_parts",
+    "decode_pass/step_run",
+    "block_products/round_four",
 )
 
 

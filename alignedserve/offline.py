@@ -6,6 +6,7 @@
 The logic and the engine are those of a colocated worker behind the gateway; only the links are missing.
 """
 
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,10 +26,12 @@ from alignedserve.runtime.device.devices import worker_devices
 from alignedserve.runtime.device.dtypes import has_native_bfloat16
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
 from alignedserve.runtime.model.hub.local_model import with_local_model
-from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
 from decode_worker.colocated.logic import ColocatedCommand
 from decode_worker.factory import make_colocated_logic, memory_of
+from kernels.float8_linear import has_float8_products
+
+logger = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
 _MAX_TOKENS = 2048
@@ -65,8 +68,16 @@ class LLM:
         engine = EngineConfig(device=device, kv_cache_dtype=kv_cache_dtype)
         (worker_device,) = worker_devices(engine.device, 1)
         section = with_local_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization))
-        served = resolve_model(section, worker_device, engine.kv_cache_dtype, has_bfloat16=has_native_bfloat16())
-        self._tokenizer = Tokenizer.load(served.folder)
+        served = resolve_model(
+            section,
+            worker_device,
+            engine.kv_cache_dtype,
+            has_bfloat16=has_native_bfloat16(),
+            has_float8=has_float8_products(worker_device),
+        )
+        if served.stored is not None and served.stored.warning is not None:
+            logger.warning("Weights: %s.", served.stored.warning)
+        self._tokenizer = load_tokenizer(served)
         self._max_context_len = served.max_context_len
         self._executor = ModelExecutor(
             served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE, device=worker_device)

@@ -1,4 +1,8 @@
-"""Layouts of the blocks of GGUF files whose products are computed in place; `block_values` unpacks them."""
+"""Layouts of the blocks whose products are computed in place; `block_values` unpacks them.
+
+Those of GGUF files, by GGUF's names; and G4_32, G4_64 and G4_128, of 4 bits with a float32 scale and minimum for every
+32, 64 or 128 values, for weights in groups whose scales or zero points no other block holds exactly.
+"""
 
 from typing import NamedTuple
 
@@ -13,7 +17,8 @@ class BlockFormat(NamedTuple):
 
     num_values: int
     num_bytes: int
-    half_places: tuple[int, ...]  # of the float16 numbers among its bytes
+    scale_places: tuple[int, ...]  # of the float16 (G formats: float32) numbers among its bytes
+    scale_bytes: int = 2
 
     def row_bytes(self, width: int) -> int:
         """Return the bytes of a row of `width` values. Raises ValueError unless they are whole blocks."""
@@ -33,11 +38,12 @@ def dequantize(raw_rows: Tensor, type_name: str) -> Tensor:
 
 
 def has_finite_scales(raw_rows: Tensor, type_name: str) -> bool:
-    """Return whether every float16 among the blocks, and so every value, is a finite number."""
+    """Return whether every scale and minimum among the blocks, and so every value, is a finite number."""
     layout = format_named(type_name)
-    # The exponent's bits, all ones in infinities and NaN, are in the second byte.
-    exponents = _blocks(raw_rows, layout)[:, [place + 1 for place in layout.half_places]] & 0x7C
-    return not bool((exponents == 0x7C).any())
+    dtype = torch.float16 if layout.scale_bytes == 2 else torch.float32
+    blocks = _blocks(raw_rows, layout)
+    places = [place + byte for place in layout.scale_places for byte in range(layout.scale_bytes)]
+    return bool(blocks[:, places].view(dtype).isfinite().all())
 
 
 def format_named(type_name: str) -> BlockFormat:
@@ -54,11 +60,13 @@ def _blocks(raw_rows: Tensor, layout: BlockFormat) -> Tensor:
     return raw_rows.reshape(-1, layout.num_bytes)
 
 
-# By GGUF's names.
 BLOCK_FORMATS = {
     "Q8_0": BlockFormat(32, 34, (0,)),
     "Q4_0": BlockFormat(32, 18, (0,)),
     "Q4_1": BlockFormat(32, 20, (0, 2)),
     "Q4_K": BlockFormat(256, 144, (0, 2)),
     "Q6_K": BlockFormat(256, 210, (208,)),
+    "G4_32": BlockFormat(32, 24, (0, 4), 4),
+    "G4_64": BlockFormat(64, 40, (0, 4), 4),
+    "G4_128": BlockFormat(128, 72, (0, 4), 4),
 }

@@ -1,4 +1,4 @@
-"""Unpacks the blocks of GGUF tensors to float32, in numpy: where values are looked up or cannot be computed in blocks.
+"""Unpacks blocks to float32, in numpy: where values are looked up or cannot be computed in blocks.
 
 A row is cut into blocks of 32 values, or superblocks of 256 in the K formats, whose blocks have integer scales (and
 minima) times a float16 of the superblock. A value is scale * quant, or scale * quant + minimum.
@@ -63,6 +63,13 @@ def _q4_0(blocks: Bytes) -> Floats:
 
 def _q4_1(blocks: Bytes) -> Floats:
     return _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2)
+
+
+def _g4(blocks: Bytes) -> Floats:
+    scales, minima = (np.ascontiguousarray(blocks[:, place : place + 4]).view("<f4") for place in (0, 4))
+    quants = _nibbles(blocks[:, 8:].reshape(len(blocks), -1, 16)).reshape(len(blocks), -1)
+    values: Floats = scales * quants + minima
+    return values
 
 
 def _q5_0(blocks: Bytes) -> Floats:
@@ -146,4 +153,7 @@ _UNPACKING: dict[str, tuple[Callable[[Bytes], Floats], int]] = {
     "Q4_K": (_q4_k, 144),
     "Q5_K": (_q5_k, 176),
     "Q6_K": (_q6_k, 210),
+    "G4_32": (_g4, 24),
+    "G4_64": (_g4, 40),
+    "G4_128": (_g4, 72),
 }

@@ -6,7 +6,7 @@ registers where a packed one computes it.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -70,7 +70,9 @@ class Linear:
         """
         columns, self.in_width = weight.shape
         self.out_width = columns // 2 if is_gated else columns
-        levels = packed_levels(weight.dtype, weight.device) if allow_packing and fits(weight) else ()
+        levels = (
+            packed_levels(weight.dtype, weight.device) if allow_packing and fits(weight.dtype, self.in_width) else ()
+        )
         self._multiply: Callable[[Tensor], Tensor]
         if levels:
             self._multiply = PackedLinear(
@@ -81,6 +83,11 @@ class Linear:
             self._multiply = _Gates(_product(weight, bias, None, allow_packing), activation, weight)
         else:
             self._multiply = _product(weight, bias, activation, allow_packing)
+
+    @property
+    def native_parts(self) -> tuple[Any, ...]:
+        """Return the native product, see `kernels.cpu.decode_pass`; none where there is none."""
+        return self._multiply.native_parts if isinstance(self._multiply, PackedLinear) else ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""

@@ -33,6 +33,11 @@ class LayerNorm:
         self._shape = tuple(weight.shape)
         self._rows = _row_norm(weight, bias, eps, is_rms=False)
 
+    @property
+    def native_rows(self) -> NormRows | None:
+        """Return the native kernel, where it runs."""
+        return self._rows if isinstance(self._rows, NormRows) else None
+
     def __call__(self, x: Tensor) -> Tensor:
         """See Norm."""
         if self._rows is not None and x.ndim == 2:
@@ -54,6 +59,11 @@ class RmsNorm:
         self._weight = weight
         self._eps = eps
         self._rows = _row_norm(weight, None, eps, is_rms=True, dtype=dtype)
+
+    @property
+    def native_rows(self) -> NormRows | None:
+        """Return the native kernel, where it runs."""
+        return self._rows if isinstance(self._rows, NormRows) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Norm."""

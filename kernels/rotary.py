@@ -1,11 +1,9 @@
 """Rotary position embedding: pairs (i, i + rotary_dim / 2) of each head are rotated by position * frequency."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from kernels.cpu.rows import HeadRows, native_level
+from kernels.cpu.rows import HeadRows, NormRows, native_level
 from kernels.gpu_dispatch import fused_kernels
 from kernels.int8_rows import quantise_rows
 from kernels.norm import rms_norm
@@ -34,12 +32,33 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     second.copy_(rotated_second)
 
 
-class HeadNorms(NamedTuple):
-    """Parameters of the root mean square norm that some families apply to every query and key head."""
+class HeadNorms:
+    """The root mean square norms that some families apply to every query and key head."""
 
-    queries: Tensor  # [head_dim]
-    keys: Tensor  # [head_dim]
-    eps: float
+    __slots__ = ("eps", "keys", "native_rows", "queries")
+
+    def __init__(self, queries: Tensor, keys: Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
+        """`queries`, `keys`: weights [head_dim]. `dtype`: of the rows, where the weights' is float32 and theirs is
+        not."""
+        self.queries, self.keys, self.eps = queries, keys, eps
+        dtype = dtype or queries.dtype
+        level = native_level(dtype, queries.device)
+        # Of queries and of keys; None: they do not run here.
+        self.native_rows: tuple[NormRows, NormRows] | None = None
+        if level is not None:
+            query_rows, key_rows = (
+                NormRows(weight, None, eps, is_rms=True, level=level, dtype=dtype) for weight in (queries, keys)
+            )
+            self.native_rows = query_rows, key_rows
+
+    def normalise_(self, queries: Tensor, keys: Tensor) -> None:
+        """Normalise queries and keys [tokens, heads, head_dim] in place, possibly strided."""
+        if self.native_rows is None:
+            for own, weight in ((queries, self.queries), (keys, self.keys)):
+                own.copy_(rms_norm(own, weight, self.eps))
+            return
+        for own, rows in zip((queries, keys), self.native_rows, strict=True):
+            own.copy_(rows(own.reshape(-1, own.shape[-1])).view(own.shape))
 
 
 class HeadPlacement:
@@ -55,6 +74,11 @@ class HeadPlacement:
         self._rows = None if level is None else HeadRows(num_heads, kv_heads, head_dim, dtype, level=level)
         is_plain = self._fused is None and self._rows is None
         self.angle_dtype = dtype if is_plain else torch.float32
+
+    @property
+    def native_rows(self) -> HeadRows | None:
+        """Return the native kernel, where it runs."""
+        return self._rows
 
     def __call__(
         self,
@@ -79,11 +103,7 @@ class HeadPlacement:
         heads = fused.view(fused.shape[0], self._num_heads + 2 * self._kv_heads, self._head_dim)
         first_value = self._num_heads + self._kv_heads
         if norms is not None:
-            for own, weight in (
-                (heads[:, : self._num_heads], norms.queries),
-                (heads[:, self._num_heads : first_value], norms.keys),
-            ):
-                own.copy_(rms_norm(own, weight, norms.eps))
+            norms.normalise_(heads[:, : self._num_heads], heads[:, self._num_heads : first_value])
         if self._rows is not None:
             self._rows(fused, rotation, slots, keys, values)
             return

@@ -233,7 +233,11 @@ def _this_host(config: ClusterConfig, folder: Path) -> PreparedNode:
 def _choose(config: ClusterConfig) -> SizeChoice:
     machine = this_machine(config.engine.device)
     served = resolve_model(
-        config.model, config.engine.device, config.engine.kv_cache_dtype, has_bfloat16=machine.has_bfloat16
+        config.model,
+        config.engine.device,
+        config.engine.kv_cache_dtype,
+        has_bfloat16=machine.has_bfloat16,
+        has_float8=machine.has_float8,
     )
     block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
     beside = recomputing_bytes(served.block_layout(config.engine.block_size), block_tokens)

@@ -13,6 +13,7 @@ from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.dtypes import has_native_bfloat16
 from alignedserve.runtime.kv.arena_files import arena_folder
+from kernels.float8_linear import has_float8_products
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CUDA: Any = torch.cuda
@@ -27,6 +28,7 @@ def this_machine(device: str) -> Machine:
         num_cores=num_cores(),
         has_bfloat16=has_native_bfloat16(),
         gpu_bytes=_gpu_bytes(device),
+        has_float8=device.startswith(CUDA) and has_float8_products(device),
     )
 
 

@@ -2,6 +2,11 @@
 
 Every memory has a least size, which holds one request of the longest context, and a wanted one, which holds as many
 tokens as a full batch of ordinary requests. Where the wanted ones do not fit they shrink together, down to the least.
+
+A quarter of what is available stays free: nothing was asked for, and the machine is somebody's desk as well, with a
+browser or a compiler that takes a few GiB, and mostly without swap, so that what is short ends a process. It is also
+where the page cache has room. Only a context that would be shorter than 16 384 tokens, or that was set, may take more,
+up to seven eighths.
 """
 
 import enum
@@ -23,8 +28,8 @@ from alignedserve.runtime.model.served_model import ServedModel
 
 _TOKENS_PER_REQUEST = 768  # in the caches, of an ordinary request; twice that is a long conversation
 LEAST_CONTEXT_LEN = 256  # shorter is of no use
+ENOUGH_CONTEXT_LEN = 16384  # neither separate workers nor free memory are given up for more than this
 _STEP = 1024  # of a shortened context
-_KEPT_SHARE = 8  # one part in so many of the memory stays free
 _SYSTEM_BYTES = 512 * MIB  # gateway, router, Ray
 _PROCESS_BYTES = 300 * MIB  # a worker's libraries and intermediate results
 _OBJECT_STORE_BYTES = 96 * MIB  # Ray's, in the pool's folder
@@ -42,6 +47,14 @@ class Machine:
     num_cores: int
     has_bfloat16: bool  # the processor multiplies it natively
     gpu_bytes: tuple[int, ...] = ()  # of each GPU that workers use; none: they compute on the CPU
+    has_float8: bool = False  # the GPUs multiply FP8
+
+
+class Kept(enum.IntEnum):
+    """One part in so many of the memory that stays free."""
+
+    USUALLY = 4
+    AT_LEAST = 8
 
 
 class Place(enum.Enum):
@@ -70,6 +83,7 @@ class Plan:
 
     topology: Topology
     context_len: int | None
+    is_tight: bool = False  # less stays free than usually
 
     def reaches(self, context_len: int) -> bool:
         """Return whether requests of this context fit."""
@@ -89,17 +103,22 @@ class MemoryPlanner:
         if self._fits(topology, longest):
             return Plan(topology, longest)
         if self.config.model.max_context_len is not None or is_any_set(self.config):
-            return Plan(topology, None)
-        return Plan(topology, self.longest_that_fits(topology))
+            fits = self._fits(topology, longest, Kept.AT_LEAST)
+            return Plan(topology, longest if fits else None, is_tight=True)
+        usual = self.longest_that_fits(topology, Kept.USUALLY)
+        if usual is not None and usual >= ENOUGH_CONTEXT_LEN:
+            return Plan(topology, usual)
+        tight = self.longest_that_fits(topology)
+        return Plan(topology, None if tight is None else min(tight, ENOUGH_CONTEXT_LEN), is_tight=True)
 
-    def longest_that_fits(self, topology: Topology) -> int | None:
+    def longest_that_fits(self, topology: Topology, kept: Kept = Kept.AT_LEAST) -> int | None:
         """Return the longest context that fits, in whole steps where it is long; None: none that is of use."""
         low, high = min(LEAST_CONTEXT_LEN, self.served.max_context_len), self.served.max_context_len
-        if not self._fits(topology, low):
+        if not self._fits(topology, low, kept):
             return None
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._fits(topology, middle) else (low, middle - 1)
+            low, high = (middle, high) if self._fits(topology, middle, kept) else (low, middle - 1)
         return low // _STEP * _STEP if self.served.max_context_len > low > _STEP else low
 
     def with_(self, *, config: ClusterConfig | None = None, served: ServedModel | None = None) -> "MemoryPlanner":
@@ -111,17 +130,17 @@ class MemoryPlanner:
         config = self.config
         return config.decode.count + (config.prefill.count if topology is Topology.DISAGGREGATED else 0)
 
-    def needed_bytes(self, topology: Topology, context_len: int) -> int:
+    def needed_bytes(self, topology: Topology, context_len: int, kept: Kept) -> int:
         """Return the available memory that would do for requests of this context."""
         needed = sum(
             memory.least * memory.counts.get(Place.HOST, 0) for memory in self._memories(topology, context_len)
         )
         needed += self._host_weights(topology)
-        return max(-(-needed * _KEPT_SHARE // (_KEPT_SHARE - 1)) + _KEPT_SHARE, needed + self._overhead(topology))
+        return max(-(-needed * kept // (kept - 1)) + kept, needed + self._overhead(topology))
 
     def sizes_of(self, topology: Topology, context_len: int) -> dict[tuple[str, str], int]:
         """Return every memory's size by section and field: wanted where all fit, less where they do not."""
-        memories, limits = self._memories(topology, context_len), self._limits(topology)
+        memories, limits = self._memories(topology, context_len), self._limits(topology, Kept.USUALLY)
         shares = {place: _share(memories, place, limit) for place, limit in limits.items()}
         sizes: dict[tuple[str, str], int] = {}
         for memory in memories:
@@ -130,11 +149,11 @@ class MemoryPlanner:
             sizes[memory.section, memory.field] = max(size // MIB * MIB, memory.least)
         return sizes
 
-    def _fits(self, topology: Topology, context_len: int) -> bool:
+    def _fits(self, topology: Topology, context_len: int, kept: Kept = Kept.USUALLY) -> bool:
         memories = self._memories(topology, context_len)
         return all(
             sum(memory.least * memory.counts.get(place, 0) for memory in memories) <= limit
-            for place, limit in self._limits(topology).items()
+            for place, limit in self._limits(topology, kept).items()
         )
 
     def _host_weights(self, topology: Topology) -> int:
@@ -146,11 +165,11 @@ class MemoryPlanner:
         largest = config.vocab_size * config.embedding_size * DTYPE_BYTES[self.served.dtype]
         return _SYSTEM_BYTES + self.num_workers(topology) * (_PROCESS_BYTES + largest)
 
-    def _limits(self, topology: Topology) -> dict[Place, int]:
+    def _limits(self, topology: Topology, kept: Kept) -> dict[Place, int]:
         """Return the bytes for caches, by place."""
         machine = self.machine
-        kept = max(machine.available_bytes // _KEPT_SHARE, self._overhead(topology))
-        limits = {Place.HOST: machine.available_bytes - kept - self._host_weights(topology)}
+        free = max(machine.available_bytes // kept, self._overhead(topology))
+        limits = {Place.HOST: machine.available_bytes - free - self._host_weights(topology)}
         if topology is Topology.DISAGGREGATED:
             shared = machine.shared_bytes * 9 // 10
             limits[Place.SHARED] = max(shared - _OBJECT_STORE_BYTES, shared // 2)
@@ -168,7 +187,7 @@ class MemoryPlanner:
         decode_places = {Place.DECODE_GPU: 1} if is_on_gpu else {Place.HOST: config.decode.count}
         prefill_places = {Place.PREFILL_GPU: 1} if is_on_gpu else {Place.HOST: config.prefill.count}
         wanted = max(self._wanted(config.decode), hidden, config.decode.kv_cache_bytes)
-        on_gpu = max(self._limits(topology).get(Place.DECODE_GPU, 0), hidden)
+        on_gpu = max(self._limits(topology, Kept.USUALLY).get(Place.DECODE_GPU, 0), hidden)
         decode = self._memory(
             "decode",
             "kv_cache_bytes",

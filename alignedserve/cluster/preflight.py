@@ -13,8 +13,7 @@ from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.engine.model_executor import engine_mechanisms, hidden_block_tokens, storage_blocks
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.model_files import check_weight_files
-from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import require_policy, wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
@@ -44,7 +43,7 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
     _check_policy(config, block_tokens)
     if config.engine.kv_cache_dtype == INT8:
         _check_int8_cache(config)
-    Tokenizer.load(served.folder)
+    load_tokenizer(served)
     if not served.has_random_weights:
         check_weight_files(served.folder)
     _check_blocks(config, served, block_tokens)

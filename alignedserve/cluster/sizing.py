@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from alignedserve.cluster.memory_planner import (
+    ENOUGH_CONTEXT_LEN,
     LEAST_CONTEXT_LEN,
     SIZED,
+    Kept,
     Machine,
     MemoryPlanner,
     Plan,
@@ -28,7 +30,6 @@ from alignedserve.scheduling.policies import policy_entry
 
 _GIB = 1024 * MIB
 _LEAST_TOKENS_PER_REQUEST = 256  # a batch of more requests than this allows is only preempted
-_ENOUGH_CONTEXT_LEN = 16384  # separate workers are not given up for more than this
 _CHUNK_S = 1.0  # a chunk takes about this long at most, so that others' tokens need not wait longer
 _CHUNKS = (64, 512)  # shorter ones read the weights too often, longer ones gain nothing
 _GPU_CHUNK = 2048
@@ -72,13 +73,15 @@ def choose_sizes(
     usable = [plan for plan in plans if plan.context_len is not None]
     if not usable and not is_any_set(config):
         raise NotEnoughMemory(_refusal(planner, plans[-1]))
-    enough = min(served.max_context_len, _ENOUGH_CONTEXT_LEN)
-    sufficient = [plan for plan in usable if plan.reaches(enough)]
+    enough = min(served.max_context_len, ENOUGH_CONTEXT_LEN)
+    sufficient = sorted((plan for plan in usable if plan.reaches(enough)), key=lambda plan: plan.is_tight)
     chosen = next(iter(sufficient), None) or max(usable, key=lambda plan: plan.context_len or 0, default=plans[0])
     context_len = chosen.context_len or served.max_context_len
     warnings = [] if chosen is plans[0] else [_colocated_remark(planner, plans[0])]
     if context_len < served.max_context_len:
         warnings.append(_shortened_remark(planner, chosen, context_len))
+    if served.stored is not None and served.stored.warning is not None:
+        warnings.append(f"Weights: {served.stored.warning}.")
     sized = _with_sizes(config, chosen, planner.sizes_of(chosen.topology, context_len))
     sized = _with_limits(config, sized, served, machine)
     return SizeChoice(with_fixed_sizes(sized), replace(served, max_context_len=context_len), tuple(warnings))
@@ -145,10 +148,12 @@ def _colocated_remark(planner: MemoryPlanner, separate: Plan) -> str:
 def _shortened_remark(planner: MemoryPlanner, plan: Plan, context_len: int) -> str:
     full = planner.served.max_context_len
     cache = planner.served.block_layout(planner.config.engine.block_size).token_bytes * full
-    needed = planner.needed_bytes(plan.topology, full)
+    needed = planner.needed_bytes(plan.topology, full, Kept.USUALLY)
+    possible = planner.longest_that_fits(plan.topology) or 0
+    settable = f"; model.max_context_len={possible} is the most that can be set" if possible > context_len else ""
     return (
         f"the context is shortened from {full} to {context_len} tokens: {full} need {_spelt(cache)} of cache in each "
-        f"memory, {_spelt(needed)} available in all, and {_spelt(planner.machine.available_bytes)} are"
+        f"memory, {_spelt(needed)} available in all, and {_spelt(planner.machine.available_bytes)} are{settable}"
     )
 
 
@@ -159,7 +164,7 @@ def _refusal(planner: MemoryPlanner, plan: Plan) -> str:
     context_len = min(served.max_context_len, LEAST_CONTEXT_LEN)
     if planner.config.model.max_context_len is not None:
         context_len = served.max_context_len
-    needed = planner.needed_bytes(plan.topology, context_len)
+    needed = planner.needed_bytes(plan.topology, context_len, Kept.AT_LEAST)
     remedies = (text for text, other in _remedies(planner, plan) if _is_enough(other))
     weights = f"{_spelt(served.weight_bytes)} of weights in {served.dtype}"
     return (
@@ -186,11 +191,11 @@ def _remedies(planner: MemoryPlanner, plan: Plan) -> Iterator[tuple[str, MemoryP
         fewer = {name: changed(getattr(config, name), count=1) for name in ("prefill", "decode")}
         yield "set decode.count=1 and prefill.count=1", planner.with_(config=changed(config, **fewer))
     if served.quantization is None:
-        yield "set model.quantization=int8", planner.with_(served=replace(served, quantization="int8"))
+        yield "set model.quantization=int8", planner.with_(served=replace(served, quantization="int8", stored=None))
     if DTYPE_BYTES[served.dtype] > DTYPE_BYTES["bfloat16"]:
         halved = replace(served, dtype="bfloat16")
         yield "set model.dtype=bfloat16", planner.with_(served=halved)
-        smallest = replace(halved, quantization="int8")
+        smallest = replace(halved, quantization="int8", stored=None)
         yield "set model.dtype=bfloat16 and model.quantization=int8", planner.with_(served=smallest)
 
 

@@ -19,7 +19,7 @@ class StartObserver(Protocol):
         """Say what was chosen, before anything is started."""
 
     def model_loading(self, progress: Progress) -> None:
-        """Show how much of the model all workers together have loaded."""
+        """Show how much of the model the workers have loaded, on average."""
 
 
 class LoggingObserver:
@@ -55,9 +55,9 @@ class Patience:
         found = [read_progress(path) for path in self._files]
         if found != self._known:
             self._known, self._ends_s = found, self._clock() + self._timeout_s
-            self._observer.model_loading(_sum([progress for progress in found if progress is not None]))
+            self._observer.model_loading(_mean([progress for progress in found if progress is not None]))
         return self._clock() >= self._ends_s
 
 
-def _sum(found: Sequence[Progress]) -> Progress:
-    return Progress(*(sum(counts) for counts in zip(Progress(), *found, strict=True)))
+def _mean(found: Sequence[Progress]) -> Progress:
+    return Progress(*(sum(counts) // len(found) for counts in zip(*found, strict=True)))

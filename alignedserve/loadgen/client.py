@@ -21,7 +21,7 @@ import msgspec
 
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
-from alignedserve.loadgen.sse import DONE, SseEvent, SseParser, error_message, read_chunk
+from alignedserve.loadgen.sse import DONE, SseEvent, SseParser, error_code, error_message, read_chunk
 
 CONNECT_TIMEOUT_S = 10.0
 PLAIN_TIMEOUT_S = 30.0  # of requests that are not completions
@@ -59,11 +59,20 @@ class ClientFailure:
     kind: ClientFailureKind
     message: str
     status: int | None = None
+    code: str | None = None  # the server's own, of a refusal
 
     @property
     def label(self) -> str:
         """Return the label under which failures are counted."""
         return f"http {self.status}" if self.kind is ClientFailureKind.HTTP else self.kind.value
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model that a server lists."""
+
+    name: str
+    max_context_len: int | None = None  # tokens, where the server says so, as vLLM and this one do
 
 
 @dataclass(slots=True)
@@ -159,8 +168,10 @@ class OpenAiClient:
         body = {**call.body, "stream": True, "stream_options": {"include_usage": True}}
         async with self._open.post(self.url + call.endpoint.path, json=body, headers=call.headers) as response:
             if response.status != 200:
-                message = error_message(await response.content.read(MAX_ERROR_BODY_BYTES))
-                outcome.failure = ClientFailure(ClientFailureKind.HTTP, message, response.status)
+                error = await response.content.read(MAX_ERROR_BODY_BYTES)
+                outcome.failure = ClientFailure(
+                    ClientFailureKind.HTTP, error_message(error), response.status, error_code(error)
+                )
                 return
             parser = SseParser()
             async for received in response.content.iter_any():
@@ -173,9 +184,15 @@ class OpenAiClient:
 
     async def model_name(self) -> str:
         """Return the first model that the server lists. Raises PeerError."""
+        return (await self.listed_model()).name
+
+    async def listed_model(self) -> ListedModel:
+        """Return the first model that the server lists. Raises PeerError."""
         try:
-            return str(msgspec.json.decode(await self.get("/v1/models"))["data"][0]["id"])
-        except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
+            listed = msgspec.json.decode(await self.get("/v1/models"))["data"][0]
+            max_context_len = listed.get("max_model_len")
+            return ListedModel(str(listed["id"]), max_context_len if isinstance(max_context_len, int) else None)
+        except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ProtocolError(f"{self.url}/v1/models does not list a model") from error
 
     async def get(self, path: str) -> bytes:

@@ -86,6 +86,7 @@ class _ChunkJson(msgspec.Struct):
 class _ErrorBody(msgspec.Struct):
     message: str = ""
     type: str | None = None
+    code: str | int | None = None
 
 
 class _ErrorEnvelope(msgspec.Struct):
@@ -142,3 +143,13 @@ def error_message(body: bytes) -> str:
     if isinstance(envelope.error, str):
         return envelope.error or envelope.message or body[:200].decode("utf-8", errors="replace")
     return envelope.error.message or envelope.error.type or "an error without a message"
+
+
+def error_code(body: bytes) -> str | None:
+    """Return the code of an OpenAI error object, such as context_length_exceeded, if it has one."""
+    try:
+        envelope = _decode_envelope(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    code = None if isinstance(envelope.error, str) else envelope.error.code
+    return code if isinstance(code, str) else None

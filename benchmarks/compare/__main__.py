@@ -3,10 +3,12 @@
 Every contender is a process of its own that sleeps while the others run; rounds alternate, medians count. OpenVINO
 GenAI gets an environment of its own (.venv-compare), made on the first run from the package registry, and its own
 defaults but for precision, cache size and the 2048 tokens that a step may have. One of these defaults is a cache of 8
-bits, whatever the precision: `openvino_exact` keeps keys and values in the dtype, as AlignedServe does. transformers
-gets static batches of equal prompts, so it is left out where every length differs.
+bits, whatever the precision: `openvino_exact` keeps keys and values in the dtype, as `alignedserve` does;
+`alignedserve_int8` has a cache of 8 bits too. transformers gets static batches of equal prompts, so it is left out
+where every length differs.
 
     python -m benchmarks.compare [--shape opt-125m] [--workload w1 ...] [--dtype float32 ...] [--rounds 3]
+    python -m benchmarks.compare --shape opt-125m --workload w4 --contenders alignedserve_int8 openvino
 """
 
 import argparse
@@ -29,6 +31,7 @@ PACKAGES = ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[openvi
 DTYPES = ("float32", "bfloat16")
 WORKLOADS = ("w1", "w2", "w3", W4)
 OPENVINO = frozenset({"openvino", "openvino_exact"})
+OURS = frozenset({"alignedserve", "alignedserve_int8"})
 
 
 class ComparedCase(NamedTuple):
@@ -111,7 +114,7 @@ def make_environment(folder: Path) -> None:
 
 
 def compare(case: ComparedCase, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the tokens per second of every contender, and our ratio to each other one."""
+    """Return the tokens per second of every contender, and the ratio of the first of ours to each other one."""
     names = [name for name in arguments.contenders if name != "transformers" or case.workload != W4]
     contenders = {name: Contender(command_of(name, case, arguments.environment)) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -122,8 +125,8 @@ def compare(case: ComparedCase, arguments: argparse.Namespace) -> dict[str, Any]
         contender.close()
     num_tokens = sum(output_len for _, output_len in case.lengths)
     rates = {name: num_tokens / statistics.median(values) for name, values in seconds.items()}
-    ours = rates.get("alignedserve")
-    ratios = {name: ours / rate for name, rate in rates.items() if ours is not None and name != "alignedserve"}
+    ours = next((name for name in names if name in OURS), None)
+    ratios = {name: rates[ours] / rate for name, rate in rates.items() if ours is not None and name != ours}
     return {**case._asdict(), "output_tokens_per_s": rates, "ratio_to": ratios, "seconds": seconds}
 
 
@@ -136,7 +139,7 @@ def command_of(name: str, case: ComparedCase, environment: Path) -> list[str]:
     folder = environment / "models"
     folder.mkdir(exist_ok=True)
     (folder / f"{case.shape}.json").write_text(json.dumps(TRANSFORMERS_CONFIGS[case.shape]))
-    script = str(ROOT / "benchmarks" / "openvino_contender.py")
+    script = str(Path(__file__).parent / "openvino_contender.py")
     kind = ["exact"] if name == "openvino_exact" else []
     return [str(environment / "bin" / "python"), script, str(folder), case.shape, case.dtype, workload, *kind]
 

@@ -1,6 +1,6 @@
 """The contenders of `benchmarks.compare` that run in this environment, one per process.
 
-    python -m benchmarks.compare.contenders alignedserve|transformers SHAPE DTYPE WORKLOAD
+    python -m benchmarks.compare.contenders alignedserve|alignedserve_int8|transformers SHAPE DTYPE WORKLOAD
 
 Plays the workload once for every line on stdin, and answers each with a line of JSON.
 """
@@ -9,11 +9,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from alignedserve.core.block_layout import INT8
 from alignedserve.microbench.engine.throughput import (
     EngineBenchmarkSpec,
     RequestGroup,
@@ -39,10 +41,10 @@ def main() -> None:
         print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
 
 
-def make_alignedserve(shape: str, dtype: str, lengths: Lengths) -> Callable[[], None]:
+def make_alignedserve(shape: str, dtype: str, lengths: Lengths, kv_cache_dtype: str = "auto") -> Callable[[], None]:
     """Return the engine that workers run, without a cluster around it."""
     groups = tuple(RequestGroup(1, prompt_len, output_len) for prompt_len, output_len in lengths)
-    spec = EngineBenchmarkSpec(model=shape, groups=groups, dtype=dtype)
+    spec = EngineBenchmarkSpec(model=shape, groups=groups, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     engine = make_engine(load_decoder(shape, dtype), spec)
     WorkloadRun(engine, spec, (RequestGroup(1, 4, 2),)).run()
     return lambda: WorkloadRun(engine, spec, groups).run()
@@ -74,7 +76,11 @@ def make_transformers(shape: str, dtype: str, lengths: Lengths) -> Callable[[], 
     return play
 
 
-CONTENDERS = {"alignedserve": make_alignedserve, "transformers": make_transformers}
+CONTENDERS: dict[str, Callable[[str, str, Lengths], Callable[[], None]]] = {
+    "alignedserve": make_alignedserve,
+    "alignedserve_int8": partial(make_alignedserve, kv_cache_dtype=INT8),
+    "transformers": make_transformers,
+}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import RopeConfig
-from alignedserve.runtime.model.weight_loader import random_weights
+from alignedserve.runtime.model.random_weights import random_weights
 from benchmarks.support.recording import write_result
 
 NUM_ROWS, NUM_STEPS, BLOCK_SIZE = 64, 200, 16

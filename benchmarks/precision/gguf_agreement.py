@@ -1,13 +1,18 @@
 """Agreement of products in a GGUF file's blocks with its weights unpacked to float32: greedy answers to 40 prompts.
 
-    python -m benchmarks.precision.gguf_agreement [FILE.gguf, otherwise SmolLM2 where it is installed] [--transformers]
+    python -m benchmarks.precision.gguf_agreement [FILE.gguf, otherwise SmolLM2 where it is installed]
+        [--types Q8_0 Q4_0 Q4_1 Q4_K Q6_K] [--transformers]
 
-The reference answers are this engine's from unpacked float32 weights; with --transformers they are also compared with
-transformers' from the same file. For each form: the share of reference tokens that it would choose too after the same
-tokens, and the share of tokens before its own answer, running freely, first differs.
+With --types, all matrices of the file are first written again in each of these types, from its values as they are.
+The reference answers are this engine's from the unpacked float32 weights of that type; with --transformers they are
+also compared with transformers' from the same file. For each form: the share of reference tokens that it would choose
+too after the same tokens, and the share of tokens before its own answer, running freely, first differs. What is
+recorded of types that are not asked for is kept.
 """
 
 import argparse
+import json
+import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +29,11 @@ from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_loader import assemble_weights
 from benchmarks.precision.quantization import logits_of
 from benchmarks.support.greedy import greedy_answers
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import RESULTS, write_result
+from benchmarks.support.requantized import write_requantized
 
+NAME = "gguf_agreement"
+IN_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 NUM_PROMPTS = 40
 MAX_TOKENS = 64
 FORMS = (
@@ -47,7 +55,7 @@ def load(file: GgufFile, dtype: torch.dtype, *, unpacks_all: bool) -> Decoder:
     """Load the model, with products in blocks or without."""
     config = gguf_config(file)
     source = GgufSource(file, config, dtype, torch.device("cpu"), unpacks_all=unpacks_all)
-    return Decoder(config, assemble_weights(config, source, blocks=source))
+    return Decoder(config, assemble_weights(config, source, packed=source))
 
 
 def prompts_of(tokenizer: Tokenizer) -> list[list[int]]:
@@ -91,26 +99,47 @@ def transformers_share(path: Path, prompts: list[list[int]], expected: list[list
     return num_same / sum(map(len, expected))
 
 
+def measured(path: Path, *, with_transformers: bool) -> dict[str, Any]:
+    """Compare all forms of one file."""
+    file, tokenizer = GgufFile(path), Tokenizer.load(path)
+    prompts, ends = prompts_of(tokenizer), set(gguf_config(file).eos_token_ids)
+    expected = greedy_answers(load(file, torch.float32, unpacks_all=True), prompts, MAX_TOKENS, ends)
+    figures: dict[str, Any] = {"tokens": sum(map(len, expected))}
+    if with_transformers:
+        figures["transformers"] = transformers_share(path, prompts, expected)
+    for name, dtype, unpacks_all in FORMS:
+        found = agreement(load(file, dtype, unpacks_all=unpacks_all), prompts, expected, ends)
+        figures[name] = {key: round(value, 4) for key, value in found._asdict().items()}
+        print(name, figures[name], flush=True)
+    return figures
+
+
+def recorded() -> dict[str, Any]:
+    """Return the figures of earlier runs."""
+    path = RESULTS / f"{NAME}.json"
+    found: dict[str, Any] = json.loads(path.read_text())["figures"] if path.exists() else {}
+    return found
+
+
 @torch.inference_mode()
 def main() -> None:
     """Measure, print, record."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", nargs="?", type=Path)
+    parser.add_argument("--types", nargs="+", default=[], choices=IN_BLOCKS)
     parser.add_argument("--transformers", action="store_true")
     options = parser.parse_args()
     path: Path = options.file or smollm2_file()
-    file, tokenizer = GgufFile(path), Tokenizer.load(path)
-    prompts, ends = prompts_of(tokenizer), set(gguf_config(file).eos_token_ids)
-    reference = load(file, torch.float32, unpacks_all=True)
-    expected = greedy_answers(reference, prompts, MAX_TOKENS, ends)
-    figures: dict[str, Any] = {"file": path.name, "tokens": sum(map(len, expected))}
-    if options.transformers:
-        figures["transformers"] = transformers_share(path, prompts, expected)
-    for name, dtype, unpacks_all in FORMS:
-        decoder = load(file, dtype, unpacks_all=unpacks_all)
-        figures[name] = agreement(decoder, prompts, expected, ends)._asdict()
-        print(name, figures[name], flush=True)
-    write_result("gguf_agreement", figures)
+    if not options.types:
+        figures = measured(path, with_transformers=options.transformers)
+        write_result(NAME, {**recorded(), path.name: figures})
+    for type_name in options.types:
+        print(type_name, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            written = Path(folder) / f"{type_name}.gguf"
+            write_requantized(GgufFile(path), written, type_name)
+            figures = measured(written, with_transformers=options.transformers)
+        write_result(NAME, {**recorded(), f"{path.stem} as {type_name}": figures})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""From the command to the first token, and what a cluster takes while it is idle.
+"""From the command to a cluster that is ready and to its first whole answer, and what it takes while it is idle.
 
-python -m benchmarks.serving.startup            # targets: ready in 20 s or less, at most 3 GiB idle
+python -m benchmarks.serving.startup            # targets: ready, and answered, in 20 s or less; at most 3 GiB idle
+python -m benchmarks.serving.startup --only smollm2 --name startup_smollm2
 """
 
 import argparse
+import json
 import signal
 import socket
 import statistics
@@ -13,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -20,6 +23,20 @@ from benchmarks.support.recording import write_result
 
 _READY_TIMEOUT_S = 120.0
 _IDLE_S = 5.0
+CASES = {
+    "disaggregated": ["pocket"],
+    "colocated": ["pocket", "--set", "topology=colocated"],
+    "smollm2": ["smollm2"],  # as `make serve MODEL=smollm2`
+}
+
+
+class Start(NamedTuple):
+    """Seconds from the command, and memory once idle."""
+
+    ready_s: float
+    answered_s: float
+    answer: str
+    memory: dict[str, int]
 
 
 def free_port() -> int:
@@ -43,6 +60,19 @@ def wait_ready(port: int) -> None:
     raise TimeoutError("the server was not ready in time")
 
 
+def ask(port: int) -> str:
+    """Return the answer to a short question."""
+    message = {"role": "user", "content": "What is the capital of France?"}
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as listed:
+        model = json.load(listed)["data"][0]["id"]
+    body: dict[str, Any] = {"model": model, "messages": [message], "max_tokens": 16, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=_READY_TIMEOUT_S) as answer:
+        return str(json.load(answer)["choices"][0]["message"]["content"])
+
+
 def memory_bytes(root: psutil.Process) -> dict[str, int]:
     """Return the proportional set size of every process of the cluster, by what it is.
 
@@ -58,39 +88,50 @@ def memory_bytes(root: psutil.Process) -> dict[str, int]:
     return sizes
 
 
-def measure(arguments: list[str]) -> tuple[float, dict[str, int]]:
-    """Measure one start: seconds to /ready, memory once idle."""
+def measure(arguments: list[str]) -> Start:
+    """Measure one start."""
     port = free_port()
-    command = [str(Path(sys.executable).parent / "alignedserve"), "serve", "--port", str(port), *arguments]
+    command = [str(Path(sys.executable).parent / "alignedserve"), "serve", *arguments, "--port", str(port)]
     began_s = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         wait_ready(port)
         ready_s = time.monotonic() - began_s
+        answer = ask(port)
+        answered_s = time.monotonic() - began_s
         time.sleep(_IDLE_S)
-        return ready_s, memory_bytes(psutil.Process(process.pid))
+        return Start(ready_s, answered_s, answer, memory_bytes(psutil.Process(process.pid)))
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
 
 
+def figures_of(starts: list[Start]) -> dict[str, Any]:
+    """Return what several starts say."""
+    total = [sum(start.memory.values()) / 2**20 for start in starts]
+    return {
+        "ready_s": [round(start.ready_s, 1) for start in starts],
+        "ready_s_median": round(statistics.median(start.ready_s for start in starts), 1),
+        "answered_s": [round(start.answered_s, 1) for start in starts],
+        "answered_s_median": round(statistics.median(start.answered_s for start in starts), 1),
+        "answer": starts[-1].answer,
+        "idle_pss_mib_median": round(statistics.median(total)),
+        "idle_pss_mib_by_process": {key: round(size / 2**20) for key, size in sorted(starts[-1].memory.items())},
+    }
+
+
 def main() -> None:
-    """Measure several starts of each topology; print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure several starts of each case; print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--name", default="startup", help="of the file under benchmarks/results")
+    options = parser.parse_args()
     figures = {}
-    for name, arguments in {"disaggregated": [], "colocated": ["--set", "topology=colocated"]}.items():
-        starts = [measure(arguments) for _ in range(rounds)]
-        total = [sum(sizes.values()) / 2**20 for _, sizes in starts]
-        figures[name] = {
-            "ready_s": [round(seconds, 1) for seconds, _ in starts],
-            "ready_s_median": round(statistics.median(seconds for seconds, _ in starts), 1),
-            "idle_pss_mib_median": round(statistics.median(total)),
-            "idle_pss_mib_by_process": {key: round(size / 2**20) for key, size in sorted(starts[-1][1].items())},
-        }
+    for name in options.only:
+        figures[name] = figures_of([measure(CASES[name]) for _ in range(options.rounds)])
         print(name, figures[name])
-    write_result("startup", figures)
+        write_result(options.name, figures)
 
 
 if __name__ == "__main__":

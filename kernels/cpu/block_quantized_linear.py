@@ -9,7 +9,7 @@ Worked example: a Q4_0 block has scale 0.5 and quants 15, 3 and otherwise 8, tha
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -83,6 +83,11 @@ class BlockQuantizedLinear:
         self._weight = _native.BlockWeight(level, type_name, *source, activation or "none", is_gated)
 
     @property
+    def native_parts(self) -> tuple[Any, ...]:
+        """Return the native product, see `kernels.cpu.decode_pass`; none where the weight is unpacked."""
+        return () if self._unpacked is not None else (self._weight,)
+
+    @property
     def num_bytes(self) -> int:
         """Return the bytes of the packed weight; 0 where the weight is unpacked."""
         return 0 if self._unpacked is not None else int(self._weight.num_bytes)
@@ -117,6 +122,14 @@ class PartLinear(Protocol):
     in_width: int
     out_width: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the packed weight; 0 where it is unpacked."""
+
+    @property
+    def native_parts(self) -> tuple[Any, ...]:
+        """Return the native product, if it has one."""
+
     def multiply_into(self, x: Tensor, out: Tensor) -> None:
         """Multiply x [rows, in_width] -> out [rows, out_width], rows possibly strided."""
 
@@ -133,6 +146,18 @@ class JoinedLinear:
         (self.in_width,) = widths
         self.out_width = sum(part.out_width for part in parts)
         self._parts = tuple(parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the packed weights; 0 where one is unpacked."""
+        sizes = [part.num_bytes for part in self._parts]
+        return sum(sizes) if all(sizes) else 0
+
+    @property
+    def native_parts(self) -> tuple[Any, ...]:
+        """Return the native products, see `kernels.cpu.decode_pass`; none where a weight is unpacked."""
+        native = [part.native_parts for part in self._parts]
+        return tuple(product for own in native for product in own) if all(native) else ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [rows, in_width] -> [rows, out_width]."""

@@ -1,13 +1,14 @@
 """Matrix products with weights of 8 bits, by the native kernels or through oneDNN (VNNI where the processor has it).
 
-Weights are rounded once, symmetrically, with one scale per output; inputs on every call, symmetrically, with one scale
-per row, so that what shares the batch never changes a row's result. Sums are exact (32-bit integers).
+Weights are rounded once, symmetrically, with one scale per output, or come so; inputs on every call, symmetrically,
+with one scale per row, so that what shares the batch never changes a row's result. Sums are exact (32-bit integers).
 
 Worked example: weight row [0.5, -1.27] has scale 1.27 / 127 = 0.01 and is kept as [50, -127]; input row [2.54, 1.27]
 has scale 0.02 and becomes [127, 64]; the product is (127 * 50 - 64 * 127) * 0.02 * 0.01 = -0.356 for -0.343.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ _SMALLEST_SCALE = 1e-12  # of a row of zeros
 
 
 class Int8Linear:
-    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype of the weight it was made from.
+    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype of the weight it was made from, or
+    `dtype`.
 
     With gates: activation(gate) * up, of a weight whose first half makes the gates.
     """
@@ -35,41 +37,69 @@ class Int8Linear:
         *,
         activation: str | None = None,
         is_gated: bool = False,
+        scales: Tensor | None = None,
+        dtype: torch.dtype | None = None,
         allow_native: bool = True,
     ) -> None:
-        """`weight` [columns, in_width] float, on the CPU, of finite numbers; `bias` [columns]. Keeps neither. See
-        `int8_obstacle` for what does not pack."""
+        """`weight` [columns, in_width] float, on the CPU, of finite numbers, or int8 with finite `scales` float32
+        [columns] and a `dtype` of inputs and results; `bias` [columns]. Keeps none of them. See `int8_obstacle` for
+        what does not pack."""
+        computed = dtype or weight.dtype
         columns, self.in_width = weight.shape
         self.out_width = columns // 2 if is_gated else columns
         levels = packed_levels(INT8, weight.device) if allow_native else ()
         self._multiply: Callable[[Tensor], Tensor]
-        if levels and weight.dtype in (torch.float32, torch.bfloat16):
+        if levels and computed in (torch.float32, torch.bfloat16):
             self._multiply = PackedLinear(
-                weight, bias, level=levels[0], element=INT8, activation=activation, is_gated=is_gated
+                weight,
+                bias,
+                level=levels[0],
+                element=INT8,
+                activation=activation,
+                is_gated=is_gated,
+                scales=scales,
+                dtype=dtype,
             )
             return
         then = None if activation is None else ACTIVATIONS[activation]
         if is_gated:
             assert activation is not None, "gates without a nonlinearity"
-            then = Gated(activation, weight.dtype, weight.device)
-        self._multiply = _OneDnnInt8(weight, bias, then)
+            then = Gated(activation, computed, weight.device)
+        if scales is None:
+            weight, scales = _rounded(weight)
+        self._multiply = _OneDnnInt8(weight, scales, bias, computed, then)
+
+    @property
+    def native_parts(self) -> tuple[Any, ...]:
+        """Return the native product, see `kernels.cpu.decode_pass`; none where there is none."""
+        return self._multiply.native_parts if isinstance(self._multiply, PackedLinear) else ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         return self._multiply(x)
 
 
+def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scales = weight.abs().amax(dim=1).float().div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
+    return torch.div(weight, scales[:, None]).round_().to(torch.int8), scales
+
+
 class _OneDnnInt8:
     __slots__ = ("_bias", "_dtype", "_packed", "_scales", "_then", "_zeros")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, then: Callable[[Tensor], Tensor] | None) -> None:
-        self._dtype = weight.dtype
+    def __init__(
+        self,
+        weight: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        then: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self._dtype = dtype
         self._bias = None if bias is None else bias.float()
         self._then = then
-        scales = weight.abs().amax(dim=1).float().div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
-        rounded = torch.div(weight, scales[:, None]).round_().to(torch.int8)
-        self._packed: Tensor = torch.ops.onednn.qlinear_prepack(rounded, None)
-        self._scales = scales
+        self._packed: Tensor = torch.ops.onednn.qlinear_prepack(weight, None)
+        self._scales = scales.float()
         self._zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -87,12 +117,17 @@ class _OneDnnInt8:
         return product if self._then is None else self._then(product)
 
 
+def has_int8_products() -> bool:
+    """Return whether products of 8 bits can be computed on this CPU."""
+    has_onednn = torch._C._has_mkldnn and hasattr(torch.ops.onednn, "qlinear_prepack")
+    return has_onednn or bool(packed_levels(INT8, torch.device("cpu")))
+
+
 def int8_obstacle(weight: Tensor) -> str | None:
     """Return why this weight cannot be packed with 8 bits; None when it can."""
     if weight.device.type != "cpu":
         return f"8-bit products run on a CPU, the weight is on {weight.device}"
-    has_onednn = torch._C._has_mkldnn and hasattr(torch.ops.onednn, "qlinear_prepack")
-    if not has_onednn and not packed_levels(INT8, weight.device):
+    if not has_int8_products():
         return "neither the native kernels nor this build of PyTorch have products of 8 bits"
     if not bool(weight.isfinite().all()):
         return "it holds numbers that are not finite"

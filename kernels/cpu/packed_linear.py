@@ -4,12 +4,20 @@ Panels of 32 columns are read from memory once and multiplied by up to 14 rows a
 meanwhile the next panel is fetched. Bias, nonlinearity and gates are applied before a result is written.
 """
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from kernels.cpu.native import load_native
 
 _ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_STORED = {**_ELEMENTS, torch.float16: "float16", torch.int8: "int8"}
+_IN_MEMORY = -1
 INT8 = "int8"
 
 
@@ -24,9 +32,19 @@ def packed_levels(element: torch.dtype | str, device: torch.device) -> tuple[str
     return tuple(_native.product_levels(name))
 
 
-def fits(weight: Tensor) -> bool:
-    """Return whether a row of this weight consists of whole operands of one instruction: pairs of bfloat16."""
-    return weight.dtype != torch.bfloat16 or weight.shape[1] % 2 == 0
+def fits(dtype: torch.dtype, in_width: int) -> bool:
+    """Return whether a row of such a weight consists of whole operands of one instruction: pairs of bfloat16."""
+    return dtype != torch.bfloat16 or in_width % 2 == 0
+
+
+class FileRows(NamedTuple):
+    """Rows [num_rows, in_width] of a weight that lie in a file, one after another."""
+
+    path: Path
+    offset: int
+    num_rows: int
+    in_width: int
+    dtype: torch.dtype  # float32, bfloat16 or float16
 
 
 class PackedLinear:
@@ -40,27 +58,43 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Sequence[FileRows],
         bias: Tensor | None,
         *,
         level: str,
         element: torch.dtype | str,
         activation: str | None = None,
         is_gated: bool = False,
+        scales: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """`weight` [columns, in_width] and `bias` [columns]: read here, not kept. `element`: the weight's dtype, or
-        INT8. `activation`: a name in ACTIVATIONS. Raises ValueError for an unavailable level, MemoryError when
-        the packed weight does not fit."""
-        columns, self.in_width = weight.shape
+        """`weight` [columns, in_width], or rows in files that follow each other, and `bias` [columns]: read here, not
+        kept. `element`: a dtype, or INT8. `activation`: a name in ACTIVATIONS. `scales` float32 [columns]: of a weight
+        that is int8 already. `dtype` of inputs and results: needed with these and with rows in files, which are
+        converted to it; otherwise the weight's. Raises ValueError for an unavailable level and for numbers that INT8
+        cannot round, OSError when a file cannot be read, MemoryError when the packed weight does not fit."""
+        if isinstance(weight, Tensor):
+            assert (weight.dtype == torch.int8) == (scales is not None) == (dtype is not None), "int8 has scales"
+            weight = weight.contiguous()
+            columns, self.in_width = weight.shape
+            self._dtype = dtype or weight.dtype
+        else:
+            assert dtype is not None, "rows in files are converted to a dtype"
+            columns, self.in_width = sum(rows.num_rows for rows in weight), weight[0].in_width
+            self._dtype = dtype
         self.out_width = columns // 2 if is_gated else columns
-        self._dtype = weight.dtype
-        weight = weight.contiguous()
         bias = None if bias is None else bias.float().contiguous()
+        scales = None if scales is None else scales.float().contiguous()
         name = element if isinstance(element, str) else _ELEMENTS[element]
-        address = 0 if bias is None else bias.data_ptr()
-        shape = (columns, self.in_width)
-        source = (weight.data_ptr(), weight.dtype == torch.bfloat16, *shape, address)
-        self._weight = _native.PackedWeight(level, name, *source, activation or "none", is_gated)
+        then = (self.in_width, _address(bias), activation or "none", is_gated, _address(scales))
+        with _runs(weight) as runs:
+            is_bfloat16, threads = self._dtype == torch.bfloat16, torch.get_num_threads()
+            self._weight = _native.PackedWeight(level, name, is_bfloat16, runs, *then, threads)
+
+    @property
+    def native_parts(self) -> tuple[Any, ...]:
+        """Return the native product, see `kernels.cpu.decode_pass`."""
+        return (self._weight,)
 
     @property
     def num_bytes(self) -> int:
@@ -79,3 +113,24 @@ class PackedLinear:
         is_bfloat16 = x.dtype == torch.bfloat16
         self._weight.run(x.data_ptr(), x.stride(0), out.data_ptr(), num_rows, is_bfloat16, torch.get_num_threads())
         return out
+
+
+@contextmanager
+def _runs(weight: Tensor | Sequence[FileRows]) -> Iterator[list[tuple[int, int, int, str]]]:
+    """Describe runs of rows to the kernels, and keep the files open that they are read from."""
+    if isinstance(weight, Tensor):
+        yield [(_IN_MEMORY, weight.data_ptr(), len(weight), _STORED[weight.dtype])]
+        return
+    opened: dict[Path, int] = {}
+    try:
+        for rows in weight:
+            if rows.path not in opened:
+                opened[rows.path] = os.open(rows.path, os.O_RDONLY | os.O_CLOEXEC)
+        yield [(opened[rows.path], rows.offset, rows.num_rows, _STORED[rows.dtype]) for rows in weight]
+    finally:
+        for file_descriptor in opened.values():
+            os.close(file_descriptor)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -4,6 +4,8 @@
 `kernels.activation`, `kernels.rotary`, `kernels.sampling`). Elements are float32 or bfloat16; arithmetic is float32.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,6 +52,16 @@ class NormRows:
         addresses = (self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())
         is_bfloat16 = self._dtype == torch.bfloat16
         self._kernel = _native.RowNormaliser(level, *addresses, self._width, eps, is_rms, is_bfloat16)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the rows."""
+        return self._dtype
+
+    @property
+    def kernel(self) -> Any:
+        """Return the native kernel."""
+        return self._kernel
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalise x [rows, width] -> normalised [rows, width]. With `residual` of the same shape, residual += x
@@ -111,19 +123,42 @@ class HeadRows:
         """
         count = fused.shape[0]
         assert _is_rows(fused, self._width, self._dtype), f"not rows of queries, keys and values: {fused.shape}"
+        slots_at, is_int8 = self.slots(slots, count), self.is_int8_cache(keys, values)
+        num_slots = min(keys.shape[0], values.shape[0])
+        cached_at = (keys.data_ptr(), values.data_ptr(), num_slots, is_int8)
+        angles = (0, 0, 0) if rotation is None else self.angles(rotation, count)
+        threads = torch.get_num_threads()
+        self._kernel.run(fused.data_ptr(), fused.stride(0), *angles, slots_at, *cached_at, count, threads)
+
+    @property
+    def kernel(self) -> Any:
+        """Return the native kernel."""
+        return self._kernel
+
+    def slots(self, slots: Tensor, count: int) -> int:
+        """Check `slots` and return their address."""
         assert slots.dtype == torch.int64, "slots are int64"
         assert slots.shape == (count,), "one slot per token"
         assert slots.is_contiguous(), "slots are one run of memory"
+        return slots.data_ptr()
+
+    def is_int8_cache(self, keys: Tensor, values: Tensor) -> bool:
+        """Check `keys` and `values` and return whether they are rounded to int8."""
         is_int8 = keys.dtype == torch.int8
         cached_kind = (self._int8_width, torch.int8) if is_int8 else (self._kv_width, self._dtype)
         for cached in (keys, values):
             assert _is_rows(cached, *cached_kind), f"not rows of the cache: {cached.shape}"
             assert cached.is_contiguous(), "the rows of the cache are one run of memory"
-        num_slots = min(keys.shape[0], values.shape[0])
-        cached_at = (keys.data_ptr(), values.data_ptr(), num_slots, is_int8)
-        angles = (0, 0, 0) if rotation is None else _angles(*rotation, count)
-        threads = torch.get_num_threads()
-        self._kernel.run(fused.data_ptr(), fused.stride(0), *angles, slots.data_ptr(), *cached_at, count, threads)
+        return is_int8
+
+    def angles(self, rotation: tuple[Tensor, Tensor], count: int) -> tuple[int, int, int]:
+        """Check `rotation` and return the addresses of its parts, and their width."""
+        cos, sin = rotation
+        for angle in rotation:
+            assert angle.dtype == torch.float32, "angles are float32"
+            assert angle.is_contiguous(), "angles are one run of memory"
+            assert angle.shape == (count, 1, cos.shape[-1]), f"not one row of angles per token: {angle.shape}"
+        return cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
 
 
 def highest(x: Tensor, *, level: str) -> tuple[Tensor, Tensor]:
@@ -139,14 +174,6 @@ def highest(x: Tensor, *, level: str) -> tuple[Tensor, Tensor]:
     results = (indices.data_ptr(), values.data_ptr())
     _native.highest(level, x.data_ptr(), *shape, *results, torch.get_num_threads())
     return indices, values
-
-
-def _angles(cos: Tensor, sin: Tensor, count: int) -> tuple[int, int, int]:
-    for angle in (cos, sin):
-        assert angle.dtype == torch.float32, "angles are float32"
-        assert angle.is_contiguous(), "angles are one run of memory"
-        assert angle.shape == (count, 1, cos.shape[-1]), f"not one row of angles per token: {angle.shape}"
-    return cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
 
 
 def _is_rows(x: Tensor, width: int, dtype: torch.dtype) -> bool:

@@ -50,8 +50,7 @@ struct NaturalBFloat16 {
 template <typename RowType>
 struct Int8 {
     typedef RowType Rows;
-    static constexpr bool kHasWords = HAS_BF16_DOT;  // then attention_int8_words.h multiplies
-    static constexpr int kElements = kHasWords ? 2 * WIDTH : WIDTH, kVectors = 1, kBytes = 1;
+    static constexpr int kElements = WIDTH, kVectors = 1, kBytes = 1;
     static constexpr bool kHasScales = true;
 
     static inline void unit(const char* from, int64_t valid, Floats* out) { *out = widened_bytes(from, valid); }

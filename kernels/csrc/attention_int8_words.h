@@ -1,6 +1,7 @@
-// Decoding over a cache of int8 where dot products of 16-bit words exist (AVX-512 VNNI): queries and weights are rounded
-// to 16 bits, sums over a head or a tile are exact integers. Rounding the cache costs some hundred times as much. To be
-// included inside a level's own namespace, after `Ahead` of attention_level.h.
+// A cache of int8 where dot products of 16-bit words exist (AVX-512 VNNI): queries and weights are rounded to 16 bits, sums
+// over a head or a tile are exact integers. Rounding the cache costs some hundred times as much. Decoding is in
+// attention_int8_decode.h, chunks in attention_int8_chunks.h. To be included inside a level's own namespace, after `Ahead` of
+// attention_level.h.
 
 constexpr float kLargestWord = 32767.0f;
 
@@ -43,96 +44,37 @@ inline void round_query(float* query, int padded_dim) {
     query[padded_dim / 2] = scale;
 }
 
-// Weights of one head over a tile, times the scales of its values, rounded.
-struct TileWords {
-    alignas(64) int16_t words[kTile];
-    float scale;
-
-    inline void round(const float* weights, const float* scales) {
-        const Floats low = load(weights) * load(scales), high = load(weights + WIDTH) * load(scales + WIDTH);
-        float factor;
-        scale = word_scale(larger(low, high), (low - low) + (high - high), &factor);
-        store_words(low, high, factor, words);
-    }
-};
-
-// accumulators[kHeads, 32 * kUnits] += scale * sum over `count` tokens of word * value; of heads that share the values.
-template <int kUnits, int kHeads>
-inline void add_words(const TileWords* heads, const char* values, int64_t valid, const int64_t* offsets, int count,
-                      float* accumulators, size_t padded) {
-    __m512i low[kHeads][kUnits], high[kHeads][kUnits];
-    for (int h = 0; h < kHeads; ++h)
-        for (int u = 0; u < kUnits; ++u) low[h][u] = high[h][u] = _mm512_setzero_si512();
-    for (int t = 0; t < count; t += 2)
-        for (int u = 0; u < kUnits; ++u) {
-            const int64_t left = u + 1 < kUnits ? 32 : valid - 32 * u;
-            const __m512i a = widened_words(values + offsets[t] + 32 * u, left);
-            const __m512i b = widened_words(values + offsets[t + 1] + 32 * u, left);
-            const __m512i first = _mm512_unpacklo_epi16(a, b), last = _mm512_unpackhi_epi16(a, b);
-            for (int h = 0; h < kHeads; ++h) {
-                int32_t pair;
-                std::memcpy(&pair, heads[h].words + t, sizeof pair);
-                low[h][u] = _mm512_dpwssd_epi32(low[h][u], first, _mm512_set1_epi32(pair));
-                high[h][u] = _mm512_dpwssd_epi32(high[h][u], last, _mm512_set1_epi32(pair));
-            }
-        }
-    for (int h = 0; h < kHeads; ++h)
-        for (int u = 0; u < kUnits; ++u) {
-            const Floats a = (Floats)_mm512_cvtepi32_ps(low[h][u]), b = (Floats)_mm512_cvtepi32_ps(high[h][u]);
-            const Floats first = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-            const Floats last =
-                __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-            float* own = accumulators + h * padded + 2 * WIDTH * u;
-            store(own, load(own) + first * heads[h].scale);
-            store(own + WIDTH, load(own + WIDTH) + last * heads[h].scale);
-        }
+// 2^x, NaN of NaN. Relative error under 3e-6: less than what rounding to 16 bits adds.
+inline Floats exact_power_of_two(Floats x) {
+    const Floats r = (Floats)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
+    Floats y = same(0.0135341675f);
+    y = y * r + 0.0520114639f;
+    y = y * r + 0.241442753f;
+    y = y * r + 0.693003836f;
+    y = y * r + 1.0f;
+    return (Floats)_mm512_scalef_ps((__m512)y, (__m512)x);
 }
 
-template <int kHeads>
-inline void add_heads(const Shape& shape, const float* weights, const float* tile_scales, const char* values,
-                      const int64_t* offsets, int count, float* accumulators) {
-    const size_t padded = shape.padded_dim();
-    TileWords heads[kHeads];
-    for (int h = 0; h < kHeads; ++h) heads[h].round(weights + h * kTile, tile_scales);
-    int d = 0;
-    for (; d + 32 < shape.head_dim; d += 64)
-        add_words<2, kHeads>(heads, values + d, shape.head_dim - d, offsets, count, accumulators + d, padded);
-    if (d < shape.head_dim)
-        add_words<1, kHeads>(heads, values + d, shape.head_dim - d, offsets, count, accumulators + d, padded);
+// Bits [first, last) of the 16 from `base` on.
+inline __mmask16 lanes(int first, int last, int base) {
+    const int low = first - base < 0 ? 0 : first - base > 16 ? 16 : first - base;
+    const int high = last - base < 0 ? 0 : last - base > 16 ? 16 : last - base;
+    return __mmask16(((1u << high) - 1) & ~((1u << low) - 1));
 }
 
-// accumulators[group, head_dim] += sum over the tile's tokens of weight * scale * value, of the query heads of one key
-// head. `offsets`: of all kTile slots, those past the last token repeated, with weights of 0.
-inline void add_tile(const Shape& shape, const float* weights, const char* values, const char* scales,
-                     const int64_t* offsets, int count, float* accumulators) {
-    alignas(64) float tile_scales[kTile];
-    for (int t = 0; t < kTile; ++t) tile_scales[t] = scale_at(scales + offsets[t]);
-    int left = shape.group;
-    for (; left >= 4; left -= 4) {
-        add_heads<4>(shape, weights, tile_scales, values, offsets, count, accumulators);
-        weights += 4 * kTile;
-        accumulators += size_t(4) * shape.padded_dim();
+// Scores of one row -> rounded weights, 0 outside [first, last); returns their sum before. `factor` makes scores powers of two,
+// `most` is the highest of these. A score that is not a number makes the sum none.
+inline float round_weights(const float* scores, int count, int first, int last, float factor, float most,
+                           const float* value_factors, float* words) {
+    Floats sums{};
+    const bool is_whole = first == 0 && last == count;
+    for (int t = 0; t < count; t += WIDTH) {
+        Floats weights = exact_power_of_two(load(scores + t) * factor - most);
+        if (!is_whole || t + WIDTH > count)
+            weights = (Floats)_mm512_maskz_mov_ps(lanes(first, last, t), (__m512)weights);
+        const __m512i rounded = _mm512_cvtps_epi32((__m512)(weights * load(value_factors + t)));
+        _mm256_storeu_si256((__m256i*)(words + t / 2), _mm512_cvtsepi32_epi16(rounded));
+        sums += weights;
     }
-    switch (left) {
-        case 3: return add_heads<3>(shape, weights, tile_scales, values, offsets, count, accumulators);
-        case 2: return add_heads<2>(shape, weights, tile_scales, values, offsets, count, accumulators);
-        case 1: return add_heads<1>(shape, weights, tile_scales, values, offsets, count, accumulators);
-        default: return;
-    }
-}
-
-// One query head against the keys of WIDTH tokens, all products in registers; not yet scaled by the query.
-template <int kUnits>
-inline Floats score_words(const float* query, const char* keys, const char* scales, const int64_t* offsets) {
-    __m512i own[kUnits];
-    for (int u = 0; u < kUnits; ++u) own[u] = loaded(query + WIDTH * u);
-    Floats dots[WIDTH];
-#pragma GCC unroll 16
-    for (int t = 0; t < WIDTH; ++t) {
-        const char* key = keys + offsets[t];
-        __m512i sum = _mm512_setzero_si512();
-        for (int u = 0; u < kUnits; ++u) sum = _mm512_dpwssd_epi32(sum, widened_words(key + 32 * u, 32), own[u]);
-        dots[t] = (Floats)_mm512_cvtepi32_ps(sum) * scale_at(scales + offsets[t]);
-    }
-    return sums(dots);
+    return total(sums);
 }

@@ -12,13 +12,6 @@ namespace {
 
 constexpr float kLowest = -3.0e38f;
 
-inline float highest(Floats x) {
-    if (WIDTH > 8) x = larger(x, HALVES(x));
-    if (WIDTH > 4) x = larger(x, QUARTERS(x));
-    x = larger(x, PAIRS(x));
-    return larger(x, ONES(x))[0];
-}
-
 inline float exponential_of(float x) { return exponential(same(x))[0]; }
 
 // How a cache type is read: in units of `kElements`, each `kVectors` vectors of floats. A unit of bfloat16 is taken
@@ -26,7 +19,7 @@ inline float exponential_of(float x) { return exponential(same(x))[0]; }
 struct Float32 {
     typedef Float32 Rows;
     static constexpr int kElements = WIDTH, kVectors = 1, kBytes = 4;
-    static constexpr bool kHasScales = false, kHasWords = false;
+    static constexpr bool kHasScales = false;
 
     static inline void unit(const char* from, int64_t valid, Floats* out) {
         if (valid >= kElements) {
@@ -44,7 +37,7 @@ struct Float32 {
 struct BFloat16 {
     typedef BFloat16 Rows;
     static constexpr int kElements = 2 * WIDTH, kVectors = 2, kBytes = 2;
-    static constexpr bool kHasScales = false, kHasWords = false;
+    static constexpr bool kHasScales = false;
 
     static inline Words raw(const char* from, int64_t valid) {
         Words x;
@@ -74,22 +67,24 @@ struct BFloat16 {
 #include "attention_int8.h"
 
 #if WIDTH == 16
-inline Floats sums_of_four(Floats a, Floats b, Floats c, Floats d) {
-    const Floats ab = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+template <typename Vector>
+inline Vector sums_of_four(Vector a, Vector b, Vector c, Vector d) {
+    const Vector ab = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
                       __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    const Floats cd = __builtin_shufflevector(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+    const Vector cd = __builtin_shufflevector(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
                       __builtin_shufflevector(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
     return __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
            __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
 }
 
 // The sum of each of 16 vectors.
-inline Floats sums(const Floats* x) {
-    const Floats a = sums_of_four(x[0], x[1], x[2], x[3]), b = sums_of_four(x[4], x[5], x[6], x[7]);
-    const Floats c = sums_of_four(x[8], x[9], x[10], x[11]), d = sums_of_four(x[12], x[13], x[14], x[15]);
-    const Floats ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+template <typename Vector>
+inline Vector sums(const Vector* x) {
+    const Vector a = sums_of_four(x[0], x[1], x[2], x[3]), b = sums_of_four(x[4], x[5], x[6], x[7]);
+    const Vector c = sums_of_four(x[8], x[9], x[10], x[11]), d = sums_of_four(x[12], x[13], x[14], x[15]);
+    const Vector ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
                       __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    const Floats cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+    const Vector cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
                       __builtin_shufflevector(c, d, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
     return __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
            __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
@@ -133,9 +128,9 @@ class Ahead {
     inline void fetch() {
         if (left_ == 0) return;
         const char* slot = base_ + *offsets_;
-        for (const int64_t last = at_ + share_; at_ < last; at_ += 64) __builtin_prefetch(slot + at_, 0, 3);
+        for (due_ += share_; at_ < due_; at_ += 64) __builtin_prefetch(slot + at_, 0, 3);
         if (at_ < slot_bytes_) return;
-        at_ = 0;
+        at_ = due_ = 0;
         ++offsets_;
         --left_;
     }
@@ -144,7 +139,7 @@ class Ahead {
     const char* base_;
     const int64_t* offsets_;
     int64_t slot_bytes_, share_;
-    int64_t at_ = 0;
+    int64_t at_ = 0, due_ = 0;
     int left_;
 };
 
@@ -156,15 +151,6 @@ class Ahead {
 template <typename Type, int kUnits>
 inline __attribute__((always_inline)) Floats dot(const Shape& shape, const float* query, const char* key) {
     const int units = kUnits ? kUnits : (shape.head_dim + Type::kElements - 1) / Type::kElements;
-#if HAS_BF16_DOT
-    if constexpr (Type::kHasWords) {
-        __m512i sum = _mm512_setzero_si512();
-        for (int u = 0; u < units; ++u)
-            sum = _mm512_dpwssd_epi32(sum, widened_words(key + 32 * u, kUnits ? 32 : shape.head_dim - 32 * u),
-                                      loaded(query + WIDTH * u));
-        return (Floats)_mm512_cvtepi32_ps(sum);
-    }
-#endif
     Floats dot{};
     for (int u = 0; u < units; ++u) {
         const int64_t valid = kUnits || u + 1 < units ? Type::kElements : shape.head_dim - int64_t(u) * Type::kElements;
@@ -190,19 +176,6 @@ void score_units(const Shape& shape, const Scratch& scratch, const char* keys, c
                  Ahead& ahead, float* scores) {
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     const int64_t head_bytes = kUnits ? int64_t(kUnits) * Type::kElements * Type::kBytes : shape.head_bytes();
-#if HAS_BF16_DOT
-    if constexpr (Type::kHasWords && kUnits > 0) {
-        for (int h = 0; h < num_heads; ++h) {
-            for (int t = 0; t < count; ++t) ahead.fetch();
-            const int kv_head = h / shape.group;
-            const float* query = scratch.queries + size_t(h) * padded;
-            const Floats own = score_words<kUnits>(query, keys + kv_head * head_bytes, keys + shape.scale_offset(kv_head),
-                                                   offsets);
-            store(scores + size_t(h) * kTile, own * (query[padded / 2] * shape.scale));
-        }
-        return;
-    }
-#endif
     for (int t = 0; t < count; t += kTogether)
         for (int h = 0; h < num_heads; ++h) {
             const float* query = scratch.queries + size_t(h) * padded;
@@ -219,9 +192,7 @@ void score_units(const Shape& shape, const Scratch& scratch, const char* keys, c
     for (int h = 0; h < num_heads; ++h) {
         Floats dots[WIDTH];
         std::memcpy(dots, scratch.dots + size_t(h) * WIDTH * WIDTH, sizeof dots);
-        float scale = shape.scale;
-        if constexpr (Type::kHasWords) scale *= scratch.queries[size_t(h) * padded + padded / 2];
-        store(scores + size_t(h) * kTile, sums(dots) * scale);
+        store(scores + size_t(h) * kTile, sums(dots) * shape.scale);
     }
 }
 
@@ -277,7 +248,8 @@ inline void add_all_values(const Shape& shape, const float* weights, const char*
     }
 }
 
-// Scores -> weights relative to the running maximum; corrects what was summed under a lower one.
+// Scores -> weights relative to the running maximum; corrects what was summed under a lower one. A score that is not
+// finite makes the sum NaN, and so fails its request: its weight would be 0.
 inline void soften(float* scores, int count, float* maximum, float* sum, float* accumulator, int padded_dim) {
     for (int t = count; t < kTile; ++t) scores[t] = kLowest;
     Floats high = load(scores);
@@ -291,9 +263,9 @@ inline void soften(float* scores, int count, float* maximum, float* sum, float* 
     }
     Floats sums{};
     for (int t = 0; t < kTile; t += WIDTH) {
-        const Floats weight = exponential(load(scores + t) - *maximum);
+        const Floats score = load(scores + t), weight = exponential(score - *maximum);
         store(scores + t, weight);
-        sums += weight;
+        sums += weight + (score - score);
     }
     *sum += total(sums);
 }
@@ -388,11 +360,6 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     const int64_t head_bytes = shape.head_bytes();
     begin_rows<typename Type::Rows>(shape, scratch, 0, num_heads, call.queries + piece.row * call.query_row_bytes);
-#if HAS_BF16_DOT
-    if constexpr (Type::kHasWords)
-        for (int h = 0; h < num_heads; ++h) round_query(scratch.queries + size_t(h) * padded, padded);
-#endif
-
     int64_t tiles[2][kTile];
     int64_t *offsets = tiles[0], *following = tiles[1];
     int count = slot_offsets<kTile>(shape, call, piece.blocks, piece.first, piece.last, offsets);
@@ -408,16 +375,7 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
         const bool has_more = following_count || (next && slot_offsets<kTile>(shape, call, next->blocks, next->first,
                                                                               next->last, following));
         Ahead keys(shape, call.keys, has_more ? following : offsets);
-#if HAS_BF16_DOT
-        if constexpr (Type::kHasWords)
-            for (int kv_head = 0, h = 0; kv_head < shape.kv_heads; ++kv_head, h += shape.group) {
-                for (int t = 0; has_more && t < count * shape.group; ++t) keys.fetch();
-                add_tile(shape, scratch.scores + size_t(h) * kTile, call.values + kv_head * head_bytes,
-                         call.values + shape.scale_offset(kv_head), offsets, count,
-                         scratch.accumulators + size_t(h) * padded);
-            }
-#endif
-        for (int t = 0; !Type::kHasWords && t < count; t += kTogether)
+        for (int t = 0; t < count; t += kTogether)
             for (int h = 0; h < num_heads; ++h) {
                 for (int i = 0; has_more && i < kTogether; ++i) keys.fetch();
                 add_all_values<Type>(shape, scratch.scores + size_t(h) * kTile + t,

@@ -1,33 +1,14 @@
-// Tiles of keys and values packed for many query rows: of chunks.
+// Chunks: many query rows over tiles of keys and values that are packed once for all of them.
 // Included after attention_level.h, once per level.
-//
-// Products run over words of 32 bits: a float, or (where a bfloat16 dot product exists) a pair of bfloat16. Keys are
-// packed as [word of the head][key], values as [key, or pair of keys][dimension], so that both products are sums of
-// outer products: a vector of keys or dimensions times one word of each of kRows query rows, all sums in registers.
 
 namespace paged {
 namespace LEVEL {
 namespace {
 
+#include "attention_packing.h"
+
 // Vectors beside one another in registers: kRows * kColumns sums, one row of factors.
 constexpr int kColumns = WIDTH == 16 ? 4 : 2;
-
-// Elements of a word.
-template <typename Type>
-constexpr int kDepth = HAS_BF16_DOT && Type::kVectors == 2 ? 2 : 1;
-
-// Words of one head as queries and keys are multiplied.
-template <typename Type>
-inline int words_of(const Shape& shape) {
-    if (kDepth<Type> == 2) return (shape.head_dim + 1) / 2;
-    return Type::kVectors == 1 ? shape.head_dim : (shape.head_dim + Type::kElements - 1) / Type::kElements * Type::kElements;
-}
-
-// Dimensions of one head as values are summed: whole units.
-template <typename Type>
-inline int value_dim(const Shape& shape) {
-    return (shape.head_dim + Type::kElements - 1) / Type::kElements * Type::kElements;
-}
 
 inline Floats everywhere(const float* word) {
     uint32_t bits;
@@ -35,106 +16,17 @@ inline Floats everywhere(const float* word) {
     return (Floats)(Words{} | bits);
 }
 
-template <int kDepth>
+template <Product kKind>
 inline Floats multiply_add(Floats sum, Floats a, Floats b) {
 #if HAS_BF16_DOT
-    if constexpr (kDepth == 2) return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    if constexpr (kKind == Product::bfloat16) return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    if constexpr (kKind == Product::integers) return (Floats)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #endif
     return sum + a * b;
 }
 
-// Exchange the upper right and the lower left quarter of every square of 2 * DISTANCE words.
-#define LIST(...) __VA_ARGS__
-#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#define STAGE(x, DISTANCE, UPPER, LOWER)                          \
-    _Pragma("GCC unroll 16") for (int i = 0; i < WIDTH; ++i) if (!(i & DISTANCE)) { \
-        const Floats a = x[i], b = x[i + DISTANCE];               \
-        x[i] = SHUFFLED(a, b, UPPER);                             \
-        x[i + DISTANCE] = SHUFFLED(a, b, LOWER);                  \
-    }
-
-inline __attribute__((always_inline)) void transpose(Floats* x) {
-#if WIDTH == 16
-    STAGE(x, 1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-          LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
-    STAGE(x, 2, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-          LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
-    STAGE(x, 4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-          LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
-    STAGE(x, 8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-          LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
-#elif WIDTH == 8
-    STAGE(x, 1, LIST(0, 8, 2, 10, 4, 12, 6, 14), LIST(1, 9, 3, 11, 5, 13, 7, 15))
-    STAGE(x, 2, LIST(0, 1, 8, 9, 4, 5, 12, 13), LIST(2, 3, 10, 11, 6, 7, 14, 15))
-    STAGE(x, 4, LIST(0, 1, 2, 3, 8, 9, 10, 11), LIST(4, 5, 6, 7, 12, 13, 14, 15))
-#else
-    STAGE(x, 1, LIST(0, 4, 2, 6), LIST(1, 5, 3, 7))
-    STAGE(x, 2, LIST(0, 1, 4, 5), LIST(2, 3, 6, 7))
-#endif
-}
-
-// The scale of what lies in this slot; 1 where the cache has none.
-template <typename Source>
-inline float scale_of(const char* scales, int64_t offset) {
-    if constexpr (Source::kHasScales) return scale_at(scales + offset);
-    return 1.0f;
-}
-
-// Keys at keys + offsets[t], with scales at scales + offsets[t], -> [words, kKeys], of the first `count` keys at least.
-template <typename Type, typename Source>
-void pack_keys(const Shape& shape, const char* keys, const char* scales, const int64_t* offsets, int count,
-               float* packed) {
-    constexpr int kParts = kDepth<Type> == 2 ? 1 : Type::kVectors;
-    const int units = (shape.head_dim + Type::kElements - 1) / Type::kElements;
-    for (int first = 0; first < count; first += WIDTH)
-        for (int u = 0; u < units; ++u) {
-            const int64_t skipped = int64_t(u) * Type::kElements, valid = shape.head_dim - skipped;
-            Floats squares[kParts][WIDTH];
-            for (int t = 0; t < WIDTH; ++t) {
-                const char* from = keys + offsets[first + t] + skipped * Source::kBytes;
-                const float scale = scale_of<Source>(scales, offsets[first + t]);
-                if constexpr (kDepth<Type> == 2) {
-                    squares[0][t] = (Floats)Source::raw(from, valid, scale);
-                } else {
-                    Floats parts[kParts];
-                    Source::unit(from, valid, scale, parts);
-                    for (int p = 0; p < kParts; ++p) squares[p][t] = parts[p];
-                }
-            }
-            for (int p = 0; p < kParts; ++p) {
-                transpose(squares[p]);
-                float* to = packed + size_t(u * kParts + p) * WIDTH * kKeys + first;
-                for (int w = 0; w < WIDTH; ++w) store(to + w * kKeys, squares[p][w]);
-            }
-        }
-}
-
-// Values likewise -> [keys or pairs of keys, value_dim], a unit's even dimensions before its odd ones.
-template <typename Type, typename Source>
-void pack_values(const Shape& shape, const char* values, const char* scales, const int64_t* offsets, int count,
-                 float* packed) {
-    const int units = (shape.head_dim + Type::kElements - 1) / Type::kElements;
-    for (int t = 0; t < count; t += kDepth<Type>)
-        for (int u = 0; u < units; ++u, packed += Type::kVectors * WIDTH) {
-            const int64_t skipped = int64_t(u) * Type::kElements, valid = shape.head_dim - skipped;
-            const char* from = values + skipped * Source::kBytes;
-            const float scale = scale_of<Source>(scales, offsets[t]);
-            Floats parts[Type::kVectors];
-            if constexpr (kDepth<Type> == 2) {
-                const float next_scale = scale_of<Source>(scales, offsets[t + 1]);
-                const Words a = Source::raw(from + offsets[t], valid, scale);
-                const Words b = Source::raw(from + offsets[t + 1], valid, next_scale);
-                parts[0] = (Floats)((a & 0xffffu) | (b << 16));
-                parts[1] = (Floats)((a >> 16) | (b & 0xffff0000u));
-            } else {
-                Source::unit(from + offsets[t], valid, scale, parts);
-            }
-            for (int v = 0; v < Type::kVectors; ++v) store(packed + v * WIDTH, parts[v]);
-        }
-}
-
 // sums[r][c] = the product of N rows of words, `stride` apart, with kBeside vectors of each of `steps` packed lines.
-template <int kDepth, int N, int kBeside>
+template <Product kKind, int N, int kBeside>
 inline __attribute__((always_inline)) void outer_products(Floats (&sums)[N][kBeside], const float* rows, size_t stride,
                                                           const float* packed, size_t line, int steps) {
     for (int s = 0; s < steps; ++s) {
@@ -145,25 +37,35 @@ inline __attribute__((always_inline)) void outer_products(Floats (&sums)[N][kBes
         for (int r = 0; r < N; ++r) {
             const Floats word = everywhere(rows + r * stride + s);
 #pragma GCC unroll 4
-            for (int c = 0; c < kBeside; ++c) sums[r][c] = multiply_add<kDepth>(sums[r][c], word, factors[c]);
+            for (int c = 0; c < kBeside; ++c) sums[r][c] = multiply_add<kKind>(sums[r][c], word, factors[c]);
         }
     }
 }
 
-// scores[N, kKeys], not yet scaled, of the first `count` keys at least.
-template <int kDepth, int N>
-void score_rows(const float* queries, size_t stride, const float* keys, int words, int count, float* scores) {
-    for (int first = 0; first < count; first += kColumns * WIDTH) {
-        Floats sums[N][kColumns] = {};
-        outer_products<kDepth>(sums, queries, stride, keys + first, kKeys, words);
+// The same -> products[N, kKeys]. A function of its own, in which all sums stay in registers.
+template <Product kKind, int N, int kBeside>
+__attribute__((noinline)) void multiply_columns(const float* rows, size_t stride, const float* packed, size_t line,
+                                                int steps, float* products) {
+    Floats sums[N][kBeside] = {};
+    outer_products<kKind>(sums, rows, stride, packed, line, steps);
 #pragma GCC unroll 6
-        for (int r = 0; r < N; ++r)
+    for (int r = 0; r < N; ++r)
 #pragma GCC unroll 4
-            for (int c = 0; c < kColumns; ++c) store(scores + r * kKeys + first + c * WIDTH, sums[r][c]);
-    }
+        for (int c = 0; c < kBeside; ++c) store(products + r * kKeys + c * WIDTH, sums[r][c]);
 }
 
-template <int kDepth, int N, int kBeside>
+// scores[N, kKeys], not yet scaled, of the first `count` keys at least.
+template <Product kKind, int N>
+inline void score_rows(const float* queries, size_t stride, const float* keys, int words, int count, float* scores) {
+    int t = 0;
+    for (; t + (kColumns - 1) * WIDTH < count; t += kColumns * WIDTH)
+        multiply_columns<kKind, N, kColumns>(queries, stride, keys + t, kKeys, words, scores + t);
+    for (; t + WIDTH < count; t += 2 * WIDTH)
+        multiply_columns<kKind, N, 2>(queries, stride, keys + t, kKeys, words, scores + t);
+    if (t < count) multiply_columns<kKind, N, 1>(queries, stride, keys + t, kKeys, words, scores + t);
+}
+
+template <Product kKind, int N, int kBeside>
 inline void add_columns(const float* weights, const float* values, size_t line, int steps, float* accumulators,
                         size_t stride) {
     Floats sums[N][kBeside];
@@ -171,7 +73,7 @@ inline void add_columns(const float* weights, const float* values, size_t line, 
     for (int r = 0; r < N; ++r)
 #pragma GCC unroll 4
         for (int c = 0; c < kBeside; ++c) sums[r][c] = load(accumulators + r * stride + c * WIDTH);
-    outer_products<kDepth>(sums, weights, kKeys, values, line, steps);
+    outer_products<kKind>(sums, weights, kKeys, values, line, steps);
 #pragma GCC unroll 6
     for (int r = 0; r < N; ++r)
 #pragma GCC unroll 4
@@ -179,16 +81,16 @@ inline void add_columns(const float* weights, const float* values, size_t line, 
 }
 
 // accumulators[N, dim] += weights[N, keys] * values
-template <int kDepth, int N>
+template <Product kKind, int N>
 void add_rows(const float* weights, const float* values, int dim, int steps, float* accumulators, size_t stride) {
     const int columns = dim / WIDTH;
     int c = 0;
     for (; c + kColumns <= columns; c += kColumns)
-        add_columns<kDepth, N, kColumns>(weights, values + c * WIDTH, dim, steps, accumulators + c * WIDTH, stride);
+        add_columns<kKind, N, kColumns>(weights, values + c * WIDTH, dim, steps, accumulators + c * WIDTH, stride);
     for (; c + 2 <= columns; c += 2)
-        add_columns<kDepth, N, 2>(weights, values + c * WIDTH, dim, steps, accumulators + c * WIDTH, stride);
+        add_columns<kKind, N, 2>(weights, values + c * WIDTH, dim, steps, accumulators + c * WIDTH, stride);
     if (c < columns)
-        add_columns<kDepth, N, 1>(weights, values + c * WIDTH, dim, steps, accumulators + c * WIDTH, stride);
+        add_columns<kKind, N, 1>(weights, values + c * WIDTH, dim, steps, accumulators + c * WIDTH, stride);
 }
 
 // 2^x for x up to about 0, at least 2^-126. Relative error under 5e-5: less than what rounding to bfloat16 adds.
@@ -205,24 +107,26 @@ inline Floats power_of_two(Floats x) {
     return (Floats)((Ints)y + (((Ints)shifted) << 23));
 }
 
-// Two vectors of weights relative to `maximum`; returns their sum.
+// Two vectors of weights relative to `maximum`; returns their sum, NaN where a score is not finite.
 template <int kDepth>
 inline Floats soften_two(const float* scores, float scale, float maximum, float* weights) {
+    const Floats first = load(scores), second = load(scores + WIDTH);
+    const Floats remainders = (first - first) + (second - second);
 #if HAS_BF16_DOT
     if constexpr (kDepth == 2) {
         const Floats factor = same(scale * 1.44269504f), shift = same(maximum * 1.44269504f);
-        const Floats a = power_of_two(load(scores) * factor - shift);
-        const Floats b = power_of_two(load(scores + WIDTH) * factor - shift);
+        const Floats a = power_of_two(first * factor - shift);
+        const Floats b = power_of_two(second * factor - shift);
         const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
         std::memcpy(weights, &pairs, sizeof pairs);
-        return a + b;
+        return a + b + remainders;
     }
 #endif
-    const Floats a = exponential(load(scores) * scale - maximum);
-    const Floats b = exponential(load(scores + WIDTH) * scale - maximum);
+    const Floats a = exponential(first * scale - maximum);
+    const Floats b = exponential(second * scale - maximum);
     store(weights, a);
     store(weights + WIDTH, b);
-    return a + b;
+    return a + b + remainders;
 }
 
 // One row: scores -> weights, `count` of them (a multiple of two vectors); corrects what was summed before.
@@ -265,38 +169,72 @@ struct Tile {
     int count;
 };
 
+// Keys of the tile that the last of `n` rows from `at` on reads; 0: none of them reads any.
+inline int visible_keys(const QueryRows& rows, int at, int n, const Tile& tile) {
+    const int64_t latest = rows.position + (at + n - 1) / rows.group, earliest = rows.position + at / rows.group;
+    if (latest < tile.first) return 0;
+    if (rows.window && tile.first + tile.count <= earliest - rows.window + 1) return 0;
+    return latest - tile.first + 1 < tile.count ? int(latest - tile.first + 1) : tile.count;
+}
+
+// Keys [first, last) of the `count` visible ones, those that one row reads; `first` is at most `limit`.
+struct Span {
+    int first, last;
+
+    Span(const QueryRows& rows, int row, const Tile& tile, int count, int limit) {
+        const int64_t position = rows.position + row / rows.group - tile.first;  // relative to the tile
+        const int64_t lowest = rows.window ? position - rows.window + 1 : 0;
+        last = position + 1 < count ? int(position + 1) : count;
+        first = lowest <= 0 ? 0 : lowest < limit ? int(lowest) : limit;
+    }
+};
+
 template <typename Type, int N>
 void attend_rows(const Shape& shape, const Scratch& scratch, const QueryRows& rows, int at, const Tile& tile) {
-    const int64_t latest = rows.position + (at + N - 1) / rows.group, earliest = rows.position + at / rows.group;
-    if (latest < tile.first) return;
-    if (rows.window && tile.first + tile.count <= earliest - rows.window + 1) return;
-    const int count = latest - tile.first + 1 < tile.count ? int(latest - tile.first + 1) : tile.count;
+    const int count = visible_keys(rows, at, N, tile);
+    if (!count) return;
     const int dim = value_dim<Type>(shape);
     const size_t padded = shape.padded_dim(), own = rows.first + at;
-    score_rows<kDepth<Type>, N>(scratch.queries + own * padded, padded, scratch.keys, words_of<Type>(shape), count,
-                                scratch.scores);
+    score_rows<kProduct<Type>, N>(scratch.queries + own * padded, padded, scratch.keys, words_of<Type>(shape), count,
+                                  scratch.scores);
     const int softened = (count + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH);
     for (int r = 0; r < N; ++r) {
-        const int64_t position = rows.position + (at + r) / rows.group - tile.first;  // relative to the tile
-        const int64_t lowest = rows.window ? position - rows.window + 1 : 0;
-        const int last = position + 1 < count ? int(position + 1) : count;
-        const int first = lowest <= 0 ? 0 : lowest < softened ? int(lowest) : softened;
+        const Span span(rows, at + r, tile, count, softened);
         float* scores = scratch.scores + r * kKeys;
-        if (first >= last) {
+        if (span.first >= span.last) {
             std::memset(scratch.weights + r * kKeys, 0, kKeys * sizeof(float));
             continue;
         }
-        if (first > 0 || last < softened) hide(scores, first, last, softened);
+        if (span.first > 0 || span.last < softened) hide(scores, span.first, span.last, softened);
         soften_row<kDepth<Type>>(scores, softened, shape.scale, scratch.weights + r * kKeys, &scratch.maxima[own + r],
                                  &scratch.sums[own + r], scratch.accumulators + (own + r) * padded, dim);
     }
-    add_rows<kDepth<Type>, N>(scratch.weights, scratch.values, dim, (count + kDepth<Type> - 1) / kDepth<Type>,
-                              scratch.accumulators + own * padded, padded);
+    add_rows<kProduct<Type>, N>(scratch.weights, scratch.values, dim, (count + kDepth<Type> - 1) / kDepth<Type>,
+                                scratch.accumulators + own * padded, padded);
 }
 
+// Tiles of keys and values as rows of this type are multiplied.
+template <typename Type, typename Source = Stored<Type>>
+struct PackedTiles {
+    static constexpr bool kHasScales = Source::kHasScales;
+
+    static inline void begin(const Shape&, const Scratch&, int) {}
+    static inline Tile packed(const Shape& shape, const Call& call, const Scratch& scratch, int kv_head,
+                              const int64_t* offsets, int64_t first, int count) {
+        const int64_t head = kv_head * shape.head_bytes(), scale = shape.scale_offset(kv_head);
+        pack_keys<Type, Source>(shape, call.keys + head, call.keys + scale, offsets, count, scratch.keys);
+        pack_values<Type, Source>(shape, call.values + head, call.values + scale, offsets, count, scratch.values);
+        return {first, count};
+    }
+};
+
+#if HAS_BF16_DOT
+#include "attention_int8_chunks.h"
+#endif
+
 // All rows over one packed tile, in runs of at most kRows and about equal length.
-template <typename Type>
-inline void attend_tile(const Shape& shape, const Scratch& scratch, const QueryRows& rows, const Tile& tile) {
+template <typename Type, typename AnyTile>
+inline void attend_tile(const Shape& shape, const Scratch& scratch, const QueryRows& rows, const AnyTile& tile) {
     const int runs = (rows.count + kRows - 1) / kRows;
     for (int run = 0; run < runs; ++run) {
         const int at = rows.count * run / runs;
@@ -311,14 +249,6 @@ inline void attend_tile(const Shape& shape, const Scratch& scratch, const QueryR
     }
 }
 
-template <typename Type, typename Source>
-inline void pack_tile(const Shape& shape, const Call& call, const Scratch& scratch, int kv_head,
-                      const int64_t* offsets, int count) {
-    const int64_t head = kv_head * shape.head_bytes(), scale = shape.scale_offset(kv_head);
-    pack_keys<Type, Source>(shape, call.keys + head, call.keys + scale, offsets, count, scratch.keys);
-    pack_values<Type, Source>(shape, call.values + head, call.values + scale, offsets, count, scratch.values);
-}
-
 // The first `bytes` of each slot's keys and values, from `head` on, will be read soon.
 inline void prefetch_slots(const Call& call, int64_t head, int64_t bytes, const int64_t* offsets, int count) {
     for (int t = 0; t < count; ++t) {
@@ -327,13 +257,19 @@ inline void prefetch_slots(const Call& call, int64_t head, int64_t bytes, const 
     }
 }
 
-template <typename Type, typename Source = Stored<Type>>
+template <typename Type, typename Tiles = PackedTiles<Type>>
 void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
     const int64_t head_bytes = shape.head_bytes(), head = piece.kv_head * head_bytes;
-    const int64_t query = piece.kv_head * shape.row_head_bytes() * shape.group;
+    const int64_t row_bytes = shape.row_head_bytes() * shape.group, query = piece.kv_head * row_bytes;
+    for (int64_t i = 0; i < piece.num_tokens; ++i)
+        prefetch(call.queries + (piece.row + i) * call.query_row_bytes + query, row_bytes);
     for (int64_t i = 0; i < piece.num_tokens; ++i)
         begin_rows<Type>(shape, scratch, int(i) * shape.group, shape.group,
                          call.queries + (piece.row + i) * call.query_row_bytes + query);
+    for (int64_t i = 0; i < piece.num_tokens; ++i)
+        for (int64_t at = 0; at < row_bytes; at += 64)
+            __builtin_prefetch(call.out + (piece.row + i) * call.out_row_bytes + query + at, 1);
+    Tiles::begin(shape, scratch, int(piece.num_tokens) * shape.group);
     const QueryRows rows = {0, int(piece.num_tokens) * shape.group, shape.group, piece.position, piece.window};
     const int64_t last = piece.position + piece.num_tokens;
     int64_t first = piece.window ? piece.position - piece.window + 1 : 0;
@@ -341,11 +277,11 @@ void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, 
     int64_t offsets[kKeys];
     int count = slot_offsets<kKeys>(shape, call, piece.blocks, first, last, offsets);
     while (count) {
-        pack_tile<Type, Source>(shape, call, scratch, piece.kv_head, offsets, count);
-        const Tile tile = {first, count};
+        const auto tile = Tiles::packed(shape, call, scratch, piece.kv_head, offsets, first, count);
         first += kKeys;
         count = slot_offsets<kKeys>(shape, call, piece.blocks, first, last, offsets);
         prefetch_slots(call, head, head_bytes, offsets, count);
+        if constexpr (Tiles::kHasScales) prefetch_slots(call, shape.scale_offset(piece.kv_head), 1, offsets, count);
         attend_tile<Type>(shape, scratch, rows, tile);
     }
     for (int64_t i = 0; i < piece.num_tokens; ++i)
@@ -363,16 +299,36 @@ inline void decode_any(const Shape& shape, const Call& call, const Piece& piece,
     decode(shape, call, piece, next, scratch, partials);
 }
 
+#if HAS_BF16_DOT
+#include "attention_int8_decode.h"
+#else
+template <typename Type>
+inline void decode_int8(const Shape& shape, const Call& call, const Piece& piece, const Piece* next,
+                        const Scratch& scratch, float* partials) {
+    decode_any<Int8<Type>>(shape, call, piece, next, scratch, partials);
+}
+#endif
+
 void decode_piece(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
                   float* partials) {
-    const auto decode = shape.is_int8 ? shape.is_bfloat16 ? decode_any<Int8<NaturalBFloat16>> : decode_any<Int8<Float32>>
+    const auto decode = shape.is_int8 ? shape.is_bfloat16 ? decode_int8<NaturalBFloat16> : decode_int8<Float32>
                         : shape.is_bfloat16 ? decode_any<BFloat16> : decode_any<Float32>;
     decode(shape, call, piece, next, scratch, partials);
 }
 
+template <typename Type>
+inline void chunk_int8(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
+#if HAS_BF16_DOT
+    // In bfloat16, whose products are as fast, scaling every key and value once is less work than scaling every score.
+    if constexpr (Type::kVectors == 1)
+        if (shape.head_dim <= kWidestIntegerHead) return chunk_typed<Type, IntegerTiles>(shape, call, piece, scratch);
+#endif
+    chunk_typed<Type, PackedTiles<Type, StoredInt8<Type>>>(shape, call, piece, scratch);
+}
+
 void chunk_piece(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
-    const auto chunk = shape.is_bfloat16 ? shape.is_int8 ? chunk_typed<BFloat16, StoredInt8<BFloat16>> : chunk_typed<BFloat16>
-                       : shape.is_int8 ? chunk_typed<Float32, StoredInt8<Float32>> : chunk_typed<Float32>;
+    const auto chunk = shape.is_bfloat16 ? shape.is_int8 ? chunk_int8<BFloat16> : chunk_typed<BFloat16>
+                       : shape.is_int8 ? chunk_int8<Float32> : chunk_typed<Float32>;
     chunk(shape, call, piece, scratch);
 }
 

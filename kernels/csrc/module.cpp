@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "decode_pass/parts.h"
 
 namespace nb = nanobind;
 
@@ -27,6 +28,13 @@ void bind(nb::module_& module);  // products with packed weights, see products_m
 void bind_blocks(nb::module_& module);  // products with weights in blocks, see block_products/module.cpp
 
 }  // namespace products
+
+namespace decode_pass {
+
+void bind_parts(nb::module_& module);  // before what implements them; see decode_pass/module.cpp
+void bind(nb::module_& module);
+
+}  // namespace decode_pass
 
 namespace paged {
 
@@ -91,6 +99,7 @@ class Cache {
     const Level& level() const { return level_; }
     const Shape& shape() const { return shape_; }
     int64_t num_blocks() const { return num_blocks_; }
+    int64_t num_layers() const { return num_layers_; }
     int64_t row_element_bytes() const { return shape_.is_bfloat16 ? 2 : 4; }
 
     Call call(int layer) const {
@@ -176,7 +185,7 @@ struct Division {
 
 // One query token for each of some sequences: what each thread reads, the same on every layer. `rows` are rows of
 // `tables`, which stay as they are while the plan is used; lengths[i] tokens of row i are read.
-class DecodePlan {
+class DecodePlan : public decode_pass::Attention {
    public:
     DecodePlan(const Cache& cache, Tables tables, Ids rows, Ids lengths, int64_t window, int num_threads)
         : cache_(cache), tables_(tables), num_rows_(rows.shape(0)), num_threads_(num_threads) {
@@ -196,42 +205,55 @@ class DecodePlan {
 
     // Addresses of [rows, num_heads, head_dim] tensors, rows `..._stride` elements apart.
     void run(int layer, bool is_windowed, uintptr_t queries, int64_t query_stride, uintptr_t out, int64_t out_stride) {
-        const Call call = call_of(cache_, layer, queries, query_stride, out, out_stride);
-        const bool is_narrow = is_windowed && !windowed_.pieces.empty();
+        begin(layer, is_windowed, queries, query_stride, out, out_stride);
         nb::gil_scoped_release released;
-        divide(call, is_narrow ? windowed_ : whole_);
-    }
-
-    int64_t num_rows() const { return num_rows_; }
-
-   private:
-    void divide(const Call& call, const Division& division) {
-        const Shape& shape = cache_.shape();
-        const int64_t partial_floats = int64_t(shape.num_heads()) * shape.partial_floats();
-        partials_.resize(size_t(division.num_partials) * partial_floats);
-        const int64_t num_pieces = division.pieces.size(), num_merges = division.merges.size();
-        const int num_threads = int(std::min<int64_t>(num_threads_, num_pieces));
+        const int num_threads = int(std::min<int64_t>(num_threads_, num_pieces()));
         std::atomic<int64_t> taken{0};
-        const auto take = [&]() -> const Piece* {
-            const int64_t index = taken.fetch_add(1, std::memory_order_relaxed);
-            return index < num_pieces ? &division.pieces[index] : nullptr;
-        };
+        const auto take = [&] { return taken.fetch_add(1, std::memory_order_relaxed); };
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
         {
-            const Scratch scratch = scratch_of(shape);
-            for (const Piece *piece = take(), *next; piece; piece = next) {
+            for (int64_t piece = take(), next; piece < num_pieces(); piece = next) {
                 next = take();
-                cache_.level().decode_piece(shape, call, *piece, next, scratch, partials_.data());
+                attend(piece, next);
             }
 #pragma omp barrier
 #pragma omp for schedule(static)
-            for (int64_t i = 0; i < num_merges; ++i) {
-                const Merge& merge = division.merges[i];
-                cache_.level().merge(shape, call, merge.row, scratch, partials_.data() + merge.first * partial_floats,
-                                     merge.count);
-            }
+            for (int64_t i = 0; i < num_merges(); ++i) merge(i);
         }
     }
+
+    int64_t num_rows() const override { return num_rows_; }
+    int64_t num_layers() const override { return cache_.num_layers(); }
+    int64_t query_width() const override { return int64_t(cache_.shape().num_heads()) * cache_.shape().head_dim; }
+    bool is_bfloat16() const override { return cache_.shape().is_bfloat16; }
+    int64_t num_pieces() const override { return division_->pieces.size(); }
+    int64_t num_merges() const override { return division_->merges.size(); }
+
+    void begin(int layer, bool is_windowed, uintptr_t queries, int64_t query_stride, uintptr_t out,
+               int64_t out_stride) override {
+        call_ = call_of(cache_, layer, queries, query_stride, out, out_stride);
+        division_ = is_windowed && !windowed_.pieces.empty() ? &windowed_ : &whole_;
+        partials_.resize(size_t(division_->num_partials * partial_floats()));
+    }
+
+    void attend(int64_t piece) override { attend(piece, piece + 1); }
+
+    void merge(int64_t index) override {
+        const Merge& own = division_->merges[index];
+        const float* partials = partials_.data() + own.first * partial_floats();
+        cache_.level().merge(cache_.shape(), call_, own.row, scratch_of(cache_.shape()), partials, own.count);
+    }
+
+   private:
+    // `next`: what this thread is likely to do next; past the last piece: nothing.
+    void attend(int64_t piece, int64_t next) {
+        const std::vector<Piece>& pieces = division_->pieces;
+        const Piece* ahead = next < num_pieces() ? &pieces[next] : nullptr;
+        cache_.level().decode_piece(cache_.shape(), call_, pieces[piece], ahead, scratch_of(cache_.shape()),
+                                    partials_.data());
+    }
+
+    int64_t partial_floats() const { return int64_t(cache_.shape().num_heads()) * cache_.shape().partial_floats(); }
 
     const Cache cache_;
     Tables tables_;
@@ -239,6 +261,9 @@ class DecodePlan {
     int num_threads_;
     Division whole_, windowed_;
     std::vector<float> partials_;
+    // Of the layer that is computed:
+    Call call_{};
+    const Division* division_ = &whole_;
 };
 
 // Pieces of chunks, longest first: cores take one after another.
@@ -334,12 +359,14 @@ class ChunkPlan {
 NB_MODULE(_native, module) {
     using namespace paged;
     module.def("supported_levels", supported_levels);
+    decode_pass::bind_parts(module);
     rows::bind(module);
     products::bind(module);
     products::bind_blocks(module);
+    decode_pass::bind(module);
     nb::class_<Cache>(module, "Cache")
         .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool>());
-    nb::class_<DecodePlan>(module, "DecodePlan")
+    nb::class_<DecodePlan, decode_pass::Attention>(module, "DecodePlan")
         .def(nb::init<const Cache&, Tables, Ids, Ids, int64_t, int>())
         .def_prop_ro("num_rows", &DecodePlan::num_rows)
         .def("run", &DecodePlan::run);

@@ -13,6 +13,8 @@ namespace products {
 
 enum class Element { float32, bfloat16, int8 };  // of the packed weight
 
+enum class Numbers { float32, bfloat16, float16, int8 };  // of a weight as it comes
+
 enum class Activation { none, relu, silu, gelu, gelu_tanh };
 
 struct Weights {
@@ -65,6 +67,10 @@ struct Level {
     int max_rows;   // rows that are multiplied at a time
     void (*multiply)(const Weights&, const Call&, const Part&);
     void (*round)(const Rounding&, int64_t first, int64_t last);
+    // Packs `num_steps` words each of as many rows as a vector is wide, as one vector of a panel's steps.
+    void (*interleave)(const char* const* rows, int64_t num_steps, char* words);
+    // Floats of one format into another: float32, or bfloat16 (to nearest, ties to even).
+    void (*convert)(const char* from, Numbers, int64_t count, Numbers wanted, char* to);
 };
 
 }  // namespace products

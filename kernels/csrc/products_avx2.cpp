@@ -4,12 +4,15 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <cstring>
 
+#include <immintrin.h>
+
 #pragma GCC target("avx2,fma")
 #define LEVEL avx2
 #define WIDTH 8
 #define MAX_ROWS 6
 #define HAS_BF16_DOT 0
 #include "products_level.h"
+#include "weight_level.h"
 
 namespace products {
 
@@ -17,7 +20,8 @@ static bool is_supported(Element element) {
     return element == Element::float32 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
-extern const Level avx2_level = {"avx2", is_supported, WIDTH, MAX_ROWS, avx2::multiply, avx2::round};
+extern const Level avx2_level = {"avx2",           is_supported, WIDTH,           MAX_ROWS, avx2::multiply,
+                                  avx2::round, avx2::interleave, avx2::convert};
 
 }  // namespace products
 #endif

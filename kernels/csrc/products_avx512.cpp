@@ -12,6 +12,7 @@
 #define MAX_ROWS 14
 #define HAS_BF16_DOT 1
 #include "products_level.h"
+#include "weight_level.h"
 
 namespace products {
 
@@ -20,7 +21,8 @@ static bool is_supported(Element) {
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-extern const Level avx512_level = {"avx512bf16", is_supported, WIDTH, MAX_ROWS, avx512::multiply, avx512::round};
+extern const Level avx512_level = {"avx512bf16",           is_supported, WIDTH,           MAX_ROWS, avx512::multiply,
+                                  avx512::round, avx512::interleave, avx512::convert};
 
 }  // namespace products
 #endif

@@ -1,19 +1,25 @@
 // The Python side of products: packs weights once, divides the work over cores, runs a level.
 //
-// Addresses are checked by the caller (kernels/products.py), which holds the tensors.
+// Addresses are checked by the caller (kernels/cpu/packed_linear.py), which holds the tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <system_error>
+#include <tuple>
 #include <vector>
 
+#include "decode_pass/parts.h"
 #include "products.h"
+#include "weight_rows.h"
 #include "work.h"
 
 namespace nb = nanobind;
@@ -60,61 +66,90 @@ std::vector<std::string> product_levels(const std::string& element) {
     return names;
 }
 
-// A weight as it comes: [columns, in_width], float32 or bfloat16.
-struct Source {
-    const char* at;
-    int64_t in_width;
-    bool is_bfloat16;
+constexpr int kNotFinite = -1;                // beside the system's errors
+constexpr float kRounding = 12582912.0f;      // 1.5 * 2^23: a sum with it has no bits behind the point
 
-    float value(int64_t column, int64_t k) const {
-        const int64_t index = column * in_width + k;
-        if (!is_bfloat16) return reinterpret_cast<const float*>(at)[index];
-        const uint32_t bits = uint32_t(reinterpret_cast<const uint16_t*>(at)[index]) << 16;
-        float x;
-        std::memcpy(&x, &bits, sizeof x);
-        return x;
+std::vector<RowRun> runs_of(const std::vector<std::tuple<int, int64_t, int64_t, std::string>>& described) {
+    std::vector<RowRun> runs;
+    for (const auto& [fd, at, num_rows, numbers] : described) runs.push_back({fd, at, num_rows, numbers_named(numbers)});
+    return runs;
+}
+
+int64_t num_rows(const std::vector<RowRun>& runs) {
+    int64_t sum = 0;
+    for (const RowRun& run : runs) sum += run.num_rows;
+    return sum;
+}
+
+// Numbers of each column, or null.
+struct ColumnNumbers {
+    const float* bias;
+    const float* scales;
+};
+
+// What a thread needs to pack panels.
+struct PanelPacker {
+    RowReader reader;
+    Numbers numbers;
+    std::vector<const char*> rows{};
+    std::vector<char> nothing{};
+    std::vector<float> floats{};
+    std::vector<int8_t> integers{};
+
+    const char* zeros(int64_t count) {
+        nothing.resize(count);
+        return nothing.data();
     }
 
-    // One word of `per_word` inputs from `k` on, zeros behind the last.
-    template <typename T>
-    void copy(int64_t column, int64_t k, int per_word, char* to) const {
-        T word[4 / sizeof(T)] = {};
-        const int64_t count = std::min<int64_t>(per_word, in_width - k);
-        if (count > 0) std::memcpy(word, at + (column * in_width + k) * sizeof(T), count * sizeof(T));
-        std::memcpy(to, word, 4);
+    const float* floats_of(const char* row, int64_t count, const Level& level) {
+        if (numbers != Numbers::bfloat16) return reinterpret_cast<const float*>(row);
+        floats.resize(count);
+        level.convert(row, Numbers::bfloat16, count, Numbers::float32, reinterpret_cast<char*>(floats.data()));
+        return floats.data();
+    }
+
+    // Of row `i` of a vector's, zeros behind its last.
+    int8_t* integers_of(int64_t i, int64_t row_bytes, int num_rows) {
+        integers.resize(num_rows * row_bytes);
+        return integers.data() + i * row_bytes;
     }
 };
 
-class PackedWeight {
+class PackedWeight : public decode_pass::Product {
    public:
-    // `weight` [columns, in_width] and `bias` (0, or [columns] float32) are read here and not kept.
-    PackedWeight(const std::string& level, const std::string& element, uintptr_t weight, bool is_bfloat16,
-                 int64_t columns, int64_t in_width, uintptr_t bias, const std::string& activation, bool is_gated)
+    // The rows of `runs`, one per column, `bias` (0, or [columns] float32) and `scales` (0, or likewise, of rows that are
+    // int8 already) are read here and not kept. Other rows become int8 from what the model computes with: bfloat16, or
+    // float32.
+    PackedWeight(const std::string& level, const std::string& element, bool is_bfloat16,
+                 const std::vector<std::tuple<int, int64_t, int64_t, std::string>>& runs, int64_t in_width, uintptr_t bias,
+                 const std::string& activation, bool is_gated, uintptr_t scales, int num_threads)
         : element_(element_named(element)),
           level_(level_named(level, element_)),
+          runs_(runs_of(runs)),
+          columns_(num_rows(runs_)),
           in_width_(in_width),
           per_word_(element_ == Element::float32 ? 1 : element_ == Element::bfloat16 ? 2 : 4),
           num_steps_((in_width + per_word_ - 1) / per_word_),
-          out_width_(is_gated ? columns / 2 : columns),
+          out_width_(is_gated ? columns_ / 2 : columns_),
           num_panels_((out_width_ + panel_width(is_gated) - 1) / panel_width(is_gated)),
           panels_(size_t(num_panels_ * num_steps_ * kVectors * level_.width) * 4) {
-        if (columns < 1 || in_width < 1 || (is_gated && columns % 2)) throw std::invalid_argument("no such weight");
+        if (columns_ < 1 || in_width < 1 || (is_gated && columns_ % 2)) throw std::invalid_argument("no such weight");
         if (element_ == Element::bfloat16 && (!is_bfloat16 || in_width % 2))
             throw std::invalid_argument("pairs of bfloat16 do not fill these rows");
         if (element_ == Element::float32 && is_bfloat16) throw std::invalid_argument("a float32 weight is needed");
+        if (scales && element_ != Element::int8) throw std::invalid_argument("scales of a weight that is not int8");
         const size_t padded = size_t(num_panels_ * kVectors * level_.width);
         bias_.resize(padded);
         if (element_ == Element::int8) {
             scales_.resize(padded);
             sums_.resize(padded);
         }
-        const Source source{reinterpret_cast<const char*>(weight), in_width, is_bfloat16};
         weights_ = {panels_.data(), bias_.data(),  scales_.data(), sums_.data(),
                     num_panels_,    num_steps_,    out_width_,     element_,
                     activation_named(activation), is_gated};
         nb::gil_scoped_release released;
-#pragma omp parallel for schedule(dynamic, 1)
-        for (int64_t panel = 0; panel < num_panels_; ++panel) pack(source, reinterpret_cast<const float*>(bias), panel);
+        const Numbers wanted = scales ? Numbers::int8 : is_bfloat16 ? Numbers::bfloat16 : Numbers::float32;
+        pack_all(wanted, {reinterpret_cast<const float*>(bias), reinterpret_cast<const float*>(scales)}, num_threads);
     }
 
     // x [rows, in_width] of the weight's element, or, for int8, float32 or bfloat16 -> out [rows, out_width].
@@ -135,7 +170,41 @@ class PackedWeight {
 
     size_t num_bytes() const { return panels_.bytes(); }
 
+    int64_t in_width() const override { return in_width_; }
+    int64_t out_width() const override { return out_width_; }
+
+    bool takes(bool is_bfloat16) const override {
+        return element_ == Element::int8 || is_bfloat16 == (element_ == Element::bfloat16);
+    }
+
+    // Of int8: the rows, then their scales.
+    size_t rounded_bytes(int64_t num_rows) const override {
+        return element_ == Element::int8 ? size_t(num_rows) * (num_steps_ * 4 + sizeof(float)) : 0;
+    }
+
+    void round(const decode_pass::ProductCall& call, int64_t first, int64_t last) const override {
+        if (element_ != Element::int8) return;
+        const Rounding rounding{call.x, call.x_row_bytes, in_width_, call.is_bfloat16,
+                                reinterpret_cast<uint8_t*>(call.rounded), num_steps_ * 4, row_scales(call)};
+        level_.round(rounding, first, last);
+    }
+
+    int64_t num_parts(int64_t num_rows) const override {
+        return (num_rows + rows_per_block() - 1) / rows_per_block() * num_panels_;
+    }
+
+    void multiply(const decode_pass::ProductCall& call, int64_t part) const override {
+        const bool is_int8 = element_ == Element::int8;
+        const Call own{is_int8 ? call.rounded : call.x, is_int8 ? num_steps_ * 4 : call.x_row_bytes,
+                       is_int8 ? row_scales(call) : nullptr, call.out, call.out_row_bytes, call.is_bfloat16};
+        multiply_part(own, call.num_rows, part);
+    }
+
    private:
+    float* row_scales(const decode_pass::ProductCall& call) const {
+        return reinterpret_cast<float*>(call.rounded + call.num_rows * num_steps_ * 4);
+    }
+
     int64_t panel_width(bool is_gated) const { return int64_t(level_.width) * (is_gated ? 1 : kVectors); }
 
     // The column of the weight that packed column `at` holds; -1: none.
@@ -146,46 +215,68 @@ class PackedWeight {
         return column < out_width_ ? column + vector % kVectors * out_width_ : -1;
     }
 
-    void pack(const Source& source, const float* bias, int64_t panel) {
-        const int64_t panel_columns = int64_t(kVectors) * level_.width;
+    void pack_all(Numbers wanted, const ColumnNumbers& numbers, int num_threads) {
+        std::atomic<int> error{0};
+        const RowReader reader(runs_, level_, in_width_, wanted);
+#pragma omp parallel num_threads(num_threads)
+        {
+            PanelPacker packer{reader.another(), wanted};
+            packer.reader.reserve(int64_t(kVectors) * level_.width);
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t panel = 0; panel < num_panels_; ++panel)
+                if (error.load(std::memory_order_relaxed) == 0)
+                    if (const int failed = pack(packer, numbers, panel)) error = failed;
+        }
+        runs_.clear();
+        if (error == kNotFinite) throw std::invalid_argument("it holds numbers that are not finite");
+        if (error) throw std::system_error(error, std::generic_category(), "the rows of a weight cannot be read");
+    }
+
+    int pack(PanelPacker& packer, const ColumnNumbers& numbers, int64_t panel) {
+        const int64_t vector_columns = level_.width, panel_columns = kVectors * vector_columns;
         char* words = panels_.data() + panel * num_steps_ * panel_columns * 4;
-        for (int64_t i = 0; i < panel_columns; ++i) {
-            const int64_t at = panel * panel_columns + i, column = column_of(at);
-            bias_[at] = bias && column >= 0 ? bias[column] : 0.0f;
-            char* to = words + i * 4;
-            if (element_ == Element::int8)
-                pack_rounded(source, column, at, to, panel_columns * 4);
-            else
-                for (int64_t step = 0; step < num_steps_; ++step, to += panel_columns * 4)
-                    pack_word(source, column, step * per_word_, to);
-        }
-    }
-
-    void pack_word(const Source& source, int64_t column, int64_t k, char* to) const {
-        if (column < 0)
-            std::memset(to, 0, 4);
-        else if (element_ == Element::float32)
-            source.copy<float>(column, k, per_word_, to);
-        else
-            source.copy<uint16_t>(column, k, per_word_, to);
-    }
-
-    // Symmetrically, with one scale per column.
-    void pack_rounded(const Source& source, int64_t column, int64_t at, char* to, int64_t step_bytes) {
-        float largest = 0.0f;
-        for (int64_t k = 0; column >= 0 && k < in_width_; ++k) largest = std::max(largest, std::abs(source.value(column, k)));
-        const float scale = std::max(largest / 127.0f, 1e-12f);
-        int32_t sum = 0;
-        for (int64_t step = 0; step < num_steps_; ++step, to += step_bytes) {
-            int8_t word[4] = {};
-            for (int i = 0; column >= 0 && i < 4 && step * 4 + i < in_width_; ++i) {
-                word[i] = int8_t(std::nearbyint(source.value(column, step * 4 + i) / scale));
-                sum += word[i];
+        packer.reader.clear();
+        for (int j = 0; j < kVectors; ++j) {
+            const int64_t first_at = panel * panel_columns + j * vector_columns, first = column_of(first_at);
+            const int64_t end = weights_.is_gated && j == 0 ? out_width_ : columns_;
+            const int64_t count = first < 0 ? 0 : std::min(vector_columns, end - first);
+            packer.rows.assign(vector_columns, packer.zeros(num_steps_ * 4));
+            if (const int error = packer.reader.read(first, count, packer.rows.data())) return error;
+            for (int64_t i = 0; i < count; ++i) {
+                bias_[first_at + i] = numbers.bias ? numbers.bias[first + i] : 0.0f;
+                const float* scale = numbers.scales ? numbers.scales + first + i : nullptr;
+                if (element_ == Element::int8 && !pack_integers(packer, i, first_at + i, scale)) return kNotFinite;
             }
-            std::memcpy(to, word, 4);
+            level_.interleave(packer.rows.data(), num_steps_, words + j * vector_columns * 4);
         }
-        scales_[at] = scale;
+        return 0;
+    }
+
+    // Row `i` of a vector's as integers: rounded symmetrically, or those that it is, whose scale is given. Returns whether
+    // all of it is finite.
+    bool pack_integers(PanelPacker& packer, int64_t i, int64_t at, const float* scale) {
+        int8_t* integers = packer.integers_of(i, num_steps_ * 4, level_.width);
+        if (scale)
+            std::memcpy(integers, packer.rows[i], in_width_);
+        else if (!round_row(packer.floats_of(packer.rows[i], in_width_, level_), scales_[at], integers))
+            return false;
+        if (scale) scales_[at] = *scale;
+        int32_t sum = 0;
+        for (int64_t k = 0; k < in_width_; ++k) sum += integers[k];
         sums_[at] = sum;
+        packer.rows[i] = reinterpret_cast<const char*>(integers);
+        return true;
+    }
+
+    bool round_row(const float* values, float& scale, int8_t* integers) const {
+        float largest = 0.0f, difference = 0.0f;
+        for (int64_t k = 0; k < in_width_; ++k) {
+            largest = std::max(largest, std::abs(values[k]));
+            difference += values[k] - values[k];  // NaN where a value is not finite
+        }
+        scale = std::max(largest / 127.0f, 1e-12f);
+        for (int64_t k = 0; k < in_width_; ++k) integers[k] = int8_t(int32_t(values[k] / scale + kRounding - kRounding));
+        return difference == 0.0f;
     }
 
     void round_inputs(Call& call, int64_t num_rows, bool is_bfloat16, char* out, float* scales, int num_threads) const {
@@ -201,19 +292,22 @@ class PackedWeight {
     }
 
     void multiply(const Call& call, int64_t num_rows, int num_threads) const {
-        const int64_t per_block = rows_per_block(), num_blocks = (num_rows + per_block - 1) / per_block;
-        const int64_t num_parts = num_blocks * num_panels_;
+        const int64_t num_parts = this->num_parts(num_rows);
         const int threads = int(std::min<int64_t>(num_threads, num_parts));
         Shares shares(num_parts, threads);
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
         for (int thread = 0; thread < threads; ++thread)
-            for (int64_t index = shares.take(thread); index >= 0; index = shares.take(thread)) {
-                const int64_t block = index / num_panels_, panel = index % num_panels_;
-                const int64_t next = panel + 1 < num_panels_ ? panel + 1 : 0;
-                const Part part{num_rows * block / num_blocks, num_rows * (block + 1) / num_blocks, panel,
-                                weights_.panels + next * num_steps_ * kVectors * level_.width * 4};
-                level_.multiply(weights_, call, part);
-            }
+            for (int64_t part = shares.take(thread); part >= 0; part = shares.take(thread))
+                multiply_part(call, num_rows, part);
+    }
+
+    void multiply_part(const Call& call, int64_t num_rows, int64_t index) const {
+        const int64_t num_blocks = (num_rows + rows_per_block() - 1) / rows_per_block();
+        const int64_t block = index / num_panels_, panel = index % num_panels_;
+        const int64_t next = panel + 1 < num_panels_ ? panel + 1 : 0;
+        const Part part{num_rows * block / num_blocks, num_rows * (block + 1) / num_blocks, panel,
+                        weights_.panels + next * num_steps_ * kVectors * level_.width * 4};
+        level_.multiply(weights_, call, part);
     }
 
     int64_t rows_per_block() const {
@@ -223,6 +317,8 @@ class PackedWeight {
 
     const Element element_;
     const Level& level_;
+    std::vector<RowRun> runs_;  // until they are packed
+    const int64_t columns_;
     const int64_t in_width_;
     const int per_word_;
     const int64_t num_steps_, out_width_, num_panels_;
@@ -234,12 +330,24 @@ class PackedWeight {
 
 }  // namespace
 
+void raise_os_error(const std::exception_ptr& exception, void*) {
+    try {
+        std::rethrow_exception(exception);
+    } catch (const std::system_error& error) {
+        const nb::object arguments = nb::steal(Py_BuildValue("(is)", error.code().value(), error.what()));
+        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    }
+}
+
 void bind(nb::module_& module) {
+    nb::register_exception_translator(raise_os_error);
     module.def("product_levels", product_levels);
-    nb::class_<PackedWeight>(module, "PackedWeight")
-        .def(nb::init<const std::string&, const std::string&, uintptr_t, bool, int64_t, int64_t, uintptr_t,
-                      const std::string&, bool>())
+    nb::class_<PackedWeight, decode_pass::Product>(module, "PackedWeight")
+        .def(nb::init<const std::string&, const std::string&, bool,
+                      const std::vector<std::tuple<int, int64_t, int64_t, std::string>>&, int64_t, uintptr_t,
+                      const std::string&, bool, uintptr_t, int>())
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes)
+        .def_prop_ro("out_width", &PackedWeight::out_width)
         .def("run", &PackedWeight::run);
 }
 

@@ -144,8 +144,7 @@ inline float round_to_bytes(const char* head, int64_t head_dim, char* to) {
         largest = larger(largest, larger(x, -x));
         remainders += x - x;
     }
-    float most = largest[0];
-    for (int v = 1; v < WIDTH; ++v) most = largest[v] > most ? largest[v] : most;
+    const float most = highest(largest);
     const bool is_zero = !(most > 1e-30f);
     const float inverse = is_zero ? 0.0f : 127.0f / most;
     const Floats magic = same(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the rounded integer
@@ -232,10 +231,7 @@ inline float highest_of(const char* x, int64_t width) {
         is_number &= values == values;
     }
     if (any(~is_number)) return __builtin_nanf("");
-    const Floats all = larger(larger(high[0], high[1]), larger(high[2], high[3]));
-    float most = all[0];
-    for (int v = 1; v < WIDTH; ++v) most = all[v] > most ? all[v] : most;
-    return most;
+    return highest(larger(larger(high[0], high[1]), larger(high[2], high[3])));
 }
 
 template <typename Type>

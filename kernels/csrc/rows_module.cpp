@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "decode_pass/parts.h"
 #include "rows.h"
 
 namespace nb = nanobind;
@@ -53,7 +54,7 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-class RowNormaliser {
+class RowNormaliser : public decode_pass::RowNorm {
    public:
     RowNormaliser(const std::string& level, uintptr_t weight, uintptr_t bias, int64_t width, float eps, bool is_rms,
                bool is_bfloat16)
@@ -65,11 +66,16 @@ class RowNormaliser {
         const int64_t size = norm_.is_bfloat16 ? 2 : 4;
         const NormRows call{at<char>(x),   x_stride * size,    at<char>(residual), residual_stride * size,
                             at<char>(out), norm_.width * size};
-        divide(num_rows, norm_.width, num_threads, [&](int64_t first, int64_t last) {
-            static thread_local std::vector<float> scratch;
-            if (scratch.size() < norm_.scratch_floats()) scratch.resize(norm_.scratch_floats());
-            level_.normalise(norm_, call, scratch.data(), first, last);
-        });
+        divide(num_rows, norm_.width, num_threads, [&](int64_t first, int64_t last) { normalise(call, first, last); });
+    }
+
+    int64_t width() const override { return norm_.width; }
+    bool is_bfloat16() const override { return norm_.is_bfloat16; }
+
+    void normalise(const NormRows& call, int64_t first, int64_t last) const override {
+        static thread_local std::vector<float> scratch;
+        if (scratch.size() < norm_.scratch_floats()) scratch.resize(norm_.scratch_floats());
+        level_.normalise(norm_, call, scratch.data(), first, last);
     }
 
    private:
@@ -97,7 +103,7 @@ class Gates {
     const bool is_bfloat16_;
 };
 
-class Placer {
+class Placer : public decode_pass::Placement {
    public:
     Placer(const std::string& level, int64_t num_heads, int64_t kv_heads, int64_t head_dim, bool is_bfloat16)
         : level_(level_named(level)),
@@ -119,6 +125,19 @@ class Placer {
                [&](int64_t first, int64_t last) { level_.place(call, first, last); });
     }
 
+    int64_t head_dim() const override { return head_dim_; }
+    int64_t query_width() const override { return num_heads_ * head_dim_; }
+    int64_t width() const override { return (num_heads_ + 2 * kv_heads_) * head_dim_; }
+    bool is_bfloat16() const override { return is_bfloat16_; }
+
+    void place(HeadRows call, int64_t first, int64_t last) const override {
+        call.num_heads = num_heads_;
+        call.kv_heads = kv_heads_;
+        call.head_dim = head_dim_;
+        call.is_bfloat16 = is_bfloat16_;
+        level_.place(call, first, last);
+    }
+
    private:
     const Level& level_;
     const int64_t num_heads_, kv_heads_, head_dim_;
@@ -136,13 +155,13 @@ void highest(const std::string& level, uintptr_t x, int64_t stride, int64_t num_
 }  // namespace
 
 void bind(nb::module_& module) {
-    nb::class_<RowNormaliser>(module, "RowNormaliser")
+    nb::class_<RowNormaliser, decode_pass::RowNorm>(module, "RowNormaliser")
         .def(nb::init<const std::string&, uintptr_t, uintptr_t, int64_t, float, bool, bool>())
         .def("run", &RowNormaliser::run);
     nb::class_<Gates>(module, "Gates")
         .def(nb::init<const std::string&, const std::string&, bool>())
         .def("run", &Gates::run);
-    nb::class_<Placer>(module, "Placer")
+    nb::class_<Placer, decode_pass::Placement>(module, "Placer")
         .def(nb::init<const std::string&, int64_t, int64_t, int64_t, bool>())
         .def("run", &Placer::run);
     module.def("highest", highest);

@@ -45,6 +45,13 @@ inline float total(Floats x) {
     return (x + ONES(x))[0];
 }
 
+inline float highest(Floats x) {
+    if (WIDTH > 8) x = larger(x, HALVES(x));
+    if (WIDTH > 4) x = larger(x, QUARTERS(x));
+    x = larger(x, PAIRS(x));
+    return larger(x, ONES(x))[0];
+}
+
 // e^x for x <= 0; 0 below -87 and of NaN. Relative error under 2e-7.
 inline Floats exponential(Floats x) {
     const Ints is_normal = x > -87.0f;

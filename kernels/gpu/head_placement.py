@@ -45,7 +45,8 @@ class HeadRowsKernel:
         # A head is read in two halves, so that both elements of a rotated pair are at hand.
         first = half if half else head_dim // 2
         # Absent tensors are not read, but a pointer must be passed.
-        query_weight, key_weight, eps = norm if norm is not None else (fused, fused, 0.0)
+        weights = (fused, fused, 0.0) if norm is None else (norm.queries, norm.keys, norm.eps)
+        query_weight, key_weight, eps = weights
         cos, sin = rotation if rotation is not None else (fused, fused)
         _place[(count, triton.cdiv(all_heads, _HEADS))](
             fused,

@@ -1,6 +1,5 @@
 """Float tensors of safetensors files as numpy arrays, without torch; bfloat16 too, which numpy lacks."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -29,27 +28,22 @@ class FloatTensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files = WeightIndex(folder).file_of
+        self._index = WeightIndex(folder)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._index.file_of
 
     def read(self, name: str, num_dimensions: int) -> npt.NDArray[np.float32]:
         """Read a tensor as float32. Raises ModelError naming it if it is missing, not floats, or of another shape."""
-        path = self._files.get(name)
-        if path is None:
+        entry = self._index.location(name)
+        if entry is None:
             raise ModelError(f"{self._folder} holds no tensor {name}.")
-        # WeightIndex has checked the header against the size of the file.
-        with path.open("rb") as file:
-            header_len = int.from_bytes(file.read(8), "little")
-            entry = json.loads(file.read(header_len))[name]
-        if entry["dtype"] not in _DTYPES or len(entry["shape"]) != num_dimensions:
+        if entry.dtype not in _DTYPES or len(entry.shape) != num_dimensions:
             wanted = f"floats of 16 or 32 bits in {num_dimensions} dimensions"
-            raise ModelError(f"{path}: tensor {name} is {entry['dtype']} {entry['shape']}, expected {wanted}.")
-        begin, end = entry["data_offsets"]
-        stored_dtype = np.dtype(_DTYPES[entry["dtype"]])
-        count = (end - begin) // stored_dtype.itemsize
-        stored = np.fromfile(path, stored_dtype, count, offset=8 + header_len + begin).reshape(entry["shape"])
-        if entry["dtype"] == "BF16":  # the upper half of a float32
+            raise ModelError(f"{entry.path}: tensor {name} is {entry.dtype} {list(entry.shape)}, expected {wanted}.")
+        stored_dtype = np.dtype(_DTYPES[entry.dtype])
+        count = entry.num_bytes // stored_dtype.itemsize
+        stored = np.fromfile(entry.path, stored_dtype, count, offset=entry.offset).reshape(entry.shape)
+        if entry.dtype == "BF16":  # the upper half of a float32
             return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return stored.astype(np.float32)

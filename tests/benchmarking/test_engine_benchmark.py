@@ -83,6 +83,18 @@ def test_the_time_split_is_the_whole_and_the_ceilings_are_of_the_same_products(t
     assert result.kv_bytes == 3 * result.kv_token_bytes * 16  # 13 tokens each, in blocks of 16
 
 
+def test_random_weights_in_blocks() -> None:
+    groups = parse_workload("2x9:4")
+    in_blocks = run_engine_benchmark(EngineBenchmarkSpec("toy", groups, "bfloat16", quantization="Q4_0"))
+    plain = run_engine_benchmark(EngineBenchmarkSpec("toy", groups, "bfloat16"))
+    assert in_blocks.num_output_tokens == 8
+    assert in_blocks.weight_bytes < plain.weight_bytes
+    with pytest.raises(ConfigError, match="Q4_0"):
+        EngineBenchmarkSpec("toy", groups, quantization="Q9_9")
+    with pytest.raises(ConfigError, match="quantization"):
+        EngineBenchmarkSpec("a/folder", groups, quantization="Q4_0")
+
+
 def test_few_of_many_row_numbers_are_timed() -> None:
     assert chosen_points([1, 5, 64]) == [1, 5, 64]
     points = chosen_points(list(range(1, 2000)))

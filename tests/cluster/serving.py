@@ -98,11 +98,17 @@ class Serving:
 
     def complete(self, prompt: Sequence[int] = (5, 6, 7), max_tokens: int = 4, **fields: object) -> tuple[int, Any]:
         """Return one answer, whole; status 0 without an answer."""
-        body = json.dumps(
-            {"model": MODEL, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, **fields}
-        ).encode()
+        return self._generate("/v1/completions", {"prompt": list(prompt), "max_tokens": max_tokens, **fields})
+
+    def chat(self, question: str, max_tokens: int = 4, **fields: object) -> tuple[int, Any]:
+        """Return the answer to one message, whole; status 0 without an answer."""
+        messages = [{"role": "user", "content": question}]
+        return self._generate("/v1/chat/completions", {"messages": messages, "max_tokens": max_tokens, **fields})
+
+    def _generate(self, path: str, fields: dict[str, object]) -> tuple[int, Any]:
+        body = json.dumps({"model": MODEL, "temperature": 0, **fields}).encode()
         request = urllib.request.Request(
-            f"{self.url}/v1/completions", body, {"content-type": "application/json", "connection": "close"}
+            self.url + path, body, {"content-type": "application/json", "connection": "close"}
         )
         status, text = self._ask(request, timeout_s=120.0)
         return status, json.loads(text) if text else None

@@ -74,7 +74,7 @@ def test_too_little_room(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (shutil.rmtree, "is not a folder"),
+        (shutil.rmtree, "is neither a folder"),
         (remove("config.json"), "config.json does not exist"),
         (write("config.json", b"{"), "config.json is not valid JSON"),
         (write("config.json", NO_MODEL), "model_type 'mamba' is not one of"),

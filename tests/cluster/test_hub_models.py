@@ -1,4 +1,5 @@
-"""A checkpoint that transformers wrote, pulled from a hub of the tests' own and served under its name there."""
+"""Models pulled from a hub of the tests' own and served under their names there: a checkpoint that transformers wrote,
+and a GGUF model in two files."""
 
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from alignedserve.core.request import SamplingParams
+from alignedserve.offline import LLM
 from tests.cluster.serving import FLOAT32, serving
+from tests.support.converted_gguf import split_in_parts
 from tests.support.hub_server import HubServer
+from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 REPO = "org/tiny-llama"
+GGUF_REPO = "org/tiny-GGUF"
 PROMPT = (5, 6, 7, 8, 9)
 NUM_TOKENS = 12
 
@@ -53,3 +59,24 @@ def test_pulled_and_served_with_the_answers_of_transformers(tmp_path: Path) -> N
     with serving(tmp_path / "run", REPO, environment=offline) as cluster:
         cluster.wait_ready()
         assert cluster.complete(PROMPT, 2, model=REPO)[0] == 200
+
+
+def test_one_quantisation_of_a_split_gguf_model(tmp_path: Path) -> None:
+    whole = write_tiny_gguf(tmp_path / "tiny-Q8_0.gguf", "llama", ("Q8_0", "Q4_0"))
+    parts = {f"Q8_0/{part.name}": part.read_bytes() for part in split_in_parts(whole, 2)}
+    llm = LLM(str(whole), memory_bytes=8 << 20, dtype="float32")
+    question = "hello, hello"
+    (expected,) = llm.chat([question], SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
+    llm.close()
+    with HubServer() as server:
+        server.add(GGUF_REPO, {**parts, "tiny-Q6_K.gguf": b"another", "pytorch_model.bin": b"never"})
+        environment = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}
+        with serving(tmp_path / "run", f"{GGUF_REPO}:Q8_0", environment=environment) as cluster:
+            cluster.wait_ready()
+            status, answer = cluster.chat(question, NUM_TOKENS, model=GGUF_REPO)
+            assert (status, answer["choices"][0]["message"]["content"]) == (200, expected.text), answer
+            assert answer["usage"]["completion_tokens"] == len(expected.token_ids)
+            code, out, _ = cluster.stop()
+            assert (code, cluster.leftovers()) == (0, [])
+        assert "multiplied in blocks" in " ".join(out.replace("│", " ").split())  # in a box, on lines of any width
+        assert len(server.downloads()) == len(parts)

@@ -1,4 +1,4 @@
-"""Random weights in the blocks of GGUF files."""
+"""Random weights in blocks."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ def random_blocks(type_name: str, rows: int, width: int, seed: int = 0) -> Tenso
     layout, generator = BLOCK_FORMATS[type_name], torch.Generator().manual_seed(seed)
     num_blocks = rows * layout.row_bytes(width) // layout.num_bytes
     blocks = torch.randint(0, 256, (num_blocks, layout.num_bytes), dtype=torch.uint8, generator=generator)
-    for place in layout.half_places:
-        scales = torch.randn(num_blocks, 1, generator=generator).mul_(0.01).half()
-        blocks[:, place : place + 2] = scales.view(torch.uint8)
+    dtype = torch.float16 if layout.scale_bytes == 2 else torch.float32
+    for place in layout.scale_places:
+        scales = torch.randn(num_blocks, 1, generator=generator).mul_(0.01).to(dtype)
+        blocks[:, place : place + layout.scale_bytes] = scales.view(torch.uint8)
     return blocks.reshape(rows, -1)

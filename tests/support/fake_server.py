@@ -25,6 +25,7 @@ class Script:
     gap_s: float = 0.0
     held_until: asyncio.Event | None = None  # nothing is answered before
     status: int = 200
+    error_code: str = ""  # of a status that is not 200
     error_after: int | None = None  # an error event after that many pieces
     cut_after: int | None = None  # the connection is cut after that many pieces
     ends_early_after: int | None = None  # the body ends properly, but without a finish reason
@@ -88,7 +89,8 @@ class FakeServer:
         self.headers.append(headers)
         script = self.respond(body)
         if script.status != 200:
-            return await _plain(writer, script.status, b'{"error":{"message":"scripted refusal","type":"x"}}')
+            error = {"message": "scripted refusal", "type": "x", "code": script.error_code or None}
+            return await _plain(writer, script.status, msgspec.json.encode({"error": error}))
         self.num_open += 1
         try:
             return await _stream(script, "messages" in body, writer)

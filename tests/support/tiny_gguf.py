@@ -1,5 +1,7 @@
 """Small random GGUF files, written by the `gguf` package as llama.cpp's converter writes them, for tests."""
 
+import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,24 @@ def byte_level_tokens() -> list[str]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [chr(256 + place) for place in range(256 - len(printable))]
     return [*control, *map(chr, printable), *others, "he", "hel"]
+
+
+def mutated_header(header: bytes, rng: random.Random) -> bytes:
+    """Change some bytes, put an extreme number somewhere, or move a piece of the header."""
+    content = bytearray(header)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        place = rng.randrange(len(content))
+        kind = rng.random()
+        if kind < 0.5:
+            content[place] = rng.randrange(256)
+        elif kind < 0.8:
+            number = rng.choice((0, 1, 255, 2**16, 2**31, 2**32 - 1, 2**63, 2**64 - 1, rng.randrange(2**20)))
+            content[place : place + 8] = struct.pack("<Q", number)[: len(content) - place]
+        else:
+            source = rng.randrange(len(content))
+            piece = content[source : source + rng.randrange(1, 64)]
+            content[place : place + len(piece)] = piece[: len(content) - place]
+    return bytes(content)
 
 
 def _add_metadata(writer: Any, architecture: str, changed: dict[str, Any]) -> None:

@@ -129,10 +129,13 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_tiny_model(folder: Path, family: str, seed: int = 0) -> Any:
-    """Write a checkpoint named in TINY_MODELS into `folder` and return the same model (float32, evaluation mode)."""
+def make_tiny_model(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
+    """Write a checkpoint named in TINY_MODELS into `folder` and return the same model (float32, evaluation mode).
+
+    `changes`: arguments of its config in place of those there.
+    """
     class_name, arguments = TINY_MODELS[family]
-    config = getattr(transformers, class_name)(**arguments)
+    config = getattr(transformers, class_name)(**arguments | changes)
     torch.manual_seed(seed)
     model: Any = _auto_model.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():

@@ -86,7 +86,9 @@ class EngineOptions:
         str | None,
         typer.Option("--shape", help="Named shape with random weights.", show_default="opt-125m; GPU: llama-3-8b"),
     ] = None
-    model: Annotated[str | None, typer.Option("--model", help="Model folder, in place of a shape.")] = None
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model folder, GGUF file, pocket or smollm2, in place of a shape.")
+    ] = None
     workload: Annotated[
         str | None,
         typer.Option(
@@ -99,7 +101,9 @@ class EngineOptions:
         str | None,
         typer.Option(help="float32, bfloat16 or float16.", show_default="float32; GPU: bfloat16"),
     ] = None
-    quantization: Annotated[str | None, typer.Option(help="int8: linear layers with weights of 8 bits.")] = None
+    quantization: Annotated[
+        str | None, typer.Option(help="Of linear layers: int8; of a shape also blocks, as Q4_1.")
+    ] = None
     kv_cache_dtype: Annotated[str, typer.Option(help="Keys and values: auto (the dtype), or int8.")] = "auto"
     device: DeviceOption = "auto"
     attention_backend: Annotated[str, typer.Option(help="auto, triton, torch or an instruction set of the CPU.")] = (

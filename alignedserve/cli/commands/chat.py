@@ -2,7 +2,8 @@
 
 Ctrl-C while an answer comes stops that answer; at the prompt it leaves, as does Ctrl-D. What came of a stopped or
 broken answer stays in the conversation as it stands, so that the model sees what the person saw. A message that got no
-text at all is taken back, so that it can be asked again.
+text at all is taken back, so that it can be asked again. A conversation that outgrows the model's context loses its
+oldest messages.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from alignedserve.loadgen.client import (
     CompletionApi,
     CompletionCall,
     CompletionOutcome,
+    ListedModel,
     OpenAiClient,
 )
 
@@ -29,6 +31,10 @@ with contextlib.suppress(ImportError):
     import readline  # noqa: F401 - gives input() line editing and a history
 
 PROMPT = "> "
+# Small models repeat themselves without end when they always take the likeliest token.
+TOP_P, REPETITION_PENALTY = 0.9, 1.1
+MAX_ANSWER_LEN = 1024  # tokens; at most a quarter of the context
+_CONTEXT_EXCEEDED = "context_length_exceeded"
 HELP = """/new          forget the conversation
 /system TEXT  set the system message (empty: remove it) and start anew
 /help         this list
@@ -58,6 +64,13 @@ class Conversation:
         else:
             self.turns.pop()
 
+    def forget_oldest(self) -> bool:
+        """Forget the oldest question and its answer; False when there is only the latest question."""
+        if len(self.turns) < 3:
+            return False
+        del self.turns[:2]
+        return True
+
     def restart(self) -> None:
         """Forget everything but the system message."""
         self.turns.clear()
@@ -65,7 +78,7 @@ class Conversation:
 
 def chat(options: ChatOptions) -> int:
     """Run the command and return its exit code."""
-    model = options.model or asyncio.run(_served_model(options.url))
+    model = ListedModel(options.model) if options.model else asyncio.run(_served_model(options.url))
     session = ChatSession(options=options, model=model)
     if options.once is not None:
         return session.answer_once(options.once)
@@ -74,18 +87,19 @@ def chat(options: ChatOptions) -> int:
     return session.converse()
 
 
-async def _served_model(url: str) -> str:
+async def _served_model(url: str) -> ListedModel:
     async with OpenAiClient(url=url, api_key=client_api_key()) as client:
-        return await client.model_name()
+        return await client.listed_model()
 
 
 class ChatSession:
     """One run of the program."""
 
-    def __init__(self, *, options: ChatOptions, model: str) -> None:
+    def __init__(self, *, options: ChatOptions, model: ListedModel) -> None:
         self._options = options
         self._model = model
         self._conversation = Conversation(system=options.system)
+        self._has_forgotten = False  # during the latest answer
 
     def answer_once(self, prompt: str) -> int:
         """Answer one prompt on stdout, for scripts. Ctrl-C ends it with code 130."""
@@ -99,7 +113,9 @@ class ChatSession:
     def converse(self) -> int:
         """Read, answer, repeat."""
         console = notes()
-        console.print(f"[dim]{escape(self._model)} at {escape(self._options.url)}. /help lists the commands.[/dim]")
+        console.print(
+            f"[dim]{escape(self._model.name)} at {escape(self._options.url)}. /help lists the commands.[/dim]"
+        )
         while True:
             try:
                 line = input(PROMPT).strip()
@@ -114,7 +130,9 @@ class ChatSession:
                 if was_interrupted:
                     console.print("[dim](stopped)[/dim]")
                 elif outcome.finish_reason == "length":
-                    console.print("[dim](cut at the length limit)[/dim]")
+                    console.print("[dim](cut at the length limit; --max-tokens sets another)[/dim]")
+                if self._has_forgotten:
+                    console.print("[dim](the conversation outgrew the context: its oldest part is forgotten)[/dim]")
 
     def _obey(self, line: str) -> bool:
         """Carry out a command; False to leave."""
@@ -140,6 +158,7 @@ class ChatSession:
     def _answer(self, prompt: str) -> tuple[CompletionOutcome, bool]:
         """Stream the answer to stdout; also returns whether the person stopped it."""
         self._conversation.ask(prompt)
+        self._has_forgotten = False
         outcome, was_interrupted = CompletionOutcome(), False
         try:
             # A loop per answer: asyncio turns Ctrl-C into the cancellation of just this answer.
@@ -154,16 +173,42 @@ class ChatSession:
         return outcome, was_interrupted
 
     async def _stream(self, outcome: CompletionOutcome) -> None:
-        options = self._options
-        body = {
-            "model": self._model,
+        """Ask, and ask again without the oldest messages while the server finds the conversation too long."""
+        max_tokens = self._max_tokens()
+        async with OpenAiClient(url=self._options.url, api_key=client_api_key()) as client:
+            while True:
+                call = CompletionCall(CompletionApi.CHAT, self._body(max_tokens))
+                await client.complete(call, outcome, _print_piece)
+                if outcome.failure is None or outcome.failure.code != _CONTEXT_EXCEEDED:
+                    return
+                if self._conversation.forget_oldest():
+                    self._has_forgotten = True
+                elif max_tokens is not None and self._options.max_tokens is None:
+                    max_tokens = None  # whatever the one long message leaves
+                else:
+                    return
+                outcome.failure = None
+
+    def _max_tokens(self) -> int | None:
+        """Return the room to leave for an answer; None: as the server does."""
+        if self._options.max_tokens is not None or self._model.max_context_len is None:
+            return self._options.max_tokens
+        return max(1, min(MAX_ANSWER_LEN, self._model.max_context_len // 4))
+
+    def _body(self, max_tokens: int | None) -> dict[str, object]:
+        temperature = self._options.temperature
+        body: dict[str, object] = {
+            "model": self._model.name,
             "messages": self._conversation.messages(),
-            "temperature": options.temperature,
+            "temperature": temperature,
         }
-        if options.max_tokens is not None:
-            body["max_tokens"] = options.max_tokens
-        async with OpenAiClient(url=options.url, api_key=client_api_key()) as client:
-            await client.complete(CompletionCall(CompletionApi.CHAT, body), outcome, _print_piece)
+        if temperature > 0.0:
+            body["top_p"] = TOP_P
+            if self._model.max_context_len is not None:  # a server that extends OpenAI's API
+                body["repetition_penalty"] = REPETITION_PENALTY
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
+        return body
 
 
 def _print_piece(text: str) -> None:

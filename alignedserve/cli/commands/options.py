@@ -30,8 +30,8 @@ class ServeOptions:
     model: Annotated[
         str | None,
         typer.Argument(
-            help='Model folder, ORG/NAME[:QUANTISATION][@REVISION] on a Hugging Face hub, or "pocket" for the model '
-            "that ships with AlignedServe."
+            help="Model folder, GGUF file, ORG/NAME[:QUANTISATION][@REVISION] on a Hugging Face hub, smollm2, or "
+            "pocket for the model that ships with AlignedServe."
         ),
     ] = None
     config: ConfigOption = None
@@ -120,9 +120,13 @@ class ChatOptions:
         typer.Option("--once", metavar="PROMPT", help="Answer one prompt and leave (so does a prompt on stdin)."),
     ] = None
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")] = 0.0
+    temperature: Annotated[
+        float,
+        typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token: the same answer every time."),
+    ] = 0.2
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer.", show_default="the server's limit")
+        int | None,
+        typer.Option(min=1, help="Longest answer.", show_default="1024, at most a quarter of the context"),
     ] = None
 
 
@@ -195,7 +199,7 @@ class ProfileOptions:
     """Options of `alignedserve profile`."""
 
     model: Annotated[
-        str, typer.Argument(help='Model folder, "pocket", or a named shape with random weights (opt-125m, ...).')
+        str, typer.Argument(help="Model folder, GGUF file, pocket, smollm2, or a shape with random weights (opt-125m).")
     ]
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32"
     device: Annotated[str, typer.Option(help="cpu, cuda (the first GPU) or cuda:N.")] = "cpu"

@@ -276,6 +276,7 @@ def _plan(config: ClusterConfig, found: Mapping[RayNode, NodeResources]) -> Clus
         config.engine.device,
         config.engine.kv_cache_dtype,
         has_bfloat16=all(one.machine.has_bfloat16 for one in found.values()),
+        has_float8=all(one.machine.has_float8 for one in found.values()),
     )
     plan = plan_cluster(config, served, list(found.values()), recomputing_bytes=_beside(config, served))
     for choice in plan.choices.values():

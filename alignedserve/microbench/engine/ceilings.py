@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
+from kernels.cpu.decode_pass import NativeParts, NativeProduct
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Projection
 
@@ -32,6 +33,12 @@ class ProductClock:
         self.seconds = 0.0
         self.layer_rows.clear()
         self.head_rows.clear()
+
+    def note_pass(self, rows: int, seconds: float, *, has_head: bool) -> None:
+        """Note the products of a pass that computed all layers, and perhaps the head, in one call."""
+        self.seconds += seconds
+        self.layer_rows[rows] += 1
+        self.head_rows[rows] += has_head
 
     def watch(self, weights: DecoderWeights) -> DecoderWeights:
         """Return the same weights, whose products are timed."""
@@ -61,6 +68,11 @@ class _TimedProjection:
         self._clock = clock
         self._counter = counter
         self.in_width, self.out_width = product.in_width, product.out_width
+
+    @property
+    def native_parts(self) -> NativeParts:
+        """Return the product's, which is not timed where these run; see `ProductClock.note_pass`."""
+        return self._product.native_parts if isinstance(self._product, NativeProduct) else ()
 
     def __call__(self, x: Tensor) -> Tensor:
         started = time.perf_counter()

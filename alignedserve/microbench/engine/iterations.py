@@ -15,7 +15,7 @@ import torch
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_ceilings import TOY_SIZES, measure_device_ceilings
-from alignedserve.microbench.engine.throughput import load_decoder, step_weight_bytes
+from alignedserve.microbench.engine.throughput import load_decoder, weight_bytes
 from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
 from alignedserve.microbench.results import DeviceCeilings, IterationReport, IterationRow
 from alignedserve.runtime.attention.backend import AUTO
@@ -135,7 +135,8 @@ class _IterationBenchmark:
     def decode(self) -> IterationRow:
         """Return weights once, keys and values of every context."""
         config, spec, contexts = self._config, self._spec, self._decodes.contexts
-        num_bytes = step_weight_bytes(config, spec.dtype, None) + sum(contexts) * config.kv_token_bytes(spec.dtype)
+        num_bytes = weight_bytes(config, spec.model, spec.dtype, spec.device).step_bytes
+        num_bytes += sum(contexts) * config.kv_token_bytes(spec.dtype)
         num_operations = 2 * config.num_multiplied * len(contexts) + _attention_operations(config, sum(contexts))
         bound_s = self._ceilings.bound_s(num_bytes, num_operations, is_copy=False)
         bound = _Bound(f"{num_bytes / 1e9:.3g} GB read", bound_s)

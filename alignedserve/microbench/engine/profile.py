@@ -32,7 +32,7 @@ from alignedserve.runtime.engine.iteration_timing import IterationTimer, Point
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import StagedCopies
-from alignedserve.runtime.model.served_model import POCKET, pocket_folder
+from alignedserve.runtime.model.served_model import BUILT_IN
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -67,12 +67,9 @@ class ProfileSpec:
     @property
     def where(self) -> str:
         """Return the name that `load_decoder` understands. Raises ConfigError listing the names."""
-        if self.model == POCKET:
-            return str(pocket_folder())
-        if self.model not in SHAPES and not Path(self.model).exists():
-            raise ConfigError(
-                f"model {self.model!r} is neither a folder, a GGUF file nor one of {POCKET}, {', '.join(SHAPES)}."
-            )
+        if self.model not in (*SHAPES, *BUILT_IN) and not Path(self.model).exists():
+            names = ", ".join((*BUILT_IN, *SHAPES))
+            raise ConfigError(f"model {self.model!r} is neither a folder, a GGUF file nor one of {names}.")
         return self.model
 
 

@@ -8,7 +8,7 @@ import resource
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.microbench.engine.ceilings import Ceilings, ProductClock, measure_ceilings
+from alignedserve.microbench.engine.random_blocks import BLOCK_TYPES, block_bytes, random_block_weights
 from alignedserve.microbench.engine.workloads import RequestGroup, parse_workload
 from alignedserve.microbench.results import EngineBenchmarkResult
 from alignedserve.microbench.shapes import SHAPES
@@ -28,9 +29,13 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.model_files import read_config, weights_in_files
+from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.served_model import BUILT_IN, model_path
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import DecoderWeights, random_weights
+from alignedserve.runtime.model.weight_loader import DecoderWeights
+from kernels.float8_linear import has_float8_products
 
 __all__ = [
     "EngineBenchmarkSpec",
@@ -50,7 +55,7 @@ class EngineBenchmarkSpec:
     model: str  # a name in SHAPES (random weights) or a model folder
     groups: tuple[RequestGroup, ...]
     dtype: str = "float32"
-    quantization: str | None = None  # int8: the linear layers
+    quantization: str | None = None  # of the linear layers: int8, or for a shape one of BLOCK_TYPES
     kv_cache_dtype: str = "auto"  # of keys and values: auto (`dtype`) or int8
     device: str = "cpu"
     attention: str = AUTO  # one of CHOICES of runtime.attention
@@ -62,13 +67,21 @@ class EngineBenchmarkSpec:
     def __post_init__(self) -> None:
         if not self.groups:
             raise ConfigError("groups must name at least one group of requests.")
-        if self.quantization not in (None, "int8"):
-            raise ConfigError(f"quantization {self.quantization!r} must be int8 or unset.")
+        if self.quantization not in (None, INT8) and not self.has_random_blocks:
+            types = ", ".join(BLOCK_TYPES)
+            raise ConfigError(
+                f"quantization {self.quantization!r} must be int8 or, for a shape on a CPU, one of {types}."
+            )
         if self.kv_cache_dtype not in ("auto", INT8):
             raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype!r} must be auto or int8.")
         for name in ("max_sequences", "max_step_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1.")
+
+    @property
+    def has_random_blocks(self) -> bool:
+        """Return whether the weights are random ones in the blocks of GGUF files."""
+        return self.quantization in BLOCK_TYPES and self.model in SHAPES and self.device == "cpu"
 
     @property
     def cache_dtype(self) -> str:
@@ -82,7 +95,7 @@ class EngineBenchmarkSpec:
 
 
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
-    """Load a named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
+    """Load a named shape with random weights, or a model by name or path. Raises ModelError or ConfigError."""
     return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, device=device, seed=seed)))
 
 
@@ -90,10 +103,13 @@ def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
     dtype = torch_dtype(spec.dtype)
     if spec.model in SHAPES:
         config = SHAPES[spec.model]
+        if spec.has_random_blocks and spec.quantization is not None:
+            return config, random_block_weights(config, spec.seed, dtype, spec.quantization)
         return config, random_weights(config, spec.seed, dtype, spec.device, spec.quantization)
-    folder = Path(spec.model)
+    folder = model_path(spec.model)
     if not folder.exists():
-        raise ConfigError(f"model {spec.model!r} is neither a folder, a GGUF file nor one of {', '.join(SHAPES)}.")
+        names = ", ".join((*BUILT_IN, *SHAPES))
+        raise ConfigError(f"model {spec.model!r} is neither a folder, a GGUF file nor one of {names}.")
     config = read_config(folder)
     return config, load_weights(folder, config, dtype, spec.device, spec.quantization)
 
@@ -108,21 +124,45 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
     engine = make_engine(Decoder(config, clock.watch(weights) if is_cpu else weights), spec)
     _warm_up(engine, spec)
     clock.reset()
-    run = WorkloadRun(engine, spec, spec.groups)
+    run = WorkloadRun(engine, spec, spec.groups, clock)
     started = time.perf_counter()
     run.run()
     wall_s = time.perf_counter() - started
+    held = _weight_bytes(config, spec, weights)
     if not is_cpu:
         peaks = (peak_rss_bytes(), int(torch.cuda.max_memory_allocated()))
-        return _result(spec, engine, _TimedRun(run.times, None, wall_s, *peaks), None)
-    measured = _TimedRun(run.times, clock.seconds, wall_s, peak_rss_bytes(), None)
-    bytes_per_step = step_weight_bytes(config, spec.dtype, spec.quantization)
-    return _result(spec, engine, measured, measure_ceilings(weights, clock, bytes_per_step, run.times.num_steps))
+        return _result(spec, engine, _TimedRun(run.times, None, wall_s, held, *peaks), None)
+    measured = _TimedRun(run.times, clock.seconds, wall_s, held, peak_rss_bytes(), None)
+    return _result(spec, engine, measured, measure_ceilings(weights, clock, held.step_bytes, run.times.num_steps))
 
 
-def step_weight_bytes(config: ModelConfig, dtype: str, quantization: str | None) -> int:
-    """Return the weights that every step reads whole, whatever its tokens; of experts, those of a single token."""
-    return config.num_multiplied * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
+class WeightBytes(NamedTuple):
+    """The bytes of a model's weights."""
+
+    num_bytes: int  # of all in memory
+    step_bytes: int  # that every step reads whole, whatever its tokens; of experts, those of a single token
+
+
+def weight_bytes(
+    config: ModelConfig, model: str, dtype: str, device: str = "cpu", quantization: str | None = None
+) -> WeightBytes:
+    """Return the bytes of the weights of a named shape, or of the model in a folder."""
+    stored = None
+    if model not in SHAPES:
+        computing = Computing(device, dtype, has_float8_products(device))
+        stored = weights_in_files(model_path(model), config, computing, quantization)
+    if stored is not None:
+        return WeightBytes(stored.num_bytes, stored.step_bytes)
+    step_bytes = config.num_multiplied * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
+    return WeightBytes(config.loaded_weight_bytes(dtype, quantization), step_bytes)
+
+
+def _weight_bytes(config: ModelConfig, spec: EngineBenchmarkSpec, weights: DecoderWeights) -> WeightBytes:
+    if not spec.has_random_blocks:
+        return weight_bytes(config, spec.model, spec.dtype, spec.device, spec.quantization)
+    plain, step_bytes = weight_bytes(config, spec.model, spec.dtype), block_bytes(weights)
+    assert step_bytes is not None, "random blocks are in blocks"
+    return WeightBytes(plain.num_bytes - plain.step_bytes + step_bytes, step_bytes)
 
 
 def _warm_up(engine: Engine, spec: EngineBenchmarkSpec) -> None:
@@ -181,6 +221,7 @@ class _TimedRun:
     times: WorkloadTimes
     linear_s: float | None  # None on a GPU, as the ceilings
     wall_s: float
+    weight_bytes: WeightBytes
     peak_rss_bytes: int
     peak_device_bytes: int | None
 
@@ -192,6 +233,7 @@ class WorkloadRun:
     engine: Engine
     spec: EngineBenchmarkSpec
     groups: tuple[RequestGroup, ...]
+    clock: ProductClock | None = None
     times: WorkloadTimes = field(default_factory=WorkloadTimes)
     _running: dict[RequestId, _ActiveRequest] = field(default_factory=dict)
 
@@ -254,6 +296,9 @@ class WorkloadRun:
             times.prefill_s += output.times.forward_s
         else:
             times.decode_s += output.times.forward_s
+        model = self.engine.model
+        if self.clock is not None and model.products_s:
+            self.clock.note_pass(len(output.sampled), model.products_s, has_head=model.had_head)
 
     def _finish(self, output: StepOutput, allocator: BlockAllocator) -> None:
         assert not output.failed, "the model's logits are not numbers"
@@ -275,7 +320,7 @@ def _check_context(config: ModelConfig, spec: EngineBenchmarkSpec) -> None:
 def _result(
     spec: EngineBenchmarkSpec, engine: Engine, measured: _TimedRun, ceilings: Ceilings | None
 ) -> EngineBenchmarkResult:
-    config, times, wall_s = engine.model.config, measured.times, measured.wall_s
+    times, wall_s = measured.times, measured.wall_s
     linear_s = measured.linear_s
     num_prompt_tokens = sum(group.num_requests * group.prompt_len for group in spec.groups)
     num_output_tokens = sum(group.num_requests * group.output_len for group in spec.groups)
@@ -309,7 +354,7 @@ def _result(
         share_of_weight_reading=None if ceilings is None else ceilings.weight_reading_s / wall_s,
         read_gb_per_s=None if ceilings is None else ceilings.read_bytes_per_s / 1e9,
         outside_forward_share=1.0 - forward_s / wall_s,
-        weight_bytes=config.loaded_weight_bytes(spec.dtype, spec.quantization),
+        weight_bytes=measured.weight_bytes.num_bytes,
         kv_token_bytes=engine.storage.layout.token_bytes,
         kv_bytes=engine.storage.num_blocks * engine.storage.layout.block_bytes,
         peak_rss_bytes=measured.peak_rss_bytes,

@@ -25,6 +25,11 @@ class PagedStep:
         self._decodes = decodes
         self._chunks = chunks
 
+    @property
+    def decode_plan(self) -> PagedPlan | None:
+        """Return the plan of a step that only decodes; None: there are chunks."""
+        return self._decodes if self._chunks is None else None
+
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """See StepAttention: nothing to bind."""
 

@@ -9,10 +9,12 @@ from torch import Tensor
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
+from alignedserve.runtime.engine.native_pass import native_pass
 from alignedserve.runtime.engine.rope_frequencies import inverse_frequencies
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
+from kernels.cpu.decode_pass import PassTimes
 from kernels.norm import Norm
 from kernels.rotary import HeadPlacement, rotary_angles
 
@@ -31,10 +33,14 @@ class Decoder:
         # queued (a GPU).
         self.attention_s = 0.0
         self.chunk_attention_s = 0.0
+        # The same of its products where all layers were computed in one call, else 0; and whether the head was in it.
+        self.products_s = 0.0
+        self.had_head = False
         rope_of_layer = [config.rope_of(layer) for layer in range(config.num_layers)]
         ropes = [rope for rope in dict.fromkeys(rope_of_layer) if rope is not None]
         self._ropes = [(inverse_frequencies(rope).to(self.device), rope.angle_factor) for rope in ropes]
         self._rope_of_layer = [ropes.index(rope) for rope in rope_of_layer if rope is not None]
+        self._native_pass = native_pass(config, weights, self._place, self._rope_of_layer)
         # Rounded to the dtype of the weights, as the embeddings are.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
 
@@ -54,15 +60,39 @@ class Decoder:
         for block_id, first_slot in batch.unclean_tails:
             storage.zero_tail(block_id, first_slot)
         hidden = self._embed(batch)
-        run = _Pass(batch, storage, self._rotations(batch.positions))
+        rotations = self._rotations(batch.positions)
+        if self._native_pass is not None and self._native_pass.suits(batch):
+            self._note(self._native_pass.run(hidden, batch, storage, rotations), has_head=False)
+            return hidden
+        run = _Pass(batch, storage, self._by_layer(rotations))
         if batch.hidden is not None:
-            run.hidden = HiddenPass(batch.hidden, storage, self._place, self._rotations(batch.hidden.positions))
+            own = self._by_layer(self._rotations(batch.hidden.positions))
+            run.hidden = HiddenPass(batch.hidden, storage, self._place, own)
         pending = None
         for layer, weights in enumerate(self._weights.layers):
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)
         if self.device.type == "cpu":
             self.attention_s, self.chunk_attention_s = run.attention_s, run.chunk_attention_s
+            self.products_s = 0.0
         return hidden if pending is None else hidden.add_(pending)
+
+    @torch.inference_mode()
+    def decode(self, batch: ForwardBatch, storage: BlockStorage) -> Tensor | None:
+        """Compute a batch of decodes as `forward` does, and return the logits of all its rows [tokens, vocab_size].
+
+        None: not in one call; nothing has changed then.
+        """
+        native = self._native_pass
+        if native is None or not native.has_head or not native.suits(batch):
+            return None
+        logits, times = native.logits(self._embed(batch), batch, storage, self._rotations(batch.positions))
+        self._note(times, has_head=True)
+        return logits
+
+    def _note(self, times: PassTimes, *, has_head: bool) -> None:
+        self.attention_s, self.products_s = times
+        self.had_head = has_head
+        self.chunk_attention_s = 0.0
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -75,12 +105,15 @@ class Decoder:
         logits = weights.lm_head(hidden)
         return logits if self.config.logits_divisor == 1.0 else logits.div_(self.config.logits_divisor)
 
-    def _rotations(self, positions: Tensor) -> Sequence[Rotation | None]:
-        """Return the rotation of each layer; layers of one kind share theirs."""
-        if not self._ropes:
-            return [None] * self.config.num_layers
+    def _rotations(self, positions: Tensor) -> list[Rotation]:
+        """Return the rotation of each rope."""
         dtype = self._place.angle_dtype
-        rotations = [rotary_angles(positions, frequencies, dtype, factor) for frequencies, factor in self._ropes]
+        return [rotary_angles(positions, frequencies, dtype, factor) for frequencies, factor in self._ropes]
+
+    def _by_layer(self, rotations: Sequence[Rotation]) -> Sequence[Rotation | None]:
+        """Return the rotation of each layer; layers of one kind share theirs."""
+        if not rotations:
+            return [None] * self.config.num_layers
         return [rotations[rope] for rope in self._rope_of_layer]
 
     def _embed(self, batch: ForwardBatch) -> Tensor:

@@ -259,9 +259,16 @@ class Engine:
             logits = self._graphs.run(step)
             if logits is not None:
                 return logits[:0], logits[: len(step.rows)]
-        hidden = self.model.forward(step.forward_batch(self.storage.device), self.storage)
+        batch = step.forward_batch(self.storage.device)
+        if step.is_decode and not step.wants_prompt_logprobs:
+            logits = self.model.decode(batch, self.storage)
+            if logits is not None:
+                return logits[:0], logits
+        hidden = self.model.forward(batch, self.storage)
         if not len(step.sampled_at):
             return hidden, hidden[:0]
+        if len(step.sampled_at) == len(hidden):  # all of them: the places ascend
+            return hidden, self.model.logits(hidden)
         (sampled_at,) = to_device([step.sampled_at], self.storage.device)
         return hidden, self.model.logits(hidden[sampled_at])
 

@@ -3,6 +3,7 @@
 Prefill and decode workers differ in their decisions, not in how these are performed, so both own one of these.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,14 +36,16 @@ from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.registry import AUTO as AUTO_TRANSPORT
+from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import random_weights
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.loading_progress import LoadingProgress
 from alignedserve.runtime.process.worker_threads import WorkerThreads
 from alignedserve.scheduling.policies import wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
+
+logger = logging.getLogger(__name__)
 
 _COMPUTE = "compute"
 _MIB = 1024 * 1024
@@ -224,12 +227,14 @@ def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes
 def _load_decoder(served: ServedModel, device: torch.device, progress_path: Path | None) -> Decoder:
     config = served.config.for_context(served.max_context_len)
     dtype, quantization = torch_dtype(served.dtype), served.quantization
+    began_s = time.monotonic()
     progress = LoadingProgress(progress_path, config.weight_bytes(served.dtype), config.num_layers)
     if served.has_random_weights:
         weights = random_weights(config, 0, dtype, device, quantization, observer=progress)
     else:
         weights = load_weights(served.folder, config, dtype, device, quantization, observer=progress)
     progress.finish()
+    logger.info("loaded %d MiB of weights in %.1f s", served.weight_bytes // _MIB, time.monotonic() - began_s)
     return Decoder(config, weights)
 
 

@@ -42,6 +42,11 @@ class JsonFields:
         self._fields = fields
         self._where = where
 
+    @property
+    def where(self) -> str:
+        """Return the place of the object, for errors."""
+        return self._where
+
     def has(self, name: str) -> bool:
         """Return whether the field is present and not null."""
         return self._fields.get(name) is not None
@@ -95,6 +100,16 @@ class JsonFields:
         if not isinstance(value, dict):
             raise self.error(name, "must be an object")
         return JsonFields(value, f"{self._where}, {name}")
+
+    def sections(self, name: str, max_entries: int) -> "tuple[JsonFields, ...]":
+        """Return the objects in a nested one, in order; none when it is absent."""
+        outer = self.section(name)
+        if outer is None:
+            return ()
+        if len(outer._fields) > max_entries:
+            raise self.error(name, f"must have at most {max_entries} entries")
+        inner = (outer.section(entry) for entry in outer._fields)
+        return tuple(each for each in inner if each is not None)
 
     def numbers(self, name: str, count: int, low: float, high: float) -> tuple[float, ...]:
         """Return a list of exactly `count` finite numbers in low..high."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout
 from alignedserve.costmodel.model_shapes import ModelShape
+from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization
 
 
 class Family(enum.Enum):
@@ -125,6 +126,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of what a part of a layer adds to the residual stream
     logits_divisor: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
+    stored_quantization: CheckpointQuantization | None = None  # of the files; None: they hold floats
 
     def for_context(self, max_context_len: int) -> "ModelConfig":
         """Return the config for contexts up to this length, on which LongRoPE's choice of divisors depends."""

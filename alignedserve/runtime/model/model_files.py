@@ -5,8 +5,12 @@ from pathlib import Path
 from alignedserve.core.errors import ModelNotFound
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import SUFFIX, GgufFile, is_gguf
+from alignedserve.runtime.model.gguf.stored_weights import stored_weights
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
+from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.runtime.model.weight_index import WeightIndex
 
 
@@ -17,6 +21,22 @@ def read_config(path: Path) -> ModelConfig:
     if path.is_file():
         raise ModelNotFound(f"{path} is a file; a model is a folder or a {SUFFIX} file.")
     return read_model_config(path)
+
+
+def weights_in_files(
+    files: Path | GgufFile, config: ModelConfig, computing: Computing, quantization: str | None = None
+) -> StoredWeights | None:
+    """Return what a worker makes of weights that a folder or GGUF file has packed; None: they are plain.
+
+    Raises ModelError naming a tensor that does not fit.
+    """
+    if isinstance(files, Path) and is_gguf(files):
+        files = GgufFile(files)
+    if isinstance(files, GgufFile):
+        return stored_weights(files, computing.dtype, computing.device, quantization)
+    if config.stored_quantization is None:
+        return None
+    return quantized_weights(files, config, computing, quantization)
 
 
 def check_weight_files(path: Path) -> None:

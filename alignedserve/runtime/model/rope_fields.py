@@ -115,12 +115,16 @@ def _yarn(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConf
 
 def _yarn_angle_factor(section: JsonFields, factor: float) -> float:
     """Return 0.1 ln(factor) + 1, or the quotient of two such terms where the config weighs them."""
-    growth = 0.1 * math.log(factor)
     above = section.number("mscale", 0.0, _MAX_FACTOR, 0.0)
     below = section.number("mscale_all_dim", 0.0, _MAX_FACTOR, 0.0)
     if above and below:
-        return (above * growth + 1.0) / (below * growth + 1.0)
-    return growth + 1.0
+        return yarn_angle_factor(factor, above) / yarn_angle_factor(factor, below)
+    return yarn_angle_factor(factor)
+
+
+def yarn_angle_factor(factor: float, weight: float = 1.0) -> float:
+    """Return the number by which YaRN multiplies cosines and sines: weight * 0.1 ln(factor) + 1."""
+    return weight * 0.1 * math.log(factor) + 1.0
 
 
 def _long(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:

@@ -6,15 +6,18 @@ from pathlib import Path
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.errors import ConfigError
+from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
-from alignedserve.runtime.model.gguf.stored_weights import StoredWeights, stored_weights
+from alignedserve.runtime.model.gguf.file import GgufFile, gguf_stem, is_gguf
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.model_files import read_config, weights_in_files
+from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.smollm2 import SMOLLM2, smollm2_file
+from alignedserve.runtime.model.stored_weights import StoredWeights
+from alignedserve.runtime.model.tokenizer import Tokenizer
 
 POCKET = "pocket"
+BUILT_IN = (POCKET, SMOLLM2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class ServedModel:
     max_context_len: int
     has_random_weights: bool
     quantization: str | None = None  # of the linear layers: None or int8
-    stored: StoredWeights | None = None  # of a GGUF file
+    stored: StoredWeights | None = None  # of files that have them packed
     cache_dtype: str | None = None  # of keys and values: int8, or None: as `dtype`
 
     @property
@@ -44,14 +47,19 @@ class ServedModel:
 
 
 def resolve_model(
-    section: ModelSectionConfig, device: str = "cpu", kv_cache_dtype: str = "auto", *, has_bfloat16: bool = False
+    section: ModelSectionConfig,
+    device: str = "cpu",
+    kv_cache_dtype: str = "auto",
+    *,
+    has_bfloat16: bool = False,
+    has_float8: bool = False,
 ) -> ServedModel:
     """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
-    multiplies it natively.
+    multiplies it natively; `has_float8`: the GPU multiplies FP8.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
-    folder = _model_path(section.path)
+    folder = model_path(section.path)
     file = GgufFile(folder) if is_gguf(folder) else None
     config = read_config(folder) if file is None else gguf_config(file)
     longest = config.max_position_embeddings
@@ -61,8 +69,8 @@ def resolve_model(
     if dtype == "auto":
         dtype = _default_dtype(device, has_bfloat16=has_bfloat16 and section.path != POCKET)
     stored = None
-    if file is not None and not section.random_weights:
-        stored = stored_weights(file, dtype, device, section.quantization)
+    if not section.random_weights:
+        stored = weights_in_files(file or folder, config, Computing(device, dtype, has_float8), section.quantization)
     return ServedModel(
         name=section.served_model_name or _default_name(section.path, folder),
         folder=folder,
@@ -76,8 +84,19 @@ def resolve_model(
     )
 
 
-def _model_path(name: str) -> Path:
-    """Return the folder or GGUF file of a built-in model's name, or of a path."""
+def load_tokenizer(served: ServedModel) -> Tokenizer:
+    """Load the model's tokenizer. Raises ModelError, also when it has tokens that the embedding lacks."""
+    tokenizer = Tokenizer.load(served.folder)
+    if tokenizer.vocab_size > served.config.vocab_size:
+        raise ModelError(
+            f"{served.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding "
+            f"{served.config.vocab_size} rows; they are of different models, or tokens were added without rows."
+        )
+    return tokenizer
+
+
+def model_path(name: str) -> Path:
+    """Return the folder or GGUF file of a built-in model's name, or of a path. Raises ModelNotFound."""
     if name == POCKET:
         return pocket_folder()
     if name == SMOLLM2 and not Path(name).exists():
@@ -86,9 +105,9 @@ def _model_path(name: str) -> Path:
 
 
 def _default_name(name: str, path: Path) -> str:
-    if name in (POCKET, SMOLLM2):
+    if name in BUILT_IN:
         return name
-    return path.stem if is_gguf(path) else path.resolve().name
+    return gguf_stem(path.name) if is_gguf(path) else path.resolve().name
 
 
 def _default_dtype(device: str, *, has_bfloat16: bool) -> str:

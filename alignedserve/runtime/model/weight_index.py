@@ -3,8 +3,9 @@
 Pickle-based files are refused, whatever their name.
 """
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -13,8 +14,27 @@ from alignedserve.runtime.model.json_fields import read_json_object
 
 MAX_INDEX_BYTES = 64 << 20
 INDEX_NAME = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000  # safetensors reads no longer ones
+_FIRST_BYTE = "__metadata__"  # among the tensors of a header that is read: what stands there is not needed
 SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+class TensorHeader(NamedTuple):
+    """The form of a tensor, as its file's header has it."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it, such as F16 or I32
+
+
+class TensorLocation(NamedTuple):
+    """The place of a tensor's numbers in a file, and their form, as the file's header has them."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    dtype: str  # as safetensors spells it, such as F16 or I32
+    shape: tuple[int, ...]
 
 
 class WeightIndex:
@@ -26,13 +46,43 @@ class WeightIndex:
     """
 
     def __init__(self, folder: Path, framework: str = "numpy") -> None:
+        self.folder = folder
         self.files: dict[Path, Any] = {path: _open(path, framework) for path in listed_shards(folder)}
         self.file_of: dict[str, Path] = {}
+        self._headers: dict[Path, dict[str, Any]] = {}
         for path, file in self.files.items():
             self.file_of.update(dict.fromkeys(file.keys(), path))
         for name, path in _weight_map(folder).items():
             if self.file_of.get(name) != path:
                 raise ModelError(f"{path} does not hold tensor {name}, which {INDEX_NAME} places there.")
+
+    def location(self, name: str) -> TensorLocation | None:
+        """Return where a tensor lies; None: no file holds one of this name. Raises ModelError."""
+        path = self.file_of.get(name)
+        if path is None:
+            return None
+        try:
+            if path not in self._headers:
+                self._headers[path] = _read_header(path)
+            header = self._headers[path]
+            begin, end = header[name]["data_offsets"]
+            first = header[_FIRST_BYTE]
+            return TensorLocation(path, first + begin, end - begin, header[name]["dtype"], tuple(header[name]["shape"]))
+        except (OSError, ValueError, LookupError, TypeError) as error:  # another file than was checked
+            raise ModelError(f"{path}: tensor {name} cannot be read: {error}") from error
+
+    def header(self, name: str) -> TensorHeader | None:
+        """Return the form of a tensor; None: no file holds one of this name. Raises ModelError."""
+        location = self.location(name)
+        return None if location is None else TensorHeader(location.shape, location.dtype)
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """Read a header that safetensors has checked against its file, and note where the tensors begin."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+    return {**header, _FIRST_BYTE: 8 + length}
 
 
 def listed_shards(folder: Path) -> list[Path]:

@@ -1,6 +1,5 @@
-"""Weights of a model: from a folder of safetensors files, or random for benchmarks. Pickle is never read."""
+"""Assembles the weights of a model out of the tensors of a source."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -9,9 +8,10 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.block_products import BlockRows, block_product
+from alignedserve.runtime.model.file_products import FileSource, NotFiniteError, file_parts, file_product, packs_files
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, NormKind
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
+from alignedserve.runtime.model.packed_products import PlainRows, Rows, packed_product
+from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames, find_head, find_prefix
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
 from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, StackedExperts
 from kernels.linear import Linear, Projection
@@ -65,14 +65,15 @@ class TensorSource(Protocol):
         """Return the tensor in its final dtype and on its device. Raises ModelError naming it."""
 
 
-class BlockSource(TensorSource, Protocol):
-    """A source whose matrices may lie in blocks that products are computed in, under names of its own."""
+class PackedSource(TensorSource, Protocol):
+    """A source whose matrices may be packed, under names of its own."""
 
     names: ParameterNames
     dtype: torch.dtype
 
-    def blocks(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
-        """Return the matrix in its blocks; None when it is to be unpacked. Raises ModelError naming it."""
+    def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
+        """Return the matrix as products are computed with it; None when it is to be unpacked. Raises ModelError
+        naming it."""
 
 
 class LoadingObserver(Protocol):
@@ -90,15 +91,24 @@ def assemble_weights(
     source: TensorSource,
     quantization: str | None = None,
     *,
-    blocks: BlockSource | None = None,
+    packed: PackedSource | None = None,
+    files: FileSource | None = None,
     observer: LoadingObserver | None = None,
 ) -> DecoderWeights:
     """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
 
-    `quantization`: None, or "int8" for the linear layers. `blocks`: the source, if it is one of blocks. Raises
-    ModelError naming a layer that cannot be quantized.
+    `quantization`: None, or "int8" for the linear layers. `packed`: the source, if its matrices may be; `files`:
+    if its matrices need not be read before they are packed, so that none is held twice. Raises ModelError naming a
+    layer that cannot be quantized.
     """
-    return _WeightAssembler(config, source, quantization, blocks, observer).weights()
+    return _WeightAssembler(config, source, quantization, _Forms(packed, files), observer).weights()
+
+
+class _Forms(NamedTuple):
+    """The source again, as what else it is."""
+
+    packed: PackedSource | None
+    files: FileSource | None
 
 
 class _Nonlinearity(NamedTuple):
@@ -117,16 +127,16 @@ class _WeightAssembler:
         config: ModelConfig,
         source: TensorSource,
         quantization: str | None,
-        blocks: BlockSource | None,
+        forms: _Forms,
         observer: LoadingObserver | None,
     ) -> None:
         self._observer = observer
         self._config = config
         self._source = source
         self._is_int8 = quantization == "int8"
-        self._blocks = blocks
-        self._names = blocks.names if blocks else PARAMETER_NAMES[config.family]
-        self._prefix = _find_prefix(self._names, source)
+        self._packed, self._files = None if self._is_int8 else forms.packed, forms.files
+        self._names = forms.packed.names if forms.packed else PARAMETER_NAMES[config.family]
+        self._prefix = find_prefix(self._names, source.has)
         self._dtype = torch.float32  # of the weights; known when the first is read
 
     def weights(self) -> DecoderWeights:
@@ -209,10 +219,10 @@ class _WeightAssembler:
             rows = rows if len(modules) == 3 else [sum(rows)]
             return self._linear(modules, rows, config.hidden_size, config.has_qkv_bias)
         rows_in_all = 3 * config.query_width
-        weight = self._tensor(f"{modules[0]}.weight", rows_in_all, config.hidden_size)
         bias = self._tensor(f"{modules[0]}.bias", rows_in_all) if config.has_qkv_bias else None
         bias = None if bias is None else _heads_to_qkv(bias, config)
-        return self._projected(modules[0], _heads_to_qkv(weight, config), bias)
+        weight = self._rows(modules[0], rows_in_all, config.hidden_size).changed(lambda x: _heads_to_qkv(x, config))
+        return self._product(modules, [weight], bias)
 
     def _linear(
         self,
@@ -226,28 +236,50 @@ class _WeightAssembler:
         bias = None
         if has_bias:
             bias = torch.cat([self._tensor(f"{name}.bias", n) for name, n in zip(modules, rows, strict=True)])
-        in_blocks = self._block_product(modules, rows, in_width, bias, then)
-        if in_blocks is not None:
-            return in_blocks
-        weights = [self._tensor(f"{name}.weight", count, in_width) for name, count in zip(modules, rows, strict=True)]
-        return self._projected(modules[0], torch.cat(weights) if len(weights) > 1 else weights[0], bias, then)
+        from_files = self._file_product(modules, rows, in_width, bias, then)
+        if from_files is not None:
+            return from_files
+        weights = [self._rows(name, count, in_width) for name, count in zip(modules, rows, strict=True)]
+        return self._product(modules, weights, bias, then)
 
-    def _block_product(
+    def _file_product(
         self, modules: Sequence[str], rows: Sequence[int], in_width: int, bias: Tensor | None, then: _Nonlinearity
     ) -> Projection | None:
-        """Return the product of stacked modules in the blocks of their file; None where one has to be unpacked."""
-        source = self._blocks
-        if source is None or self._is_int8:
+        """Return the product of stacked modules, packed from their files; None where the kernels pack none such."""
+        source = self._files
+        if source is None or not packs_files(source.dtype, in_width, is_int8=self._is_int8):
             return None
-        parts = []
-        for name, count in zip(modules, rows, strict=True):
-            part = source.blocks(f"{name}.weight", (count, in_width))
-            if part is None:
-                return None
-            parts.append(part)
-            if self._observer is not None:  # as many bytes as unpacked, by which the whole is known
-                self._observer.tensor_read(count * in_width * source.dtype.itemsize)
-        return block_product(parts, bias, source.dtype, then.activation, then.is_gated)
+        parts = file_parts(source, [f"{name}.weight" for name in modules], [(count, in_width) for count in rows])
+        if parts is None:
+            return None
+        try:
+            product = file_product(parts, bias, source.dtype, *then, is_int8=self._is_int8)
+        except OSError as error:
+            raise ModelError(f"{parts[0].path}: {modules[0]} cannot be read: {error}") from error
+        except NotFiniteError as error:
+            raise _not_quantizable(modules[0], str(error)) from error
+        self._count(sum(rows) * in_width, source.dtype)
+        return product
+
+    def _rows(self, module: str, count: int, in_width: int) -> Rows:
+        packed = self._packed_rows(f"{module}.weight", count, in_width)
+        return PlainRows(self._tensor(f"{module}.weight", count, in_width)) if packed is None else packed
+
+    def _packed_rows(self, name: str, count: int, in_width: int) -> Rows | None:
+        if self._packed is None:
+            return None
+        rows = self._packed.packed(name, (count, in_width))
+        if rows is not None:
+            self._count(count * in_width, self._packed.dtype)  # as unpacked, by which the whole is known
+        return rows
+
+    def _product(
+        self, modules: Sequence[str], weights: Sequence[Rows], bias: Tensor | None, then: _Nonlinearity = _NONE
+    ) -> Projection:
+        plain = [weight.rows for weight in weights if isinstance(weight, PlainRows)]
+        if len(plain) == len(weights):
+            return self._projected(modules[0], torch.cat(plain) if len(plain) > 1 else plain[0], bias, then)
+        return packed_product(weights, bias, self._dtype, then.activation, then.is_gated)
 
     def _projected(
         self, name: str, weight: Tensor, bias: Tensor | None = None, then: _Nonlinearity = _NONE
@@ -256,7 +288,7 @@ class _WeightAssembler:
             return Linear(weight, bias, activation=then.activation, is_gated=then.is_gated)
         obstacle = int8_obstacle(weight)
         if obstacle is not None:
-            raise ModelError(f"{name} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
+            raise _not_quantizable(name, obstacle)
         return Int8Linear(weight, bias, activation=then.activation, is_gated=then.is_gated)
 
     def _projection(self, name: str, rows: int) -> Projection:
@@ -264,14 +296,17 @@ class _WeightAssembler:
         return self._linear([self._prefix + name], [rows], columns, has_bias=False)
 
     def _head(self, embedding: Tensor) -> Projection:
-        config, names = self._config, self._names.lm_heads
-        found = next((name for name in names if self._source.has(f"{name}.weight")), names[0])
+        config = self._config
+        found = find_head(self._names, self._source.has)
         stored = self._prefix + self._names.embedding if config.ties_embeddings else found
-        in_blocks = self._block_product([stored], [config.vocab_size], config.embedding_size, None, _NONE)
-        if in_blocks is not None:
-            return in_blocks
+        packed = self._packed_rows(f"{stored}.weight", config.vocab_size, config.embedding_size)
+        if packed is not None:
+            return self._product([stored], [packed], None)
         if config.ties_embeddings:
             return self._projected("lm_head", embedding)
+        from_files = self._file_product([found], [config.vocab_size], config.embedding_size, None, _NONE)
+        if from_files is not None:
+            return from_files
         return self._projected("lm_head", self._tensor(f"{found}.weight", config.vocab_size, config.embedding_size))
 
     def _head_norms(self, prefix: str) -> HeadNorms:
@@ -279,7 +314,7 @@ class _WeightAssembler:
         queries, keys = (
             self._norm_weight(prefix + module, config.head_dim) for module in (names.query_norm, names.key_norm)
         )
-        return HeadNorms(queries, keys, config.norm_eps)
+        return HeadNorms(queries, keys, config.norm_eps, self._dtype)
 
     def _norm(self, module: str) -> Norm:
         width = self._config.hidden_size
@@ -295,51 +330,19 @@ class _WeightAssembler:
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         tensor = self._source.tensor(name, shape)
-        if self._observer is not None:
-            self._observer.tensor_read(tensor.nbytes)
+        self._count(tensor.numel(), tensor.dtype)
         return tensor
 
+    def _count(self, num_values: int, dtype: torch.dtype) -> None:
+        if self._observer is not None:
+            self._observer.tensor_read(num_values * dtype.itemsize)
 
-def _find_prefix(names: ParameterNames, source: TensorSource) -> str:
-    candidates = (prefix for prefix in names.prefixes if source.has(f"{prefix}{names.embedding}.weight"))
-    return next(candidates, names.prefixes[0])
+
+def _not_quantizable(name: str, obstacle: str) -> ModelError:
+    return ModelError(f"{name} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
 
 
 def _heads_to_qkv(rows: Tensor, config: ModelConfig) -> Tensor:
     """Reorder rows from [num_heads, 3, head_dim] to [3, num_heads, head_dim]."""
     shape = (config.num_heads, 3, config.head_dim, -1)
     return rows.view(shape).transpose(0, 1).reshape(rows.shape)
-
-
-class _RandomSource:
-    """Normally distributed weights, ones and zeros where a norm or a bias has them; any name, any shape."""
-
-    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._generator = torch.Generator(device=device).manual_seed(seed)
-        self._dtype = dtype
-        self._device = device
-
-    def has(self, name: str) -> bool:
-        return not name.startswith("decoder.")
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith(".bias"):
-            return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
-        deviation = 1.0 / math.sqrt(shape[1])
-        values = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return values.normal_(0.0, deviation, generator=self._generator)
-
-
-def random_weights(
-    config: ModelConfig,
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    quantization: str | None = None,
-    *,
-    observer: LoadingObserver | None = None,
-) -> DecoderWeights:
-    """Make random weights of the model's shapes, the same for the same seed. No files needed."""
-    return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)), quantization, observer=observer)

@@ -1,8 +1,10 @@
 """Tensor names of each model family. A new family is one entry here and one parser of its config."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from alignedserve.runtime.model.model_config import Family
+from alignedserve.runtime.model.model_config import ExpertConfig, Family, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +121,67 @@ PARAMETER_NAMES: dict[Family, ParameterNames] = {
     Family.GEMMA3_TEXT: _GEMMA3,
     Family.GEMMA3: _GEMMA3,
 }
+
+
+class LinearModule(NamedTuple):
+    """The matrix of one module, as the files have it."""
+
+    name: str
+    rows: int
+    width: int
+    is_expert: bool = False
+
+
+def find_prefix(names: ParameterNames, has: Callable[[str], bool]) -> str:
+    """Return the prefix under which the embedding is found; otherwise the first."""
+    return next((prefix for prefix in names.prefixes if has(f"{prefix}{names.embedding}.weight")), names.prefixes[0])
+
+
+def find_head(names: ParameterNames, has: Callable[[str], bool]) -> str:
+    """Return the name of the language-model head that is found; otherwise the first."""
+    return next((name for name in names.lm_heads if has(f"{name}.weight")), names.lm_heads[0])
+
+
+def linear_modules(
+    config: ModelConfig, names: ParameterNames, prefix: str, has: Callable[[str], bool]
+) -> Iterator[LinearModule]:
+    """Yield every module that multiplies, an untied head included."""
+    for layer in range(config.num_layers):
+        in_layer = prefix + names.layer.format(layer=layer)
+        yield from _attention_modules(config, names, in_layer)
+        experts = config.experts_of(layer)
+        if experts is None:
+            yield from _feed_forward(in_layer, names.gate_up, names.down, config, config.intermediate_size)
+        else:
+            yield from _expert_modules(config, names, in_layer, experts)
+    if config.embedding_size != config.hidden_size:
+        yield LinearModule(prefix + names.project_in, config.hidden_size, config.embedding_size)
+        yield LinearModule(prefix + names.project_out, config.embedding_size, config.hidden_size)
+    if not config.ties_embeddings:
+        yield LinearModule(find_head(names, has), config.vocab_size, config.embedding_size)
+
+
+def _attention_modules(config: ModelConfig, names: ParameterNames, prefix: str) -> Iterator[LinearModule]:
+    rows = [config.query_width, config.kv_width, config.kv_width]
+    rows = rows if len(names.qkv) == len(rows) else [sum(rows)]
+    for name, count in zip(names.qkv, rows, strict=True):
+        yield LinearModule(prefix + name, count, config.hidden_size)
+    yield LinearModule(prefix + names.output, config.hidden_size, config.query_width)
+
+
+def _feed_forward(
+    prefix: str, gate_up: tuple[str, ...], down: str, config: ModelConfig, inner: int, *, is_expert: bool = False
+) -> Iterator[LinearModule]:
+    rows = inner * (2 if config.is_gated else 1) // len(gate_up)
+    for name in gate_up:
+        yield LinearModule(prefix + name, rows, config.hidden_size, is_expert)
+    yield LinearModule(prefix + down, config.hidden_size, inner, is_expert)
+
+
+def _expert_modules(
+    config: ModelConfig, names: ParameterNames, prefix: str, experts: ExpertConfig
+) -> Iterator[LinearModule]:
+    for index in range(experts.num_experts):
+        gate_up = tuple(name.format(expert=index) for name in names.expert_gate_up)
+        down = names.expert_down.format(expert=index)
+        yield from _feed_forward(prefix, gate_up, down, config, experts.intermediate_size, is_expert=True)

@@ -11,6 +11,7 @@
 #define WIDTH 8
 #define MAX_ROWS 4
 #define HAS_BF16_DOT 0
+#define HAS_INT8_DOT 0
 #include "level.h"
 
 namespace products {

@@ -9,8 +9,9 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,prefer-vector-width=512")
 #define LEVEL block_avx512vnni
 #define WIDTH 16
-#define MAX_ROWS 14
+#define MAX_ROWS 6
 #define HAS_BF16_DOT 0
+#define HAS_INT8_DOT 1
 #include "level.h"
 
 namespace products {

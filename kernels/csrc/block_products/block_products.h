@@ -1,9 +1,12 @@
-// Products x @ weight.T with weights in the blocks of GGUF files: what the levels (instruction sets) have in common.
+// Products x @ weight.T with weights in the blocks of GGUF files, or in groups of 4 bits: what the levels (instruction
+// sets) have in common.
 //
 // A row of weights is cut into blocks of 32 inputs (16 in Q6_K, two of which are taken together). In a block
 //   weight = scale * quant + minimum        quant: an unsigned integer of 4, 6 or 8 bits
 // Formats without minima have them implied: Q4_0 and Q6_K subtract 8 and 32 from a quant, Q8_0's are stored plus 128.
-// In the K formats scale and minimum are integers of a block times a float16 of a superblock of 8 blocks.
+// In the K formats scale and minimum are integers of a block times a float16 of a superblock of 8 blocks. The G formats
+// have float32 scales and minima, which hold the products of float16 scales and zero points exactly: G4_32 for every
+// block, G4_64 for every 2, G4_128 for every 4.
 //
 // Inputs are rounded to 8 bits, each block of 32 of a row by a scale of its own. Then
 //   out = sum over blocks of (sum of quant * input) * scale * input scale + minimum * (sum of inputs) * input scale
@@ -11,7 +14,7 @@
 //
 // Layout: panels of two vectors of columns, as products.h has them. In a panel, superblock after superblock (without
 // superblocks, block after block), each value once per column:
-//   head    float16 scales, then float16 minima where the format has them
+//   head    scales, then minima where the format has them, float16 (G formats: float32)
 //   blocks  integer scales and minima of the K formats, one byte each; then the quants:
 //           8 bits   8 steps of one word of 4 consecutive inputs per column
 //           4 bits   4 words per column, the low halves of whose bytes are one step, the high halves the next
@@ -23,17 +26,31 @@
 
 #include "products.h"
 
+// Older compilers do not know its instructions.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define HAS_AVXVNNI_LEVEL 1
+#else
+#define HAS_AVXVNNI_LEVEL 0
+#endif
+
 namespace products {
 
-enum class Format { q8_0, q4_0, q4_1, q4_k, q6_k };
+enum class Format { q8_0, q4_0, q4_1, q4_k, q6_k, g4_32, g4_64, g4_128 };
 
 constexpr int kBlock = 32;      // inputs
 constexpr int kSteps = 8;       // of 4 inputs, in a block
 constexpr int kMaxBlockRows = 112;  // that are multiplied by a block at a time: their sums stay in the first cache
 
-constexpr bool has_superblocks(Format format) { return format == Format::q4_k || format == Format::q6_k; }
-constexpr bool has_minima(Format format) { return format == Format::q4_1 || format == Format::q4_k; }
-constexpr int blocks_together(Format format) { return has_superblocks(format) ? 8 : 1; }
+constexpr bool has_small_scales(Format format) { return format == Format::q4_k || format == Format::q6_k; }
+constexpr bool has_groups(Format format) {
+    return format == Format::g4_32 || format == Format::g4_64 || format == Format::g4_128;
+}
+constexpr bool has_minima(Format format) {
+    return format == Format::q4_1 || format == Format::q4_k || has_groups(format);
+}
+constexpr int blocks_together(Format format) {
+    return has_small_scales(format) ? 8 : format == Format::g4_128 ? 4 : format == Format::g4_64 ? 2 : 1;
+}
 constexpr int scales_per_block(Format format) { return format == Format::q6_k ? 2 : 1; }
 constexpr int quant_bits(Format format) { return format == Format::q8_0 ? 8 : format == Format::q6_k ? 6 : 4; }
 
@@ -43,8 +60,9 @@ constexpr int quant_offset(Format format) {
 }
 
 // Bytes per column.
-constexpr int head_bytes(Format format) { return has_minima(format) ? 4 : 2; }
-constexpr int small_scale_bytes(Format format) { return has_superblocks(format) ? 2 : 0; }
+constexpr int scale_bytes(Format format) { return has_groups(format) ? 4 : 2; }
+constexpr int head_bytes(Format format) { return scale_bytes(format) * (has_minima(format) ? 2 : 1); }
+constexpr int small_scale_bytes(Format format) { return has_small_scales(format) ? 2 : 0; }
 constexpr int block_bytes(Format format) { return small_scale_bytes(format) + kBlock * quant_bits(format) / 8; }
 constexpr int superblock_bytes(Format format) {
     return head_bytes(format) + blocks_together(format) * block_bytes(format);

@@ -1,7 +1,8 @@
 // The kernels of one level. Included by one source file per level, which sets the target and defines
 //   LEVEL the namespace
 //   WIDTH floats per vector
-//   MAX_ROWS rows whose sums fit in the registers: kVectors * MAX_ROWS, and some more for the operands
+//   MAX_ROWS rows whose sums fit in the registers twice, of a block and of all: 2 * kVectors * MAX_ROWS, and operands
+//   HAS_BF16_DOT whether there are products of bfloat16, HAS_INT8_DOT of int8
 // after all headers: what a header defines must not be compiled for this level's instructions.
 
 namespace products {
@@ -12,8 +13,10 @@ namespace {
 #include "results_level.h"
 
 constexpr int kColumns = kVectors * WIDTH;
-// So many rows are multiplied straight from the packed weights, their sums in registers from first to last.
-constexpr int kRowsAlone = MAX_ROWS < 4 ? MAX_ROWS : 4;
+// Up to MAX_ROWS rows are multiplied straight from the packed weights, their sums in registers from first to last; of
+// more, so many at a time. Few: registers stay free, so that the processor begins with the next tile while the sums of
+// the last one are being scaled.
+constexpr int kTileRows = MAX_ROWS < 5 ? MAX_ROWS : 5;
 constexpr int64_t kBytesAhead = 8192;  // of the weights, fetched from memory meanwhile
 
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
@@ -63,6 +66,12 @@ inline void store_bytes(int8_t* to, Ints x) {
     _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(pairs, pairs));
 }
 
+#if HAS_INT8_DOT
+template <Format kFormat>
+inline Ints added(Ints sums, Words quants, const int8_t* inputs) {
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)quants, _mm256_set1_epi32(read<int32_t>(inputs)));
+}
+#else
 // Sums of two products must fit in 16 bits: 2 * 63 * 127 do. With 8 bits |quant| * |input|, of signed quants, do.
 template <Format kFormat>
 inline Ints added(Ints sums, Words quants, const int8_t* inputs) {
@@ -73,6 +82,7 @@ inline Ints added(Ints sums, Words quants, const int8_t* inputs) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(four, weights));
     return sums + (Ints)_mm256_madd_epi16(pairs, ones);
 }
+#endif
 #else
 inline Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
 inline Floats broadcast(float x) { return Floats{x, x, x, x}; }
@@ -103,10 +113,10 @@ inline Ints added(Ints sums, Words quants, const int8_t* inputs) {
 }
 #endif
 
-// AVX2 multiplies signed quants of 8 bits.
+// Without products of int8, AVX2 multiplies signed quants of 8 bits.
 template <Format kFormat>
 constexpr bool has_offset() {
-    return quant_offset(kFormat) != 0 && !(WIDTH == 8 && quant_bits(kFormat) == 8);
+    return quant_offset(kFormat) != 0 && !(WIDTH == 8 && !HAS_INT8_DOT && quant_bits(kFormat) == 8);
 }
 
 // A block of a panel: a byte per quant, and the scales as numbers.
@@ -125,8 +135,14 @@ struct Heads {
 template <Format kFormat>
 inline void read_heads(const char* from, Heads& heads) {
     for (int j = 0; j < kVectors; ++j) {
-        heads.scales[j] = from_halves(from + j * WIDTH * 2);
-        if (has_minima(kFormat)) heads.minima[j] = from_halves(from + (kVectors + j) * WIDTH * 2);
+        const char* second = from + (kVectors + j) * WIDTH * scale_bytes(kFormat);
+        if (has_groups(kFormat)) {
+            heads.scales[j] = load((const float*)(from + j * WIDTH * 4));
+            heads.minima[j] = load((const float*)second);
+        } else {
+            heads.scales[j] = from_halves(from + j * WIDTH * 2);
+            if (has_minima(kFormat)) heads.minima[j] = from_halves(second);
+        }
     }
 }
 
@@ -210,7 +226,13 @@ inline __attribute__((always_inline)) void add_block(const Block<kFormat>& block
     }
 }
 
-// Every block of a panel, one after another. `use` takes it, and its index.
+template <Format kFormat>
+inline __attribute__((always_inline)) void unpack(const char* from, const Heads& heads, Block<kFormat>& block) {
+    read_scales<kFormat>(from, heads, block);
+    read_quants<kFormat>(from + small_scale_bytes(kFormat) * kColumns, block);
+}
+
+// Every block of a panel, one after another. `use` takes where it is, its superblock's heads, and its index.
 template <Format kFormat, typename Use>
 inline __attribute__((always_inline)) void for_blocks(const BlockWeights& weights, int64_t panel, const Use& use) {
     const char* at = weights.panels + panel * weights.panel_bytes;
@@ -222,10 +244,7 @@ inline __attribute__((always_inline)) void for_blocks(const BlockWeights& weight
             constexpr int kLines = (superblock_bytes(kFormat) * kColumns / blocks_together(kFormat) + 63) / 64;
 #pragma GCC unroll 20
             for (int line = 0; line < kLines; ++line) __builtin_prefetch(at + kBytesAhead + line * 64, 0, 3);
-            Block<kFormat> block;
-            read_scales<kFormat>(at, heads, block);
-            read_quants<kFormat>(at + small_scale_bytes(kFormat) * kColumns, block);
-            use(block, index);
+            use(at, heads, index);
             at += block_bytes(kFormat) * kColumns;
         }
     }
@@ -247,52 +266,61 @@ __attribute__((noinline)) void multiply_few(const BlockWeights& weights, const B
     Floats sums[kRows][kVectors];
     begin(weights, part.panel, kRows, sums);
     const InputBlock* inputs = call.inputs + part.first;
-    for_blocks<kFormat>(weights, part.panel, [&](const Block<kFormat>& block, int64_t index) {
+    for_blocks<kFormat>(weights, part.panel, [&](const char* at, const Heads& heads, int64_t index) {
+        Block<kFormat> block;
+        unpack(at, heads, block);
         add_block<kFormat, kRows>(block, inputs + index * call.num_rows, sums);
     });
     finish_rows(weights, call, part, sums);
 }
 
+// One block of `num_tiles` times kRows rows.
 template <Format kFormat, int kRows>
-__attribute__((noinline)) void add_tile(const Block<kFormat>& block, const InputBlock* inputs,
-                                        Floats (*__restrict sums)[kVectors]) {
-    add_block<kFormat, kRows>(block, inputs, sums);
+__attribute__((noinline)) void add_tiles(const Block<kFormat>& block, const InputBlock* inputs,
+                                         Floats (*__restrict sums)[kVectors], int64_t num_tiles) {
+    for (int64_t i = 0; i < num_tiles; ++i) add_block<kFormat, kRows>(block, inputs + i * kRows, sums + i * kRows);
 }
 
 template <Format kFormat>
 struct Tiles {
-    typedef void (*Tile)(const Block<kFormat>&, const InputBlock*, Floats (*)[kVectors]);
+    typedef void (*Tile)(const Block<kFormat>&, const InputBlock*, Floats (*)[kVectors], int64_t);
 
     static Tile of(int64_t num_rows) {
-        static const Tile tiles[] = {
-            nullptr, add_tile<kFormat, 1>, add_tile<kFormat, 2>,
+        static constexpr Tile tiles[] = {
+            nullptr, add_tiles<kFormat, 1>, add_tiles<kFormat, 2>,
 #if MAX_ROWS >= 4
-            add_tile<kFormat, 3>, add_tile<kFormat, 4>,
+            add_tiles<kFormat, 3>, add_tiles<kFormat, 4>,
 #endif
-#if MAX_ROWS == 14
-            add_tile<kFormat, 5>, add_tile<kFormat, 6>, add_tile<kFormat, 7>, add_tile<kFormat, 8>,
-            add_tile<kFormat, 9>, add_tile<kFormat, 10>, add_tile<kFormat, 11>, add_tile<kFormat, 12>,
-            add_tile<kFormat, 13>, add_tile<kFormat, 14>,
+#if MAX_ROWS >= 5
+            add_tiles<kFormat, 5>,
 #endif
         };
-        static_assert(sizeof tiles / sizeof *tiles == MAX_ROWS + 1, "a tile for every number of rows");
+        static_assert(sizeof tiles / sizeof *tiles == kTileRows + 1, "a tile for every number of rows");
         return tiles[num_rows];
     }
 };
 
-// Each block is unpacked once, into the first cache, for all rows.
+// Each block is unpacked once, into the first cache, for all rows: tiles of as many rows, or of one row more. The next
+// block is unpacked before this one is multiplied, on units that products leave free.
 template <Format kFormat>
 void multiply_many(const BlockWeights& weights, const BlockCall& call, const BlockPart& part) {
     Floats sums[kMaxBlockRows][kVectors];
-    const int64_t num_rows = part.last - part.first, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    begin(weights, part.panel, num_rows, sums);
-    for_blocks<kFormat>(weights, part.panel, [&](const Block<kFormat>& block, int64_t index) {
+    Block<kFormat> blocks[2];
+    const int64_t num_rows = part.last - part.first, num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+    const int64_t smaller = num_rows / num_tiles, num_larger = num_rows % num_tiles, num_smaller = num_tiles - num_larger;
+    const auto tile = Tiles<kFormat>::of(smaller), larger_tile = num_larger ? Tiles<kFormat>::of(smaller + 1) : nullptr;
+    const auto add = [&](int64_t index) {
         const InputBlock* inputs = call.inputs + index * call.num_rows + part.first;
-        for (int64_t i = 0; i < num_tiles; ++i) {
-            const int64_t first = num_rows * i / num_tiles, last = num_rows * (i + 1) / num_tiles;
-            Tiles<kFormat>::of(last - first)(block, inputs + first, sums + first);
-        }
+        tile(blocks[index % 2], inputs, sums, num_smaller);
+        if (num_larger)
+            larger_tile(blocks[index % 2], inputs + smaller * num_smaller, sums + smaller * num_smaller, num_larger);
+    };
+    begin(weights, part.panel, num_rows, sums);
+    for_blocks<kFormat>(weights, part.panel, [&](const char* at, const Heads& heads, int64_t index) {
+        unpack(at, heads, blocks[index % 2]);
+        if (index) add(index - 1);
     });
+    add(weights.num_blocks - 1);
     finish_rows(weights, call, part, sums);
 }
 
@@ -305,6 +333,10 @@ void multiply_format(const BlockWeights& weights, const BlockCall& call, const B
         case 3: return multiply_few<kFormat, 3>(weights, call, part);
         case 4: return multiply_few<kFormat, 4>(weights, call, part);
 #endif
+#if MAX_ROWS >= 6
+        case 5: return multiply_few<kFormat, 5>(weights, call, part);
+        case 6: return multiply_few<kFormat, 6>(weights, call, part);
+#endif
         default: return multiply_many<kFormat>(weights, call, part);
     }
 }
@@ -316,6 +348,9 @@ void multiply(const BlockWeights& weights, const BlockCall& call, const BlockPar
         case Format::q4_1: return multiply_format<Format::q4_1>(weights, call, part);
         case Format::q4_k: return multiply_format<Format::q4_k>(weights, call, part);
         case Format::q6_k: return multiply_format<Format::q6_k>(weights, call, part);
+        case Format::g4_32: return multiply_format<Format::g4_32>(weights, call, part);
+        case Format::g4_64: return multiply_format<Format::g4_64>(weights, call, part);
+        case Format::g4_128: return multiply_format<Format::g4_128>(weights, call, part);
     }
 }
 
@@ -360,14 +395,26 @@ inline void round_block(const char* x, bool is_bfloat16, int offset, bool has_ha
     out.starts[1] = -offset * last;
 }
 
+inline void round_one(const BlockRounding& call, const char* row, int64_t index, InputBlock* out) {
+    round_block(row + index * kBlock * (call.is_bfloat16 ? 2 : 4), call.is_bfloat16, quant_offset(call.format),
+                scales_per_block(call.format) == 2, out[index * call.num_rows]);
+}
+
+#if WIDTH == 16
+#include "round_four.h"
+#endif
+
 void round(const BlockRounding& call, int64_t first, int64_t last) {
-    const int offset = quant_offset(call.format);
-    const bool has_halves = scales_per_block(call.format) == 2;
     for (int64_t row = first; row < last; ++row) {
         const char* x = call.x + row * call.x_row_bytes;
-        for (int64_t index = 0; index < call.num_blocks; ++index)
-            round_block(x + index * kBlock * (call.is_bfloat16 ? 2 : 4), call.is_bfloat16, offset, has_halves,
-                        call.out[index * call.num_rows + row]);
+        InputBlock* out = call.out + row;
+#if WIDTH == 16
+        if (call.num_blocks >= 4) {
+            call.is_bfloat16 ? round_row<true>(call, x, out) : round_row<false>(call, x, out);
+            continue;
+        }
+#endif
+        for (int64_t index = 0; index < call.num_blocks; ++index) round_one(call, x, index, out);
     }
 }
 

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "../decode_pass/parts.h"
 #include "block_products.h"
 #include "packing.h"
 #include "work.h"
@@ -23,11 +25,14 @@ extern const BlockLevel block_plain_level;
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 extern const BlockLevel block_avx512vnni_level, block_avx2_level;
 #endif
+#if HAS_AVXVNNI_LEVEL
+extern const BlockLevel block_avxvnni_level;
+#endif
 
 namespace {
 
-// With fewer inputs than this, waking another thread takes longer than rounding them.
-constexpr int64_t kSerialInputs = 1 << 15;
+// With fewer inputs than this, waiting until every thread has rounded its share takes longer than rounding them all.
+constexpr int64_t kSerialInputs = 1 << 13;
 // Rounded inputs that are multiplied by all panels before the next rows are: they stay in the core's second cache.
 constexpr int64_t kInputBytes = 512 << 10;
 constexpr int64_t kFewestRows = 28;  // that a block is unpacked for
@@ -35,7 +40,11 @@ constexpr int64_t kFewestRows = 28;  // that a block is unpacked for
 const std::vector<BlockLevel>& levels() {
     static const std::vector<BlockLevel> all = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-        block_avx512vnni_level, block_avx2_level,
+        block_avx512vnni_level,
+#if HAS_AVXVNNI_LEVEL
+        block_avxvnni_level,
+#endif
+        block_avx2_level,
 #endif
         block_plain_level,
     };
@@ -57,6 +66,9 @@ Format format_named(const std::string& name) {
     if (name == "Q4_1") return Format::q4_1;
     if (name == "Q4_K") return Format::q4_k;
     if (name == "Q6_K") return Format::q6_k;
+    if (name == "G4_32") return Format::g4_32;
+    if (name == "G4_64") return Format::g4_64;
+    if (name == "G4_128") return Format::g4_128;
     throw std::invalid_argument("no products of blocks " + name);
 }
 
@@ -67,7 +79,7 @@ std::vector<std::string> block_levels() {
     return names;
 }
 
-class BlockWeight {
+class BlockWeight : public decode_pass::Product {
    public:
     // `rows`: `columns` rows of the file, one after another; `bias`: 0, or [columns] float32. Read here and not kept.
     BlockWeight(const std::string& level, const std::string& format, uintptr_t rows, int64_t columns, int64_t in_width,
@@ -95,13 +107,34 @@ class BlockWeight {
         const int64_t size = is_bfloat16 ? 2 : 4;
         nb::gil_scoped_release released;
         InputBlock* inputs = scratch(size_t(num_rows * weights_.num_blocks));
-        round_inputs({reinterpret_cast<const char*>(x), x_stride * size, num_rows, weights_.num_blocks, is_bfloat16,
-                      format_, inputs},
-                     num_threads);
-        multiply({inputs, num_rows, reinterpret_cast<char*>(out), out_stride * size, is_bfloat16}, num_threads);
+        const BlockRounding rounding{reinterpret_cast<const char*>(x), x_stride * size, num_rows, weights_.num_blocks,
+                                     is_bfloat16, format_, inputs};
+        multiply(rounding, {inputs, num_rows, reinterpret_cast<char*>(out), out_stride * size, is_bfloat16}, num_threads);
     }
 
     size_t num_bytes() const { return panels_.bytes(); }
+
+    int64_t in_width() const override { return in_width_; }
+    int64_t out_width() const override { return out_width_; }
+    bool takes(bool) const override { return true; }
+
+    size_t rounded_bytes(int64_t num_rows) const override {
+        return size_t(num_rows * weights_.num_blocks) * sizeof(InputBlock);
+    }
+
+    void round(const decode_pass::ProductCall& call, int64_t first, int64_t last) const override {
+        const BlockRounding rounding{call.x, call.x_row_bytes, call.num_rows, weights_.num_blocks, call.is_bfloat16,
+                                     format_, reinterpret_cast<InputBlock*>(call.rounded)};
+        round_rows(rounding, first, last);
+    }
+
+    int64_t num_parts(int64_t num_rows) const override { return divided_up(num_rows, rows_at_once()) * num_panels_; }
+
+    void multiply(const decode_pass::ProductCall& call, int64_t part) const override {
+        multiply_part({reinterpret_cast<const InputBlock*>(call.rounded), call.num_rows, call.out, call.out_row_bytes,
+                       call.is_bfloat16},
+                      part);
+    }
 
    private:
     // Kept by the calling thread from product to product: fresh memory costs a page fault for every page.
@@ -144,25 +177,56 @@ class BlockWeight {
         }
     }
 
-    void round_inputs(const BlockRounding& rounding, int num_threads) const {
-        const int threads = rounding.num_rows * in_width_ < kSerialInputs ? 1 : num_threads;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (int part = 0; part < threads; ++part)
-            level_.round(rounding, rounding.num_rows * part / threads, rounding.num_rows * (part + 1) / threads);
+    // Rounds and multiplies in one parallel region: threads need to be woken only once.
+    void multiply(const BlockRounding& rounding, const BlockCall& call, int num_threads) const {
+        const int64_t num_parts = this->num_parts(call.num_rows);
+        const int threads = int(std::min<int64_t>(num_threads, num_parts));
+        const bool is_rounding_shared =
+            threads > 1 && call.num_rows >= threads && call.num_rows * in_width_ >= kSerialInputs;
+        if (!is_rounding_shared) round_rows(rounding, 0, call.num_rows);
+        Shares shares(num_parts, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+            const int thread = omp_get_thread_num(), count = omp_get_num_threads();  // fewer than asked for, perhaps
+            if (is_rounding_shared) {
+                round_rows(rounding, call.num_rows * thread / count, call.num_rows * (thread + 1) / count);
+#pragma omp barrier
+            }
+            for (int64_t part = shares.take(thread); part >= 0; part = shares.take(thread)) multiply_part(call, part);
+        }
     }
 
-    void multiply(const BlockCall& call, int num_threads) const {
-        const int64_t num_groups = divided_up(call.num_rows, rows_at_once()), num_parts = num_groups * num_panels_;
-        const int threads = int(std::min<int64_t>(num_threads, num_parts));
-        Shares shares(num_parts, threads);
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-        for (int thread = 0; thread < threads; ++thread)
-            for (int64_t index = shares.take(thread); index >= 0; index = shares.take(thread)) {
-                const int64_t group = index / num_panels_;
-                level_.multiply(weights_, call,
-                                {call.num_rows * group / num_groups, call.num_rows * (group + 1) / num_groups,
-                                 index % num_panels_});
-            }
+    // Rows of one group lie together, so that reading them is a walk through memory.
+    struct Group {
+        int64_t first, last;  // rows
+    };
+
+    Group group_of(int64_t index, int64_t num_rows) const {
+        const int64_t num_groups = divided_up(num_rows, rows_at_once());
+        return {num_rows * index / num_groups, num_rows * (index + 1) / num_groups};
+    }
+
+    void round_rows(const BlockRounding& rounding, int64_t first, int64_t last) const {
+        Group group{0, 0};
+        for (int64_t index = 0; group.last < last; ++index) {
+            group = group_of(index, rounding.num_rows);
+            const int64_t from = std::max(first, group.first), to = std::min(last, group.last);
+            if (from >= to) continue;
+            BlockRounding part = rounding;
+            part.x += group.first * rounding.x_row_bytes;
+            part.out += group.first * weights_.num_blocks;
+            part.num_rows = group.last - group.first;
+            level_.round(part, from - group.first, to - group.first);
+        }
+    }
+
+    void multiply_part(const BlockCall& call, int64_t part) const {
+        const Group group = group_of(part / num_panels_, call.num_rows);
+        BlockCall rows = call;
+        rows.inputs += group.first * weights_.num_blocks;
+        rows.num_rows = group.last - group.first;
+        rows.out += group.first * call.out_row_bytes;
+        level_.multiply(weights_, rows, {0, rows.num_rows, part % num_panels_});
     }
 
     int64_t rows_at_once() const {
@@ -182,10 +246,11 @@ class BlockWeight {
 
 void bind_blocks(nb::module_& module) {
     module.def("block_levels", block_levels);
-    nb::class_<BlockWeight>(module, "BlockWeight")
+    nb::class_<BlockWeight, decode_pass::Product>(module, "BlockWeight")
         .def(nb::init<const std::string&, const std::string&, uintptr_t, int64_t, int64_t, uintptr_t,
                       const std::string&, bool>())
         .def_prop_ro("num_bytes", &BlockWeight::num_bytes)
+        .def_prop_ro("out_width", &BlockWeight::out_width)
         .def("run", &BlockWeight::run);
 }
 

@@ -7,6 +7,12 @@ namespace {
 
 uint16_t half_at(const uint8_t* from) { return uint16_t(from[0] | from[1] << 8); }
 
+uint32_t word_of(const uint8_t* bytes) {
+    uint32_t word;
+    std::memcpy(&word, bytes, sizeof word);
+    return word;
+}
+
 // 16 bytes hold 32 quants: the low halves the first 16, the high halves the last.
 void split_halves(const uint8_t* from, int count, uint8_t* to) {
     for (int i = 0; i < count; ++i) {
@@ -27,7 +33,7 @@ void split_small_scales(const uint8_t* from, SourceBlock& to) {
 
 void take_q4_k(const uint8_t* from, SourceBlock& to) {
     to.scale = half_at(from);
-    to.minimum = half_at(from + 2) ^ 0x8000;  // the file's is subtracted
+    to.minimum = half_at(from + 2) ^ 0x8000u;  // the file's is subtracted
     split_small_scales(from + 4, to);
     for (int part = 0; part < 4; ++part) split_halves(from + 16 + part * 32, 32, to.quants + part * 64);
 }
@@ -43,12 +49,6 @@ void take_q6_k(const uint8_t* from, SourceBlock& to) {
     }
     std::memcpy(to.scales, from + 192, 16);
     to.scale = half_at(from + 208);
-}
-
-uint32_t word_of(const uint8_t* bytes) {
-    uint32_t word;
-    std::memcpy(&word, bytes, sizeof word);
-    return word;
 }
 
 void place_quants(Format format, const uint8_t* quants, int num_columns, int column, char* to) {
@@ -85,12 +85,21 @@ void take_apart(Format format, const uint8_t* from, SourceBlock& to) {
             to.scale = half_at(from);
             to.minimum = half_at(from + 2);
             return split_halves(from + 4, 16, to.quants);
+        case Format::g4_32:
+        case Format::g4_64:
+        case Format::g4_128:
+            to.scale = word_of(from);
+            to.minimum = word_of(from + 4);
+            for (int i = 0; i < blocks_together(format); ++i)
+                split_halves(from + 8 + 16 * i, 16, to.quants + kBlock * i);
+            return;
     }
 }
 
 void place(Format format, const SourceBlock& block, int column, int num_columns, char* superblock) {
-    std::memcpy(superblock + column * 2, &block.scale, 2);
-    if (has_minima(format)) std::memcpy(superblock + (num_columns + column) * 2, &block.minimum, 2);
+    const int size = scale_bytes(format);  // the low bytes of a word come first
+    std::memcpy(superblock + column * size, &block.scale, size);
+    if (has_minima(format)) std::memcpy(superblock + (num_columns + column) * size, &block.minimum, size);
     char* to = superblock + head_bytes(format) * num_columns;
     for (int i = 0; i < blocks_together(format); ++i, to += block_bytes(format) * num_columns) {
         if (format == Format::q6_k) {

@@ -7,6 +7,7 @@
 #define WIDTH 4
 #define MAX_ROWS 2
 #define HAS_BF16_DOT 0
+#define HAS_INT8_DOT 0
 #include "level.h"
 
 namespace products {

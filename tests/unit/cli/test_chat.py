@@ -12,6 +12,7 @@ import pytest
 from alignedserve.cli.commands.chat import ChatSession, Conversation
 from alignedserve.cli.commands.chat import chat as run_chat
 from alignedserve.cli.commands.options import ChatOptions
+from alignedserve.loadgen.client import ListedModel
 from tests.support.fake_server import FakeServer, Script, running
 
 # A terminal's Ctrl-C is never ignored, as it is for whatever a shell has started in the background.
@@ -111,7 +112,7 @@ def _typed(monkeypatch: pytest.MonkeyPatch, server: FakeServer, *lines: str) -> 
         return line
 
     monkeypatch.setattr("builtins.input", read_line)
-    return ChatSession(options=ChatOptions(server.url), model="m").converse()
+    return ChatSession(options=ChatOptions(server.url), model=ListedModel("m", 400)).converse()
 
 
 def test_conversation_is_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,3 +200,38 @@ def test_settling_without_text_takes_the_question_back() -> None:
     conversation.ask("one")
     conversation.settle("")
     assert conversation.messages() == [{"role": "system", "content": "s"}]
+
+
+TOO_LONG = Script(status=400, error_code="context_length_exceeded")
+
+
+def test_a_conversation_that_outgrows_the_context_loses_its_beginning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(FakeServer(respond=lambda body: TOO_LONG if len(body["messages"]) > 3 else Script())) as server:
+        _typed(monkeypatch, server, "one", "two", "three", "four")
+    told = capsys.readouterr().err
+    assert told.count("its oldest part is forgotten") == 2
+    assert "error" not in told
+    answered = [body["messages"] for body in server.requests if len(body["messages"]) <= 3]
+    assert [messages[0]["content"] for messages in answered] == ["one", "one", "two", "three"]
+    assert [messages[-1]["content"] for messages in answered] == ["one", "two", "three", "four"]
+
+
+def test_one_message_that_is_too_long_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(FakeServer(respond=lambda body: TOO_LONG)) as server:
+        _typed(monkeypatch, server, "one")
+    assert "scripted refusal" in capsys.readouterr().err
+    assert [body.get("max_tokens") for body in server.requests] == [100, None]
+
+
+def test_sampling_keeps_small_models_from_repeating_themselves() -> None:
+    with running(FakeServer()) as server:
+        run_chat(ChatOptions(server.url, once="hi", model="m"))
+        ChatSession(options=ChatOptions(server.url), model=ListedModel("m", 99)).answer_once("hi")
+        ChatSession(options=ChatOptions(server.url, temperature=0.0), model=ListedModel("m", 99)).answer_once("hi")
+    names = ("temperature", "top_p", "repetition_penalty", "max_tokens")
+    asked = [[body.get(name) for name in names] for body in server.requests]
+    assert asked == [[0.2, 0.9, None, None], [0.2, 0.9, 1.1, 24], [0.0, None, None, 24]]

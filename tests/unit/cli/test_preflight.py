@@ -205,6 +205,7 @@ def test_a_cache_of_8_bits_needs_less_and_excludes_what_rounds_or_replaces_it(
 def test_what_is_made_anew_of_hidden_caches_needs_room_as_well(unused_tcp_port: int, tmp_path: Path) -> None:
     small = small_config(tmp_path)
     of_own = {**TINY_LLAMA, "num_key_value_heads": TINY_LLAMA["num_attention_heads"]}
+    of_own["vocab_size"] = POCKET.config.vocab_size
     (tmp_path / "config.json").write_text(json.dumps(of_own))
     (tmp_path / "tokenizer.json").write_bytes((POCKET.folder / "tokenizer.json").read_bytes())
     served = resolve_model(replace(small.model, random_weights=True))

@@ -52,7 +52,7 @@ def test_bad_specs(changes: dict[str, object], problem: str) -> None:
 
 
 def test_an_unknown_model_is_refused_with_the_names() -> None:
-    with pytest.raises(ConfigError, match="'gpt-17' is neither a folder, a GGUF file nor one of pocket, opt-125m"):
+    with pytest.raises(ConfigError, match="'gpt-17' is neither a folder, a GGUF file nor one of pocket, smollm2, opt"):
         run_profile(ProfileSpec("gpt-17"))
 
 

@@ -72,17 +72,48 @@ def test_a_small_model_has_its_whole_context_and_a_batch_of_ordinary_requests(se
 def test_weights_that_fit_only_once_are_shared_by_both_phases_in_a_shorter_context() -> None:
     choice = chosen(LARGEST)
     assert choice.config.topology is Topology.COLOCATED
-    assert 16384 < choice.served.max_context_len < 131_072
-    assert choice.served.max_context_len % 1024 == 0
+    assert choice.served.max_context_len == 16384
     colocated, shortened = choice.warnings
     assert colocated.startswith("topology=colocated was chosen: separate prefill and decode workers hold the weights")
-    assert shortened.startswith(f"the context is shortened from 131072 to {choice.served.max_context_len} tokens")
-    assert "131072 need 16.0 GiB of cache in each memory, 35.4 GiB available in all, and 22.0 GiB are" in shortened
+    assert shortened == (
+        "the context is shortened from 131072 to 16384 tokens: 131072 need 16.0 GiB of cache in each memory, 41.3 GiB "
+        "available in all, and 22.0 GiB are; model.max_context_len=34816 is the most that can be set"
+    )
 
 
 def test_what_a_shortened_context_would_need_is_enough() -> None:
-    choice = chosen(LARGEST, replace(MACHINE, available_bytes=int(35.5 * GIB)))
+    choice = chosen(LARGEST, replace(MACHINE, available_bytes=int(41.4 * GIB)))
     assert (choice.config.topology, choice.served.max_context_len) == (Topology.COLOCATED, 131_072)
+
+
+def taken_bytes(choice: SizeChoice) -> int:
+    config = choice.config
+    memories = [config.decode.kv_cache_bytes, config.decode.swap_space_bytes, choice.served.weight_bytes]
+    if config.topology is Topology.DISAGGREGATED:
+        memories[1] = config.prefill.kv_cache_bytes + config.prefill.candidate_buffer_bytes + config.pool.memory_bytes
+        memories[2] *= 2
+    return sum(memories)
+
+
+@pytest.mark.parametrize("gib", [2, 3, 5, 8, 11, 16, 22, 64, 200])
+@pytest.mark.parametrize("served", [SMALL, MEDIUM, LARGE, LARGEST])
+def test_a_quarter_stays_free_but_for_a_context_that_would_be_short(served: ServedModel, gib: int) -> None:
+    machine = replace(MACHINE, available_bytes=gib * GIB, shared_bytes=gib * GIB)
+    try:
+        choice = chosen(served, machine)
+    except NotEnoughMemory:
+        return
+    taken = taken_bytes(choice)
+    assert taken <= gib * GIB * 7 // 8
+    if taken > gib * GIB * 3 // 4:
+        assert choice.served.max_context_len <= 16384
+
+
+def test_a_context_that_is_set_may_take_more() -> None:
+    wanted = replace(LARGEST, max_context_len=34816)
+    choice = chosen(wanted, model={"max_context_len": 34816})
+    assert choice.served.max_context_len == 34816
+    assert 22 * GIB * 3 // 4 < taken_bytes(choice) <= 22 * GIB * 7 // 8
 
 
 def test_separate_workers_are_kept_where_their_context_is_long_enough() -> None:

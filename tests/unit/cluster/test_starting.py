@@ -1,18 +1,20 @@
 """A start takes as long as it makes progress, and what it shows meanwhile."""
 
+import io
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cluster import machine
 from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.cluster.start_observer import LoggingObserver, Patience
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
+from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.weight_loader import random_weights
 from alignedserve.runtime.process.loading_progress import LoadingProgress, Progress, read_progress
 from tests.support.tiny_models import make_tiny_model
 
@@ -49,7 +51,7 @@ def test_progress_prolongs_the_wait_and_all_workers_count(tmp_path: Path) -> Non
     assert not patience.is_over()
     first.finish()
     assert not patience.is_over()
-    assert watching.shown == [Progress(), Progress(0, 200, 0, 4), Progress(100, 200, 2, 4)]
+    assert watching.shown == [Progress(), Progress(0, 100, 0, 2), Progress(50, 100, 1, 2)]
     clock.now_s = 28.0
     assert patience.is_over()
 
@@ -85,6 +87,35 @@ def test_without_a_terminal_only_the_sizes_and_warnings_are_written(capsys: pyte
         screen.model_loading(Progress(5, 10, 1, 2))
         screen.model_loading(Progress(10, 10, 2, 2))
     assert capsys.readouterr().err == f"{CHOICE.line}\nwarning: the context is shortened\n"
+
+
+def on_a_terminal(*shown: Progress) -> str:
+    """Return the last line that a terminal of 80 columns has of these, two seconds apart."""
+    clock = Clock()
+    console = Console(force_terminal=True, width=80, color_system=None, file=io.StringIO())
+    with StartScreen(console, clock) as screen:
+        for progress in shown:
+            screen.model_loading(progress)
+            clock.now_s += 2.0
+        screen._bar.refresh()
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue().rstrip("\n").split("\n")[-1]
+
+
+def test_a_terminal_shows_bytes_layers_and_the_time_that_is_left() -> None:
+    total = 15 << 30
+    line = on_a_terminal(Progress(0, total, 0, 32), Progress(total // 4, total, 8, 32))
+    assert "Loading … " in line
+    assert "3.8 of 15.0 GiB, 8 of 32 layers, 6 s left" in line
+    assert "of" not in on_a_terminal(Progress())
+    assert "0 of 600 MiB, 0 of 3 layers 0:00:00" in on_a_terminal(Progress(0, 600 << 20, 0, 3))
+
+
+def test_a_loaded_model_does_not_look_like_a_start_that_stands_still() -> None:
+    spinning = on_a_terminal(Progress(600 << 20, 600 << 20, 3, 3)).split("\r")[-1]
+    assert spinning.split(" ")[0].strip("\x1b[2K") not in ("", " ")
+    assert "Warming up … " in spinning
+    assert "600 of 600 MiB, 3 of 3 layers" in spinning
 
 
 @pytest.mark.parametrize(("limit", "left"), [("3000\n", 2200), ("max\n", None), ("100\n", 0)])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.model.gguf.tensor_types import packed_row_bytes
 from kernels.activation import ACTIVATIONS
 from kernels.block_formats import BLOCK_FORMATS, dequantize
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels, block_obstacle
@@ -110,8 +111,8 @@ def test_close_to_the_product_of_unrounded_inputs(dtype: torch.dtype, type_name:
 
 
 @levels
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1"])
-@pytest.mark.parametrize("width", [32, 96, 160])
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1", "G4_32"])
+@pytest.mark.parametrize("width", [32, 96, 128, 160, 224])
 def test_rows_of_a_few_blocks(width: int, type_name: str, level: str) -> None:
     raw, x = random_blocks(type_name, 35, width), randoms(1, 6, width)
     expected, sizes = product(rounded_inputs(x), raw, type_name)
@@ -126,8 +127,9 @@ def test_the_largest_quants_and_inputs(type_name: str, level: str) -> None:
     layout = BLOCK_FORMATS[type_name]
     for filling in (0x00, 0x7F, 0x80, 0xFF):
         raw = torch.full((20 * layout.row_bytes(512) // layout.num_bytes, layout.num_bytes), filling, dtype=torch.uint8)
-        for place in layout.half_places:
-            raw[:, place : place + 2] = torch.tensor([0.5], dtype=torch.float16).view(torch.uint8)
+        scale = torch.tensor([0.5], dtype=torch.float16 if layout.scale_bytes == 2 else torch.float32)
+        for place in layout.scale_places:
+            raw[:, place : place + layout.scale_bytes] = scale.view(torch.uint8)
         raw = raw.reshape(20, -1)
         linear = BlockQuantizedLinear(raw, type_name, 512, level=level)
         for x in (torch.full((3, 512), 2.0), torch.full((3, 512), -2.0)):
@@ -213,11 +215,13 @@ def test_what_cannot_be_rounded_makes_its_row_not_a_number(wrong: float, type_na
 
 
 @levels
-def test_the_weight_is_not_kept_and_packs_into_about_its_own_size(level: str) -> None:
+def test_the_weight_is_not_kept_and_packs_into_as_many_bytes_as_are_planned(level: str) -> None:
     for type_name in BLOCK_FORMATS:
         raw, x = random_blocks(type_name, 640, 512), randoms(1, 3, 512)
         linear = BlockQuantizedLinear(raw, type_name, 512, level=level)
         assert raw.nbytes <= linear.num_bytes <= 1.03 * raw.nbytes
+        # Types of GGUF files are planned by their rows; others are packed into as many bytes as they come in.
+        assert linear.num_bytes == 640 * (packed_row_bytes(type_name, 512) or raw.shape[1])
         before = linear(x)
         raw.fill_(0)
         assert torch.equal(linear(x), before)

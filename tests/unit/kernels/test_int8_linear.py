@@ -46,6 +46,19 @@ def test_close_to_the_plain_product(dtype: torch.dtype, rows: int, out_width: in
     assert ((result.double() - expected).abs() <= largest / 127 + expected.abs() / 128 + 1e-6).all()
 
 
+@pytest.mark.parametrize("allow_native", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_int8_already_keeps_its_bits(dtype: torch.dtype, allow_native: bool) -> None:
+    weight = torch.randint(-128, 128, (37, 70), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    scales, bias = normal(1, 37).abs() + 0.1, normal(2, 37)
+    x = torch.cat([torch.full((5, 1), 127.0), normal(3, 5, 69).mul(30).round()], dim=1).to(dtype)  # scale 1 in each row
+    linear = Int8Linear(weight, bias, scales=scales, dtype=dtype, allow_native=allow_native)
+    expected = x.double() @ weight.double().T * scales.double() + bias.double()
+    result = linear(x)
+    assert result.dtype == dtype
+    assert ((result.double() - expected).abs() <= expected.abs() * (2.0**-8 if dtype == torch.bfloat16 else 1e-5)).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     linear = Int8Linear(normal(0, 40, 50, dtype=dtype))

@@ -7,16 +7,23 @@ import numpy as np
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.runtime.model.gguf.file import GgufFile
+from alignedserve.runtime.model.gguf.names import check_names
+from alignedserve.runtime.model.gguf.rope import RopeReader
 from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES
-from alignedserve.runtime.model.hf_config import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
+from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
 from alignedserve.runtime.model.json_fields import JsonFields
-from alignedserve.runtime.model.model_config import Activation, Family, ModelConfig, NormKind, RopeConfig, RopeScaling
+from alignedserve.runtime.model.model_config import (
+    Activation,
+    ExpertConfig,
+    Family,
+    ModelConfig,
+    NormKind,
+    RopeConfig,
+)
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
-from kernels.block_values import unpack_rows
 
 EMBEDDING = "token_embd.weight"
-_HEAD = "output.weight"
-_FREQUENCY_FACTORS = "rope_freqs.weight"
+HEAD = "output.weight"
 # Control tokens that end an answer, beside those that the metadata name.
 _END_TOKENS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"})
 _CONTROL = 3  # among tokenizer.ggml.token_type
@@ -27,14 +34,19 @@ class _Architecture:
     """A value of general.architecture."""
 
     family: Family
+    expert_family: Family | None = None  # of files with experts; None: there are none such
     has_qk_norm: bool = False
+    rotates_parts: bool = False  # fewer dimensions than a head has, perhaps
 
 
 _ARCHITECTURES = {
-    "llama": _Architecture(Family.LLAMA),
+    "llama": _Architecture(Family.LLAMA, Family.MIXTRAL),
     "qwen2": _Architecture(Family.QWEN2),
     "qwen3": _Architecture(Family.QWEN3, has_qk_norm=True),
+    "qwen3moe": _Architecture(Family.QWEN3_MOE, Family.QWEN3_MOE, has_qk_norm=True),
     "gemma3": _Architecture(Family.GEMMA3_TEXT, has_qk_norm=True),
+    "phi3": _Architecture(Family.PHI3, rotates_parts=True),
+    "granite": _Architecture(Family.GRANITE),
 }
 # llama.cpp knows these of Gemma 3 by itself.
 _GEMMA3_GLOBAL_EVERY = 6  # layers
@@ -45,19 +57,21 @@ _GEMMA3_27B_LAYERS = 62  # the one size whose scores are not scaled by the width
 def gguf_config(file: GgufFile) -> ModelConfig:
     """Return the config of the model in the file.
 
-    Raises UnsupportedModel naming the architecture or option that the engine does not have, ModelError naming the
-    entry that is wrong.
+    Raises UnsupportedModel naming the architecture, option or tensor that the engine does not have, ModelError naming
+    the entry that is wrong.
     """
     entries = JsonFields(file.metadata, str(file.path))
     name = entries.text("general.architecture")
     if name not in _ARCHITECTURES:
         raise UnsupportedModel(f"{file.path}: architecture {name!r} is not one of {', '.join(_ARCHITECTURES)}.")
     config = _Parser(file, entries, name).config()
-    return config if config.family is not Family.GEMMA3_TEXT else _gemma3(config, entries)
+    if config.family in _ADDITIONS:
+        config = _ADDITIONS[config.family](config, entries)
+    check_names(file, config)
+    return config
 
 
 def _gemma3(config: ModelConfig, entries: JsonFields) -> ModelConfig:
-    """Add what only Gemma 3 has."""
     assert config.rope is not None, "not rotated"
     window = entries.integer("gemma3.attention.sliding_window", 0, MAX_CONTEXT, 0)
     windowed = tuple(layer for layer in range(config.num_layers) if (layer + 1) % _GEMMA3_GLOBAL_EVERY)
@@ -77,16 +91,42 @@ def _gemma3(config: ModelConfig, entries: JsonFields) -> ModelConfig:
     )
 
 
+def _phi3(config: ModelConfig, entries: JsonFields) -> ModelConfig:
+    """Add the window, which llama.cpp leaves out and the model was trained with."""
+    window = entries.integer("phi3.attention.sliding_window", 0, MAX_CONTEXT, 0)
+    return replace(
+        config,
+        sliding_window=window or None,
+        windowed_layers=tuple(range(config.num_layers)) if window else (),
+    )
+
+
+def _granite(config: ModelConfig, entries: JsonFields) -> ModelConfig:
+    if not entries.flag("granite.rope.scaling.finetuned", True):
+        raise UnsupportedModel("Granite without rotary positions (granite.rope.scaling.finetuned) is not supported.")
+    scale = entries.number("granite.attention.scale", 0.0, 1e6, 0.0)
+    return replace(
+        config,
+        embedding_multiplier=entries.number("granite.embedding_scale", 1e-6, 1e6, 1.0),
+        query_multiplier=scale * math.sqrt(config.head_dim) if scale else 1.0,
+        residual_multiplier=entries.number("granite.residual_scale", 1e-6, 1e6, 1.0),
+        logits_divisor=entries.number("granite.logit_scale", 1e-6, 1e6, 1.0),
+    )
+
+
+_ADDITIONS = {Family.GEMMA3_TEXT: _gemma3, Family.PHI3: _phi3, Family.GRANITE: _granite}
+
+
 class _Parser:
     def __init__(self, file: GgufFile, entries: JsonFields, architecture: str) -> None:
         self._file = file
         self._entries = entries
         self._prefix = architecture + "."
         self._architecture = _ARCHITECTURES[architecture]
+        self._rope_reader = RopeReader(file, entries, architecture)
 
     def config(self) -> ModelConfig:
-        if self._whole("expert_count", 0, MAX_HEADS, 0):
-            raise UnsupportedModel(f"{self._file.path}: experts ({self._prefix}expert_count) are not supported.")
+        experts = self._experts()
         hidden_size = self._whole("embedding_length", 1, MAX_WIDTH)
         num_heads = self._whole("attention.head_count", 1, MAX_HEADS)
         num_kv_heads = self._whole("attention.head_count_kv", 1, num_heads, num_heads)
@@ -94,8 +134,9 @@ class _Parser:
             raise self._error("attention.head_count_kv", "must divide the number of heads")
         head_dim = self._head_dim(hidden_size, num_heads)
         vocab_size = self._vocab_size(hidden_size)
+        rope = self._rope_reader.rope(self._rotary_dim(head_dim))
         return ModelConfig(
-            family=self._architecture.family,
+            family=self._family(experts),
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=self._whole("feed_forward_length", 1, MAX_WIDTH),
@@ -103,18 +144,19 @@ class _Parser:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=self._whole("context_length", 1, MAX_CONTEXT),
+            max_position_embeddings=self._rope_reader.context_len(rope),
             activation=Activation.SILU,
             norm=NormKind.RMS,
             norm_eps=self._entries.number(self._prefix + "attention.layer_norm_rms_epsilon", 0.0, 1.0),
             embedding_size=hidden_size,
             dtype=self._dtype(),
-            rope=self._rope(head_dim),
-            has_qkv_bias=self._has("blk.0.attn_q.bias"),
+            rope=rope,
+            has_qkv_bias=self._has("blk.0.attn_q.bias") or self._has("blk.0.attn_qkv.bias"),
             has_output_bias=self._has("blk.0.attn_output.bias"),
             has_mlp_bias=self._has("blk.0.ffn_down.bias"),
             has_qk_norm=self._architecture.has_qk_norm,
-            ties_embeddings=not self._has(_HEAD),
+            ties_embeddings=not self._has(HEAD),
+            experts=experts,
             eos_token_ids=self._end_tokens(vocab_size),
         )
 
@@ -144,38 +186,44 @@ class _Parser:
             )
         return embedding.shape[0]
 
-    def _rope(self, head_dim: int) -> RopeConfig:
-        if head_dim % 2 or self._whole("rope.dimension_count", 1, MAX_WIDTH, head_dim) != head_dim:
-            raise self._error("rope.dimension_count", "must be the width of a head, an even number")
-        theta = self._entries.number(self._prefix + "rope.freq_base", 1.0, 1e12, 10000.0)
-        rope = RopeConfig(theta=theta, rotary_dim=head_dim, frequency_factors=self._frequency_factors(head_dim))
-        kind = self._entries.text(self._prefix + "rope.scaling.type", "none")
-        factor = self._entries.number(self._prefix + "rope.scaling.factor", 0.0, 1e6, 0.0)
-        # Files of old converters have the factor alone.
-        factor = self._entries.number(self._prefix + "rope.scale_linear", 0.0, 1e6, factor)
-        if kind not in ("none", "linear"):
-            raise UnsupportedModel(f"{self._file.path}: RoPE scaling {kind!r} is not supported (only linear is).")
-        if kind == "none" and not self._entries.has(self._prefix + "rope.scale_linear"):
-            return rope
-        if factor in (0.0, 1.0):
-            return rope
-        return replace(rope, scaling=RopeScaling.LINEAR, factor=factor)
+    def _rotary_dim(self, head_dim: int) -> int:
+        rotary_dim = self._whole("rope.dimension_count", 1, head_dim, head_dim)
+        is_whole = rotary_dim == head_dim or self._architecture.rotates_parts
+        if rotary_dim % 2 or not is_whole:
+            raise self._error("rope.dimension_count", f"must be an even number, of this architecture {head_dim}")
+        return rotary_dim
 
-    def _frequency_factors(self, head_dim: int) -> tuple[float, ...]:
-        """Return the divisors of the rotary frequencies: Llama 3's scaling, as files hold it."""
-        tensor = self._file.tensors.get(_FREQUENCY_FACTORS)
-        if tensor is None:
-            return ()
-        if tensor.shape != (head_dim // 2,) or tensor.type.name != "F32":
-            raise ModelError(f"{self._file.path}: tensor {_FREQUENCY_FACTORS} is not F32 of {head_dim // 2} values.")
-        factors = unpack_rows(self._file.raw_rows(tensor), "F32")[0]
-        if not bool(np.isfinite(factors).all()) or float(factors.min()) <= 0.0:
-            raise ModelError(f"{self._file.path}: tensor {_FREQUENCY_FACTORS} holds numbers that are not positive.")
-        return tuple(float(factor) for factor in factors)
+    def _experts(self) -> ExpertConfig | None:
+        """Return the experts: Mixtral's and Qwen's, whose chosen ones' shares add up to 1."""
+        num_experts = self._whole("expert_count", 0, MAX_EXPERTS, 0)
+        if not num_experts:
+            return None
+        if self._architecture.expert_family is None:
+            raise UnsupportedModel(f"{self._file.path}: experts ({self._prefix}expert_count) are not supported.")
+        if self._has("blk.0.ffn_up.0.weight"):
+            raise UnsupportedModel(
+                f"{self._file.path} has a tensor for each expert, as files of before April 2024 have; a newer one of "
+                "the same model has one for all."
+            )
+        if self._entries.number(self._prefix + "expert_weights_scale", 0.0, 1e6, 1.0) not in (0.0, 1.0):
+            raise UnsupportedModel(f"{self._file.path}: {self._prefix}expert_weights_scale is not supported.")
+        width = self._whole("feed_forward_length", 1, MAX_WIDTH)
+        return ExpertConfig(
+            num_experts=num_experts,
+            num_chosen=self._whole("expert_used_count", 1, num_experts),
+            intermediate_size=self._whole("expert_feed_forward_length", 1, MAX_WIDTH, width),
+            normalises=True,
+        )
+
+    def _family(self, experts: ExpertConfig | None) -> Family:
+        if experts is None:
+            return self._architecture.family
+        assert self._architecture.expert_family is not None, "refused before"
+        return self._architecture.expert_family
 
     def _dtype(self) -> str:
         """Return the dtype that holds the values of most tensors: that of the files where they are not in blocks."""
-        projection = self._file.tensors.get("blk.0.attn_q.weight")
+        projection = self._file.tensors.get("blk.0.attn_output.weight")
         return FLOAT_TYPES.get(projection.type.name if projection else "", "bfloat16")
 
     def _end_tokens(self, vocab_size: int) -> tuple[int, ...]:

@@ -1,12 +1,14 @@
 """Reads GGUF files: header, metadata and tensors, in the versions 2 and 3. Nothing in such a file is executed.
 
 A file is untrusted: lengths, counts and offsets are compared with its size before anything is allocated. Tensors are
-read, not mapped, so that a file that shrinks meanwhile is an error and not a signal.
+read, not mapped, so that a file that shrinks meanwhile is an error and not a signal. A model that is split into
+several files (NAME-00001-of-00003.gguf) is read by the first, whose metadata counts; the others lie beside it.
 """
 
 import math
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
+_MAX_PARTS = 1 << 10
+_PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 
 
 def is_gguf(path: Path) -> bool:
@@ -39,6 +43,7 @@ class GgufTensor:
     name: str
     shape: tuple[int, ...]  # the last dimension is that of rows, which lie one after the other
     type: TensorType
+    path: Path  # of the file, or part, that holds it
     offset: int  # from the beginning of the file
     num_bytes: int
 
@@ -47,39 +52,118 @@ class GgufTensor:
         """Return the number of rows, whatever the number of dimensions."""
         return math.prod(self.shape[:-1])
 
+    def part(self, index: int) -> "GgufTensor":
+        """Return one of the tensors that lie side by side in this one, along its first dimension."""
+        num_bytes = self.num_bytes // self.shape[0]
+        return replace(self, shape=self.shape[1:], offset=self.offset + index * num_bytes, num_bytes=num_bytes)
+
 
 class GgufFile:
-    """The metadata and tensors of one file, its header read once. Raises ModelError naming the file."""
+    """The metadata and tensors of one model, its headers read once. Raises ModelError naming the file."""
 
     def __init__(self, path: Path) -> None:
+        """`path`: the file, or the first part of several."""
         self.path = path
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                header = _Header(HeaderCursor(file, size, str(path)), size, str(path))
-        except FileNotFoundError:
-            raise ModelNotFound(f"{path} does not exist.") from None
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
+        header = _read_header(path)
         self.metadata: dict[str, Value] = header.metadata
         self.tensors: dict[str, GgufTensor] = {tensor.name: tensor for tensor in header.tensors}
+        self._add_parts()
 
     def raw_rows(self, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
         """Return the tensor's bytes as they are: uint8 [rows, bytes of a row], a copy."""
         try:
-            raw: npt.NDArray[Any] = np.fromfile(self.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
+            raw: npt.NDArray[Any] = np.fromfile(tensor.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
         except OSError as error:
-            raise ModelError(f"{self.path}: tensor {tensor.name} cannot be read: {error}.") from error
+            raise ModelError(f"{tensor.path}: tensor {tensor.name} cannot be read: {error}.") from error
         if len(raw) != tensor.num_bytes:
-            raise ModelError(f"{self.path}: tensor {tensor.name} ends after {len(raw)} of {tensor.num_bytes} bytes.")
+            raise ModelError(f"{tensor.path}: tensor {tensor.name} ends after {len(raw)} of {tensor.num_bytes} bytes.")
         return raw.reshape(tensor.num_rows, -1)
+
+    def _add_parts(self) -> None:
+        """Add the tensors of the other parts, if there are any."""
+        count = _split_number(self.metadata, "count", self.path)
+        if count <= 1:
+            return
+        paths = _part_paths(self.path, self.metadata, count)
+        for number, path in enumerate(paths[1:], start=1):
+            metadata, tensors = _read_part(path, self.path)
+            if [_split_number(metadata, name, path) for name in ("no", "count")] != [number, count]:
+                raise ModelError(f"{path} is not part {number + 1} of {count} of the model in {self.path}.")
+            twice = next((tensor.name for tensor in tensors if tensor.name in self.tensors), None)
+            if twice is not None:
+                raise ModelError(f"{path}: tensor {twice[:80]} is in another part as well.")
+            self.tensors |= {tensor.name: tensor for tensor in tensors}
+        total = self.metadata.get("split.tensors.count", len(self.tensors))
+        if total != len(self.tensors):
+            raise ModelError(f"{self.path}: all parts have {len(self.tensors)} tensors, where {total} are announced.")
+
+
+def gguf_stem(name: str) -> str:
+    """Return a file's name without its suffix and its number among several parts."""
+    part = _PART_NAME.fullmatch(name)
+    return part["stem"] if part else name[: -len(SUFFIX)]
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all parts of the model of whose first part this is the name; of any other file, its own.
+
+    Raises ModelError when it is another part than the first, or one of too many.
+    """
+    part = _PART_NAME.fullmatch(name)
+    if part is None:
+        return [name]
+    number, count = int(part["number"]), int(part["count"])
+    if not 1 <= number <= count <= _MAX_PARTS:
+        raise ModelError(f"{name} is not named as one of at most {_MAX_PARTS} parts of a GGUF model.")
+    names = [f"{part['stem']}-{place:05}-of-{count:05}{name[-len(SUFFIX) :]}" for place in range(1, count + 1)]
+    if number != 1:
+        raise ModelError(f"{name} is part {number} of {count} of a model; name the first, {names[0]}.")
+    return names
+
+
+def _part_paths(path: Path, metadata: dict[str, Value], count: int) -> list[Path]:
+    """Return the files of a split model. Raises ModelError where this is not the first, or not named as the first."""
+    number = _split_number(metadata, "no", path)
+    names = part_names(path.name)
+    if len(names) != count or number:
+        raise ModelError(
+            f"{path} is part {number + 1} of {count} of a model, but not named so; the first part is named "
+            f"NAME-00001-of-{count:05}{SUFFIX}, and the others lie beside it."
+        )
+    return [path.with_name(name) for name in names]
+
+
+def _read_part(path: Path, first: Path) -> tuple[dict[str, Value], list[GgufTensor]]:
+    try:
+        header = _read_header(path)
+    except ModelNotFound:
+        raise ModelNotFound(f"{path} is missing: a part of the model in {first}.") from None
+    return header.metadata, header.tensors
+
+
+def _split_number(metadata: dict[str, Value], name: str, path: Path) -> int:
+    value = metadata.get(f"split.{name}", 0)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_PARTS:
+        raise ModelError(f"{path}: split.{name} must be a number up to {_MAX_PARTS}.")
+    return value
+
+
+def _read_header(path: Path) -> "_Header":
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return _Header(HeaderCursor(file, size, str(path)), size, path)
+    except FileNotFoundError:
+        raise ModelNotFound(f"{path} does not exist.") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 class _Header:
-    def __init__(self, cursor: HeaderCursor, size: int, where: str) -> None:
+    def __init__(self, cursor: HeaderCursor, size: int, path: Path) -> None:
         self._cursor = cursor
-        self._where = where
-        _check_version(cursor, where)
+        self._path = path
+        _check_version(cursor, str(path))
         num_tensors, num_entries = cursor.uint64(), cursor.uint64()
         for name, count in (("tensors", num_tensors), ("entries of metadata", num_entries)):
             if count > MAX_ENTRIES:
@@ -90,10 +174,6 @@ class _Header:
             if key in self.metadata:
                 raise cursor.error(f"two entries named {key[:80]!r}")
             self.metadata[key] = cursor.value()
-        if self.metadata.get("split.count", 0) not in (0, 1):
-            raise UnsupportedModel(
-                f"{where} is one of several parts of a model, which are not read; join them (llama-gguf-split --merge)."
-            )
         relative = [self._tensor() for _ in range(num_tensors)]
         self.tensors = _placed(relative, cursor, self._alignment(), size)
 
@@ -109,11 +189,11 @@ class _Header:
         if tensor_type is None:
             known = ", ".join(known.name for known in TENSOR_TYPES.values())
             shown = OTHER_TYPES.get(number, f"number {number}")
-            raise UnsupportedModel(f"{self._where}: tensor {name[:80]} has the type {shown}, which is none of {known}.")
+            raise UnsupportedModel(f"{self._path}: tensor {name[:80]} has the type {shown}, which is none of {known}.")
         row_bytes = tensor_type.row_bytes(shape[-1])
         if row_bytes is None or min(shape) < 1:
             raise cursor.error(f"tensor {name[:80]!r} has the shape {list(shape)}, not rows of {tensor_type.name}")
-        return GgufTensor(name, shape, tensor_type, offset, math.prod(shape[:-1]) * row_bytes)
+        return GgufTensor(name, shape, tensor_type, self._path, offset, math.prod(shape[:-1]) * row_bytes)
 
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -148,5 +228,5 @@ def _placed(tensors: list[GgufTensor], cursor: HeaderCursor, alignment: int, siz
             )
         if tensor.name in placed:
             raise cursor.error(f"two tensors named {tensor.name[:80]!r}")
-        placed[tensor.name] = GgufTensor(tensor.name, tensor.shape, tensor.type, offset, tensor.num_bytes)
+        placed[tensor.name] = replace(tensor, offset=offset)
     return list(placed.values())

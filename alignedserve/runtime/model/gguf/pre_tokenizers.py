@@ -17,6 +17,12 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*|\p{{N}}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ANY_CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_ANY_CASE}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_ANY_CASE}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +66,6 @@ PRE_TOKENIZERS = {
     "qwen2": _QWEN2_LIKE,
     "deepseek-r1-qwen": _QWEN2_LIKE,
     "stablelm2": PreTokenizer(_QWEN2),
+    "gpt-4o": PreTokenizer(_GPT4O),
     "tekken": PreTokenizer(_TEKKEN, ignores_merges=True, adds_bos=True),
 }

@@ -4,37 +4,24 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.block_products import BLOCK_DTYPES, BlockRows
 from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
+from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
 from alignedserve.runtime.model.gguf.tensor_types import computed_as
 from alignedserve.runtime.model.model_config import Family, ModelConfig, NormKind
-from alignedserve.runtime.model.weight_names import ParameterNames
+from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
 from kernels.block_values import unpack_rows, wider_blocks
 from kernels.cpu.block_quantized_linear import block_obstacle
+from kernels.cpu.packed_linear import FileRows
 
-_NAMES = ParameterNames(
-    prefixes=("",),
-    embedding="token_embd",
-    final_norm="output_norm",
-    lm_heads=("output",),
-    layer="blk.{layer}.",
-    attention_norm="attn_norm",
-    mlp_norm="ffn_norm",
-    qkv=("attn_q", "attn_k", "attn_v"),
-    output="attn_output",
-    gate_up=("ffn_gate", "ffn_up"),
-    down="ffn_down",
-    query_norm="attn_q_norm",
-    key_norm="attn_k_norm",
-    attention_post_norm="post_attention_norm",
-    mlp_post_norm="post_ffw_norm",
-)
+# llama.cpp rotates neighbouring elements of these families' heads and puts their rows side by side for that.
+_INTERLEAVED = (Family.LLAMA, Family.MIXTRAL, Family.GRANITE)
+
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufSource:
     """The tensors of one file, in `dtype` on `device`; on a CPU most matrices stay in their blocks."""
-
-    names = _NAMES
 
     def __init__(
         self,
@@ -49,18 +36,18 @@ class GgufSource:
         has_kernels = device.type == "cpu" and dtype in BLOCK_DTYPES
         self._has_blocks = has_kernels and not unpacks_all
         self._file = file
+        self.names = tensor_names(file)
         self.dtype = dtype
         self._device = device
         # Files have 1 + weight where a norm scales by that: taken off again, it keeps all its bits.
         self._has_added_ones = config.norm is NormKind.RMS_PLUS_ONE
-        # llama.cpp rotates neighbouring elements of a llama's heads and puts their rows side by side for that.
         self._interleaved_heads = (
-            {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if config.family is Family.LLAMA else {}
+            {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if config.family in _INTERLEAVED else {}
         )
 
     def has(self, name: str) -> bool:
         """Return whether the file holds a tensor of this name."""
-        return name in self._file.tensors
+        return find_tensor(self._file, name) is not None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor, unpacked, converted and moved. Raises ModelError naming tensor and file."""
@@ -71,7 +58,7 @@ class GgufSource:
             values = values - 1.0
         return values.to(device=self._device, dtype=self.dtype)
 
-    def blocks(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
+    def packed(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
         """Return the matrix in blocks that products are computed in; None when it is to be unpacked.
 
         Raises ModelError naming tensor and file.
@@ -87,8 +74,20 @@ class GgufSource:
             raise ModelError(f"{self._file.path}: tensor {name} cannot be used: {obstacle}.")
         return BlockRows(rows, type_name, shape[1])
 
+    def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
+        """Return where a matrix of plain floats lies; None when it is in blocks, its rows come in another order, or the
+        device is not the CPU.
+
+        Raises ModelError naming tensor and file.
+        """
+        stored = self._stored(name, shape)
+        dtype = _FLOATS.get(stored.type.name)
+        if dtype is None or self._heads_of(name) is not None or self._device.type != "cpu":
+            return None
+        return FileRows(self._file.path, stored.offset, *shape, dtype)
+
     def _stored(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
-        stored = self._file.tensors.get(name)
+        stored = find_tensor(self._file, name)
         if stored is None:
             raise ModelError(f"{self._file.path} holds no tensor {name}.")
         if stored.shape != shape:
@@ -98,8 +97,11 @@ class GgufSource:
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         """Return the rows in the order that the engine rotates: the halves of a head, not its neighbours."""
-        num_heads = next((heads for part, heads in self._interleaved_heads.items() if part in name), None)
+        num_heads = self._heads_of(name)
         if num_heads is None:
             return rows
         pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
+
+    def _heads_of(self, name: str) -> int | None:
+        return next((heads for part, heads in self._interleaved_heads.items() if part in name), None)

@@ -1,47 +1,51 @@
 """The weights of a GGUF file as a worker holds them: their bytes in memory, and a line that says what is unpacked."""
 
 from collections import Counter
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.runtime.model.gguf.config import EMBEDDING
+from alignedserve.runtime.model.gguf.config import EMBEDDING, HEAD
 from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
-from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES, computed_as
+from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES, packed_row_bytes
+from alignedserve.runtime.model.stored_weights import StoredWeights
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
 _BLOCK_DTYPES = ("float32", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """The weights of one file in one worker."""
-
-    num_bytes: int
-    description: str  # for people: the types in the file, and those that are unpacked
 
 
 def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | None = None) -> StoredWeights:
     """Return what a worker on `device`, computing in `dtype`, makes of the file's tensors."""
     is_in_blocks = not device.startswith("cuda") and quantization is None and dtype in _BLOCK_DTYPES and _HAS_KERNELS
     packed_bytes = 1 if quantization == "int8" else DTYPE_BYTES[dtype]
-    num_bytes = 0
+    num_bytes = step_bytes = 0
     matrices, in_blocks, unpacked = Counter[str](), Counter[str](), Counter[str]()
     for tensor in file.tensors.values():
-        num_values = _num_values(tensor)
-        stays = len(tensor.shape) == 2 and is_in_blocks and computed_as(tensor.type.name) is not None
-        num_bytes += tensor.num_bytes if stays else num_values * packed_bytes
-        if len(tensor.shape) == 2:
+        width, is_matrix = tensor.shape[-1], len(tensor.shape) > 1  # or, of experts, many
+        in_blocks_bytes = packed_row_bytes(tensor.type.name, width) if is_in_blocks and is_matrix else None
+        loaded_bytes = tensor.num_rows * (width * packed_bytes if in_blocks_bytes is None else in_blocks_bytes)
+        num_bytes += loaded_bytes
+        if is_matrix:
+            step_bytes += _step_bytes(file, tensor, loaded_bytes)
             matrices[tensor.type.name] += 1
             if tensor.type.name not in FLOAT_TYPES:
-                (in_blocks if stays else unpacked)[tensor.type.name] += 1
+                (unpacked if in_blocks_bytes is None else in_blocks)[tensor.type.name] += 1
     num_bytes += _num_values(file.tensors[EMBEDDING]) * DTYPE_BYTES[dtype]  # its rows are looked up unpacked
     described = "matrices " + ", ".join(f"{name} ({count})" for name, count in matrices.most_common())
     if in_blocks:
         described += f"; {', '.join(in_blocks)} multiplied in blocks"
     if unpacked:
         described += f"; {', '.join(unpacked)} unpacked to {quantization or dtype}, which takes more memory and time"
-    return StoredWeights(num_bytes, described)
+    return StoredWeights(num_bytes, step_bytes, described)
+
+
+def _step_bytes(file: GgufFile, tensor: GgufTensor, loaded_bytes: int) -> int:
+    if tensor.name == EMBEDDING and HEAD in file.tensors:
+        return 0  # only looked up
+    if len(tensor.shape) == 2:
+        return loaded_bytes
+    num_chosen = file.metadata.get(f"{file.metadata['general.architecture']}.expert_used_count")
+    assert isinstance(num_chosen, int), "not checked by the config"
+    return loaded_bytes * num_chosen // tensor.shape[0]
 
 
 def _num_values(tensor: GgufTensor) -> int:

@@ -7,11 +7,23 @@ FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 # Types whose products are computed in blocks on a CPU, and the blocks: a Q5_0 is a Q8_0 of the same values.
 _COMPUTED_AS = {"Q8_0": "Q8_0", "Q5_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q4_K": "Q4_K", "Q6_K": "Q6_K"}
+# What a block takes more once it is packed: the 6-bit scales and minima of a Q4_K become bytes.
+_EXTRA_BYTES = {"Q4_K": 4}
 
 
 def computed_as(type_name: str) -> str | None:
     """Return the type in whose blocks products with this one are computed; None when it is unpacked."""
     return _COMPUTED_AS.get(type_name)
+
+
+def packed_row_bytes(type_name: str, width: int) -> int | None:
+    """Return the bytes of a row of `width` values once it is packed for products in blocks; None when it is not."""
+    computed = _COMPUTED_AS.get(type_name)
+    if computed is None:
+        return None
+    layout = next(layout for layout in TENSOR_TYPES.values() if layout.name == computed)
+    num_blocks = width // layout.block_values
+    return num_blocks * (layout.block_bytes + _EXTRA_BYTES.get(computed, 0))
 
 
 class TensorType(NamedTuple):

@@ -24,6 +24,8 @@ _SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+# Phi-3's other special tokens take the white space after them; its files do not say so, and llama.cpp knows it too.
+_WITHOUT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_TOKEN_CHARACTERS = 1 << 10
 
@@ -60,6 +62,9 @@ def gguf_tokenizer(file: GgufFile) -> TokenizerFiles:
 class _Vocabulary:
     def __init__(self, file: GgufFile, entries: JsonFields) -> None:
         self._entries = entries
+        self._strips_right = (
+            file.metadata.get("general.architecture") == "phi3" and file.metadata.get("tokenizer.ggml.model") == "llama"
+        )
         tokens = file.metadata.get("tokenizer.ggml.tokens")
         if not isinstance(tokens, list) or not tokens:
             raise ModelError(f"{file.path} holds no tokenizer (tokenizer.ggml.tokens).")
@@ -79,7 +84,7 @@ class _Vocabulary:
                 "content": self.tokens[token_id],
                 "single_word": False,
                 "lstrip": False,
-                "rstrip": False,
+                "rstrip": self._strips_right and self.tokens[token_id] not in _WITHOUT_STRIPPING,
                 "normalized": False,
                 "special": bool(self.kinds[token_id] != _USER_DEFINED),
             }

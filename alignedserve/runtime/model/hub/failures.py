@@ -46,8 +46,8 @@ def _translated(error: Exception, name: HubName, endpoint: str) -> AlignedServeE
             return ModelNotFound(f"{name.repo_id} has no revision {name.revision or 'main'!r} on {endpoint}.")
         case RepositoryNotFoundError():
             return ModelNotFound(
-                f"{name.repo_id} is neither a folder here nor a model on {endpoint}; of a private one HF_TOKEN must "
-                "be the token of an account that may read it."
+                f"{name.repo_id} is neither a folder here nor a model on {endpoint}; check the spelling, or, if it is "
+                "private, set HF_TOKEN to a token of an account that may read it."
             )
         case HfHubHTTPError():
             return _refusal(error.response.status_code, name, endpoint)

@@ -1,10 +1,11 @@
-"""The files of a repository that serving needs: safetensors before all other weights, one GGUF file, never pickle."""
+"""The files of a repository that serving needs: safetensors before all other weights, one GGUF model, never pickle."""
 
 import re
 from collections.abc import Collection
 from pathlib import PurePosixPath
 
 from alignedserve.core.errors import ModelNotFound, UnsafeWeights, UnsupportedModel
+from alignedserve.runtime.model.gguf.file import part_names
 from alignedserve.runtime.model.hub.hub_name import HubName
 from alignedserve.runtime.model.weight_index import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME
 
@@ -20,7 +21,7 @@ TEXT_FILES = (
 )
 _REQUIRED = ("config.json", "tokenizer.json")
 _OTHER_GGUF = re.compile(r"(^|[-._])(mmproj|imatrix)[-._]", re.IGNORECASE)  # of images; of a quantiser
-_PART_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_PART_OF_SEVERAL = re.compile(r"-(?P<number>\d{5})-of-\d{5}\.gguf$")
 _MAX_SHOWN = 12
 
 
@@ -43,10 +44,11 @@ def choose_text_files(name: HubName, listed: Collection[str]) -> list[str]:
     return [file for file in TEXT_FILES if file in listed]
 
 
-def choose_gguf(name: HubName, listed: Collection[str]) -> str:
-    """Return the GGUF file of the quantisation asked for, which may be a file's name as well.
+def choose_gguf(name: HubName, listed: Collection[str]) -> list[str]:
+    """Return the GGUF file of the quantisation asked for, which may be a file's name as well; of a split one all parts.
 
-    When none is named: Q4_K_M, or the only file. Raises ModelNotFound naming the files that there are.
+    When none is named: Q4_K_M, or the only file. Raises ModelNotFound naming the files that there are, or the part
+    that there is not.
     """
     files = _gguf_files(listed)
     if name.quantization is None:
@@ -54,10 +56,12 @@ def choose_gguf(name: HubName, listed: Collection[str]) -> str:
     else:
         found = _of_quantisation(name.quantization, files)
     if len(found) != 1:
-        raise ModelNotFound(f"{name} {_wrong_number(found)}; it has {_shown(files) or 'no GGUF file'}.")
-    if _PART_OF_SEVERAL.search(found[0]):
-        raise UnsupportedModel(f"{name} is split into several GGUF files, which are not read: {found[0]}.")
-    return found[0]
+        raise _wrong_number(name, found, files)
+    parts = part_names(found[0])
+    missing = [part for part in parts if part not in listed]
+    if missing:
+        raise ModelNotFound(f"{name} has no {missing[0]}, a part of the model in {found[0]}.")
+    return parts
 
 
 def _has_safetensors(listed: Collection[str]) -> bool:
@@ -65,21 +69,30 @@ def _has_safetensors(listed: Collection[str]) -> bool:
 
 
 def _gguf_files(listed: Collection[str]) -> list[str]:
-    """Return GGUF files of weights; of one that is split only its first part."""
-    files = [file for file in sorted(listed) if file.endswith(".gguf") and "/" not in file]
-    parts = [file for file in files if _PART_OF_SEVERAL.search(file) and "-00001-of-" not in file]
-    return [file for file in files if file not in parts and not _OTHER_GGUF.search(file)]
+    """Return GGUF files of weights; of a split one, which may lie in a folder of its own, only the first part."""
+    files = [file for file in sorted(listed) if file.endswith(".gguf") and file.count("/") < 2]
+    return [file for file in files if _is_first(file) and not _OTHER_GGUF.search(file)]
+
+
+def _is_first(file: str) -> bool:
+    part = _PART_OF_SEVERAL.search(file)
+    return part["number"] == "00001" if part else "/" not in file
 
 
 def _of_quantisation(wanted: str, files: list[str]) -> list[str]:
     if wanted in files:
         return [wanted]
     form = re.compile(rf"(^|[-._]){re.escape(wanted)}([-.]|$)", re.IGNORECASE)
-    return [file for file in files if form.search(file.removesuffix(".gguf"))]
+    return [file for file in files if form.search(PurePosixPath(file).stem)]
 
 
-def _wrong_number(found: list[str]) -> str:
-    return "names several files" if found else "is not there"
+def _wrong_number(name: HubName, found: list[str], files: list[str]) -> ModelNotFound:
+    if found:
+        return ModelNotFound(
+            f"{name} has several GGUF files; name one of them, as in {name.repo_id}:{PurePosixPath(found[0]).name}: "
+            f"{_shown(files)}."
+        )
+    return ModelNotFound(f"{name} is not there; {name.repo_id} has {_shown(files) or 'no GGUF file'}.")
 
 
 def _refuse_weights(name: HubName, listed: Collection[str]) -> None:

@@ -10,6 +10,7 @@ from huggingface_hub.errors import CacheNotFound
 from huggingface_hub.file_download import repo_folder_name
 
 from alignedserve.core.errors import ModelError, ModelNotFound, StorageError
+from alignedserve.runtime.model.gguf.file import SUFFIX, part_names
 from alignedserve.runtime.model.hub.hub_name import HubName
 from alignedserve.runtime.model.weight_index import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME, listed_shards
 
@@ -72,7 +73,7 @@ def _only(found: HFCacheInfo, repo_id: str) -> HFCacheInfo:
 
 def _describe(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> CachedModel:
     weights = _describe_weights(revision.snapshot_path)
-    halves = _num_bytes_of_halves(repo.repo_path) if weights == _INCOMPLETE else 0
+    halves = _num_bytes_of_halves(repo.repo_path) if weights.endswith(_INCOMPLETE) else 0
     return CachedModel(
         repo_id=repo.repo_id,
         commit=revision.commit_hash,
@@ -104,9 +105,9 @@ def _refs_in(folder: Path) -> tuple[str, ...]:
 
 
 def _describe_weights(snapshot: Path) -> str:
-    gguf = sorted(path.name for path in snapshot.glob("*.gguf"))
+    gguf = sorted(snapshot.rglob(f"*{SUFFIX}"))
     if gguf:
-        return ", ".join(gguf)
+        return ", ".join(_describe_gguf(path) for path in gguf if _is_first(path)) or _INCOMPLETE
     if any((snapshot / name).exists() for name in (INDEX_NAME, SINGLE_NAME)):
         try:
             return "safetensors" if all(path.exists() for path in listed_shards(snapshot)) else _INCOMPLETE
@@ -115,6 +116,19 @@ def _describe_weights(snapshot: Path) -> str:
     if any(path.suffix in PICKLE_SUFFIXES for path in snapshot.iterdir()):
         return "pickle, not served"
     return _INCOMPLETE if (snapshot / "config.json").exists() else "none"
+
+
+def _is_first(path: Path) -> bool:
+    """Return whether a GGUF file is a whole model, or the first part that is here."""
+    with contextlib.suppress(ModelError):
+        return path.name == part_names(path.name)[0]
+    return False
+
+
+def _describe_gguf(path: Path) -> str:
+    parts = [path.with_name(name) for name in part_names(path.name)]
+    shown = path.name if len(parts) == 1 else f"{path.name} and {len(parts) - 1} more"
+    return shown if all(part.exists() for part in parts) else f"{path.name} {_INCOMPLETE}"
 
 
 def _num_bytes_of_halves(folder: Path) -> int:

@@ -42,7 +42,7 @@ class Hub:
         self._api = HfApi(endpoint=self.endpoint, token=token)
 
     def fetch(self, name: HubName, report: Report | None = None, *, has_weights: bool = True) -> Path:
-        """Return the folder of a model, or its GGUF file, downloading what is not here.
+        """Return the folder of a model, or its GGUF file (the first part), downloading what is not here.
 
         May be repeated and called by several processes at once; one that was killed is gone on with. Nothing of what
         comes is executed. `has_weights=False` leaves safetensors out. Raises ModelError and its kinds when hub or
@@ -52,8 +52,8 @@ class Hub:
             commit = self._resolve(name)
             sizes = self._list(name, commit)
             if wants_gguf(name, sizes):
-                file = choose_gguf(name, sizes)
-                return self._complete(name, commit, {file: sizes[file]}, report) / file
+                parts = choose_gguf(name, sizes)
+                return self._complete(name, commit, {part: sizes[part] for part in parts}, report) / parts[0]
             text_files = choose_text_files(name, sizes)
             folder = self._link(name, commit, text_files)
             read_model_config(folder)  # refused, if so, before the weights have come

@@ -12,7 +12,7 @@ from alignedserve.costmodel.online import learned_from
 from alignedserve.runtime.engine.calibration import POINTS, measure_iterations
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.weight_loader import random_weights
+from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.scheduling.factory import calibration_s, make_scheduler
 from alignedserve.scheduling.policy import IterationLimits
 from tests.harnesses.costs import decodes, prefill

@@ -72,17 +72,27 @@ def test_sequences_do_not_disturb_each_other(folder: Path) -> None:
     assert [token.token_id for token in together.generate("a", 12, "b")] == expected
 
 
+@pytest.mark.parametrize("cache_dtype", [INT8, None])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", KERNELS)
-def test_a_cache_that_is_not_finite_fails_its_own_request(folder: Path, attention: str) -> None:
-    engine = TinyEngine(tiny_decoder(folder), attention=attention, cache_dtype=INT8)
-    for name in ("good", "bad"):
-        engine.add(name, TOKENS[:20])
-    engine.step(good=20, bad=20)
-    storage = engine.storage
-    # The 17th token: all bits set, scales are NaN.
-    storage.value_slots(1)[engine.blocks["bad"][4] * storage.slot_stride] = -1
-    output = engine.step(good=1, bad=1)
-    assert (output.failed, [token.request_id for token in output.sampled]) == (["bad"], ["good"])
+def test_a_cache_that_is_not_finite_fails_its_own_request(
+    folder: Path, attention: str, dtype: str, cache_dtype: str | None
+) -> None:
+    """Keys and values each, decoded and in a chunk."""
+    decoder = tiny_decoder(folder, dtype)
+    for name in ("key_slots", "value_slots"):
+        for count in (1, 3):
+            engine = TinyEngine(decoder, attention=attention, cache_dtype=cache_dtype)
+            for request in ("good", "bad"):
+                engine.add(request, TOKENS[: 19 + count])
+            engine.step(good=19, bad=19)
+            storage = engine.storage
+            # The 17th token: NaN, or all bits set, so that scales are.
+            slots = getattr(storage, name)(1)
+            slots[engine.blocks["bad"][4] * storage.slot_stride] = -1 if cache_dtype else float("nan")
+            output = engine.step(good=count, bad=count)
+            assert output.failed == ["bad"], (name, count)
+            assert [token.request_id for token in output.sampled] == ["good"], (name, count)
 
 
 def test_bytes_of_blocks_carry_a_sequence_to_another_engine(folder: Path) -> None:

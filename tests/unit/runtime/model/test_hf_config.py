@@ -301,7 +301,7 @@ def test_bad_fields_are_named(field: str, value: object) -> None:
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"torch_dtype": "int8"}, "int8"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         ({"model_type": "opt", "ffn_dim": 8, "layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
         (
             {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4, "layer_types": ["chunked", "x"]},

@@ -1,6 +1,7 @@
 """The served model, resolved from its folder and its section of the configuration."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel
-from alignedserve.runtime.model.served_model import POCKET, ServedModel, pocket_folder, resolve_model
+from alignedserve.runtime.model.served_model import POCKET, ServedModel, load_tokenizer, pocket_folder, resolve_model
 from tests.support.in_process import TINY_LLAMA
 
 
@@ -30,6 +31,16 @@ def test_the_pocket_model_ships_with_the_package() -> None:
     assert (pocket.name, pocket.folder, pocket.dtype) == (POCKET, pocket_folder(), "float32")
     assert pocket.max_context_len == pocket.config.max_position_embeddings
     assert resolve_model(ModelSectionConfig(served_model_name="mine")).name == "mine"
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pocket_folder(), tmp_path / "model"))
+    assert load_tokenizer(served(folder)).vocab_size == served(folder).config.vocab_size
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {f"extra{number}": 3830 + number for number in range(3)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match="the tokenizer has 3833 tokens, the embedding 3830 rows"):
+        load_tokenizer(served(folder))
 
 
 def test_a_folder_gives_its_name_to_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

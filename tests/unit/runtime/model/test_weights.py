@@ -1,6 +1,8 @@
 """Weights from model folders: what loads, and what is refused by name."""
 
+import contextlib
 import json
+import random
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsafeWeights
 from alignedserve.microbench.shapes import SHAPES
+from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import assemble_weights, random_weights
+from alignedserve.runtime.model.weight_loader import assemble_weights
 from kernels.feed_forward import StackedExperts
 from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
@@ -140,6 +145,68 @@ def test_a_wrong_dtype_is_named(folder: Path) -> None:
     rewrite(folder, norm=torch.zeros(64, dtype=torch.int32))
     with pytest.raises(ModelError, match=rf"{NORM} has dtype torch.int32"):
         load(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "gemma3_text", "mixtral", "phi3", "opt"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_packed_from_files_are_those_of_the_tensors(
+    dtype: torch.dtype, quantization: str | None, family: str, tmp_path: Path
+) -> None:
+    make_tiny_model(tmp_path, family)
+    config = read_model_config(tmp_path)
+    source = SafetensorsSource(tmp_path, dtype, torch.device("cpu"))
+    logits = []
+    for weights in (
+        load_weights(tmp_path, config, dtype, quantization=quantization),
+        assemble_weights(config, source, quantization),
+    ):
+        probe = LogitsProbe(Decoder(config, weights))
+        probe.add("a", random_tokens(1, 9))
+        probe.step(a=9)
+        logits.append(probe.logits("a"))
+    assert torch.equal(*logits)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_named(folder: Path) -> None:
+    config = read_model_config(folder)
+    path = folder / "model.safetensors"
+    for dtype in (torch.float32, torch.bfloat16):
+        content = path.read_bytes()
+        source = SafetensorsSource(folder, dtype, torch.device("cpu"))
+        assert source.tensor(NORM, (64,)).dtype == dtype
+        path.write_bytes(content[: len(content) // 9])
+        with pytest.raises(ModelError, match=r"model\.safetensors.* cannot be read"):
+            assemble_weights(config, source, files=source)
+        path.write_bytes(content)
+
+
+def test_a_header_that_changes_behind_the_check_is_an_error_at_worst(folder: Path) -> None:
+    config = read_model_config(folder)
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    generator = random.Random(0)
+    for _ in range(100):
+        source = SafetensorsSource(folder, torch.float32, torch.device("cpu"))
+        changed = content.copy()
+        for _ in range(generator.randint(1, 4)):
+            changed[generator.randrange(8 + length)] = generator.choice(b'0123456789,:[]{}"x\xff')
+        path.write_bytes(changed)
+        with contextlib.suppress(ModelError):
+            assemble_weights(config, source, files=source)
+        path.write_bytes(content)
+
+
+def test_numbers_that_8_bits_cannot_hold_are_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.2.mlp.down_proj.weight"][3, 4] = float("inf")
+    save_file(tensors, path)
+    with pytest.raises(
+        ModelError, match=r"layers\.2\.mlp\.down_proj cannot be packed with 8 bits: .* not finite; leave"
+    ):
+        load_weights(folder, read_model_config(folder), torch.float32, quantization="int8")
 
 
 @pytest.mark.parametrize(

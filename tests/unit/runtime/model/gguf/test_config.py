@@ -48,9 +48,25 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too many layers": ({"block_count": 1 << 20}, "block_count must be between"),
     "heads that do not fit": ({"attention.head_count_kv": 3}, "must divide the number of heads"),
     "heads that do not divide": ({"attention.head_count": 7, "attention.head_count_kv": 7}, "must divide the width"),
-    "experts": ({"expert_count": 8}, "expert_count"),
+    "experts without their number": ({"expert_count": 8}, "expert_used_count is missing"),
+    "more experts used than there are": ({"expert_count": 8, "expert_used_count": 9}, "expert_used_count must be"),
+    "experts that are not there": (
+        {"expert_count": 8, "expert_used_count": 2},
+        r"tensor blk\.0\.ffn_down\.weight is not",
+    ),
+    "too many experts": ({"expert_count": 1 << 20, "expert_used_count": 2}, "expert_count must be between"),
+    "yarn without a factor": ({"rope.scaling.type": "yarn"}, "rope.scaling.factor is missing"),
+    "yarn the wrong way round": (
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_beta_slow": 99.0},
+        "must not be below",
+    ),
+    "yarn as no family has it": (
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_log_multiplier": 0.1},
+        "yarn_log_multiplier is not supported",
+    ),
+    "fewer layers than there are": ({"block_count": 1}, r"tensor blk\.1\.attn_k\.weight is not one of"),
     "values of another width": ({"attention.value_length": 16}, "differs from key_length"),
-    "part of a head rotated": ({"rope.dimension_count": 16}, "must be the width of a head"),
+    "part of a head rotated": ({"rope.dimension_count": 16}, "must be an even number"),
     "other scaling": ({"rope.scaling.type": "su"}, "RoPE scaling 'su'"),
     "other embedding": ({"embedding_length": 128}, r"token_embd\.weight has shape"),
     "an end token beyond the vocabulary": ({"tokenizer.ggml.eot_token_id": 1 << 20}, "must be a token id"),
@@ -67,7 +83,7 @@ def test_wrong_metadata(case: str, tmp_path: Path) -> None:
 
 def test_unknown_architecture(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", "mamba")
-    with pytest.raises(UnsupportedModel, match="'mamba' is not one of llama, qwen2, qwen3, gemma3"):
+    with pytest.raises(UnsupportedModel, match="'mamba' is not one of llama, qwen2, qwen3, qwen3moe, gemma3"):
         read_config(path)
 
 
@@ -97,8 +113,22 @@ def test_weights_in_memory_are_those_of_the_file_and_the_embedding(tmp_path: Pat
     expected = sum(tensor.num_bytes for tensor in tensors if tensor.type.name == "Q8_0")
     expected += sum(4 * tensor.num_rows * tensor.shape[-1] for tensor in unpacked)
     assert served.weight_bytes == expected + 4 * len(byte_level_tokens()) * HIDDEN
+    assert served.stored is not None
+    vectors = sum(4 * tensor.shape[0] for tensor in tensors if len(tensor.shape) == 1)
+    assert served.stored.step_bytes == expected - vectors
     random = resolve_model(ModelSectionConfig(path=str(path), random_weights=True))
     assert random.weight_bytes == random.config.loaded_weight_bytes(random.dtype)
+
+
+def test_weights_in_memory_are_counted_as_they_are_packed(tmp_path: Path) -> None:
+    """Q4_K takes a thirty-sixth more than in the file, and a Q5_0 becomes a Q8_0."""
+    path = write(tmp_path / "a.gguf", "llama", ("Q4_K", "Q5_0"))
+    tensors = GgufFile(path).tensors.values()
+    packed = {"Q4_K": (256, 148), "Q5_0": (32, 34), "F32": (1, 4)}
+    sizes = [(tensor.num_rows * tensor.shape[-1], packed[tensor.type.name]) for tensor in tensors]
+    expected = sum(num_values // values * size for num_values, (values, size) in sizes)
+    served = resolve_model(ModelSectionConfig(path=str(path), dtype="float32"))
+    assert served.weight_bytes == expected + 4 * len(byte_level_tokens()) * HIDDEN
 
 
 def test_paths_that_are_no_model(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
+from alignedserve.core.errors import ModelError, ModelNotFound
 from alignedserve.runtime.model.gguf import cursor
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.tokenizer import Tokenizer
-from tests.support.tiny_gguf import HIDDEN, byte_level_tokens, write_tiny_gguf
+from tests.support.tiny_gguf import HIDDEN, byte_level_tokens, mutated_header, write_tiny_gguf
 
 STRING, ARRAY, UINT32, UINT64 = 8, 9, 4, 10
 MODEST_BYTES = 32 << 20
@@ -117,7 +117,9 @@ HOSTILE: dict[str, tuple[tuple[bytes, ...], tuple[bytes, ...], str]] = {
     "offset beyond the file": ((), (tensor("t", (4,), 0, HUGE),), "lies outside the file"),
     "odd offset": ((), (tensor("t", (4,), 0, 1),), "lies outside the file"),
     "two tensors of a name": ((), (tensor("t", (4,)), tensor("t", (4,))), "two tensors named 't'"),
-    "one part of several": ((entry("split.count", 2, struct.pack("<H", 3)),), (), "one of several parts"),
+    "one part of several": ((entry("split.count", 2, struct.pack("<H", 3)),), (), "is part 1 of 3 of a model, but not"),
+    "too many parts": ((entry("split.count", 2, struct.pack("<H", 3000)),), (), "split.count must be a number"),
+    "parts in words": ((entry("split.count", STRING, text("3")),), (), "split.count must be a number"),
 }
 
 
@@ -185,24 +187,6 @@ def read_everything(path: Path) -> None:
     Tokenizer.load(path)
 
 
-def mutated(header: bytes, rng: random.Random) -> bytes:
-    """Change some bytes, put an extreme number somewhere, or move a piece of the header."""
-    content = bytearray(header)
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        place = rng.randrange(len(content))
-        kind = rng.random()
-        if kind < 0.5:
-            content[place] = rng.randrange(256)
-        elif kind < 0.8:
-            number = rng.choice((0, 1, 255, 2**16, 2**31, 2**32 - 1, 2**63, 2**64 - 1, rng.randrange(2**20)))
-            content[place : place + 8] = struct.pack("<Q", number)[: len(content) - place]
-        else:
-            source = rng.randrange(len(content))
-            piece = content[source : source + rng.randrange(1, 64)]
-            content[place : place + len(piece)] = piece[: len(content) - place]
-    return bytes(content)
-
-
 @pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_mutated_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "a.gguf", "llama", ("Q4_0",))
@@ -213,7 +197,7 @@ def test_mutated_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
     with path.open("r+b", buffering=0) as file:
         for _ in range(count):
             file.seek(0)
-            file.write(mutated(header, rng))
+            file.write(mutated_header(header, rng))
             try:
                 read_everything(path)
             except ModelError:
@@ -222,9 +206,3 @@ def test_mutated_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
     tracemalloc.stop()
     assert peak_bytes < MODEST_BYTES
     assert num_refused > count // 10
-
-
-def test_parts_are_named(tmp_path: Path) -> None:
-    path = made(tmp_path / "a.gguf", (entry("split.count", 2, struct.pack("<H", 2)),))
-    with pytest.raises(UnsupportedModel, match="join them"):
-        GgufFile(path)

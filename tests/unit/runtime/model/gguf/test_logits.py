@@ -62,7 +62,7 @@ def unpacked_decoder(path: Path) -> Decoder:
     file = GgufFile(path)
     config = gguf_config(file)
     source = GgufSource(file, config, torch.float32, torch.device("cpu"), unpacks_all=True)
-    return Decoder(config, assemble_weights(config, source, blocks=source))
+    return Decoder(config, assemble_weights(config, source, packed=source))
 
 
 def our_logits(path: Path, dtype: str = "float32", quantization: str | None = None) -> Tensor:

@@ -84,6 +84,7 @@ WORDS = [
     ("qwen2", "a 123'S", ["a", "Ġ", "1", "2", "3", "'S"]),
     ("gpt-2", "a 123's", ["a", "Ġ123", "'s"]),
     ("tekken", "aBc 12/\n", ["a", "Bc", "Ġ", "1", "2", "/Ċ"]),
+    ("gpt-4o", "aBc's 1234/\n", ["a", "Bc's", "Ġ", "123", "4", "/Ċ"]),
 ]
 
 
@@ -118,9 +119,20 @@ def test_load_generators_count(tmp_path: Path) -> None:
     assert load_tokenizer(write(tmp_path / "a.gguf"))("hello") == 3
 
 
+@pytest.mark.parametrize(("architecture", "is_stripped"), [("phi3", True), ("llama", False)])
+def test_phi_3s_tokens_take_the_space_after_them(architecture: str, is_stripped: bool, tmp_path: Path) -> None:
+    tokens, scores, types = sentence_pieces(random.Random(3))
+    path = write_vocabulary(
+        tmp_path / "a.gguf", tokens, architecture=architecture, model="llama", scores=scores, types=types
+    )
+    tokenizer = Tokenizer.load(path)
+    assert (tokenizer.encode("</s> a") == tokenizer.encode("</s>a")) == is_stripped
+    assert tokenizer.encode("<s> a") != tokenizer.encode("<s>a")
+
+
 def write_vocabulary(path: Path, tokens: list[str], **parts: Any) -> Path:
-    """Write a file without tensors; parts: model, pre, merges, types, scores, template, adds_space."""
-    writer: Any = gguf.GGUFWriter(path, "llama")
+    """Write a file without tensors; parts: architecture, model, pre, merges, types, scores, template, adds_space."""
+    writer: Any = gguf.GGUFWriter(path, parts.get("architecture", "llama"))
     writer.add_tokenizer_model(parts.get("model", "gpt2"))
     writer.add_tokenizer_pre(parts.get("pre", "gpt-2"))
     if tokens:

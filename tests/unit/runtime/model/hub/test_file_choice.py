@@ -62,24 +62,34 @@ GGUF = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-q8_0.gguf", "m.f16.gguf", "mmproj-m
 def test_one_quantisation(quantization: str, file: str) -> None:
     name = parse_hub_name(f"org/model:{quantization}")
     assert wants_gguf(name, [*GGUF, *TEXT, "model.safetensors"])
-    assert choose_gguf(name, [*GGUF, *TEXT]) == file
+    assert choose_gguf(name, [*GGUF, *TEXT]) == [file]
 
 
 def test_without_safetensors_the_usual_quantisation_or_the_only_one() -> None:
     assert wants_gguf(PLAIN, GGUF)
-    assert choose_gguf(PLAIN, GGUF) == "m-Q4_K_M.gguf"
-    assert choose_gguf(PLAIN, ["m.Q5_1.gguf"]) == "m.Q5_1.gguf"
-    with pytest.raises(ModelNotFound, match=r"names several files; it has m\.Q5_1\.gguf, m\.Q6_K\.gguf"):
+    assert choose_gguf(PLAIN, GGUF) == ["m-Q4_K_M.gguf"]
+    assert choose_gguf(PLAIN, ["m.Q5_1.gguf"]) == ["m.Q5_1.gguf"]
+    with pytest.raises(ModelNotFound, match=r"has several .* org/model:m\.Q5_1\.gguf: m\.Q5_1\.gguf, m\.Q6_K\.gguf"):
         choose_gguf(PLAIN, ["m.Q5_1.gguf", "m.Q6_K.gguf"])
 
 
 @pytest.mark.parametrize("quantization", ["Q4_K", "Q2_K", "Q6_K", "mmproj"])
 def test_a_quantisation_that_is_not_there(quantization: str) -> None:
-    with pytest.raises(ModelNotFound, match=r"is not there; it has m-Q4_K_M\.gguf, m-Q4_K_S\.gguf, m-q8_0\.gguf"):
+    with pytest.raises(ModelNotFound, match=r"is not there; org/model has m-Q4_K_M\.gguf, m-Q4_K_S\.gguf, m-q8"):
         choose_gguf(parse_hub_name(f"org/model:{quantization}"), GGUF)
 
 
-def test_split_files_are_refused_by_name() -> None:
-    parts = [f"m-Q8_0-{part:05}-of-00002.gguf" for part in (1, 2)]
-    with pytest.raises(UnsupportedModel, match=r"split into several GGUF files.*00001-of-00002"):
-        choose_gguf(parse_hub_name("org/model:Q8_0"), parts)
+@pytest.mark.parametrize("folder", ["", "Q8_0/"])
+def test_all_parts_of_a_split_model(folder: str) -> None:
+    parts = [f"{folder}m-Q8_0-{part:05}-of-00003.gguf" for part in (1, 2, 3)]
+    name = parse_hub_name("org/model:Q8_0")
+    assert choose_gguf(name, ["m-Q6_K.gguf", *reversed(parts), "other/m-Q8_0.gguf"]) == parts
+    with pytest.raises(ModelNotFound, match=r"has no .*00002-of-00003\.gguf, a part of the model in"):
+        choose_gguf(name, [parts[0], parts[2]])
+    with pytest.raises(ModelNotFound, match="is not there; org/model has no GGUF file"):
+        choose_gguf(name, parts[1:])
+
+
+def test_parts_of_an_impossible_number_are_not_asked_for() -> None:
+    with pytest.raises(ModelError, match="is not named as one of at most"):
+        choose_gguf(PLAIN, ["m-00001-of-99999.gguf"])

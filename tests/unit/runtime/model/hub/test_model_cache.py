@@ -46,6 +46,14 @@ def test_whole_and_half_models(hub: Hub, server: HubServer, cache: Path) -> None
     assert len(WEIGHTS) < sizes[REPO] < len(WEIGHTS) + 10_000
 
 
+def test_split_models(hub: Hub, server: HubServer, cache: Path) -> None:
+    server.add("org/gguf", {f"m-Q8_0-{number:05}-of-00003.gguf": bytes([number]) * 100 for number in (1, 2, 3)})
+    first = hub.fetch(parse_hub_name("org/gguf"))
+    assert summary(cache) == [("org/gguf", ("main",), "m-Q8_0-00001-of-00003.gguf and 2 more")]
+    first.with_name("m-Q8_0-00002-of-00003.gguf").unlink()
+    assert summary(cache) == [("org/gguf", ("main",), "m-Q8_0-00001-of-00003.gguf incomplete")]
+
+
 def test_what_other_programs_left(hub: Hub, cache: Path) -> None:
     folder = hub.fetch(TINY)
     (folder / "model.safetensors").unlink()

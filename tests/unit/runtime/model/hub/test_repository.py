@@ -91,6 +91,16 @@ def test_one_gguf_file_and_nothing_else(hub: Hub, server: HubServer) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["m-Q4_K_M.gguf"]
 
 
+def test_all_parts_of_a_split_gguf_model(hub: Hub, server: HubServer) -> None:
+    parts = {f"Q8_0/m-Q8_0-{number:05}-of-00002.gguf": bytes([number]) * 1000 for number in (1, 2)}
+    server.add("org/split", {"m-Q4_0.gguf": b"GGUF", **parts})
+    first = hub.fetch(parse_hub_name("org/split:Q8_0"))
+    assert first.name == "m-Q8_0-00001-of-00002.gguf"
+    assert {path.name: path.read_bytes() for path in first.parent.iterdir()} == {
+        name.partition("/")[2]: content for name, content in parts.items()
+    }
+
+
 def test_no_weights_where_random_ones_serve(hub: Hub, server: HubServer) -> None:
     hub.fetch(TINY, has_weights=False)
     assert server.downloads() == []

@@ -1,0 +1,59 @@
+"""Random weights in the blocks of GGUF files, of a named shape, for measurements without a file."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.packed_products import BlockRows
+from alignedserve.runtime.model.weight_loader import DecoderWeights, assemble_weights
+from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
+from kernels.block_formats import BLOCK_FORMATS
+from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear
+
+BLOCK_TYPES = tuple(name for name, layout in BLOCK_FORMATS.items() if layout.scale_bytes == 2)  # those of files
+
+
+def random_block_weights(config: ModelConfig, seed: int, dtype: torch.dtype, type_name: str) -> DecoderWeights:
+    """Make random weights, all matrices of products in blocks of this type."""
+    source = _RandomBlocks(config, seed, dtype, type_name)
+    return assemble_weights(config, source, packed=source)
+
+
+def block_bytes(weights: DecoderWeights) -> int | None:
+    """Return the bytes that a step reads of weights that are all in blocks; None: some are not."""
+    products = (*weights.layer_projections, weights.lm_head)
+    sizes = [product.num_bytes for product in products if isinstance(product, BlockQuantizedLinear | JoinedLinear)]
+    return sum(sizes) if len(sizes) == len(products) and all(sizes) else None
+
+
+class _RandomBlocks:
+    """A PackedSource of any name and shape: norms are 1, biases 0, quants any bits, scales as small as files have."""
+
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, type_name: str) -> None:
+        self.names = PARAMETER_NAMES[config.family]
+        self.dtype = dtype
+        self._type_name = type_name
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def has(self, name: str) -> bool:
+        return not name.startswith("decoder.")
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=self.dtype)
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self.dtype)
+        values = torch.empty(shape, dtype=self.dtype)
+        return values.normal_(0.0, 1.0 / math.sqrt(shape[1]), generator=self._generator)
+
+    def packed(self, name: str, shape: tuple[int, ...]) -> BlockRows:
+        rows, width = shape
+        layout = BLOCK_FORMATS[self._type_name]
+        num_blocks = rows * layout.row_bytes(width) // layout.num_bytes
+        raw = torch.randint(0, 256, (num_blocks, layout.num_bytes), dtype=torch.uint8, generator=self._generator)
+        for place in layout.scale_places:
+            scales = torch.randn(num_blocks, 1, generator=self._generator).mul_(0.1 / math.sqrt(width)).half()
+            raw[:, place : place + 2] = scales.view(torch.uint8)
+        return BlockRows(raw.reshape(rows, -1), self._type_name, width)

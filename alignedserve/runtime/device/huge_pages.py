@@ -1,0 +1,24 @@
+"""Host memory in pages of 2 MiB, where the kernel has them."""
+
+import contextlib
+import errno
+import mmap
+
+_MADV_POPULATE_WRITE = 23  # of Linux; Python has no name for it yet
+
+
+def huge_pages(size: int, *, populates: bool) -> mmap.mmap:
+    """Allocate memory on huge pages, which are copied faster and filled several times as fast.
+
+    `populates`: the pages are there when it returns, otherwise at the first write. Raises OSError.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    if populates:
+        try:
+            memory.madvise(_MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel before 5.14
+                raise
+    return memory

@@ -1,0 +1,138 @@
+"""Steps of decodes through all layers by one call of the native kernels, for models and steps that they cover."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.attention.native_backend import PagedStep
+from alignedserve.runtime.engine.forward_batch import ForwardBatch
+from alignedserve.runtime.engine.hidden_pass import Rotation
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
+from kernels.cpu.decode_pass import (
+    CacheSlots,
+    DecodePass,
+    HeadParts,
+    LayerParts,
+    NativeParts,
+    NativeProduct,
+    PassTimes,
+    decode_pass_available,
+)
+from kernels.cpu.paged_attention import PagedPlan
+from kernels.cpu.rows import HeadRows, NormRows
+from kernels.feed_forward import FeedForwardPart
+from kernels.linear import Projection
+from kernels.norm import LayerNorm, Norm, RmsNorm
+from kernels.rotary import HeadPlacement
+
+
+class NativePass:
+    """All layers of a model whose every part has a native kernel; only for steps without chunks and hidden caches."""
+
+    def __init__(
+        self, layers: Sequence[LayerParts], place: HeadRows, config: ModelConfig, head: HeadParts | None
+    ) -> None:
+        """`head`: None where logits are computed apart."""
+        norm = layers[0].attention_norm
+        self._pass = DecodePass(layers, place, config.hidden_size, norm.dtype, head)
+        self._num_layers = len(layers)
+        self._vocab_size = config.vocab_size
+        self.has_head = head is not None
+        self._storage: BlockStorage | None = None
+        self._slots = CacheSlots(0, 0, 0, 0, False)
+
+    def suits(self, batch: ForwardBatch) -> bool:
+        """Return whether `run` and `logits` take this batch."""
+        return batch.hidden is None and _decode_plan(batch) is not None
+
+    def run(
+        self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation]
+    ) -> PassTimes:
+        """Run the residual stream [tokens, hidden_size], updated in place. `rotations` of every rope."""
+        pending, times = self._run(hidden, batch, storage, rotations, None)
+        hidden.add_(pending)
+        return times
+
+    def logits(
+        self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation]
+    ) -> tuple[Tensor, PassTimes]:
+        """Run likewise, and return the logits of every row [tokens, vocab_size]; `hidden` is of no use then."""
+        logits = torch.empty((len(hidden), self._vocab_size), dtype=hidden.dtype)
+        return logits, self._run(hidden, batch, storage, rotations, logits)[1]
+
+    def _run(
+        self,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        storage: BlockStorage,
+        rotations: Sequence[Rotation],
+        logits: Tensor | None,
+    ) -> tuple[Tensor, PassTimes]:
+        plan = _decode_plan(batch)
+        assert plan is not None, "see suits"
+        return self._pass.run(hidden, plan, rotations, batch.slots, self._slots_of(storage), logits)
+
+    def _slots_of(self, storage: BlockStorage) -> CacheSlots:
+        """Return where the storage's slots lie; an engine has one storage, so the latest is kept."""
+        if self._storage is not storage:
+            layers = range(self._num_layers)
+            keys, values = [storage.key_slots(layer) for layer in layers], map(storage.value_slots, layers)
+            self._storage, self._slots = storage, self._pass.slots_of(keys, list(values))
+        return self._slots
+
+
+def native_pass(
+    config: ModelConfig, weights: DecoderWeights, place: HeadPlacement, rope_of_layer: Sequence[int]
+) -> NativePass | None:
+    """Make the pass; None: the kernels are not built, or a part of this model has none. `rope_of_layer`: the index of
+    each layer's rotation; empty: nothing is rotated."""
+    has_extras = config.query_multiplier != 1.0 or config.residual_multiplier != 1.0
+    is_plain = config.is_norm_first and not config.has_parallel_residual and not has_extras
+    if not decode_pass_available() or not is_plain or place.native_rows is None:
+        return None
+    layers = []
+    for layer, own in enumerate(weights.layers):
+        rope = rope_of_layer[layer] if rope_of_layer else None
+        parts = _layer_parts(own, rope, layer in config.windowed_layers)
+        if parts is None:
+            return None
+        layers.append(parts)
+    return NativePass(layers, place.native_rows, config, _head_parts(config, weights))
+
+
+def _decode_plan(batch: ForwardBatch) -> PagedPlan | None:
+    step = batch.attention
+    return step.decode_plan if isinstance(step, PagedStep) else None
+
+
+def _head_parts(config: ModelConfig, weights: DecoderWeights) -> HeadParts | None:
+    norm = None if weights.final_norm is None else _native_norm(weights.final_norm)
+    products = _native_parts(weights.lm_head)
+    is_plain = weights.project_out is None and config.logits_divisor == 1.0
+    return HeadParts(norm, products) if norm is not None and products and is_plain else None
+
+
+def _layer_parts(layer: LayerWeights, rope: int | None, is_windowed: bool) -> LayerParts | None:
+    if not isinstance(layer.mlp, FeedForwardPart):
+        return None
+    norms = (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
+    attention_norm, mlp_norm, *post_norms = native = [None if norm is None else _native_norm(norm) for norm in norms]
+    head_norms = None if layer.head_norms is None else layer.head_norms.native_rows
+    products = [_native_parts(product) for product in (layer.qkv, layer.output, *layer.mlp.products)]
+    is_native = all(norm is None or own is not None for norm, own in zip(norms, native, strict=True))
+    is_native &= layer.head_norms is None or head_norms is not None
+    if not is_native or attention_norm is None or mlp_norm is None or not all(products):
+        return None
+    qkv, output, gate_up, down = products
+    return LayerParts(attention_norm, qkv, output, mlp_norm, gate_up, down, rope, is_windowed, head_norms, *post_norms)
+
+
+def _native_norm(norm: Norm) -> NormRows | None:
+    return norm.native_rows if isinstance(norm, LayerNorm | RmsNorm) else None
+
+
+def _native_parts(product: Projection) -> NativeParts:
+    return product.native_parts if isinstance(product, NativeProduct) else ()

@@ -1,0 +1,122 @@
+"""Reads the fields that the config.json of several families share."""
+
+from typing import TypedDict
+
+from alignedserve.core.block_layout import DTYPE_BYTES
+from alignedserve.core.errors import UnsupportedModel
+from alignedserve.runtime.model.json_fields import JsonFields
+from alignedserve.runtime.model.model_config import Activation, Family
+from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
+
+MAX_WIDTH = 1 << 18
+MAX_LAYERS = 1 << 10
+MAX_HEADS = 1 << 12
+MAX_EXPERTS = 1 << 12
+MAX_VOCABULARY = 1 << 22
+
+DEFAULT_WINDOW = 4096
+
+ACTIVATIONS = {
+    "relu": Activation.RELU,
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+
+
+class Sizes(TypedDict):
+    """The sizes that every family has, as arguments of ModelConfig."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    max_position_embeddings: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+
+def read_sizes(fields: JsonFields, family: Family) -> Sizes:
+    """Return the sizes that every family has."""
+    vocab_size = fields.integer("vocab_size", 1, MAX_VOCABULARY)
+    return {
+        "family": family,
+        "vocab_size": vocab_size,
+        "hidden_size": fields.integer("hidden_size", 1, MAX_WIDTH),
+        "num_layers": fields.integer("num_hidden_layers", 1, MAX_LAYERS),
+        "num_heads": fields.integer("num_attention_heads", 1, MAX_HEADS),
+        "max_position_embeddings": fields.integer("max_position_embeddings", 1, MAX_CONTEXT),
+        "dtype": read_dtype(fields),
+        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size),
+    }
+
+
+def read_head_dim(fields: JsonFields, sizes: Sizes) -> int:
+    """Return `head_dim`, or what the hidden size leaves for each head."""
+    if fields.has("head_dim"):
+        return fields.integer("head_dim", 1, MAX_WIDTH)
+    return default_head_dim(fields, sizes)
+
+
+def default_head_dim(fields: JsonFields, sizes: Sizes) -> int:
+    """Return the hidden size divided among the heads."""
+    if sizes["hidden_size"] % sizes["num_heads"]:
+        raise fields.error("num_attention_heads", "must divide hidden_size")
+    return sizes["hidden_size"] // sizes["num_heads"]
+
+
+def read_num_kv_heads(fields: JsonFields, num_heads: int, default: int) -> int:
+    """Return `num_key_value_heads`, which divides the number of heads."""
+    num_kv_heads = fields.integer("num_key_value_heads", 1, num_heads, default)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", "must divide num_attention_heads")
+    return num_kv_heads
+
+
+def read_activation(fields: JsonFields, name: str, default: str) -> Activation:
+    """Return the nonlinearity that field `name` gives."""
+    value = fields.text(name, default)
+    if value not in ACTIVATIONS:
+        raise UnsupportedModel(f"Activation {value!r} ({name}) is not one of {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[value]
+
+
+def read_dtype(fields: JsonFields, default: str = "float32") -> str:
+    """Return the dtype of the files, a key of DTYPE_BYTES."""
+    name = fields.text("dtype", fields.text("torch_dtype", default)).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise UnsupportedModel(f"dtype {name!r} is not one of {', '.join(DTYPE_BYTES)}.")
+    return name
+
+
+def read_window(fields: JsonFields, family: Family, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """Return the size of the sliding window and the layers that have it."""
+    is_optional = family in (Family.MIXTRAL, Family.PHI3)
+    if family in (Family.LLAMA, Family.GRANITE):
+        return None, ()
+    if not fields.flag("use_sliding_window", is_optional or family is Family.MISTRAL):
+        return None, ()
+    if (fields.is_present("sliding_window") or is_optional) and not fields.has("sliding_window"):
+        return None, ()
+    window = fields.integer("sliding_window", 1, MAX_CONTEXT, DEFAULT_WINDOW)
+    layers = read_windowed_layers(fields, num_layers)
+    if layers is None:
+        has_some = family in (Family.QWEN2, Family.QWEN3)
+        first = fields.integer("max_window_layers", 0, MAX_LAYERS, 28) if has_some else 0
+        layers = tuple(range(first, num_layers))
+    return (window, layers) if layers else (None, ())
+
+
+def read_windowed_layers(fields: JsonFields, num_layers: int) -> tuple[int, ...] | None:
+    """Return the layers that `layer_types` gives a window; None: it is absent."""
+    layer_types = fields.texts("layer_types", MAX_LAYERS)
+    if not layer_types:
+        return None
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if unknown or len(layer_types) != num_layers:
+        raise UnsupportedModel("layer_types must name full_attention or sliding_attention for every layer.")
+    return tuple(layer for layer, kind in enumerate(layer_types) if kind == "sliding_attention")

@@ -1,0 +1,207 @@
+"""The layouts of quantised matrices in safetensors files, checked against the config by the files' headers alone.
+
+A matrix [rows, width] of whole numbers is stored, with the scales and zero points of its groups of inputs, as
+
+  compressed-tensors  weight_packed [rows, width / 8] of 4 bits (of 8: width / 4), lowest first, plus 8 (128);
+                      weight_scale [rows, groups]; weight_zero_point [rows / 8, groups], packed alike
+                      or weight [rows, width] int8, with weight_zero_point like weight_scale
+  AWQ                 qweight [width, rows / 8], the outputs of a word in the order 0, 2, 4, 6, 1, 3, 5, 7;
+                      scales [groups, rows]; qzeros [groups, rows / 8] like qweight
+  GPTQ                qweight [width / 8, rows], lowest first; scales [groups, rows];
+                      qzeros [groups, rows / 8], lowest first, smaller by 1; g_idx [width], the group of each input
+
+in words of int32. A value is scale * (number - zero point). FP8 is weight [rows, width] and scales by which it is
+multiplied.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod, WeightScheme
+from alignedserve.runtime.model.weight_index import TensorHeader
+
+_FLOATS = ("F32", "F16", "BF16")
+_WORDS = ("I32",)
+_WEIGHT = ".weight"
+
+
+class Packing(enum.Enum):
+    """How the values of a matrix are stored."""
+
+    ROWS = "weight_packed"
+    INT8 = "weight of 8 bits"
+    FLOAT8 = "weight of FP8"
+    AWQ = "qweight of AWQ"
+    GPTQ = "qweight of GPTQ"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A quantised matrix, as the headers of its tensors say."""
+
+    module: str
+    packing: Packing
+    rows: int
+    width: int
+    scheme: WeightScheme
+    scale_name: str
+    order_name: str | None  # inputs are assigned to groups one by one, by this tensor
+    has_shape: bool = False  # a tensor repeats the shape
+
+    @property
+    def group_size(self) -> int:
+        """Return the number of inputs that share a scale; the last group may have fewer."""
+        size = self.scheme.group_size if self.scheme.block is None else self.scheme.block[1]
+        return size or self.width
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of scales along the inputs."""
+        return -(-self.width // self.group_size)
+
+
+class Headers(Protocol):
+    """The headers of a checkpoint's tensors."""
+
+    def header(self, name: str) -> TensorHeader | None:
+        """Return the form of a tensor; None: there is none of this name."""
+
+
+def has_weight(headers: Headers, name: str) -> bool:
+    """Return whether there is a tensor of this name, or a packed one in its place."""
+    module = name.removesuffix(_WEIGHT)
+    names = [name] if module == name else [name, module + ".weight_packed", module + ".qweight"]
+    return any(headers.header(each) is not None for each in names)
+
+
+class _Expected(NamedTuple):
+    suffix: str
+    shapes: tuple[tuple[int, ...], ...]  # any of them
+    dtypes: tuple[str, ...]
+
+
+def stored_matrix(
+    headers: Headers, quantization: CheckpointQuantization, module: str, shape: tuple[int, int]
+) -> StoredMatrix | None:
+    """Return the layout of a module's weight [rows, width]; None: it is not quantised.
+
+    Raises ModelError naming the tensor that does not fit the config.
+    """
+    packing = _packing(headers, quantization.method, module)
+    if packing is None:
+        return None
+    problems = []
+    # Those with zero points first: others would fit as well.
+    for scheme in sorted(quantization.schemes, key=lambda scheme: scheme.is_symmetric):
+        if scheme.is_float != (packing is Packing.FLOAT8):
+            continue
+        matrix = _matrix(headers, packing, scheme, module, shape)
+        problem = _first_problem(headers, matrix)
+        if problem is None:
+            return matrix
+        problems.append(problem)
+    raise ModelError(problems[0] if problems else f"{module} has a {packing.value}, which no group of the config has.")
+
+
+def _packing(headers: Headers, method: QuantMethod, module: str) -> Packing | None:
+    weight = headers.header(f"{module}.weight")
+    if method in (QuantMethod.AWQ, QuantMethod.GPTQ):
+        found = headers.header(f"{module}.qweight") is not None
+        return (Packing.AWQ if method is QuantMethod.AWQ else Packing.GPTQ) if found else None
+    if method is QuantMethod.COMPRESSED_TENSORS and headers.header(f"{module}.weight_packed") is not None:
+        return Packing.ROWS
+    if weight is None or (weight.dtype in _FLOATS and headers.header(f"{module}.weight_scale") is None):
+        return None
+    if weight.dtype in _FLOATS:
+        raise ModelError(f"{module}.weight is {weight.dtype} and has scales: the checkpoint is not compressed.")
+    return Packing.FLOAT8 if weight.dtype.startswith("F8") else Packing.INT8
+
+
+def _matrix(
+    headers: Headers, packing: Packing, scheme: WeightScheme, module: str, shape: tuple[int, int]
+) -> StoredMatrix:
+    order = {Packing.GPTQ: "g_idx", Packing.ROWS: "weight_g_idx"}.get(packing)
+    names = ("scales",) if packing in (Packing.AWQ, Packing.GPTQ) else ("weight_scale", "weight_scale_inv")
+    return StoredMatrix(
+        module=module,
+        packing=packing,
+        rows=shape[0],
+        width=shape[1],
+        scheme=scheme,
+        scale_name=next((name for name in names if headers.header(f"{module}.{name}") is not None), names[0]),
+        order_name=order if order is not None and headers.header(f"{module}.{order}") is not None else None,
+        has_shape=packing is Packing.ROWS and headers.header(f"{module}.weight_shape") is not None,
+    )
+
+
+def _expected(matrix: StoredMatrix) -> list[_Expected]:
+    """Return the tensors that the matrix consists of."""
+    if matrix.packing is Packing.FLOAT8:
+        return _expected_of_float8(matrix)
+    if matrix.packing in (Packing.AWQ, Packing.GPTQ):
+        return _expected_of_columns(matrix)
+    rows, width, bits = matrix.rows, matrix.width, matrix.scheme.num_bits
+    scales = _scale_shapes(matrix)
+    expected = [_Expected("weight_scale", scales, _FLOATS)]
+    if matrix.packing is Packing.INT8:
+        zeros = [] if matrix.scheme.is_symmetric else [_Expected("weight_zero_point", scales, ("I8",))]
+        return [_Expected("weight", ((rows, width),), ("I8",)), *expected, *zeros]
+    expected.insert(0, _Expected("weight_packed", ((rows, _words(width, bits)),), _WORDS))
+    if not matrix.scheme.is_symmetric:
+        zero_shape = (_words(rows, bits), matrix.num_groups)
+        expected.append(_Expected("weight_zero_point", (zero_shape,), _WORDS))
+    if matrix.order_name is not None:
+        expected.append(_Expected(matrix.order_name, ((width,),), _WORDS))
+    if matrix.has_shape:
+        expected.append(_Expected("weight_shape", ((2,),), ("I64", "I32")))
+    return expected
+
+
+def _expected_of_columns(matrix: StoredMatrix) -> list[_Expected]:
+    rows, width, bits = matrix.rows, matrix.width, matrix.scheme.num_bits
+    is_awq = matrix.packing is Packing.AWQ
+    packed_shape = (width, _words(rows, bits)) if is_awq else (_words(width, bits), rows)
+    expected = [
+        _Expected("qweight", (packed_shape,), _WORDS),
+        _Expected("scales", ((matrix.num_groups, rows),), _FLOATS),
+        _Expected("qzeros", ((matrix.num_groups, _words(rows, bits)),), _WORDS),
+    ]
+    if matrix.order_name is not None:
+        expected.append(_Expected(matrix.order_name, ((width,),), _WORDS))
+    return expected
+
+
+def _expected_of_float8(matrix: StoredMatrix) -> list[_Expected]:
+    block = matrix.scheme.block
+    scales = _scale_shapes(matrix) if block is None else ((-(-matrix.rows // block[0]), matrix.num_groups),)
+    weight = _Expected("weight", ((matrix.rows, matrix.width),), ("F8_E4M3",))
+    return [weight, _Expected(matrix.scale_name, scales, _FLOATS)]
+
+
+def _scale_shapes(matrix: StoredMatrix) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes that scales may have; one for the whole matrix has several."""
+    shape = (matrix.rows, matrix.num_groups)
+    return (shape, (matrix.rows,), (1,), (), (1, 1)) if matrix.scheme.group_size is None else (shape,)
+
+
+def _first_problem(headers: Headers, matrix: StoredMatrix) -> str | None:
+    problems = (_problem(headers, matrix.module, expected) for expected in _expected(matrix))
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _words(count: int, bits: int) -> int:
+    return -(-count * bits // 32)
+
+
+def _problem(headers: Headers, module: str, expected: _Expected) -> str | None:
+    name = f"{module}.{expected.suffix}"
+    found = headers.header(name)
+    if found is None:
+        return f"tensor {name} is missing."
+    if found.dtype not in expected.dtypes:
+        return f"tensor {name} has dtype {found.dtype}, expected {' or '.join(expected.dtypes)}."
+    if found.shape not in expected.shapes:
+        return f"tensor {name} has shape {list(found.shape)}, expected {list(expected.shapes[0])}."
+    return None

@@ -1,0 +1,76 @@
+"""Puts quantised matrices into the forms that kernels multiply, keeping every value as it is.
+
+A group of 4 bits becomes blocks of `kernels.block_formats`: G4_128 where 128 inputs share a scale; otherwise Q4_0 where
+zero points are 8 and scales are float16 numbers; otherwise G4_64 or G4_32. The float32 minimum, -scale * zero point, is
+exact for scales of 16 bits. 8 bits become Q8_0 where scales are float16 numbers.
+"""
+
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.model.packed_products import BlockRows, Float8Rows, Int8Rows
+from alignedserve.runtime.model.quantized.layout import StoredMatrix
+from alignedserve.runtime.model.quantized.product_form import ProductForm, inputs_together
+from alignedserve.runtime.model.quantized.unpacking import Float8Matrix, IntegerMatrix
+
+_BLOCK = 32
+
+
+def packed_integers(matrix: StoredMatrix, integers: IntegerMatrix, form: ProductForm) -> BlockRows | Int8Rows | None:
+    """Return the matrix in this form; None where its values do not allow it."""
+    if form is ProductForm.INT8:
+        return _int8_rows(integers)
+    runs = torch.arange(matrix.width) // matrix.group_size
+    order = None if torch.equal(integers.group_of, runs) else integers.group_of.argsort(stable=True)
+    if order is not None:
+        if not torch.equal(integers.group_of[order], runs):
+            return None
+        integers = integers._replace(numbers=integers.numbers[:, order], group_of=runs)
+    rows = _blocks_of_4(matrix, integers) if form is ProductForm.BLOCKS_4 else _blocks_of_8(matrix, integers)
+    return None if rows is None else rows._replace(order=order)
+
+
+def packed_float8(stored: Float8Matrix) -> Float8Rows:
+    """Return a matrix whose scales are those of rows."""
+    return Float8Rows(stored.values, stored.scales)
+
+
+def _int8_rows(integers: IntegerMatrix) -> Int8Rows | None:
+    if bool((integers.zeros != 128).any()):
+        return None
+    return Int8Rows((integers.numbers ^ 0x80).view(torch.int8), integers.scales[:, 0])
+
+
+def _blocks_of_4(matrix: StoredMatrix, integers: IntegerMatrix) -> BlockRows:
+    blocks = integers.numbers.view(matrix.rows, -1, _BLOCK)
+    quants = blocks[:, :, :16] | blocks[:, :, 16:] << 4
+    together = inputs_together(matrix)
+    if together < 128 and bool((integers.zeros == 8).all()) and _are_halves(integers.scales):
+        heads = _per_block(integers.scales.half(), matrix)[:, :, None]
+        return _rows_of(heads, quants, "Q4_0", matrix)
+    minima = -(integers.scales * integers.zeros.float())
+    heads = _per_block(torch.stack((integers.scales, minima), dim=2), matrix, together)
+    quants = quants.view(matrix.rows, matrix.width // together, together // 2)
+    return _rows_of(heads, quants, f"G4_{together}", matrix)
+
+
+def _blocks_of_8(matrix: StoredMatrix, integers: IntegerMatrix) -> BlockRows | None:
+    if not bool((integers.zeros == 128).all()) or not _are_halves(integers.scales):
+        return None
+    quants = (integers.numbers ^ 0x80).view(matrix.rows, -1, _BLOCK)
+    return _rows_of(_per_block(integers.scales.half(), matrix)[:, :, None], quants, "Q8_0", matrix)
+
+
+def _are_halves(scales: Tensor) -> bool:
+    return torch.equal(scales.half().float(), scales)
+
+
+def _per_block(heads: Tensor, matrix: StoredMatrix, size: int = _BLOCK) -> Tensor:
+    """Return [rows, groups, ...] for every block of `size` inputs."""
+    return heads.repeat_interleave(matrix.group_size // size, 1)[:, : matrix.width // size]
+
+
+def _rows_of(heads: Tensor, quants: Tensor, type_name: str, matrix: StoredMatrix) -> BlockRows:
+    """Put the scales [rows, blocks, n] before the quants [rows, blocks, bytes] of their blocks."""
+    blocks = torch.cat((heads.contiguous().view(torch.uint8), quants), dim=2)
+    return BlockRows(blocks.flatten(1), type_name, matrix.width)

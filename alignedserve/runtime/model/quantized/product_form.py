@@ -1,0 +1,79 @@
+"""The choice of how products with a quantised matrix are computed, and what memory that takes; without torch."""
+
+import enum
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from alignedserve.core.block_layout import DTYPE_BYTES
+from alignedserve.runtime.model.quantized.layout import Packing, StoredMatrix
+
+_HAS_KERNELS = find_spec("kernels._native") is not None
+_BLOCK = 32  # inputs of one block of the kernels
+_NARROW = 128  # float16 scales for every 32 inputs take less than float32 ones for fewer than this, with minima
+_GPU_STEP = 16  # rows and columns of FP8 products on a GPU are multiples of this
+
+
+class ProductForm(enum.Enum):
+    """How products with a matrix are computed."""
+
+    BLOCKS_4 = "in blocks of 4 bits"
+    BLOCKS_8 = "in blocks of 8 bits"
+    INT8 = "in 8 bits"
+    FLOAT8 = "in FP8"
+    UNPACKED = "unpacked"
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """Where and in which dtype a worker computes."""
+
+    device: str
+    dtype: str
+    has_float8: bool = False  # the GPU multiplies FP8
+    has_kernels: bool = _HAS_KERNELS
+
+    @property
+    def _has_blocks(self) -> bool:
+        return not self.device.startswith("cuda") and self.dtype in ("float32", "bfloat16") and self.has_kernels
+
+    def form_of(self, matrix: StoredMatrix) -> ProductForm:
+        """Return how products with this matrix are computed, unless its values turn out to forbid it."""
+        scheme = matrix.scheme
+        if scheme.is_float:
+            is_even = matrix.rows % _GPU_STEP == 0 and matrix.width % _GPU_STEP == 0
+            fits = is_even and scheme.has_8_bit_inputs and scheme.block is None and scheme.group_size is None
+            return ProductForm.FLOAT8 if fits and self.has_float8 else ProductForm.UNPACKED
+        if not self._has_blocks:
+            return ProductForm.UNPACKED
+        fills_blocks = matrix.width % _BLOCK == 0 and matrix.group_size % _BLOCK == 0
+        if scheme.num_bits == 4:
+            return ProductForm.BLOCKS_4 if fills_blocks else ProductForm.UNPACKED
+        if not scheme.is_symmetric:
+            return ProductForm.UNPACKED
+        is_by_row = matrix.num_groups == 1 and matrix.packing is not Packing.GPTQ
+        if is_by_row and scheme.has_8_bit_inputs:
+            return ProductForm.INT8
+        if fills_blocks:
+            return ProductForm.BLOCKS_8
+        return ProductForm.INT8 if is_by_row else ProductForm.UNPACKED
+
+
+def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
+    """Return the bytes of the matrix in memory."""
+    count = matrix.rows * matrix.width
+    if form is ProductForm.UNPACKED:
+        return count * DTYPE_BYTES[dtype]
+    if form is ProductForm.BLOCKS_8:
+        return count * 34 // 32
+    if form is ProductForm.BLOCKS_4:
+        together = inputs_together(matrix)
+        # Scales of a symmetric matrix are nearly always float16 numbers; others have float32 minima beside them.
+        if matrix.scheme.is_symmetric and together < _NARROW:
+            return count * 18 // 32
+        return count // 2 + count // together * 8
+    return count + matrix.rows * 4
+
+
+def inputs_together(matrix: StoredMatrix) -> int:
+    """Return how many inputs share a scale everywhere: 128, 64 or 32."""
+    return next(size for size in (128, 64, _BLOCK) if matrix.width % size == 0 == matrix.group_size % size)

@@ -1,0 +1,43 @@
+"""Random weights of a model's shapes, for benchmarks and tests."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver, assemble_weights
+
+
+class _RandomSource:
+    """Normally distributed weights, ones and zeros where a norm or a bias has them; any name, any shape."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._dtype = dtype
+        self._device = device
+
+    def has(self, name: str) -> bool:
+        return not name.startswith("decoder.")
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        deviation = 1.0 / math.sqrt(shape[1])
+        values = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return values.normal_(0.0, deviation, generator=self._generator)
+
+
+def random_weights(
+    config: ModelConfig,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantization: str | None = None,
+    *,
+    observer: LoadingObserver | None = None,
+) -> DecoderWeights:
+    """Make random weights of the model's shapes, the same for the same seed. No files needed."""
+    return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)), quantization, observer=observer)

@@ -1,0 +1,138 @@
+"""The tensors of a Hugging Face model folder as a source of weights.
+
+Files are read, not mapped: what is read does not count as memory of the process, and a file that becomes shorter
+meanwhile is an error, not a signal that ends the process.
+"""
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.errors import ModelError
+from alignedserve.runtime.device.huge_pages import huge_pages
+from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex
+from kernels.cpu.packed_linear import FileRows
+
+_WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {
+    **_WEIGHT_DTYPES,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_PIECE_BYTES = 16 << 20  # that are read at a time
+
+
+class SafetensorsSource:
+    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.index = WeightIndex(folder)
+
+    def has(self, name: str) -> bool:
+        """Return whether a file holds a tensor of this name."""
+        return name in self.index.file_of
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor, converted and moved. Raises ModelError naming tensor and file."""
+        return _read(name, self._matrix(name, shape), self.dtype).to(self.device)
+
+    def stored(self, name: str) -> Tensor:
+        """Return the tensor as it is stored, on the CPU. Raises ModelError naming tensor and file."""
+        location = self._location(name)
+        return _read(name, location, _DTYPES[location.dtype])
+
+    def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
+        """Return where the matrix lies; None for another device than the CPU. Raises ModelError naming tensor and
+        file."""
+        if self.device.type != "cpu":
+            return None
+        location = self._matrix(name, shape)
+        return FileRows(location.path, location.offset, *shape, _DTYPES[location.dtype])
+
+    def _matrix(self, name: str, shape: tuple[int, ...]) -> TensorLocation:
+        """Look up a tensor of plain floats and of this shape."""
+        found = self._location(name)
+        if found.shape != shape:
+            raise ModelError(f"{found.path}: tensor {name} has shape {list(found.shape)}, expected {list(shape)}.")
+        if found.dtype not in _WEIGHT_DTYPES:
+            stored = _DTYPES[found.dtype]
+            raise ModelError(f"{found.path}: tensor {name} has dtype {stored}, expected a float of 16 or 32 bits.")
+        return found
+
+    def _location(self, name: str) -> TensorLocation:
+        found = self.index.location(name)
+        if found is None:
+            raise ModelError(self._absence(name))
+        if found.dtype not in _DTYPES:
+            raise ModelError(f"{found.path}: tensor {name} has dtype {found.dtype}, which is not supported.")
+        if found.num_bytes != math.prod(found.shape) * _DTYPES[found.dtype].itemsize:
+            raise ModelError(f"{found.path}: tensor {name} has {found.num_bytes} bytes, which is not its shape's.")
+        return found
+
+    def _absence(self, name: str) -> str:
+        packed = (name.removesuffix(".weight") + suffix for suffix in (".qweight", ".weight_packed"))
+        found = next((each for each in packed if self.has(each)), None)
+        if found is None:
+            return f"Tensor {name} is in none of {', '.join(file.name for file in self.index.files)}."
+        return f"{self.index.folder}: {found} is there, but config.json has no quantization_config for it."
+
+
+def _read(name: str, location: TensorLocation, dtype: torch.dtype) -> Tensor:
+    """Read a tensor as `dtype`. Raises ModelError."""
+    try:
+        return _values(location, dtype)
+    except (OSError, EOFError) as error:
+        raise ModelError(f"{location.path}: tensor {name} cannot be read: {error}") from error
+
+
+def _values(location: TensorLocation, dtype: torch.dtype) -> Tensor:
+    stored_dtype = _DTYPES[location.dtype]
+    values = _new_memory(location.shape, dtype)
+    flat, step = values.view(-1), _PIECE_BYTES // stored_dtype.itemsize
+    pieces = range(0, len(flat), step)
+    with location.path.open("rb", buffering=0) as file:
+
+        def read(begin: int) -> None:
+            part = flat[begin : begin + step]
+            stored = part if dtype == stored_dtype else torch.empty_like(part, dtype=stored_dtype)
+            _fill(stored, file.fileno(), location.offset + begin * stored_dtype.itemsize)
+            if stored is not part:
+                part.copy_(stored)
+
+        if dtype == stored_dtype and len(pieces) > 1:
+            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                list(threads.map(read, pieces))
+        else:  # conversions take all cores by themselves
+            for begin in pieces:
+                read(begin)
+    return values
+
+
+def _new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory for a tensor, on huge pages where it is large."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _PIECE_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(huge_pages(num_bytes, populates=False), dtype=dtype).view(shape)
+
+
+def _fill(values: Tensor, file_descriptor: int, offset: int) -> None:
+    left: memoryview[int] = values.view(torch.uint8).numpy().data
+    while left:
+        got = os.preadv(file_descriptor, [left], offset)
+        if not got:
+            raise EOFError("the file has become shorter")
+        left, offset = left[got:], offset + got

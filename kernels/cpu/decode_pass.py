@@ -1,0 +1,164 @@
+"""A step of decodes through all layers of a decoder in one call of the native kernels (kernels/csrc/decode_pass).
+
+A small model computes one token in little more than what a hundred calls from Python and as many wakings of threads
+cost. Here threads are woken once per step. Every row runs through the same kernels as it does part by part, so results
+are the same, bit by bit.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.native import load_native
+from kernels.cpu.paged_attention import PagedPlan
+from kernels.cpu.rows import HeadRows, NormRows
+
+_native = load_native("DecodePass")
+
+NativeParts = tuple[Any, ...]  # native products whose results lie side by side
+
+
+@runtime_checkable
+class NativeProduct(Protocol):
+    """A product that the native kernels may compute."""
+
+    @property
+    def native_parts(self) -> NativeParts:
+        """Return the native products of the same inputs whose results lie side by side; none: PyTorch computes."""
+
+
+class LayerParts(NamedTuple):
+    """The kernels of a layer: attention, then a feed-forward part of two products, each behind a norm."""
+
+    attention_norm: NormRows
+    qkv: NativeParts
+    output: NativeParts
+    mlp_norm: NormRows
+    gate_up: NativeParts
+    down: NativeParts
+    rope: int | None  # index of its rotation; None: nothing is rotated
+    is_windowed: bool
+    head_norms: tuple[NormRows, NormRows] | None = None  # of each query and of each key head
+    attention_post_norm: NormRows | None = None  # of what attention adds to the residual
+    mlp_post_norm: NormRows | None = None  # of what the feed-forward part adds
+
+
+class HeadParts(NamedTuple):
+    """The kernels behind the last layer."""
+
+    norm: NormRows
+    products: NativeParts
+
+
+class CacheSlots(NamedTuple):
+    """The place of the rows of a cache that take new keys and values, which must outlive it; see `slots_of`."""
+
+    keys: int  # addresses, of the first layer
+    values: int
+    layer_bytes: int  # from a layer to the next
+    num_slots: int  # of the layer with the fewest
+    is_int8: bool
+
+
+class PassTimes(NamedTuple):
+    """Seconds of a step, of the time between its beginning and its end."""
+
+    attention_s: float
+    products_s: float
+
+
+def decode_pass_available() -> bool:
+    """Return whether the kernels are built."""
+    return _native is not None
+
+
+class DecodePass:
+    """All layers of a decoder, for rows that decode one token each."""
+
+    __slots__ = ("_dtype", "_head", "_hidden_size", "_kernel", "_num_layers", "_parts", "_place")
+
+    def __init__(
+        self,
+        layers: Sequence[LayerParts],
+        place: HeadRows,
+        hidden_size: int,
+        dtype: torch.dtype,
+        head: HeadParts | None = None,
+    ) -> None:
+        """`dtype` of the rows. `head`: for logits. Raises ValueError for parts that do not fit together."""
+        self._parts = tuple(layers)  # keeps what the kernel refers to
+        self._num_layers = len(self._parts)
+        self._place = place
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._kernel = _native.DecodePass(place.kernel, hidden_size)
+        for layer in self._parts:
+            norms = (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
+            self._kernel.add_layer(
+                [None if norm is None else norm.kernel for norm in norms],
+                [list(parts) for parts in (layer.qkv, layer.output, layer.gate_up, layer.down)],
+                [norm.kernel for norm in layer.head_norms or ()],
+                -1 if layer.rope is None else layer.rope,
+                layer.is_windowed,
+            )
+        self._head = head
+        if head is not None:
+            self._kernel.set_head(head.norm.kernel, list(head.products))
+
+    def run(
+        self,
+        residual: Tensor,
+        attention: PagedPlan,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        slots: Tensor,
+        cached: CacheSlots,
+        logits: Tensor | None = None,
+    ) -> tuple[Tensor, PassTimes]:
+        """Run residual [rows, hidden_size] contiguous, updated in place, through all layers.
+
+        attention  of as many rows, over the blocks that `cached` lies in
+        rotations  cos, sin [rows, 1, rotary_dim / 2] float32 of every rope
+        slots      [rows] int64, all different, see HeadRows; one outside raises ValueError before anything is written
+        logits     [rows, columns of the head] contiguous, to be written; None: the head does not run
+        returns    what the last layer adds to the residual [rows, hidden_size], already added for logits; the times
+        """
+        count = residual.shape[0]
+        assert residual.shape == (count, self._hidden_size), f"not rows of {self._hidden_size}: {residual.shape}"
+        assert residual.dtype == self._dtype, f"rows are {self._dtype}, not {residual.dtype}"
+        assert residual.is_contiguous(), "rows are one run of memory"
+        assert residual.device.type == "cpu", "native kernels run on the CPU"
+        if logits is not None:
+            assert self._head is not None, "a pass without a head"
+            num_columns = sum(product.out_width for product in self._head.products)
+            assert logits.shape == (count, num_columns), f"not rows of {num_columns}: {logits.shape}"
+            assert logits.dtype == self._dtype, f"rows are {self._dtype}, not {logits.dtype}"
+            assert logits.is_contiguous(), "logits are one run of memory"
+        pending = torch.empty_like(residual)
+        times = self._kernel.run(
+            residual.data_ptr(),
+            pending.data_ptr(),
+            0 if logits is None else logits.data_ptr(),
+            count,
+            attention,
+            [self._place.angles(rotation, count) for rotation in rotations],
+            self._place.slots(slots, count),
+            *cached,
+            torch.get_num_threads(),
+        )
+        return pending, PassTimes(*times)
+
+    def slots_of(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheSlots:
+        """Find the place of every layer's keys and values [slots, width] contiguous, as `HeadRows` takes them."""
+        assert len(keys) == len(values) == self._num_layers, "keys and values of every layer"
+        is_int8 = {self._place.is_int8_cache(*both) for both in zip(keys, values, strict=True)}
+        assert len(is_int8) == 1, "layers of one kind"
+        distances = set()
+        for rows in (keys, values):
+            distances |= {after.data_ptr() - before.data_ptr() for before, after in pairwise(rows)}
+        assert len(distances) <= 1, "layers are equally far from one another"
+        num_slots = min(len(rows) for rows in (*keys, *values))
+        layer_bytes = distances.pop() if distances else 0
+        return CacheSlots(keys[0].data_ptr(), values[0].data_ptr(), layer_bytes, num_slots, is_int8.pop())

@@ -1,0 +1,99 @@
+// What a pass through all layers is made of, and what one step reads and writes.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "parts.h"
+
+namespace decode_pass {
+
+constexpr size_t kAlignment = 64;
+constexpr int kProducts = 4;  // of a layer
+
+inline size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Products of the same inputs, whose results lie side by side.
+struct JoinedProduct {
+    std::vector<const Product*> parts;
+
+    int64_t in_width() const { return parts.front()->in_width(); }
+
+    int64_t out_width() const {
+        int64_t width = 0;
+        for (const Product* part : parts) width += part->out_width();
+        return width;
+    }
+
+    size_t rounded_bytes(int64_t num_rows) const {
+        size_t bytes = 0;
+        for (const Product* part : parts) bytes += aligned(part->rounded_bytes(num_rows));
+        return bytes;
+    }
+
+    int64_t num_parts(int64_t num_rows) const {
+        int64_t count = 0;
+        for (const Product* part : parts) count += part->num_parts(num_rows);
+        return count;
+    }
+};
+
+struct Layer {
+    const RowNorm* attention_norm;
+    JoinedProduct qkv;
+    JoinedProduct output;
+    const RowNorm* attention_post_norm;  // of what a half of the layer adds to the residual; or null
+    const RowNorm* mlp_norm;
+    JoinedProduct gate_up;
+    JoinedProduct down;
+    const RowNorm* mlp_post_norm;            // likewise
+    std::vector<const RowNorm*> head_norms;  // of each query head and of each key head; or none
+    int rope;                                // index of its angles; -1: nothing is rotated
+    bool is_windowed;
+
+    const JoinedProduct& product(int index) const {
+        const JoinedProduct* products[kProducts] = {&qkv, &output, &gate_up, &down};
+        return *products[index];
+    }
+};
+
+// A decoder from the first layer's norm to the head.
+struct Model {
+    const Placement& placement;
+    int64_t hidden_size;
+    int64_t element_bytes;
+    std::vector<Layer> layers;
+    const RowNorm* head_norm = nullptr;  // null: logits are computed elsewhere
+    JoinedProduct head;
+};
+
+struct Angles {
+    const float *cos, *sin;
+    int64_t half;
+};
+
+// The slots of layer 0; those of the next layer lie `layer_bytes` further.
+struct CacheSlots {
+    char *keys, *values;
+    int64_t layer_bytes;
+    bool is_int8;
+    const int64_t* slots;  // [rows]
+};
+
+// Rows between the stages of a layer, and the rounded inputs of a product.
+struct Buffers {
+    char *normed, *fused, *attended, *added, *inner, *rounded;
+};
+
+struct Step {
+    char* residual;  // [rows, hidden_size], one run of memory, as are pending and logits
+    char* pending;
+    char* logits;  // or null
+    int64_t num_rows;
+    CacheSlots cache;
+    std::vector<Angles> angles;
+    Attention* attention;
+    Buffers buffers;
+};
+
+}  // namespace decode_pass

@@ -1,0 +1,262 @@
+// The stages of one step, and how threads go through them.
+#pragma once
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "layers.h"
+#include "parts.h"
+#include "stage_parts.h"
+
+namespace decode_pass {
+
+// Up to so many rows are one part of a stage: they take less than waking another thread's attention.
+constexpr int64_t kRowsTogether = 2;
+// A thread that waits for a stage looks so often, some ten microseconds, before it offers its core to others.
+constexpr int kSpins = 1000;
+
+// Seconds of attention and of products, from the beginning of their stages to the end.
+struct Times {
+    using Clock = std::chrono::steady_clock;
+
+    double attention_s = 0.0, products_s = 0.0;
+    Clock::time_point since = Clock::now();
+
+    // Add the time since the last call to `seconds`, if given.
+    void lap(double* seconds) {
+        const Clock::time_point now = Clock::now();
+        if (seconds) *seconds += std::chrono::duration<double>(now - since).count();
+        since = now;
+    }
+};
+
+// The stages of one step, for all threads of the region.
+class StepRun {
+   public:
+    StepRun(const Model& model, const Step& step, int num_threads)
+        : model_(model),
+          step_(step),
+          num_row_parts_(step.num_rows <= kRowsTogether ? 1 : std::min<int64_t>(step.num_rows, num_threads)),
+          head_(int64_t(model.layers.size()) * kStages),
+          end_(head_ + (step.logits ? kHeadStages : 0)),
+          parts_(num_threads) {
+        go_on(-1);
+    }
+
+    // By every thread.
+    void work(int thread) {
+        for (int64_t stage = stage_.load(std::memory_order_acquire); stage < end_;) {
+            int64_t num_done = 0;
+            for (int64_t part = parts_.take(stage, thread); part >= 0; part = parts_.take(stage, thread)) {
+                compute(stage, part);
+                ++num_done;
+            }
+            if (num_done && completes(num_done)) go_on(stage);
+            stage = next_of(stage);
+        }
+    }
+
+    const Times& times() const { return times_; }
+
+   private:
+    // Of a layer, in order.
+    enum Stage {
+        kNormQkv, kQkv, kPlace, kAttend, kMerge, kRoundAttended, kOutput, kPostAttention,
+        kNormMlp, kGateUp, kRoundInner, kDown, kPostMlp, kStages
+    };
+
+    // Behind the last layer.
+    enum HeadStage { kFinalNorm, kHead, kHeadStages };
+
+    // Count parts of the current stage, which does not end before; true: they were the last.
+    bool completes(int64_t num_done) {
+        const int64_t num_parts = num_parts_;
+        return num_done_.fetch_add(num_done, std::memory_order_acq_rel) + num_done == num_parts;
+    }
+
+    // By the thread that completed the stage, alone: do stages of a single part, up to one that is handed out.
+    void go_on(int64_t stage) {
+        while (true) {
+            times_.lap(seconds_of(stage));
+            if (++stage == end_) break;
+            num_parts_ = num_parts(stage);
+            if (num_parts_ > 1) break;
+            if (num_parts_) compute(stage, 0);
+        }
+        num_done_.store(0, std::memory_order_relaxed);
+        if (stage < end_) parts_.restart(stage, num_parts_);
+        stage_.store(stage, std::memory_order_release);
+    }
+
+    // Wait until the stage is another one.
+    int64_t next_of(int64_t stage) const {
+        for (int spins = 0;; ++spins) {
+            const int64_t current = stage_.load(std::memory_order_acquire);
+            if (current != stage) return current;
+            if (spins < kSpins)
+                pause();
+            else
+                sched_yield();
+        }
+    }
+
+    static void pause() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+
+    const Layer& layer_of(int64_t stage) const { return model_.layers[stage / kStages]; }
+
+    double* seconds_of(int64_t stage) {
+        if (stage < 0) return nullptr;
+        if (stage >= head_) return stage == head_ + kHead ? &times_.products_s : nullptr;
+        switch (stage % kStages) {
+            case kQkv:
+            case kOutput:
+            case kGateUp:
+            case kDown: return &times_.products_s;
+            case kAttend:
+            case kMerge: return &times_.attention_s;
+            default: return nullptr;
+        }
+    }
+
+    int64_t num_parts(int64_t stage) const {
+        if (stage >= head_) return stage == head_ + kHead ? model_.head.num_parts(step_.num_rows) : num_row_parts_;
+        const Layer& layer = layer_of(stage);
+        switch (stage % kStages) {
+            case kQkv: return layer.qkv.num_parts(step_.num_rows);
+            case kOutput: return layer.output.num_parts(step_.num_rows);
+            case kGateUp: return layer.gate_up.num_parts(step_.num_rows);
+            case kDown: return layer.down.num_parts(step_.num_rows);
+            case kAttend: begin_attention(stage / kStages); return step_.attention->num_pieces();
+            case kMerge: return step_.attention->num_merges();
+            case kPostAttention: return layer.attention_post_norm ? num_row_parts_ : 0;
+            case kPostMlp: return layer.mlp_post_norm ? num_row_parts_ : 0;
+            default: return num_row_parts_;
+        }
+    }
+
+    void compute(int64_t stage, int64_t part) const {
+        const Buffers& rows = step_.buffers;
+        if (stage == head_ + kFinalNorm) return normalise(*model_.head_norm, step_.pending, model_.head, part);
+        if (stage == head_ + kHead) return multiply(model_.head, rows.normed, step_.logits, part);
+        const Layer& layer = layer_of(stage);
+        switch (stage % kStages) {
+            case kNormQkv: return normalise(*layer.attention_norm, stage ? step_.pending : nullptr, layer.qkv, part);
+            case kQkv: return multiply(layer.qkv, rows.normed, rows.fused, part);
+            case kPlace: return place(stage / kStages, part);
+            case kAttend: return step_.attention->attend(part);
+            case kMerge: return step_.attention->merge(part);
+            case kRoundAttended: return round(layer.output, rows.attended, part);
+            case kOutput: return multiply(layer.output, rows.attended, rows.added, part);
+            case kPostAttention: return normalise_in_place(*layer.attention_post_norm, rows.added, part);
+            case kNormMlp: return normalise(*layer.mlp_norm, rows.added, layer.gate_up, part);
+            case kGateUp: return multiply(layer.gate_up, rows.normed, rows.inner, part);
+            case kRoundInner: return round(layer.down, rows.inner, part);
+            case kDown: return multiply(layer.down, rows.inner, step_.pending, part);
+            case kPostMlp: return normalise_in_place(*layer.mlp_post_norm, step_.pending, part);
+        }
+    }
+
+    int64_t first_row(int64_t part) const { return step_.num_rows * part / num_row_parts_; }
+
+    // normed = norm(residual += added), if anything is added; rounded for the product.
+    void normalise(const RowNorm& norm, const char* added, const JoinedProduct& product, int64_t part) const {
+        const int64_t row_bytes = model_.hidden_size * model_.element_bytes;
+        const rows::NormRows call{added ? added : step_.residual, row_bytes,           added ? step_.residual : nullptr,
+                                  row_bytes,                      step_.buffers.normed, row_bytes};
+        norm.normalise(call, first_row(part), first_row(part + 1));
+        round(product, step_.buffers.normed, part);
+    }
+
+    void normalise_in_place(const RowNorm& norm, char* rows, int64_t part) const {
+        const int64_t row_bytes = model_.hidden_size * model_.element_bytes;
+        norm.normalise({rows, row_bytes, nullptr, 0, rows, row_bytes}, first_row(part), first_row(part + 1));
+    }
+
+    void round(const JoinedProduct& product, const char* x, int64_t part) const {
+        on_calls(product, x, nullptr, [&](const Product& own, const ProductCall& call) {
+            own.round(call, first_row(part), first_row(part + 1));
+            return true;
+        });
+    }
+
+    void multiply(const JoinedProduct& product, const char* x, char* out, int64_t part) const {
+        on_calls(product, x, out, [&](const Product& own, const ProductCall& call) {
+            const int64_t count = own.num_parts(step_.num_rows);
+            if (part < count) own.multiply(call, part);
+            return (part -= count) >= 0;
+        });
+    }
+
+    // work(product, call) for each of the joined ones, until it returns false.
+    template <typename Work>
+    void on_calls(const JoinedProduct& product, const char* x, char* out, const Work& work) const {
+        const int64_t size = model_.element_bytes;
+        ProductCall call{x,   product.in_width() * size,  step_.buffers.rounded,           out,
+                         product.out_width() * size, step_.num_rows, model_.placement.is_bfloat16()};
+        for (const Product* own : product.parts) {
+            if (!work(*own, call)) return;
+            call.rounded += aligned(own->rounded_bytes(step_.num_rows));
+            if (out) call.out += own->out_width() * size;
+        }
+    }
+
+    // Each query and key head by itself, in place.
+    void normalise_heads(const std::vector<const RowNorm*>& norms, int64_t row) const {
+        const int64_t head_dim = model_.placement.head_dim(), head_bytes = head_dim * model_.element_bytes;
+        const int64_t num_heads = model_.placement.query_width() / head_dim;
+        const int64_t kv_heads = (model_.placement.width() / head_dim - num_heads) / 2;
+        char* heads = step_.buffers.fused + row * model_.placement.width() * model_.element_bytes;
+        char* keys = heads + num_heads * head_bytes;
+        norms[0]->normalise({heads, head_bytes, nullptr, 0, heads, head_bytes}, 0, num_heads);
+        norms[1]->normalise({keys, head_bytes, nullptr, 0, keys, head_bytes}, 0, kv_heads);
+    }
+
+    void place(int64_t layer, int64_t part) const {
+        const std::vector<const RowNorm*>& norms = model_.layers[layer].head_norms;
+        for (int64_t row = first_row(part); !norms.empty() && row < first_row(part + 1); ++row)
+            normalise_heads(norms, row);
+        const CacheSlots& cache = step_.cache;
+        const int rope = model_.layers[layer].rope;
+        rows::HeadRows call{};
+        call.heads = step_.buffers.fused;
+        call.row_bytes = model_.placement.width() * model_.element_bytes;
+        if (rope >= 0) {
+            call.cos = step_.angles[rope].cos;
+            call.sin = step_.angles[rope].sin;
+            call.half = step_.angles[rope].half;
+        }
+        call.slots = cache.slots;
+        call.keys = cache.keys + layer * cache.layer_bytes;
+        call.values = cache.values + layer * cache.layer_bytes;
+        call.is_int8 = cache.is_int8;
+        model_.placement.place(call, first_row(part), first_row(part + 1));
+    }
+
+    void begin_attention(int64_t layer) const {
+        step_.attention->begin(int(layer), model_.layers[layer].is_windowed,
+                               reinterpret_cast<uintptr_t>(step_.buffers.fused), model_.placement.width(),
+                               reinterpret_cast<uintptr_t>(step_.buffers.attended), model_.placement.query_width());
+    }
+
+    const Model& model_;
+    const Step& step_;
+    const int64_t num_row_parts_;
+    const int64_t head_;  // the first stage behind the layers
+    const int64_t end_;
+    Times times_;  // written by the thread that goes on, as num_parts_
+    int64_t num_parts_ = 0;
+    StageParts parts_;
+    alignas(64) std::atomic<int64_t> stage_{0};
+    alignas(64) std::atomic<int64_t> num_done_{0};
+};
+
+}  // namespace decode_pass

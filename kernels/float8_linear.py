@@ -1,0 +1,69 @@
+"""Matrix products with weights of FP8 (e4m3), by `torch._scaled_mm`: on GPUs of compute capability 8.9 and later.
+
+Inputs are rounded on every call to FP8 with one scale per row, so that what shares the batch never changes a row's
+result; weights have one scale per output.
+
+Worked example: an input row [0.5, -448 * 0.5] has scale 0.5 and becomes [1, -448]; a weight row [2, 1] of scale 0.25
+gives (1 * 2 - 448 * 1) * 0.5 * 0.25 = -55.75.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.activation import ACTIVATIONS, Gated
+
+_LARGEST = 448.0
+_SMALLEST_SCALE = 1e-12  # of a row of zeros
+_FIRST_CAPABILITY = (8, 9)
+
+
+def has_float8_products(device: torch.device | str) -> bool:
+    """Return whether this device is a GPU that multiplies FP8."""
+    device = torch.device(device)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+
+
+class Float8Linear:
+    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], of dtype `dtype`.
+
+    With gates: activation(gate) * up, of a weight whose first half makes the gates.
+    """
+
+    __slots__ = ("_bias", "_dtype", "_scales", "_then", "_weight", "in_width", "out_width")
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scales: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        activation: str | None = None,
+        is_gated: bool = False,
+    ) -> None:
+        """`weight` float8_e4m3fn [columns, in_width], both multiples of 16, and `scales` float32 [columns]: kept;
+        `bias` [columns]. `activation`: a name in ACTIVATIONS, needed with gates."""
+        assert weight.dtype == torch.float8_e4m3fn, f"not FP8: {weight.dtype}"
+        columns, self.in_width = weight.shape
+        assert columns % 16 == 0 == self.in_width % 16, f"not multiples of 16: {tuple(weight.shape)}"
+        self.out_width = columns // 2 if is_gated else columns
+        self._weight, self._scales, self._dtype = weight.contiguous().T, scales.float()[None, :].contiguous(), dtype
+        self._bias = None if bias is None else bias.to(dtype)
+        self._then: Callable[[Tensor], Tensor] | None = None if activation is None else ACTIVATIONS[activation]
+        if is_gated:
+            assert activation is not None, "gates without a nonlinearity"
+            self._then = Gated(activation, dtype, weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
+        scales = x.abs().amax(dim=1, keepdim=True).float().div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
+        rounded = (x / scales).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+        product: Tensor = torch._scaled_mm(
+            rounded, self._weight, scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
+        )
+        product = product.to(self._dtype)
+        if self._bias is not None:
+            product = product + self._bias
+        return product if self._then is None else self._then(product)

@@ -1,0 +1,120 @@
+"""Refusals of the pass through all layers; its results are compared in runtime/engine/test_native_pass.py."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.block_quantized_linear import BlockQuantizedLinear
+from kernels.cpu.decode_pass import CacheSlots, DecodePass, LayerParts, decode_pass_available
+from kernels.cpu.paged_attention import PagedAttention, PagedPlan, supported_levels
+from kernels.cpu.rows import HeadRows, NormRows
+from tests.support.block_weights import random_blocks
+
+pytestmark = pytest.mark.skipif(not decode_pass_available(), reason="the native kernels are not built")
+
+WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, BLOCKS, BLOCK_SIZE = 64, 4, 2, 16, 96, 8, 4
+NUM_LAYERS = 2
+
+
+def norm(width: int = WIDTH, dtype: torch.dtype = torch.float32) -> NormRows:
+    return NormRows(torch.ones(width, dtype=dtype), None, 1e-5, is_rms=True, level=supported_levels()[0])
+
+
+def product(columns: int, width: int) -> tuple[Any, ...]:
+    return BlockQuantizedLinear(random_blocks("Q8_0", columns, width), "Q8_0", width).native_parts
+
+
+def layer(**changed: Any) -> LayerParts:
+    qkv, output = product((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH), product(WIDTH, HEADS * HEAD_DIM)
+    parts = LayerParts(norm(), qkv, output, norm(), product(INNER, WIDTH), product(WIDTH, INNER), None, False)
+    return parts._replace(**changed)
+
+
+def make_pass(*layers: LayerParts) -> DecodePass:
+    place = HeadRows(HEADS, KV_HEADS, HEAD_DIM, torch.float32, level=supported_levels()[0])
+    return DecodePass(layers, place, WIDTH, torch.float32)
+
+
+class Cache(NamedTuple):
+    blocks: Tensor
+    slots: CacheSlots
+    attention: PagedAttention
+
+    def plan(self, num_rows: int) -> PagedPlan:
+        tables = np.arange(BLOCKS, dtype=np.int64).reshape(-1, 1)
+        rows = np.arange(num_rows, dtype=np.int64)
+        return self.attention.plan_decode(tables, rows, np.ones(num_rows, np.int64), None, 1)
+
+
+def cache_for(own: DecodePass, num_layers: int = NUM_LAYERS) -> Cache:
+    blocks = torch.zeros(BLOCKS, num_layers, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    runs = [blocks.view(-1)[start:] for start in range(0, blocks[0].numel(), BLOCK_SIZE * KV_HEADS * HEAD_DIM)]
+    rows = [run.view(-1, KV_HEADS * HEAD_DIM) for run in runs]
+    attention = PagedAttention(blocks, group=HEADS // KV_HEADS, level=supported_levels()[0])
+    return Cache(blocks, own.slots_of(rows[::2], rows[1::2]), attention)
+
+
+def run(own: DecodePass, cache: Cache, slots: list[int], num_planned: int | None = None) -> Tensor:
+    residual = torch.randn(len(slots), WIDTH, generator=torch.Generator().manual_seed(0))
+    plan = cache.plan(len(slots) if num_planned is None else num_planned)
+    return own.run(residual, plan, [], torch.tensor(slots), cache.slots)[0]
+
+
+def test_rows_do_not_depend_on_one_another() -> None:
+    own = make_pass(layer(), layer())
+    stride = 2 * NUM_LAYERS * BLOCK_SIZE
+    together = run(own, cache_for(own), [0, stride, 2 * stride])
+    assert together.isfinite().all()
+    assert torch.equal(run(own, cache_for(own), [0]), together[:1])
+
+
+@pytest.mark.parametrize("slot", [-1, 10**12])
+def test_a_slot_outside_the_storage_is_refused_and_nothing_written(slot: int) -> None:
+    own = make_pass(layer(), layer())
+    cache = cache_for(own)
+    with pytest.raises(ValueError, match="slot"):
+        run(own, cache, [0, slot])
+    assert not cache.blocks.any()
+
+
+def test_attention_of_other_rows_or_layers_is_refused() -> None:
+    own = make_pass(layer(), layer())
+    with pytest.raises(ValueError, match="attention"):
+        run(own, cache_for(own), [0, 16], num_planned=1)
+    three = make_pass(layer(), layer(), layer())
+    with pytest.raises(ValueError, match="attention"):
+        own.run(
+            torch.zeros(1, WIDTH),
+            cache_for(three, 3).plan(1),
+            [],
+            torch.zeros(1, dtype=torch.int64),
+            cache_for(own).slots,
+        )
+
+
+def test_missing_rotations_are_refused() -> None:
+    own = make_pass(layer(), layer(rope=0))
+    with pytest.raises(ValueError, match="angles"):
+        run(own, cache_for(own), [0])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: {"attention_norm": norm(48)},
+        lambda: {"mlp_norm": norm(dtype=torch.bfloat16)},
+        lambda: {"qkv": product(32, WIDTH)},
+        lambda: {"output": product(WIDTH, 32)},
+        lambda: {"output": product(32, WIDTH)},
+        lambda: {"gate_up": product(32, WIDTH)},
+        lambda: {"down": product(32, INNER)},
+        lambda: {"gate_up": ()},
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(changed: Callable[[], dict[str, Any]]) -> None:
+    with pytest.raises(ValueError, match=r"a norm of|product"):
+        make_pass(layer(**changed()))

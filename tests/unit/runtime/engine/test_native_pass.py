@@ -1,0 +1,125 @@
+"""Decodes through all layers in one call of the native kernels: the same bits as layer by layer."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from alignedserve.core.request import SampledToken, SamplingParams
+from alignedserve.runtime.attention.backend import TORCH
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.forward_batch import ForwardBatch
+from alignedserve.runtime.engine.native_pass import NativePass
+from kernels.cpu.decode_pass import decode_pass_available
+from kernels.cpu.paged_attention import supported_levels
+from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.skipif(not decode_pass_available(), reason="the native kernels are not built")
+
+# Of all norms, biases, windows, and two rotary embeddings.
+FAMILIES = ("llama", "opt", "mistral_window", "qwen2_window", "qwen3", "gemma3_text", "phi3")
+# Of embedding and last product; queries, keys, values, attention's output, gates, ups.
+BLOCKS = (("Q4_1",), ("Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K"), ("Q8_0", *["Q4_0"] * 6))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    def make(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        make_tiny_model(folder, family)
+        config = json.loads((folder / "config.json").read_text())
+        if "query_pre_attn_scalar" in config:  # as models of 1B and 4B have it; others scale queries apart
+            config["query_pre_attn_scalar"] = config["head_dim"]
+            (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return cache(make)
+
+
+def logits_of(decoder: Decoder, *, attention: str | None = None, cache_dtype: str | None = None) -> torch.Tensor:
+    """Logits of a prompt in a chunk, and of decodes of one to three rows, some past a window and past a block."""
+    probe = LogitsProbe(decoder, attention=attention or supported_levels()[0], cache_dtype=cache_dtype)
+    for seed, (name, count) in enumerate({"a": 41, "b": 7, "c": 22}.items()):
+        probe.add(name, random_tokens(seed, count, 128))
+    probe.step(a=5, b=1, c=3)
+    for step in range(36):
+        probe.step(**{name: 1 for name, last in {"a": 36, "b": 6, "c": 19}.items() if step < last})
+    return torch.cat([probe.logits(name) for name in "abc"])
+
+
+def in_one_call_and_by_layers(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, cache_dtype: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    suited: list[bool] = []
+    suits = NativePass.suits
+
+    def noted(self: NativePass, batch: ForwardBatch) -> bool:
+        suited.append(suits(self, batch))
+        return suited[-1]
+
+    monkeypatch.setattr(NativePass, "suits", noted)
+    fused = logits_of(decoder, cache_dtype=cache_dtype)
+    assert suited == [False] + [True] * 36, "the prompt alone goes layer by layer"
+    monkeypatch.setattr(NativePass, "suits", lambda self, batch: False)
+    return fused, logits_of(decoder, cache_dtype=cache_dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits_as_layer_by_layer(
+    family: str, dtype: str, threads: int, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = tiny_decoder(folder_of(family), dtype)
+    torch.set_num_threads(threads)
+    try:
+        fused, separate = in_one_call_and_by_layers(decoder, monkeypatch)
+    finally:
+        torch.set_num_threads(1)
+    assert fused.isfinite().all()
+    assert torch.equal(fused, separate)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_and_cache_of_8_bits(
+    dtype: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused, separate = in_one_call_and_by_layers(tiny_decoder(folder_of("llama"), dtype, "int8"), monkeypatch, "int8")
+    assert torch.equal(fused, separate)
+
+
+@pytest.mark.parametrize("types", BLOCKS)
+def test_weights_in_blocks(types: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = tiny_decoder(write_tiny_gguf(tmp_path / "tiny.gguf", types=types), "bfloat16")
+    fused, separate = in_one_call_and_by_layers(decoder, monkeypatch)
+    assert torch.equal(fused, separate)
+
+
+def test_another_attention_backend_goes_layer_by_layer(folder_of: Callable[[str], Path]) -> None:
+    decoder = tiny_decoder(folder_of("llama"))
+    assert torch.allclose(logits_of(decoder, attention=TORCH), logits_of(decoder), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_log_probabilities_with_the_head_in_the_call_and_apart(
+    family: str, dtype: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = tiny_decoder(folder_of(family), dtype)
+    sampling = SamplingParams(temperature=0.0, max_tokens=100, num_logprobs=3)
+
+    def generated() -> list[SampledToken]:
+        tiny = TinyEngine(decoder)
+        tiny.add("other", random_tokens(2, 9, 128))
+        tiny.step(other=9)
+        tiny.add("own", random_tokens(1, 12, 128), sampling)
+        return tiny.generate("own", 20, "other")
+
+    together = generated()
+    monkeypatch.setattr(NativePass, "suits", lambda self, batch: False)
+    assert generated() == together

@@ -1,0 +1,98 @@
+"""Logits of quantised checkpoints against transformers with the values that the files stand for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.quantized.source import QuantizedSource
+from alignedserve.runtime.model.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weight_loader import assemble_weights
+from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
+from kernels.float8_linear import Float8Linear
+from tests.support.marks import slow
+from tests.support.quantized_checkpoints import FORMATS, quantize_folder
+from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.tiny_models import make_tiny_model
+
+DEFAULT_FORMATS = ("w8a8", "w4a16 with zero points", "fp8 static, by tensor", "awq", "gptq desc_act", "gptq of 8 bits")
+TOKENS = random_tokens(1, 23)
+FAMILIES = ("gpt_neox", "qwen3_moe", *slow("llama_mha", "qwen2", "phi3", "opt", "gemma3_text", "mixtral"))
+
+
+def made(folder: Path, family: str, name: str) -> Tensor:
+    """Write a quantised checkpoint; return the logits of transformers from its values."""
+    model: Any = make_tiny_model(folder, family)
+    values = quantize_folder(folder, FORMATS[name])
+    fused = "experts.gate_up_proj"  # as transformers holds experts; they are loaded from the rewritten folder instead
+    if any(fused in key for key in model.state_dict()):
+        return _logits(_reloaded(model, values, folder / "plain"))
+    model.load_state_dict(values, strict=False)
+    return _logits(model)
+
+
+def _reloaded(model: Any, values: dict[str, Tensor], plain: Path) -> Any:
+    model.config.save_pretrained(plain)
+    save_file({name: value.clone() for name, value in values.items()}, plain / "model.safetensors", {"format": "pt"})
+    return type(model).from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
+
+
+def _logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model.eval()(torch.tensor([TOKENS])).logits[0]
+    return logits
+
+
+def logits_of(decoder: Decoder) -> Tensor:
+    probe = LogitsProbe(decoder)
+    probe.add("a", TOKENS)
+    probe.step(a=len(TOKENS))
+    return probe.logits("a").float()
+
+
+def unpacked(folder: Path) -> Decoder:
+    config = read_config(folder)
+    plain = SafetensorsSource(folder, torch.float32, torch.device("cpu"))
+    assert config.stored_quantization is not None
+    names = PARAMETER_NAMES[config.family]
+    source = QuantizedSource(plain, config.stored_quantization, names, unpacks_all=True)
+    return Decoder(config, assemble_weights(config, source, packed=source))
+
+
+def error(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", [*DEFAULT_FORMATS, *slow(*sorted(FORMATS.keys() - set(DEFAULT_FORMATS)))])
+def test_every_format(name: str, tmp_path: Path) -> None:
+    expected = made(tmp_path, "llama", name)
+    assert float((logits_of(unpacked(tmp_path)) - expected).abs().max() / expected.abs().max()) < 1e-5
+    # Inputs are rounded to 8 bits; nothing else is.
+    assert error(logits_of(tiny_decoder(tmp_path)), expected) < 0.03
+    assert error(logits_of(tiny_decoder(tmp_path, "bfloat16")), expected) < 0.04
+
+
+@pytest.mark.parametrize("name", ["gptq desc_act, different orders", *slow("w8a8", "fp8", "awq")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, name: str, tmp_path: Path) -> None:
+    expected = made(tmp_path, family, name)
+    assert float((logits_of(unpacked(tmp_path)) - expected).abs().max() / expected.abs().max()) < 1e-5
+    # Near a tie, rounded inputs make a router choose other experts.
+    assert error(logits_of(tiny_decoder(tmp_path)), expected) < (0.2 if family == "mixtral" else 0.03)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 static, by tensor"])
+def test_products_in_fp8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that multiplies FP8: a CPU computes the same product."""
+    expected = made(tmp_path, "llama_mha", name)
+    monkeypatch.setattr("alignedserve.runtime.model.quantized.source.has_float8_products", lambda device: True)
+    config = read_config(tmp_path)
+    weights = load_weights(tmp_path, config, torch.bfloat16)
+    assert all(isinstance(product, Float8Linear) for product in weights.layer_projections)
+    assert error(logits_of(Decoder(config, weights)), expected) < 0.1
