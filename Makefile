@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo chat eval test test-all faults check format bench install install-dev clean
+.PHONY: serve demo cluster-demo chat eval test test-all faults check format bench install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -24,6 +24,9 @@ demo: install  ## replay two minutes of a real trace and check every answer
 
 chat: install  ## talk to what `make serve` started
 	@$(BIN)/alignedserve chat
+
+cluster-demo: install  ## `ray up` on three hosts of namespaces, a checked trace, a host that is lost (as root)
+	@$(BIN)/python -m alignedserve.evaluation.cluster_demo
 
 eval: install  ## the pocket model's accuracy per skill, through the running system
 	@$(BIN)/alignedserve eval pocket

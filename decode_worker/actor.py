@@ -9,7 +9,7 @@ from alignedserve.runtime.engine.model_executor import ModelExecutor, engine_siz
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.addresses import ROUTER
-from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
+from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
 from alignedserve.worker_core.registration import registration_of
 from decode_worker.colocated.service import ColocatedWorker
@@ -34,11 +34,12 @@ class DecodeWorkerActor(ActorHost):
         """`prefillers`: names of the prefill workers."""
         layout = served.block_layout(engine_config.block_size)
         sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
+        pool_name = process_spec.pool_name
 
         async def build() -> DecodeWorker:
             executor = ModelExecutor(served, sizes, process_spec.progress_path())
             registered = registration_of(
-                layout, executor.num_blocks, config.max_running_requests, POOL, can_decode=True
+                layout, executor.num_blocks, config.max_running_requests, pool_name, can_decode=True
             )
             make = partial(
                 make_logic,
@@ -52,16 +53,11 @@ class DecodeWorkerActor(ActorHost):
             worker = DecodeWorker(
                 make=make,
                 executor=executor,
-                pool_name=POOL,
+                pool_name=pool_name,
                 process_spec=process_spec,
                 transport=engine_config.kv_transport,
             )
-            addresses = process_spec.addresses
-            await worker.start(
-                router_at=addresses.of(ROUTER),
-                pool_at=addresses.of(POOL),
-                prefillers_at=[addresses.of(name) for name in prefillers],
-            )
+            await worker.start(router_at=ROUTER, pool_at=pool_name, prefillers_at=prefillers)
             return worker
 
         super().__init__(process_spec, build)
@@ -103,7 +99,7 @@ class ColocatedWorkerActor(ActorHost):
                 measured=executor.measure_iterations(engine_config.calibration_s),
             )
             worker = ColocatedWorker(make=make, executor=executor, process_spec=process_spec)
-            await worker.start(router_at=process_spec.addresses.of(ROUTER))
+            await worker.start(router_at=ROUTER)
             return worker
 
         super().__init__(process_spec, build)

@@ -174,7 +174,8 @@ class DecodeLogic:
                 return self._abort(message.request_id, message.attempt)
             case ArenaOffered():
                 if peer != self._registered.pool_name:
-                    self._candidates.space.opened(peer, message.num_blocks)
+                    is_far = message.pool_name not in ("", self._registered.pool_name)
+                    self._candidates.space.opened(peer, message.num_blocks, is_far=is_far)
                 return [MapArena(peer, message)]
             case BlocksPrefetched():
                 missed = self._candidates.prefetched(message)

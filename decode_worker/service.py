@@ -33,11 +33,10 @@ class DecodeWorker:
         self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
         self._pool_name = pool_name
-        identity = process_spec.identity()
-        self._copier: BlockCopier = executor.copier(identity, transport=transport)
+        self._copier: BlockCopier = executor.copier(process_spec.identity(), transport=transport)
         self.iteration_log = logic.iteration_log
         self._driver: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
-            logic, identity, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
+            logic, process_spec, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, router_at: str, pool_at: str, prefillers_at: Sequence[str]) -> None:

@@ -82,7 +82,7 @@ class Candidate(WorkerRequest):
     pool_copy: BlockCopy | None = None
     slot: BufferSlot | None = None
     buffer_copy: BlockCopy | None = None
-    must_stay: bool = False  # the pool had no free blocks for it
+    must_stay: bool = False  # the pool had no free blocks for it, or is not beside its buffer
     has_lost_pool: bool = False  # while it was on its way back there
     may_prefetch: bool = True  # a prefill worker that has lost the pool answers at once, again and again
 

@@ -4,7 +4,7 @@ import ray
 
 from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.kv.shm_arena import arena_path
+from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.process_spec import ProcessSpec
@@ -26,7 +26,7 @@ class KvPoolActor(ActorHost):
                 arena_path=arena_path(process_spec.cluster_id, process_spec.name),
                 process_spec=process_spec,
             )
-            await pool.start(listen_at=process_spec.own_address(), router_at=process_spec.addresses.of(ROUTER))
+            await pool.start(listen_at=process_spec.name, router_at=ROUTER)
             return pool
 
         super().__init__(process_spec, build)

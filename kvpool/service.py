@@ -48,7 +48,7 @@ class KvPool:
             first_lease=1 + secrets.randbelow(_MAX_FIRST_LEASE),
         )
         self._driver: LogicDriver[CommonEvent, SetBlockGeneration] = LogicDriver(
-            make(), process_spec.identity(), Codec(PoolInbound), self._perform, process_spec.recorder(make)
+            make(), process_spec, Codec(PoolInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, listen_at: str, router_at: str) -> None:

@@ -10,7 +10,7 @@ from alignedserve.runtime.kv.candidate_memory import BufferSizes, CandidateMemor
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.addresses import ROUTER
-from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
+from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
 from alignedserve.worker_core.registration import registration_of
 from prefill_worker.factory import buffer_blocks_of, make_logic
@@ -26,18 +26,24 @@ class PrefillWorkerActor(ActorHost):
         config: PrefillWorkerConfig,
         scheduling: SchedulingConfig,
         engine_config: EngineConfig,
-        num_decode_workers: int,
+        decoders: tuple[str, ...],
+        num_far_decoders: int,
         served: ServedModel,
         process_spec: ProcessSpec,
     ) -> None:
+        """`decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have."""
         sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
         layout = served.block_layout(engine_config.block_size)
-        buffer_blocks = buffer_blocks_of(config, layout, num_decode_workers)
+        pool_name = process_spec.pool_name
+        # Those of other nodes together have as much as one of this node.
+        buffer_blocks = buffer_blocks_of(config, layout, len(decoders) + min(num_far_decoders, 1))
+        far_blocks = buffer_blocks // max(num_far_decoders, 1)
+        buffers = BufferSizes(buffer_blocks, engine_config.kv_transport, frozenset(decoders), far_blocks)
 
         async def build() -> PrefillWorker:
             executor = ModelExecutor(served, sizes, process_spec.progress_path())
             registered = registration_of(
-                layout, executor.num_blocks, config.max_running_requests, POOL, can_prefill=True
+                layout, executor.num_blocks, config.max_running_requests, pool_name, can_prefill=True
             )
             make = partial(
                 make_logic,
@@ -50,14 +56,11 @@ class PrefillWorkerActor(ActorHost):
             worker = PrefillWorker(
                 make=make,
                 executor=executor,
-                memory=CandidateMemory(layout, BufferSizes(buffer_blocks, engine_config.kv_transport), process_spec),
-                pool_name=POOL,
+                memory=CandidateMemory(layout, buffers, process_spec),
+                pool_name=pool_name,
                 process_spec=process_spec,
             )
-            addresses = process_spec.addresses
-            await worker.start(
-                listen_at=process_spec.own_address(), router_at=addresses.of(ROUTER), pool_at=addresses.of(POOL)
-            )
+            await worker.start(listen_at=process_spec.name, router_at=ROUTER, pool_at=pool_name)
             return worker
 
         super().__init__(process_spec, build)

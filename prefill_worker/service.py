@@ -28,13 +28,12 @@ class PrefillWorker:
         process_spec: ProcessSpec,
     ) -> None:
         """`make`: makes its logic, out of what can be recorded."""
-        identity = process_spec.identity()
         self._executor = executor
         self._memory = memory
-        self._copier = executor.copier(identity)
+        self._copier = executor.copier(process_spec.identity())
         self._pool_name = pool_name
         self._driver: LogicDriver[CommonEvent | PrefillEvent, WorkCommand] = LogicDriver(
-            make(), identity, Codec(PrefillWorkerInbound), self._perform, process_spec.recorder(make)
+            make(), process_spec, Codec(PrefillWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:

@@ -18,7 +18,7 @@ class RouterActor(ActorHost):
     ) -> None:
         async def build() -> Router:
             router = Router(config=config, batching=batching, served=served, process_spec=process_spec)
-            await router.start(listen_at=process_spec.own_address())
+            await router.start(listen_at=process_spec.name)
             return router
 
         super().__init__(process_spec, build)

@@ -286,7 +286,9 @@ class RouterLogic:
 
     def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
         pool = self._placement.copy_of(tracked)
-        decoder = self._bypass.target(tracked.request, tracked.num_prefill_tokens, self._placement.workers.values())
+        decoder = None
+        for able in self._placement.by_distance(worker):
+            decoder = decoder or self._bypass.target(tracked.request, tracked.num_prefill_tokens, able)
         tracked.destination = decoder.name if decoder is not None else None
         return PrefillRequest(
             tracked.request,

@@ -31,7 +31,8 @@ class OwnershipTransitions:
         if tracked is None or pool not in self._placement:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
         if message.attempt <= tracked.attempt:  # it has moved on from there
-            return self._record_copy(tracked, pool) or [Send(pool, DropRequest(message.request_id, message.attempt))]
+            refused = self._record_copy(tracked, pool, message.attempt)
+            return refused or [Send(pool, DropRequest(message.request_id, message.attempt))]
         commands = self._registry.drop_copies(tracked) if self._placement.copy_of(tracked) != pool else []
         commands += _acknowledge(tracked)
         tracked.attempt = message.attempt
@@ -77,6 +78,19 @@ class OwnershipTransitions:
                 commands += _acknowledge(tracked)
                 tracked.attempt = attempt
                 self._placement.set_decoding(tracked, worker)
+                if message.batch_id != NO_BATCH:
+                    commands += self._move_copy(tracked, worker.registered.pool_name)
+        return commands
+
+    def _move_copy(self, tracked: TrackedRequest, pool: str) -> list[Send]:
+        """Record that the request was granted by this pool, if that is news: its own message is still on its way.
+
+        The copy that another pool kept of it, when it left that pool's node, is older.
+        """
+        if pool not in self._placement.pools or self._placement.copy_of(tracked) == pool:
+            return []
+        commands = self._registry.drop_copies(tracked)
+        self._placement.set_copy(tracked, pool)
         return commands
 
     def copy_kept(self, pool: str, message: CopyKept) -> list[Send]:
@@ -84,12 +98,15 @@ class OwnershipTransitions:
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None or pool not in self._placement:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
-        return self._record_copy(tracked, pool)
+        return self._record_copy(tracked, pool, message.attempt)
 
-    def _record_copy(self, tracked: TrackedRequest, pool: str) -> list[Send]:
-        """Record a copy, or tell the pool to drop it if another pool has one already."""
+    def _record_copy(self, tracked: TrackedRequest, pool: str, attempt: int) -> list[Send]:
+        """Record a copy, or tell the pool to drop it if another pool has one already.
+
+        Only this attempt and earlier ones: the request may be there once more by now, on its way back from a worker.
+        """
         if self._placement.copy_of(tracked) not in (None, pool):
-            return [Send(pool, DropRequest(tracked.request.request_id, epoch_end(tracked.attempt)))]
+            return [Send(pool, DropRequest(tracked.request.request_id, attempt))]
         self._placement.set_copy(tracked, pool)
         return []
 

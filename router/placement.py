@@ -54,6 +54,14 @@ class Placement:
         worker = self.workers.get(worker_name)
         return self.pools.get(worker.registered.pool_name) if worker is not None else None
 
+    def by_distance(self, worker: WorkerRecord) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
+        """Return the workers of its node, which share its memory, and those of others, to which blocks travel."""
+        near: list[WorkerRecord] = []
+        far: list[WorkerRecord] = []
+        for other in self.workers.values():
+            (near if other.registered.pool_name == worker.registered.pool_name else far).append(other)
+        return near, far
+
     def can_ever_hold(self, max_context_len: int) -> bool:
         """Return True if a request of this length fits some decode worker, or while no decode worker is registered."""
         decoders = [worker.registered for worker in self.workers.values() if worker.registered.can_decode]

@@ -29,7 +29,7 @@ class Router:
         self._predictor = AsyncLengthPredictor(predictor, self._predicted) if predictor is not None else None
         decides = logic if self._predictor is None else PredictingLogic(logic, self._predictor)
         self._driver: LogicDriver[RouterEvent, NoReturn] = LogicDriver(
-            decides, process_spec.identity(), Codec(RouterInbound), self._perform, process_spec.recorder(make)
+            decides, process_spec, Codec(RouterInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, listen_at: str) -> None:

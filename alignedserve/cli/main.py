@@ -76,6 +76,42 @@ def serve(options: ServeOptions) -> None:
 
 
 @app.command()
+@takes_options
+def up(options: ServeOptions) -> None:
+    """Serve on the nodes of the Ray cluster that runs here, and go on when this shell has ended."""
+    from alignedserve.cli.commands.up import up as run
+
+    run(options)
+
+
+@app.command()
+def status(json_output: JsonFlag = False) -> None:
+    """Show the cluster that `up` started: nodes, processes, devices, load (exit code 1 when it is not whole)."""
+    from alignedserve.cli.commands.hosts import status as run
+
+    raise typer.Exit(0 if run(json_output) else FAILURE)
+
+
+@app.command()
+def logs(
+    actor: Annotated[str | None, typer.Argument(help="Process, such as decode-0; without one: their names.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what it writes.")] = False,
+) -> None:
+    """Print the end of the log of a process of the cluster that `up` started, on whichever node it runs."""
+    from alignedserve.cli.commands.hosts import logs as run
+
+    run(actor, follow=follow)
+
+
+@app.command()
+def stop() -> None:
+    """Stop the cluster that `up` started. Ray itself goes on."""
+    from alignedserve.cli.commands.hosts import stop as run
+
+    run()
+
+
+@app.command()
 def pull(
     model: Annotated[
         str,

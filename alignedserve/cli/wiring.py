@@ -1,12 +1,26 @@
 """Wiring of gateway and batch worker to the cluster: only the CLI knows both."""
 
 from alignedserve.batch_worker.actor import BatchActor
-from alignedserve.cluster.launch import ActorClasses, RunningCluster, launch_cluster
+from alignedserve.cluster.actor_factory import ActorClasses
+from alignedserve.cluster.hosts.launch import Hosts, launch_on_hosts
+from alignedserve.cluster.launch import RunningCluster, launch_cluster
 from alignedserve.cluster.start_observer import StartObserver
+from alignedserve.config.environment import RAY_ADDRESS_VARIABLE, ray_address
 from alignedserve.config.sections import ClusterConfig
+from alignedserve.core.errors import ConfigError
 from alignedserve.gateway.actor import GatewayActor
 
 
-def start_cluster(config: ClusterConfig, observer: StartObserver | None = None) -> RunningCluster:
-    """Start a cluster with our HTTP gateway. Raises an error of the tree, with nothing left running."""
-    return launch_cluster(config, ActorClasses(GatewayActor, BatchActor), observer)
+def start_cluster(
+    config: ClusterConfig, observer: StartObserver | None = None, num_nodes: int | None = None
+) -> RunningCluster:
+    """Start a cluster with our HTTP gateway: on this host, or on the nodes of the Ray cluster that RAY_ADDRESS names.
+
+    `num_nodes`: to wait for. Raises an error of the tree, with nothing left running.
+    """
+    address, classes = ray_address(), ActorClasses(GatewayActor, BatchActor)
+    if address is not None:
+        return launch_on_hosts(config, Hosts(address, num_nodes or 1), classes, observer)
+    if num_nodes is not None:
+        raise ConfigError(f"--nodes is for a Ray cluster: set {RAY_ADDRESS_VARIABLE} to its address, or to auto")
+    return launch_cluster(config, classes, observer)

@@ -12,7 +12,7 @@ from alignedserve.cluster.memory_planner import Machine
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.dtypes import has_native_bfloat16
-from alignedserve.runtime.kv.shm_arena import arena_folder
+from alignedserve.runtime.kv.arena_files import arena_folder
 from kernels.float8_linear import has_float8_products
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Iterable
 
 import psutil
 
@@ -10,7 +11,7 @@ from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.engine.model_executor import engine_mechanisms, hidden_block_tokens, storage_blocks
-from alignedserve.runtime.kv.shm_arena import arena_folder
+from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.scheduling.factory import resolve_policy
@@ -25,8 +26,14 @@ _MIB = 1024 * 1024
 
 def check(config: ClusterConfig, served: ServedModel) -> None:
     """Check everything. Raises ConfigError, ModelError, NotEnoughMemory or AddressInUse saying what to change."""
-    config = resolve_policy(config)
     worker_devices(config.engine.device, 1)
+    check_configuration(config, served)
+    check_machine(config, served, range(config.gateway.port, config.gateway.port + config.gateway.count))
+
+
+def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
+    """Check what does not depend on the machine. Raises ConfigError or ModelError."""
+    config = resolve_policy(config)
     make_prefill_order(config.router.prefill_order or "")
     make_length_predictor(config.router, served)
     make_batch_former(
@@ -39,8 +46,15 @@ def check(config: ClusterConfig, served: ServedModel) -> None:
     load_tokenizer(served)
     if not served.has_random_weights:
         check_weight_files(served.folder)
-    _check_ports(config)
     _check_blocks(config, served, block_tokens)
+
+
+def check_machine(config: ClusterConfig, served: ServedModel, ports: Iterable[int]) -> None:
+    """Check this machine: its memory for the workers, and these ports for gateways.
+
+    Raises NotEnoughMemory or AddressInUse.
+    """
+    _check_ports(config.gateway.host, ports)
     _check_memory(config, served)
 
 
@@ -80,17 +94,16 @@ def _check_int8_cache(config: ClusterConfig) -> None:
         )
 
 
-def _check_ports(config: ClusterConfig) -> None:
-    for index in range(config.gateway.count):
-        port = config.gateway.port + index
-        family = socket.AF_INET6 if ":" in config.gateway.host else socket.AF_INET
+def _check_ports(host: str, ports: Iterable[int]) -> None:
+    for port in ports:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((config.gateway.host, port))
+                probe.bind((host, port))
             except OSError as error:
                 raise AddressInUse(
-                    f"cannot listen on {config.gateway.host}:{port} ({error.strerror}); "
+                    f"cannot listen on {host}:{port} ({error.strerror}); "
                     "is another server running there? Choose another with --port or --set gateway.port=N"
                 ) from error
 

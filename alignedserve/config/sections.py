@@ -22,7 +22,7 @@ class Topology(enum.Enum):
 
 
 class DefaultSize(int):
-    """A size that a loaded configuration leaves unset: at the start it is worked out from model and machine.
+    """A size or count that a loaded configuration leaves unset: at the start it is worked out from model and machine.
 
     Its own value is for where there is no machine to ask, as in the simulator.
     """
@@ -30,9 +30,10 @@ class DefaultSize(int):
 
 # Sections and their fields that are worked out when unset.
 _SIZES = {
+    "gateway": ("count",),
     "pool": ("memory_bytes",),
-    "prefill": ("kv_cache_bytes", "candidate_buffer_bytes", "max_running_requests", "max_num_batched_tokens"),
-    "decode": ("kv_cache_bytes", "swap_space_bytes", "max_running_requests", "max_num_batched_tokens"),
+    "prefill": ("count", "kv_cache_bytes", "candidate_buffer_bytes", "max_running_requests", "max_num_batched_tokens"),
+    "decode": ("count", "kv_cache_bytes", "swap_space_bytes", "max_running_requests", "max_num_batched_tokens"),
 }
 
 
@@ -80,7 +81,7 @@ class GatewayConfig(Section, frozen=True):
 
     host: str = "127.0.0.1"
     port: int = 8000
-    count: int = 1  # gateways; the n-th listens on port + n
+    count: int = 1  # gateways; the n-th of a host listens on port + n; when unset one on each node
     max_body_bytes: int = 4 * MIB
     max_json_depth: int = 32
     max_choices: int = 16  # the largest n
@@ -167,7 +168,7 @@ class BatchingConfig(Section, frozen=True):
 class PrefillWorkerConfig(Section, frozen=True):
     """Workers that compute prompts."""
 
-    count: int = 1
+    count: int = 1  # in the whole cluster; when unset by what each node has
     kv_cache_bytes: int = 128 * MIB  # block storage
     # Candidate buffers of the decode workers, shared out evenly; 0: none.
     candidate_buffer_bytes: int = 64 * MIB
@@ -183,7 +184,7 @@ class PrefillWorkerConfig(Section, frozen=True):
 class DecodeWorkerConfig(Section, frozen=True):
     """Workers that generate; under the colocated topology they compute prompts as well."""
 
-    count: int = 1
+    count: int = 1  # in the whole cluster; when unset by what each node has
     kv_cache_bytes: int = 256 * MIB  # block storage
     max_running_requests: int = 64  # largest batch
     # Colocated only: decodes and prefill chunks of one iteration.
@@ -253,12 +254,15 @@ class LinksConfig(Section, frozen=True):
 
     peer_timeout_s: float = 5.0  # a peer silent for this long is lost
     hang_timeout_s: float = 20.0  # a process that has answered nothing for this long is ended and started again
-    transport: str = "unix"  # sockets of one host
+    transport: str = "unix"  # between processes of one host
+    tls: bool = (
+        True  # between hosts, with certificates that the cluster makes; false: in clear, on a network of its own
+    )
 
     def __post_init__(self) -> None:
         self._require(0.5 <= self.peer_timeout_s <= 3600.0, "peer_timeout_s", "must be between 0.5 and 3600")
         self._require(self.hang_timeout_s >= 2.0, "hang_timeout_s", "must be at least 2")
-        self._require(self.transport == "unix", "transport", "must be unix: links between hosts are not built yet")
+        self._require(self.transport == "unix", "transport", "must be unix: between hosts links.tls decides")
 
 
 class RecordingConfig(Section, frozen=True):

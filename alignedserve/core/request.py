@@ -90,7 +90,7 @@ class Request:
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    reply_to: str  # address of the gateway that streams the tokens
+    reply_to: str  # address, or name, of the gateway that streams the tokens
     arrival_s: float  # seconds on the gateway's monotonic clock, which all processes of a host share
     request_class: RequestClass = RequestClass.REAL_TIME
     slo: Slo = Slo()

@@ -10,6 +10,7 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.backend.cluster import ClusterLinks
 from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.server import GatewayServer
+from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.process_spec import ProcessSpec
@@ -26,6 +27,11 @@ class _Hosted:
 @ray.remote
 class GatewayActor(ActorHost):
     """A gateway that Ray starts, restarts and places; all else goes over HTTP and its links."""
+
+    def cluster_status(self) -> ClusterStatus | None:
+        """Return the router's last report, for `alignedserve status`; None while no router is connected."""
+        hosted = self._service
+        return hosted.server.cluster_status() if isinstance(hosted, _Hosted) else None
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.services import Services, build_services
+from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.process.background_tasks import start_background
 
@@ -54,6 +55,10 @@ class GatewayServer:
         """The address that clients connect to."""
         host = self._config.host
         return f"http://[{host}]:{self._config.port}" if ":" in host else f"http://{host}:{self._config.port}"
+
+    def cluster_status(self) -> ClusterStatus | None:
+        """Return the router's last report; None while no router is connected."""
+        return self._backend.status() if self._backend is not None else None
 
     async def start(self) -> None:
         """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse or ConfigError."""

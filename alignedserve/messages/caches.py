@@ -47,6 +47,7 @@ class ArenaOffered(Message, frozen=True):
     file_id: Text = (
         ""  # host, file system and file of the path, as another host may have another file there; empty: unknown
     )
+    pool_name: Text = ""  # of a candidate buffer: the pool whose blocks can be copied to and from it; empty: any
 
 
 class ReserveBlocks(Message, frozen=True):

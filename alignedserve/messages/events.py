@@ -52,7 +52,7 @@ class Send(_Event, frozen=True):
 
 
 class SendTo(_Event, frozen=True):
-    """Command: send to an address, dialling it on first use."""
+    """Command: send to an address or a process by its name, dialling it on first use."""
 
     address: str
     message: Message

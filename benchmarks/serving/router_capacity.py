@@ -45,9 +45,11 @@ from alignedserve.messages.workers import (
     WorkerRegistered,
 )
 from alignedserve.runtime.model.served_model import pocket_folder, resolve_model
+from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
 from alignedserve.runtime.process.logic_driver import LogicDriver
+from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.runtime.process.tls import CertificateAuthority
 from benchmarks.support.recording import write_result
 from router.async_predictor import AsyncLengthPredictor, PredictingLogic
@@ -86,7 +88,7 @@ def run_router(connection: Connection, identity: Identity, address: str, num_que
         assert predictor is not None, "the default predicts"
         lengths = AsyncLengthPredictor(predictor, lambda event: driver.dispatch(event))
         driver: LogicDriver[Any, Any] = LogicDriver(
-            PredictingLogic(logic, lengths), identity, Codec(RouterInbound), lambda command: None
+            PredictingLogic(logic, lengths), _process_spec(identity), Codec(RouterInbound), lambda command: None
         )
         await driver.links.listen(address)
         connection.send("ready")
@@ -98,6 +100,20 @@ def run_router(connection: Connection, identity: Identity, address: str, num_que
         lengths.close()
 
     uvloop.run(serve())
+
+
+def _process_spec(identity: Identity) -> ProcessSpec:
+    """Return the specification of the router's process, which listens at addresses alone and writes no log."""
+    return ProcessSpec(
+        role=identity.role,
+        name=identity.name,
+        cluster_id="benchmark",
+        secret=identity.secret,
+        peer_timeout_s=identity.peer_timeout_s,
+        addresses=AddressBook(Path()),
+        log_folder=Path(),
+        credentials=identity.credentials,
+    )
 
 
 # --- everybody else

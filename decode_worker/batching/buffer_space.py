@@ -12,13 +12,20 @@ class BufferSpace:
 
     def __init__(self) -> None:
         self._allocators: dict[str, BlockAllocator] = {}
+        self._far: dict[str, None] = {}  # those beside another pool
         self._link_epochs: dict[str, int] = {}
         self._num_link_epochs = 0
         self._generation = 0
         self.version = 0  # changes with the free blocks
 
-    def opened(self, peer: str, num_blocks: int) -> None:
-        """Add the empty buffer that a prefill worker offers, in place of any it offered before."""
+    def opened(self, peer: str, num_blocks: int, *, is_far: bool = False) -> None:
+        """Add the empty buffer that a prefill worker offers, in place of any it offered before.
+
+        `is_far`: it is beside another pool than this worker; requests come straight into it, and nothing else does.
+        """
+        self._far.pop(peer, None)
+        if is_far:
+            self._far[peer] = None
         self._num_link_epochs += 1
         self.version += 1
         self._allocators[peer] = BlockAllocator(num_blocks)
@@ -27,11 +34,16 @@ class BufferSpace:
     def lost(self, peer: str) -> None:
         """Remove the buffer of a prefill worker that is gone."""
         self._allocators.pop(peer, None)
+        self._far.pop(peer, None)
         self._link_epochs.pop(peer, None)
 
     def holds(self, slot: BufferSlot) -> bool:
         """Return whether the slot's buffer still exists."""
         return self._link_epochs.get(slot.peer) == slot.link_epoch
+
+    def is_far(self, slot: BufferSlot) -> bool:
+        """Return whether the slot's buffer is beside another pool."""
+        return slot.peer in self._far
 
     @property
     def num_used(self) -> int:
@@ -40,8 +52,9 @@ class BufferSpace:
 
     @property
     def is_short(self) -> bool:
-        """True if every buffer has fewer free blocks than are kept for evictions."""
-        free = [allocator.num_free / max(allocator.num_blocks, 1) for allocator in self._allocators.values()]
+        """True if every buffer for evictions has fewer free blocks than are kept for them."""
+        near = [allocator for peer, allocator in self._allocators.items() if peer not in self._far]
+        free = [allocator.num_free / max(allocator.num_blocks, 1) for allocator in near]
         return bool(free) and max(free) < _EVICTION_SHARE
 
     def for_prefetch(self, num_blocks: int) -> BufferSlot | None:
@@ -63,7 +76,7 @@ class BufferSpace:
             self._allocators[slot.peer].free(slot.block_ids)
 
     def _allocate(self, num_blocks: int, share_kept: float, wanted: str | None) -> BufferSlot | None:
-        peers = [peer for peer in self._allocators if wanted in (None, peer)]
+        peers = [peer for peer in self._allocators if peer == wanted or (wanted is None and peer not in self._far)]
         peer = max(peers, key=lambda name: (self._allocators[name].num_free, name), default=None)
         if peer is None:
             return None

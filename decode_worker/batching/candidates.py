@@ -248,6 +248,7 @@ class Candidates:
             buffer_copy=message.copy,
             granted_s=now,
             predicted_output_len=message.predicted_output_len,
+            must_stay=self.space.is_far(slot),
         )
         return candidate, answer
 

@@ -22,7 +22,7 @@ class ColocatedWorker:
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
         self.iteration_log = logic.iteration_log
         self._driver: LogicDriver[ColocatedEvent, RunIteration] = LogicDriver(
-            logic, process_spec.identity(), Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
+            logic, process_spec, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, router_at: str) -> None:

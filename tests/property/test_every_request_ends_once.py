@@ -1,6 +1,7 @@
 """Random histories of the whole system: in any order of events, aborts and losses, nothing is lost or repeated."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from alignedserve.core.request import FinishReason, Request, RequestClass, Sampl
 from tests.harnesses.token_engine import right_answer
 from tests.support.logic_cluster import LogicCluster, Shape
 
+DIRECT: dict[str, Any] = {"max_running_requests": 3, "direct_handoff": True}
 SHAPES = (
     Shape(),
     Shape(num_prefill=2, num_decode=3),
@@ -26,6 +28,9 @@ SHAPES = (
     Shape(pool_blocks=120, worker_blocks=24, buffer_blocks=40, max_running_requests=5, min_requests=2),
     Shape(num_prefill=2, num_decode=2, pool_blocks=100, worker_blocks=20, buffer_blocks=12, min_requests=2),
     Shape(policy="fcfs", buffer_blocks=0, worker_blocks=20),
+    # Two nodes: requests that cannot wait go from one to the other.
+    Shape(num_nodes=2, num_prefill=2, num_decode=2, pool_blocks=60, worker_blocks=24, min_requests=2, **DIRECT),
+    Shape(num_nodes=2, num_prefill=2, num_decode=3, worker_blocks=20, buffer_blocks=12, max_running_requests=3),
 )
 # Where nothing is refused at random, so that every request must get its answer whatever dies.
 RELIABLE = [shape for shape in SHAPES if not shape.refuse]
@@ -94,10 +99,14 @@ def replay_with_lost_processes(seed: int, shape: Shape) -> None:
             cluster.step()
         if rng.random() < 0.25:
             name = rng.choice([name for name in cluster.logics if name != "router"])
-            cluster.kill(name)
+            # Of several nodes now and then a whole one.
+            lost = cluster.node_of(name) if shape.num_nodes > 1 and rng.random() < 0.4 else [name]
+            for one in lost:
+                cluster.kill(one)
             for _ in range(rng.randrange(30)):
                 cluster.step()
-            cluster.start(name)
+            for one in lost:
+                cluster.start(one)
     cluster.run()
     check_answers(cluster)
     check_nothing_is_held(cluster)

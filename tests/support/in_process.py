@@ -26,8 +26,8 @@ from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor, hidden_block_tokens
+from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.candidate_memory import BufferSizes, CandidateMemory
-from alignedserve.runtime.kv.shm_arena import arena_folder
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.links import Identity

@@ -66,6 +66,7 @@ WorkDone = IterationCompleted | BlocksLoaded | BlocksOffloaded | BlocksRelayed |
 class Shape:
     """Sizes of the system under test."""
 
+    num_nodes: int = 1  # workers are on them in turn; each has a pool
     num_prefill: int = 1
     num_decode: int = 1
     is_colocated: bool = False
@@ -82,11 +83,14 @@ class Shape:
         default_factory=lambda: SchedulingConfig(policy="aligned")
     )  # disaggregated
     refuse: float = 0.0
+    direct_handoff: bool | None = None
 
     @property
     def router(self) -> RouterConfig:
         """The router's section."""
-        return RouterConfig(max_queued_requests=200, max_retries=50, max_candidate_requests=4)
+        return RouterConfig(
+            max_queued_requests=200, max_retries=50, max_candidate_requests=4, direct_handoff=self.direct_handoff
+        )
 
     @property
     def batching(self) -> BatchingConfig:
@@ -117,11 +121,12 @@ class LogicCluster:
         self.pending: list[tuple[str, Callable[[], WorkDone]]] = []
         self.computing: set[str] = set()
         self.offered: dict[str, FakeArena] = {}  # by path
-        self.pool_arena = FakeArena()
+        self.pool_arenas: dict[str, FakeArena] = {}
         self.roles = {GATEWAY: Role.GATEWAY, ROUTER: Role.ROUTER}
         self.start(ROUTER)
         if not shape.is_colocated:
-            self.start(POOL)
+            for index in range(shape.num_nodes):
+                self.start(f"pool-{index}")
             for index in range(shape.num_prefill):
                 self.start(f"prefill-{index}")
         for index in range(shape.num_decode):
@@ -156,7 +161,16 @@ class LogicCluster:
     def _do_meet(self, name: str, other: str) -> bool:
         """Return True if these two have a link, beside those to the router."""
         kinds = {name.split("-")[0], other.split("-")[0]}
-        return kinds in ({"pool", "prefill"}, {"pool", "decode"}, {"prefill", "decode"})
+        if kinds == {"prefill", "decode"}:
+            return True
+        return kinds in ({"pool", "prefill"}, {"pool", "decode"}) and self._pool_of(name) == self._pool_of(other)
+
+    def _pool_of(self, name: str) -> str:
+        return f"pool-{int(name.rpartition('-')[2]) % self.shape.num_nodes}"
+
+    def node_of(self, name: str) -> list[str]:
+        """Return everything that runs on the node of this process."""
+        return [other for other in self.logics if "-" in other and self._pool_of(other) == self._pool_of(name)]
 
     def kill(self, name: str) -> None:
         """SIGKILL: what it was computing and sending is gone; its peers notice."""
@@ -223,36 +237,36 @@ class LogicCluster:
     def _make(self, name: str) -> tuple[Logic, Role]:
         if name == ROUTER:
             return router_factory.make_logic(config=self.shape.router, batching=self.shape.batching), Role.ROUTER
-        if name == POOL:
-            return self._make_pool(), Role.KV_POOL
+        if name.startswith("pool"):
+            return self._make_pool(name), Role.KV_POOL
         if name.startswith("prefill"):
-            return self._make_prefill(), Role.PREFILL_WORKER
-        return (self._make_colocated() if self.shape.is_colocated else self._make_decode()), Role.DECODE_WORKER
+            return self._make_prefill(name), Role.PREFILL_WORKER
+        return (self._make_colocated(name) if self.shape.is_colocated else self._make_decode(name)), Role.DECODE_WORKER
 
-    def _make_pool(self) -> PoolLogic:
-        self.pool_arena = FakeArena()
+    def _make_pool(self, name: str) -> PoolLogic:
+        arena = self.pool_arenas[name] = FakeArena()
         return pool_factory.make_logic(
             config=PoolConfig(lease_s=1e9),
             batching=self.shape.batching,
-            arena=self._offer(self.pool_arena, self.shape.pool_blocks),
+            arena=self._offer(arena, self.shape.pool_blocks),
             block_size=BLOCK_SIZE,
             first_lease=self.rng.randrange(1, 1 << 20),
         )
 
-    def _make_prefill(self) -> PrefillLogic:
+    def _make_prefill(self, name: str) -> PrefillLogic:
         config = PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10)
         return prefill_factory.make_logic(
-            registered=self._registered(self.shape.max_running_requests, can_prefill=True, can_decode=False),
+            registered=self._registered(name, self.shape.max_running_requests, can_prefill=True, can_decode=False),
             config=config,
             scheduling=self.shape.disaggregated_scheduling,
             eos_token_ids=frozenset({EOS}),
             costs=EasyCosts(),
         )
 
-    def _make_decode(self) -> DecodeLogic:
+    def _make_decode(self, name: str) -> DecodeLogic:
         config = self.shape.decode
         return decode_factory.make_logic(
-            registered=self._registered(config.max_running_requests, can_prefill=False, can_decode=True),
+            registered=self._registered(name, config.max_running_requests, can_prefill=False, can_decode=True),
             config=config,
             batching=self.shape.batching,
             scheduling=self.shape.disaggregated_scheduling,
@@ -260,11 +274,11 @@ class LogicCluster:
             costs=EasyCosts(),
         )
 
-    def _make_colocated(self) -> ColocatedLogic:
+    def _make_colocated(self, name: str) -> ColocatedLogic:
         shape, config = self.shape, self.shape.decode
         scheduling = SchedulingConfig(policy=shape.scheduling, policy_params=dict(shape.settings))
         return decode_factory.make_colocated_logic(
-            registered=self._registered(decode_factory.max_held(config), can_prefill=True, can_decode=True),
+            registered=self._registered(name, decode_factory.max_held(config), can_prefill=True, can_decode=True),
             memory=DeviceMemory(shape.worker_blocks, shape.worker_blocks, BLOCK_SIZE, shape.host_tokens),
             config=config,
             scheduling=scheduling,
@@ -272,20 +286,22 @@ class LogicCluster:
             costs=EasyCosts(),
         )
 
-    def _registered(self, max_running_requests: int, *, can_prefill: bool, can_decode: bool) -> WorkerRegistered:
+    def _registered(
+        self, name: str, max_running_requests: int, *, can_prefill: bool, can_decode: bool
+    ) -> WorkerRegistered:
         return WorkerRegistered(
             num_blocks=self.shape.worker_blocks,
             block_size=BLOCK_SIZE,
             max_running_requests=max_running_requests,
-            pool_name=POOL,
+            pool_name=self._pool_of(name),
             can_prefill=can_prefill,
             can_decode=can_decode,
         )
 
-    def _offer(self, arena: FakeArena, num_blocks: int) -> ArenaOffered:
+    def _offer(self, arena: FakeArena, num_blocks: int, pool_name: str = "") -> ArenaOffered:
         path = f"/arena-{len(self.offered)}"
         self.offered[path] = arena
-        return ArenaOffered(path, num_blocks, 64, "")
+        return ArenaOffered(path, num_blocks, 64, "", pool_name=pool_name)
 
     def _link(self, one: str, other: str) -> None:
         for source, target in ((one, other), (other, one)):
@@ -337,9 +353,9 @@ class LogicCluster:
             case OpenBuffer(peer, link_epoch):
                 engine.arenas[peer] = arena = FakeArena(is_buffer=True)
                 num_blocks = self.shape.buffer_blocks
-                made = self._offer(arena, num_blocks) if num_blocks else None
+                made = self._offer(arena, num_blocks, self._pool_of(name)) if num_blocks else None
                 self.pending.append((name, lambda: BufferOpened(peer, link_epoch, made)))
             case SetBlockGeneration(block_ids, generation):
-                self.pool_arena.stamps.update(dict.fromkeys(block_ids, generation))
+                self.pool_arenas[name].stamps.update(dict.fromkeys(block_ids, generation))
             case _:
                 raise AssertionError(f"unknown command {command}")

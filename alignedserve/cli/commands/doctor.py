@@ -19,7 +19,7 @@ from alignedserve.runtime.attention.registry import measure_gpu_attention
 from alignedserve.runtime.device.cores import threads_per_worker
 from alignedserve.runtime.device.devices import CUDA, cuda_obstacle, describe_gpus
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.kv.shm_arena import arena_folder
+from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.transfers.registry import available_transports
 from alignedserve.runtime.model.served_model import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer

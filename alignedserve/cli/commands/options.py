@@ -51,6 +51,12 @@ class ServeOptions:
             "--record", metavar="DIR", help="Short for --set recording.folder=DIR; see `alignedserve replay`."
         ),
     ] = None
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes", metavar="N", min=1, help="On the Ray cluster that RAY_ADDRESS names: wait for so many nodes."
+        ),
+    ] = None
 
     @property
     def all_overrides(self) -> list[str]:

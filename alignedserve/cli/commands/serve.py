@@ -15,6 +15,7 @@ from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, notes, results
 from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.wiring import start_cluster
+from alignedserve.cluster.hosts.launch import ClusterOnHosts
 from alignedserve.cluster.launch import RunningCluster
 from alignedserve.config.environment import api_keys
 from alignedserve.config.loading import load_config
@@ -32,7 +33,7 @@ def serve(options: ServeOptions) -> None:
     ending = _StopSignals()
     try:
         config = msgspec.structs.replace(config, model=fetch_model(config.model))
-        cluster = _start(config, ending)
+        cluster = _start(config, options.nodes, ending)
     except KeyboardInterrupt:
         notes().print("Interrupted before it was up; nothing is left running.")
         raise typer.Exit(INTERRUPTED) from None
@@ -40,7 +41,7 @@ def serve(options: ServeOptions) -> None:
         with notes().status("Waiting for the first token …"):
             cluster.wait_ready(_READY_TIMEOUT_S)
         results().print(_welcome(cluster, time.monotonic() - started_s))
-        while not ending.is_asked_for:
+        while not ending.is_asked_for and cluster.check():
             time.sleep(_WATCH_S)
     except KeyboardInterrupt:
         notes().print("Stopping …")
@@ -64,9 +65,9 @@ class _StopSignals:
         raise KeyboardInterrupt
 
 
-def _start(config: ClusterConfig, ending: _StopSignals) -> RunningCluster:
+def _start(config: ClusterConfig, num_nodes: int | None, ending: _StopSignals) -> RunningCluster:
     with StartScreen() as screen:
-        cluster = start_cluster(config, screen)
+        cluster = start_cluster(config, screen, num_nodes)
     if ending.is_asked_for:
         cluster.stop()
         raise KeyboardInterrupt
@@ -85,7 +86,11 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
     table.add_row("Try", f"curl {cluster.url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'")
     if cluster.served.stored is not None:
         table.add_row("Weights", cluster.served.stored.description)
-    table.add_row("Running", _shape(cluster))
+    if isinstance(cluster, ClusterOnHosts):
+        for node in cluster.record().nodes:
+            table.add_row(f"{node.hostname} {node.address}", node.summary)
+    else:
+        table.add_row("Running", _shape(cluster))
     if cluster.served.cache_dtype is not None:
         table.add_row("KV cache", f"{cluster.served.cache_dtype}, with a scale per token and head")
     table.add_row("Logs", str(cluster.folder / "logs"))

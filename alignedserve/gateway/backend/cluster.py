@@ -40,7 +40,7 @@ from alignedserve.messages.gateways import (
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import GatewayInbound
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.background_tasks import start_background
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
@@ -61,11 +61,12 @@ class ClusterLinks:
     identity: Identity
     router_address: str
     own_address: str  # where workers send tokens
+    book: AddressBook | None = None  # where names are found
 
     @classmethod
     def of(cls, process_spec: ProcessSpec) -> "ClusterLinks":
         """Return the links of a process of the cluster."""
-        return cls(process_spec.identity(), process_spec.addresses.of(ROUTER), process_spec.own_address())
+        return cls(process_spec.identity(), ROUTER, process_spec.name, process_spec.addresses)
 
 
 class ClusterBackend:
@@ -74,7 +75,7 @@ class ClusterBackend:
     def __init__(self, links: ClusterLinks, config: GatewayConfig) -> None:
         self._addresses = links
         self._config = config
-        self._links = LinkManager(links.identity, Codec(GatewayInbound), self)
+        self._links = LinkManager(links.identity, Codec(GatewayInbound), self, links.book)
         self._open: dict[RequestId, _OpenRequest] = {}
         self._router: str | None = None  # its name while linked
         self._status: ClusterStatus | None = None

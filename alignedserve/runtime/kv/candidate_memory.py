@@ -11,7 +11,8 @@ from typing import NamedTuple
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.messages.caches import ArenaOffered
-from alignedserve.runtime.kv.shm_arena import Arena, arena_path
+from alignedserve.runtime.kv.arena_files import arena_path
+from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.process.links import Identity
@@ -36,6 +37,8 @@ class BufferSizes:
 
     num_blocks: int  # of each; 0: no buffers
     transport: str  # engine.kv_transport
+    near: frozenset[str] | None = None  # decode workers of this node; None: all are
+    num_far_blocks: int = 0  # of each buffer for a decode worker of another node
 
 
 class CandidateMemory:
@@ -51,7 +54,9 @@ class CandidateMemory:
     def open_for(self, peer: str) -> OpenedBuffer | None:
         """Create a new buffer in place of any earlier one; None when there is no memory for it, which is logged."""
         self.close_for(peer)
-        if self._sizes.num_blocks < 1:
+        is_far = self._sizes.near is not None and peer not in self._sizes.near
+        num_blocks = self._sizes.num_far_blocks if is_far else self._sizes.num_blocks
+        if num_blocks < 1:
             return None
         self._num_made += 1
         name = f"{self._process_spec.name}-for-{peer}-{self._num_made}"
@@ -60,22 +65,23 @@ class CandidateMemory:
             arena = Arena.create(
                 path,
                 self._layout,
-                self._sizes.num_blocks,
+                num_blocks,
                 purpose="a candidate buffer",
                 setting="prefill.candidate_buffer_bytes",
             )
         except NotEnoughMemory as error:
             logger.warning("no candidate buffer for %s: %s", peer, error)
             return None
-        server = self._serve(arena, name)
+        server = self._serve_far(arena) if is_far else self._serve(arena, name)
         offered = ArenaOffered(
             str(path),
             arena.num_blocks,
             self._layout.block_bytes,
             self._layout.digest().hex(),
             served_at=server.address if server is not None else "",
-            transports=("shm",) if server is None else ("shm", self._sizes.transport),
+            transports=("shm",) if server is None else ("shm", self._transport(is_far=is_far)),
             file_id=arena.file_id,
+            pool_name=self._process_spec.pool_name,
         )
         opened = self._opened[peer] = OpenedBuffer(arena, offered, server)
         return opened
@@ -93,6 +99,15 @@ class CandidateMemory:
         """Release all buffers."""
         for peer in list(self._opened):
             self.close_for(peer)
+
+    def _transport(self, *, is_far: bool) -> str:
+        return "tcp" if is_far and self._sizes.transport in _WITHOUT_SERVER else self._sizes.transport
+
+    def _serve_far(self, arena: Arena) -> BlockServer:
+        """Serve a buffer to another node, at a port of this one."""
+        (address,) = self._process_spec.addresses.beyond_node()
+        transports = (self._transport(is_far=True),)
+        return BlockServer(ArenaBuffer(arena), address, identity=self._process_spec.identity(), transports=transports)
 
     def _serve(self, arena: Arena, name: str) -> BlockServer | None:
         transport = self._sizes.transport

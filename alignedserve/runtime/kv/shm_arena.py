@@ -26,8 +26,6 @@ _MAGIC = b"ALSVKV01"
 _HEADER = struct.Struct("<8s32sQQ")
 _PAGE = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-ARENA_PREFIX = "alignedserve-"
-ARENA_SUFFIX = ".arena"
 POOL_PURPOSE, POOL_SETTING = "the KV pool", "pool.memory_bytes"
 NO_LEASE = 0  # generation of blocks that no lease holds
 
@@ -129,38 +127,6 @@ class Arena:
         except BufferError:
             # A view is still in use: the memory is freed with it.
             return
-
-
-def arena_folder() -> Path:
-    """Return the folder of arenas: the machine's memory file system."""
-    shared_memory = Path("/dev/shm")  # noqa: S108  (a memory file system, files made with O_EXCL and mode 0600)
-    if not os.access(shared_memory, os.W_OK):
-        raise NotEnoughMemory(f"{shared_memory} is not writable; the KV pool keeps its blocks there")
-    return shared_memory
-
-
-def arena_path(cluster_id: str, name: str) -> Path:
-    """Return the path of the arena of this name in this cluster."""
-    return arena_folder() / f"{ARENA_PREFIX}{cluster_id}-{name}{ARENA_SUFFIX}"
-
-
-def remove_stale_arenas(folder: Path, prefix: str) -> list[Path]:
-    """Delete arena files whose owner is gone, its lock being free, and return their paths. Files in use stay."""
-    removed = []
-    for path in sorted(folder.glob(f"{prefix}*{ARENA_SUFFIX}")):
-        try:
-            file_descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue  # another user's, or just removed
-        try:
-            fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(file_descriptor)
-    return removed
 
 
 def _identify(file_descriptor: int) -> str:

@@ -1,25 +1,137 @@
-"""The addresses at which the processes of one cluster listen."""
+"""The addresses at which the processes of one cluster listen, and how one is found by its process's name.
 
+An address is `unix:/path`, `tls:host:port`, `tcp:host:port` (in clear), or a name: of a process of the cluster,
+resolved at every attempt to reach it. On one host every process listens at a Unix socket in the cluster's private
+folder. Among several hosts each also listens at a port of its host, for TLS, and publishes it; processes of the same
+host keep to the sockets.
+"""
+
+import asyncio
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+from alignedserve.core.errors import PeerError, PeerLost, ProtocolError
+
+logger = logging.getLogger(__name__)
 
 ROUTER = "router"
+_LOOK_UP_S = 2.0
+
+
+class Directory(Protocol):
+    """The published addresses of all hosts' processes. Calls block, and raise PeerError where it does not answer."""
+
+    def publish(self, name: str, entry: str) -> None:
+        """Set the entry of this process, in place of any earlier one."""
+
+    def look_up(self, name: str) -> str | None:
+        """Return the entry of the process with this name; None: it has not published one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """The place of one process, as published."""
+
+    node: str
+    address: str  # where other nodes reach it
+
+    def encode(self) -> str:
+        """Return the directory's entry."""
+        return f"{self.node} {self.address}"
+
+    @classmethod
+    def decode(cls, entry: str) -> "Publication":
+        """Parse an entry. Raises ProtocolError when it is none."""
+        node, _, address = entry.partition(" ")
+        if not node or not address.startswith(("tls:", "tcp:")):
+            raise ProtocolError("a published address that cannot be read")
+        return cls(node, address)
 
 
 @dataclass(frozen=True, slots=True)
 class AddressBook:
-    """Addresses by name: Unix sockets in the cluster's private folder, or TCP ports of a host."""
+    """The addresses as one process sees them: its own, those of its node, and the directory of the others."""
 
-    folder: Path
-    tcp: tuple[tuple[str, str], ...] = ()  # (name, "host:port") of processes that are reached over TCP
+    folder: Path  # private, of this node
+    node: str = ""
+    host: str = ""  # where this node listens for others; empty: there are no others
+    directory: Directory | None = None
+    has_tls: bool = True  # between nodes
 
     def of(self, name: str) -> str:
-        """Return the address of the process with this name."""
-        for known, host_and_port in self.tcp:
-            if known == name:
-                return f"tcp:{host_and_port}"
+        """Return the address on this node of the process with this name."""
         return f"unix:{self.folder / name}.sock"
 
     def progress_of(self, name: str) -> Path:
         """Return the file in which this process reports how far its model is loaded."""
         return self.folder / f"{name}.progress"
+
+    def listening(self, address: str) -> tuple[str, ...]:
+        """Return where to listen for an address: a process's own name stands for all that it has."""
+        if not is_name(address):
+            return (address,)
+        return (self.of(address), *self.beyond_node())
+
+    def beyond_node(self) -> tuple[str, ...]:
+        """Return where to listen for other nodes: at any free port of this one; nowhere while there are no others."""
+        return (f"{'tls' if self.has_tls else 'tcp'}:{self.host}:0",) if self.directory is not None else ()
+
+
+class AddressResolver:
+    """Resolves names on one event loop.
+
+    The last known place of a process is kept, so that it is dialled while the directory does not answer.
+    """
+
+    def __init__(self, book: AddressBook | None) -> None:
+        """`book`: None: there are no names, only addresses."""
+        self._book = book
+        self._known: dict[str, Publication] = {}
+        self._look_ups: dict[str, asyncio.Future[str | None]] = {}
+
+    def listening(self, address: str) -> tuple[str, ...]:
+        """See AddressBook."""
+        return self._book.listening(address) if self._book is not None else (address,)
+
+    async def publish(self, name: str, address: str) -> None:
+        """Publish where this process is reached from other nodes. Raises PeerError."""
+        book = self._book
+        directory = book.directory if book is not None else None
+        assert book is not None, "published without a book"
+        assert directory is not None, "published without a directory"
+        await asyncio.to_thread(directory.publish, name, Publication(book.node, address).encode())
+
+    async def resolve(self, address: str) -> str:
+        """Return the address of a socket. Raises PeerLost for a name that is published nowhere."""
+        if not is_name(address):
+            return address
+        if self._book is None:
+            raise PeerLost(f"there is no address book to find {address} in")
+        if self._book.directory is None:
+            return self._book.of(address)
+        place = await self._look_up(address, self._book.directory)
+        return self._book.of(address) if place.node == self._book.node else place.address
+
+    async def _look_up(self, name: str, directory: Directory) -> Publication:
+        # One question at a time: a directory that does not answer must not pile up threads.
+        asked = self._look_ups.get(name)
+        if asked is None:
+            asked = self._look_ups[name] = asyncio.ensure_future(asyncio.to_thread(directory.look_up, name))
+            asked.add_done_callback(lambda _: self._look_ups.pop(name))
+        try:
+            entry = await asyncio.wait_for(asyncio.shield(asked), _LOOK_UP_S)
+            if entry is not None:
+                self._known[name] = Publication.decode(entry)
+        except (PeerError, TimeoutError) as error:
+            logger.debug("the directory does not say where %s is: %s", name, error or "no answer")
+        place = self._known.get(name)
+        if place is None:
+            raise PeerLost(f"{name} has not published an address")
+        return place
+
+
+def is_name(address: str) -> bool:
+    """Return whether the address is the name of a process."""
+    return ":" not in address

@@ -1,4 +1,7 @@
-"""All links of one process: it listens at one address, dials others, and passes every message to one handler."""
+"""All links of one process: it listens at its addresses, dials others, and passes every message to one handler.
+
+Addresses are those of `addresses.py`: of sockets, or names of processes, found anew at every attempt.
+"""
 
 import asyncio
 import logging
@@ -8,14 +11,16 @@ from typing import Protocol
 
 from alignedserve.core.errors import PeerLost
 from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.process.addresses import AddressBook, AddressResolver, is_name
 from alignedserve.runtime.process.background_tasks import start_background
-from alignedserve.runtime.process.links import Identity, Link, Peer, connect, listen
+from alignedserve.runtime.process.links import Identity, Link, Peer, connect, listen, real_address
 
 logger = logging.getLogger(__name__)
 
 _TURNS_TO_ACCEPT = 3
 _FIRST_RETRY_S = 0.02
 _LAST_RETRY_S = 0.5
+_SAY_AFTER_S = 15.0  # of failing; then after twice as long, and so on
 # Messages kept for an address that does not answer yet; a gateway that is gone must not fill a worker's memory.
 _MAX_PENDING_MESSAGES = 4096
 
@@ -36,7 +41,10 @@ class LinkHandler(Protocol):
 class LinkManager:
     """Owns the links, one per peer name: a peer that reconnects replaces its old link."""
 
-    def __init__(self, identity: Identity, codec: Codec, handler: LinkHandler) -> None:
+    def __init__(
+        self, identity: Identity, codec: Codec, handler: LinkHandler, addresses: AddressBook | None = None
+    ) -> None:
+        """`addresses`: where names are found; None: there are none."""
         self._identity = identity
         self._codec = codec
         self._handler = handler
@@ -45,12 +53,20 @@ class LinkManager:
         self._dialled: dict[str, Link] = {}
         self._pending: dict[str, list[Message]] = {}
         self._diallers: dict[str, asyncio.Task[None]] = {}
-        self._server: asyncio.Server | None = None
+        self._resolver = AddressResolver(addresses)
+        self._servers: list[asyncio.Server] = []
 
     async def listen(self, address: str) -> None:
-        """Accept links at this address. A stale Unix socket of a killed process is replaced."""
-        _remove_stale_socket(address)
-        self._server = await listen(address, partial(self._make_link, None), self._identity)
+        """Accept links at this address; at its own name: wherever others look for it, which is published.
+
+        A stale Unix socket of a killed process is replaced. Raises PeerError when the directory does not answer.
+        """
+        for place in self._resolver.listening(address):
+            _remove_stale_socket(place)
+            server = await listen(place, partial(self._make_link, None), self._identity)
+            self._servers.append(server)
+            if is_name(address) and not place.startswith("unix:"):
+                await self._resolver.publish(address, real_address(server.sockets[0], place))
 
     def dial(self, address: str) -> None:
         """Keep a link to this address until closed, redialling whenever it is lost."""
@@ -90,8 +106,8 @@ class LinkManager:
         """Stop listening and drop every link, without calling the handler."""
         for task in self._diallers.values():
             task.cancel()
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         links, self._links = self._links, {}
         for link in (*links.values(), *self._dialled.values()):
             link.close()
@@ -116,6 +132,12 @@ class LinkManager:
 
     def _linked(self, dialled_address: str | None, link: Link) -> None:
         assert link.peer is not None, "linked before the handshake was over"
+        if dialled_address is not None and is_name(dialled_address) and link.peer.name != dialled_address:
+            # An old entry of the directory: another process has that port now.
+            logger.warning("%s was dialled and %s answered", dialled_address, link.peer.name)
+            link.peer = None
+            link.close()
+            return
         previous = self._links.get(link.peer.name)
         self._links[link.peer.name] = link
         if previous is not None:
@@ -143,12 +165,20 @@ class LinkManager:
 
     async def _keep_dialling(self, address: str) -> None:
         retry_s = _FIRST_RETRY_S
+        loop = asyncio.get_running_loop()
+        failing_since_s: float | None = None
+        say_after_s = _SAY_AFTER_S
         while True:
             try:
-                link = await connect(address, partial(self._make_link, address), self._identity)
-                retry_s = _FIRST_RETRY_S
+                place = await self._resolver.resolve(address)
+                link = await connect(place, partial(self._make_link, address), self._identity)
+                retry_s, failing_since_s, say_after_s = _FIRST_RETRY_S, None, _SAY_AFTER_S
                 await link.lost
-            except PeerLost:
+            except PeerLost as error:
+                failing_since_s = failing_since_s or loop.time()
+                if loop.time() - failing_since_s > say_after_s:
+                    logger.warning("%s: no link to %s for %.0f s: %s", self._identity.name, address, say_after_s, error)
+                    say_after_s *= 2.0
                 self._pending[address] = self._pending[address][-_MAX_PENDING_MESSAGES:]
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _LAST_RETRY_S)

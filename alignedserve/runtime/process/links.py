@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import time
+from asyncio.trsock import TransportSocket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -242,7 +243,7 @@ async def connect(address: str, make_link: Callable[[], Link], identity: Identit
             context = identity.trusted().dialler_context()
             return (await loop.create_connection(make_link, host, int(port), ssl=context, server_hostname=""))[1]
     except (OSError, ValueError) as error:
-        raise PeerLost(f"no connection to {address}") from error
+        raise PeerLost(f"no connection to {address} ({str(error) or 'no answer'})") from error
 
 
 async def listen(address: str, make_link: Callable[[], Link], identity: Identity) -> asyncio.Server:
@@ -256,3 +257,11 @@ async def listen(address: str, make_link: Callable[[], Link], identity: Identity
         return await loop.create_server(make_link, host, int(port))
     context, timeout_s = identity.trusted().listener_context(), identity.peer_timeout_s
     return await loop.create_server(make_link, host, int(port), ssl=context, ssl_handshake_timeout=timeout_s)
+
+
+def real_address(listener: "socket.socket | TransportSocket", address: str) -> str:
+    """Return where a listener at this address is reached: a port of 0 stands for any free one."""
+    if listener.family == socket.AF_UNIX:
+        return address
+    host, port = listener.getsockname()[:2]
+    return f"{address.partition(':')[0]}:{host}:{port}"

@@ -20,7 +20,8 @@ from alignedserve.messages.events import (
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.messages.workers import RegistrationRefused
 from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.runtime.process.links import Peer
+from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.runtime.process.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -35,12 +36,12 @@ class LogicDriver(Generic[EventT, CommandT]):
     def __init__(
         self,
         logic: Logic[CommonEvent | EventT, CommandT],
-        identity: Identity,
+        process_spec: ProcessSpec,
         codec: Codec,
         perform: Callable[[CommandT], None],
         recorder: Recorder | None = None,
     ) -> None:
-        self.links = LinkManager(identity, codec, self)
+        self.links = LinkManager(process_spec.identity(), codec, self, process_spec.addresses)
         self._logic = logic
         self._perform = perform
         self._recorder = recorder

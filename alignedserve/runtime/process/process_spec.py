@@ -10,8 +10,9 @@ from alignedserve.messages.handshake import Role
 from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
+from alignedserve.runtime.process.tls import Credentials
 
-POOL = "pool-0"  # one node, one pool
+POOL = "pool-0"  # of the first node; every node has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,12 @@ class ProcessSpec:
     addresses: AddressBook
     log_folder: Path
     recording: RecordingConfig = field(default_factory=RecordingConfig)
+    pool_name: str = POOL  # the KV pool of its node
+    credentials: Credentials | None = None  # for other hosts
 
     def identity(self) -> Identity:
         """Return its identity on links."""
-        return Identity(self.role, self.name, self.secret, self.peer_timeout_s)
+        return Identity(self.role, self.name, self.secret, self.peer_timeout_s, self.credentials)
 
     def recorder(self, make: "partial[Any]") -> Recorder | None:
         """Return a recorder of the decisions of the logic that `make` makes; None: recording is off."""
@@ -38,7 +41,3 @@ class ProcessSpec:
     def progress_path(self) -> Path:
         """Return the file in which it reports how far its model is loaded."""
         return self.addresses.progress_of(self.name)
-
-    def own_address(self) -> str:
-        """Return the address at which it listens."""
-        return self.addresses.of(self.name)

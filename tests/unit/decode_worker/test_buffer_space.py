@@ -109,3 +109,20 @@ def test_a_buffer_without_blocks_has_no_room() -> None:
     made = space(prefill_0=0)
     assert made.for_prefetch(1) is None
     assert made.is_short
+
+
+def test_a_buffer_beside_another_pool_is_for_what_comes_straight_into_it() -> None:
+    made = space(prefill_0=4)
+    made.opened(OTHER, 40, is_far=True)
+    assert made.for_prefetch(4) is None
+    evicted, handed = made.for_eviction(4), made.at(OTHER, 20)
+    assert evicted is not None
+    assert evicted.peer == ONE
+    assert handed is not None
+    assert (made.is_far(evicted), made.is_far(handed)) == (False, True)
+    assert made.for_eviction(1) is None
+    assert made.is_short  # the free blocks of the far one do not count
+    made.free(handed)
+    made.lost(OTHER)
+    made.opened(OTHER, 40)
+    assert made.for_eviction(1) is not None

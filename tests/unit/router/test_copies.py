@@ -94,7 +94,7 @@ def test_a_late_message_of_a_pool_does_not_touch_what_another_has(message: CopyK
     made = decoding()
     other_node(made)
     made.hear(OTHER_POOL, RequestPooled(R1, RETURNED, 6, 2))
-    assert made.hear(POOL, message) == [dropped()]
+    assert made.hear(POOL, message) == [Send(POOL, DropRequest(R1, message.attempt))]
     assert made.status().num_pooled == 1
     assert made.hear(GATEWAY, AbortRequest(R1)) == [Send(OTHER_POOL, DropRequest(R1, END))]
 
@@ -212,6 +212,39 @@ def test_who_cannot_wait_that_long_goes_straight_to_a_decode_worker() -> None:
     made = urgent_router()
     assert made.submit(urgent()) == [given(urgent(), 1000, bypass_to=WorkerName(DECODE))]
     assert made.submit(request("r3", slo=Slo(tpot_s=0.07))) == [given(request("r3", slo=Slo(tpot_s=0.07)), 1001)]
+
+
+def test_it_goes_to_a_decode_worker_of_the_prefill_workers_own_node() -> None:
+    made = urgent_router()
+    made.hear("decode-00", worker(pool_name="pool-1"))  # idle, and first by name, but linked to other prefill workers
+    assert made.submit(urgent()) == [given(urgent(), 1000, bypass_to=WorkerName(DECODE))]
+
+
+def test_it_goes_to_one_of_another_node_while_its_own_has_no_slot() -> None:
+    made = RouterHarness()
+    made.hear(POOL, PoolRegistered(100))
+    made.hear(PREFILL, worker(can_prefill=True, can_decode=False))
+    made.hear(DECODE, worker(max_running_requests=1))
+    made.submit(request())
+    made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4))
+    made.hear(POOL, RequestPooled(R1, POOLED, 4, 1))
+    made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),)))
+    made.now = 1.0
+    made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),)))
+    made.hear("decode-far", worker(pool_name="pool-1"))
+    assert made.submit(urgent()) == [given(urgent(), 1000, bypass_to=WorkerName("decode-far"))]
+
+
+def test_a_batch_from_another_nodes_pool_has_the_later_copy_whatever_is_heard_first() -> None:
+    made = decoding()  # by a worker beside POOL, which keeps a copy
+    made.hear("pool-1", PoolRegistered(100))
+    made.hear("decode-far", worker(pool_name="pool-1"))
+    pooled_there, granted_there = GRANTED + 1, GRANTED + 2
+    received = BatchReceived(BatchId(7), ((R1, granted_there),))
+    assert made.hear("decode-far", received) == [Send(DECODE, AbortRequest(R1, GRANTED)), dropped()]
+    late = made.hear("pool-1", RequestPooled(R1, pooled_there, 6, 2))
+    assert late == [Send("pool-1", DropRequest(R1, pooled_there))]  # and nothing later of it
+    assert made.hear("decode-far", RequestFinished(R1, granted_there, 8)) == [Send("pool-1", DropRequest(R1, END))]
 
 
 def test_a_request_that_skipped_the_pool_is_the_workers_when_it_says_so() -> None:

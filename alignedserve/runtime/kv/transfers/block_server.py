@@ -19,7 +19,7 @@ from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.process_pair import OWNER_RANK
 from alignedserve.runtime.kv.transfers.session import ServedBuffer, TransferSession
-from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.runtime.process.links import Identity, Peer, real_address
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class BlockServer:
         self._is_closed = False
         self._context = identity.trusted().listener_context() if address.startswith("tls:") else None
         self._listener = listen_at(address)
-        self.address = _real_address(self._listener, address)
+        self.address = real_address(self._listener, address)
         self._accepting = threading.Thread(target=self._accept, name="block server", daemon=True)
         self._accepting.start()
 
@@ -147,10 +147,3 @@ class BlockServer:
             device=buffer.device if transport == "nccl" else torch.device("cpu"),
         )
         return TransferSession(buffer, control, channel)
-
-
-def _real_address(listener: socket.socket, address: str) -> str:
-    if listener.family == socket.AF_UNIX:
-        return address
-    host, port = listener.getsockname()[:2]
-    return f"{address.partition(':')[0]}:{host}:{port}"

@@ -3,15 +3,25 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
+from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.handshake import Role
+from alignedserve.runtime.kv.arena_files import arena_folder
+from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.candidate_memory import BufferSizes, CandidateMemory
-from alignedserve.runtime.kv.shm_arena import Arena, arena_folder
+from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.registry import open_transfer
 from alignedserve.runtime.process.addresses import AddressBook
+from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.runtime.process.tls import CertificateAuthority
 from tests.harnesses.transfer import layout_of
-from tests.support.samples import DECODE, PREFILL
+from tests.support.samples import DECODE, PREFILL, blocks
+from tests.support.stored_blocks import read_blocks, write_blocks
 
 LAYOUT = layout_of("float32")
 
@@ -89,3 +99,50 @@ def test_over_another_transport_it_is_served_as_well(tmp_path: Path) -> None:
     assert opened.offered.transports == ("shm", "gloo")
     assert opened.offered.served_at.startswith("unix:")
     memory.close()
+
+
+@pytest.mark.parametrize("has_tls", [True, False])
+def test_a_decode_worker_of_another_node_reaches_its_buffer_over_tcp(tmp_path: Path, has_tls: bool) -> None:
+    authority = CertificateAuthority("test")
+    book = AddressBook(tmp_path, "node-0", "127.0.0.1", NoDirectory(), has_tls=has_tls)
+    own = ProcessSpec(
+        Role.PREFILL_WORKER,
+        PREFILL,
+        tmp_path.name,
+        b"t" * 32,
+        5.0,
+        book,
+        tmp_path,
+        credentials=authority.issue(PREFILL),
+    )
+    sizes = BufferSizes(6, "auto", near=frozenset((DECODE,)), num_far_blocks=3)
+    memory = CandidateMemory(LAYOUT, sizes, own)
+    near, far = memory.open_for(DECODE), memory.open_for("decode-9")
+    assert near is not None
+    assert far is not None
+    assert (near.offered.transports, near.offered.num_blocks) == (("shm",), 6)
+    assert (far.offered.transports, far.offered.num_blocks, far.offered.pool_name) == (("shm", "tcp"), 3, "pool-0")
+    assert far.offered.served_at.startswith("tls:127.0.0.1:" if has_tls else "tcp:127.0.0.1:")
+    there = BlockStorage(LAYOUT, 4)
+    content = np.arange(2 * LAYOUT.block_bytes, dtype=np.uint8).reshape(2, -1)
+    write_blocks(there, blocks(0, 1), content)
+    identity = Identity(Role.DECODE_WORKER, "decode-9", b"t" * 32, 5.0, authority.issue("decode-9"))
+    elsewhere = msgspec.structs.replace(far.offered, path="/nowhere")  # as on a host without that file
+    transfer = open_transfer(elsewhere, there, identity=identity, stamps=True)
+    (runs,) = transfer.offload([OffloadRequest(blocks(0, 1), blocks(2, 0), 7)])
+    assert runs is not None
+    copy = BlockCopy(7, 2 * LAYOUT.block_size, runs)
+    assert transfer.fetch([FetchRequest(copy, blocks(3, 2))]) == [True]
+    assert np.array_equal(read_blocks(there, blocks(3, 2)), content)
+    transfer.close()
+    memory.close()
+
+
+class NoDirectory:
+    """Never asked: blocks are reached by the address that was offered."""
+
+    def publish(self, name: str, entry: str) -> None:
+        raise AssertionError(name)
+
+    def look_up(self, name: str) -> str | None:
+        raise AssertionError(name)

@@ -12,7 +12,8 @@ import pytest
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
-from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena, remove_stale_arenas
+from alignedserve.runtime.kv.arena_files import remove_stale_arenas
+from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
 from tests.support.samples import blocks
 
 LAYOUT = BlockLayout(block_size=8, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")

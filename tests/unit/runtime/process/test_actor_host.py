@@ -43,8 +43,8 @@ class Fragile:
 
 
 async def fragile_driver(event):
-    driver = LogicDriver(Fragile(event), spec.identity(), CODEC, print)
-    await driver.links.listen(spec.own_address())
+    driver = LogicDriver(Fragile(event), spec, CODEC, print)
+    await driver.links.listen(spec.addresses.of(spec.name))
     return driver
 
 
@@ -57,7 +57,7 @@ class Silent:
 async def send_it_something():
     global links
     links = LinkManager(Identity(Role.GATEWAY, "gateway-0", b"s" * 32), CODEC, Silent())
-    links.dial(spec.own_address())
+    links.dial(spec.addresses.of(spec.name))
     await asyncio.sleep(20)
 """
 

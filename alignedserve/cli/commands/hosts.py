@@ -1,0 +1,122 @@
+"""`alignedserve status`, `logs` and `stop`: the cluster of several hosts that runs, from any of them."""
+
+import time
+
+from rich.table import Table
+
+from alignedserve.cli.console import notes, print_json, results
+from alignedserve.cluster.hosts.client import call_actor, connected, lost_nodes, node_of, running_cluster
+from alignedserve.cluster.hosts.record import ClusterRecord, ask_to_stop, read_record
+from alignedserve.core.errors import PeerLost, ResourceError
+from alignedserve.messages.gateways import ClusterStatus
+
+_TAIL_BYTES = 4096
+_FOLLOW_S = 0.5
+_STOP_S = 60.0
+
+
+def status(json_output: bool) -> bool:
+    """Print nodes, actors, devices, load and versions; return whether the cluster is whole."""
+    with connected():
+        record = running_cluster()
+        lost = lost_nodes(record)
+        load = _load(record)
+    if json_output:
+        print_json(_as_document(record, lost, load))
+    else:
+        results().print(_nodes_table(record, lost))
+        results().print(_load_line(load))
+        results().print(record.version)
+    return not lost and load is not None
+
+
+def logs(actor: str | None, *, follow: bool) -> None:
+    """Print the end of a process's log, or the names of those that have one; with `follow` also what comes."""
+    with connected():
+        record = running_cluster()
+        if actor is None:
+            for node in record.nodes:
+                results().print(f"{node.hostname}: {', '.join(one.name for one in node.actors)}")
+            return
+        keeper, offset = node_of(record, actor).keeper, -_TAIL_BYTES
+        while True:
+            part = call_actor(keeper, "read_log", actor, offset)
+            if part is None:
+                raise ResourceError(f"{actor} has not written a log yet")
+            print(part.text, end="", flush=True)
+            offset = part.offset
+            if not part.text:
+                if not follow:
+                    return
+                time.sleep(_FOLLOW_S)
+
+
+def stop() -> None:
+    """Ask the driver to stop the cluster, and wait for it. Raises ResourceError when it does not."""
+    with connected():
+        record = running_cluster()
+        ask_to_stop(record.cluster_id)
+        ends_s = time.monotonic() + _STOP_S
+        while (found := read_record()) is not None and found.cluster_id == record.cluster_id:
+            if time.monotonic() > ends_s:
+                raise ResourceError(f"the cluster does not end within {_STOP_S:.0f} s; is its driver alive?")
+            time.sleep(_FOLLOW_S)
+    notes().print(f"Stopped {record.model} on {len(record.nodes)} nodes.")
+
+
+def _load(record: ClusterRecord) -> ClusterStatus | None:
+    """Return the router's last report, from the first gateway that has one."""
+    for node in record.nodes:
+        for actor in node.actors:
+            if not actor.name.startswith("gateway-"):
+                continue
+            try:
+                found: ClusterStatus | None = call_actor(actor.name, "cluster_status")
+            except PeerLost:
+                continue
+            if found is not None:
+                return found
+    return None
+
+
+def _nodes_table(record: ClusterRecord, lost: set[str]) -> Table:
+    table = Table(title=f"{record.model}, {record.topology}", title_justify="left")
+    for heading in ("node", "host", "state", "runs"):
+        table.add_column(heading)
+    for node in record.nodes:
+        state = "lost" if node.node_id in lost else "refused" if node.problem else "up"
+        table.add_row(node.name or "-", f"{node.hostname}\n{node.address}", state, node.summary)
+    return table
+
+
+def _load_line(load: ClusterStatus | None) -> str:
+    if load is None:
+        return "Load: unknown, as no gateway has a router"
+    return (
+        f"Load: {load.num_queued} queued, {load.num_prefilling} in prefill, {load.num_pooled} pooled, "
+        f"{load.num_decoding} decoding; {load.num_prefill_workers} prefill and {load.num_decode_workers} decode "
+        f"workers, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used"
+    )
+
+
+def _as_document(record: ClusterRecord, lost: set[str], load: ClusterStatus | None) -> dict[str, object]:
+    counts = ("num_queued", "num_prefilling", "num_pooled", "num_decoding", "num_prefill_workers", "num_decode_workers")
+    return {
+        "model": record.model,
+        "topology": record.topology,
+        "version": record.version,
+        "is_ready": record.is_ready,
+        "nodes": [
+            {
+                "name": node.name,
+                "hostname": node.hostname,
+                "address": node.address,
+                "is_lost": node.node_id in lost,
+                "problem": node.problem,
+                "urls": list(node.urls),
+                "actors": {actor.name: actor.device for actor in node.actors},
+            }
+            for node in record.nodes
+        ],
+        "load": {name: getattr(load, name) for name in counts} if load is not None else None,
+    }

@@ -1,0 +1,122 @@
+"""Creates the actors of a node: who they are, what they get, where Ray is to keep them."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from alignedserve.batches.location import BatchLocation
+from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
+from alignedserve.config.environment import api_keys
+from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.messages.handshake import Role
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.process.addresses import ROUTER, AddressBook
+from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.runtime.process.tls import CertificateAuthority
+from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor
+from kvpool.actor import KvPoolActor
+from prefill_worker.actor import PrefillWorkerActor
+from router.actor import RouterActor
+
+
+class ActorClasses(NamedTuple):
+    """Ray actor classes of sibling packages, passed in because siblings do not import each other."""
+
+    gateway: Any
+    batches: Any  # drives files and batches
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedNode:
+    """A node that is ready for its actors."""
+
+    share: NodeShare
+    capacity: NodeCapacity
+    config: ClusterConfig  # with the sizes and counts of this node
+    book: AddressBook  # as its processes see it
+    placed_by: Mapping[str, Any] = field(default_factory=dict)  # Ray's options
+    far_prefill: tuple[str, ...] = ()  # prefill workers of other nodes that hand requests over to its decode workers
+    num_far_decode: int = 0  # decode workers of other nodes that take requests from its prefill workers
+
+    @property
+    def folder(self) -> Path:
+        """Return its private folder."""
+        return self.book.folder
+
+
+class ActorFactory:
+    """Creates actors that belong to one cluster: they share its secret and serve its model."""
+
+    def __init__(
+        self, served: ServedModel, actor_classes: ActorClasses, authority: CertificateAuthority | None = None
+    ) -> None:
+        """`authority`: of processes on several hosts; None: all are on one."""
+        self._served = served
+        self._secret = secrets.token_bytes(32)
+        self._actor_classes = actor_classes
+        self._authority = authority
+
+    def create(self, node: PreparedNode, batches: BatchLocation | None, max_lines: int | None = None) -> dict[str, Any]:
+        """Create all of a node's actors; return them by name.
+
+        `batches`: where this node finds files and batches; None: it has none. `max_lines`: of batches, in the cluster
+        at a time, where the driver of batches is to run; None: it is not.
+        """
+        actors: dict[str, Any] = {}
+        config = node.config
+        if node.share.is_head:
+            routing = (config.router, config.batching, self._served)
+            self._add(actors, node, RouterActor, Role.ROUTER, ROUTER, *routing)
+        self._add_workers(actors, node)
+        for name, port in node.share.gateways:
+            gateway = (config.gateway, port, self._served, api_keys(), batches)
+            self._add(actors, node, self._actor_classes.gateway, Role.GATEWAY, name, *gateway)
+        if batches is not None and max_lines is not None:
+            driver = (config.gateway, self._served, batches, max_lines)
+            self._add(actors, node, self._actor_classes.batches, Role.GATEWAY, "batches-0", *driver)
+        return actors
+
+    def _add_workers(self, actors: dict[str, Any], node: PreparedNode) -> None:
+        config, share, served = node.config, node.share, self._served
+        engines = engines_of(share, config.engine, node.capacity)
+        if config.chosen_topology is Topology.COLOCATED:
+            for name in share.decode:
+                colocated = (config.decode, config.scheduling, engines[name], served)
+                self._add(actors, node, ColocatedWorkerActor, Role.DECODE_WORKER, name, *colocated)
+            return
+        if share.num_workers:
+            layout = served.block_layout(config.engine.block_size)
+            self._add(actors, node, KvPoolActor, Role.KV_POOL, share.pool_name, config.pool, config.batching, layout)
+        for name in share.prefill:
+            prefill = (config.prefill, config.scheduling, engines[name], share.decode, node.num_far_decode, served)
+            self._add(actors, node, PrefillWorkerActor, Role.PREFILL_WORKER, name, *prefill)
+        for name in share.decode:
+            prefillers = (*share.prefill, *node.far_prefill)
+            decode = (config.decode, config.batching, config.scheduling, engines[name], prefillers, served)
+            self._add(actors, node, DecodeWorkerActor, Role.DECODE_WORKER, name, *decode)
+
+    def _add(
+        self, actors: dict[str, Any], node: PreparedNode, actor_class: Any, role: Role, name: str, *arguments: object
+    ) -> None:
+        process_spec = ProcessSpec(
+            role=role,
+            name=name,
+            cluster_id=node.folder.name,
+            secret=self._secret,
+            peer_timeout_s=node.config.links.peer_timeout_s,
+            addresses=node.book,
+            log_folder=node.folder / "logs",
+            recording=node.config.recording,
+            pool_name=node.share.pool_name,
+            credentials=self._authority.issue(name) if self._authority is not None else None,
+        )
+        # Placement is by node, not by CPU shares; a dead actor is restarted for as long as its node lives.
+        options = actor_class.options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=0, **node.placed_by)
+        actors[name] = options.remote(*arguments, process_spec)
+
+
+def max_lines_in_flight(config: ClusterConfig, num_decode: int) -> int:
+    """Return the batch lines in the cluster at a time: those that decode workers run, and as many on their way."""
+    return config.batches.max_in_flight or 2 * num_decode * config.decode.max_running_requests

@@ -1,0 +1,120 @@
+"""Admission of nodes to a cluster: they report, are compared with the head, and get a keeper."""
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from alignedserve.cluster.actor_factory import PreparedNode
+from alignedserve.cluster.hosts.node_actor import NodeActor
+from alignedserve.cluster.hosts.node_report import NodeReport, NodeSurveyor
+from alignedserve.cluster.hosts.ray_directory import RayDirectory
+from alignedserve.cluster.hosts.ray_nodes import RayNode
+from alignedserve.config.sections import LinksConfig
+from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.process.addresses import AddressBook
+
+logger = logging.getLogger(__name__)
+
+_REPORT_S = 180.0  # of a node that loads PyTorch from a cold disk
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """The NodeActor of one node, and the node as its processes see it."""
+
+    actor: Any
+    book: AddressBook
+
+
+class Admission:
+    """Nodes under examination, each by a process on the node. A context manager: those processes end with it.
+
+    They load PyTorch, which no node has to keep in memory for this.
+    """
+
+    def __init__(self, nodes: Sequence[RayNode]) -> None:
+        self._surveyors = {node: NodeSurveyor.options(num_cpus=0, **node.options).remote() for node in nodes}
+
+    def __enter__(self) -> "Admission":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for surveyor in self._surveyors.values():
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(surveyor)
+
+    def reports(self, device: str, model: Path) -> dict[RayNode, NodeReport]:
+        """Ask every node at once. Raises PeerLost naming the node that does not answer."""
+        asked = {node: surveyor.report.remote(device, model) for node, surveyor in self._surveyors.items()}
+        return {node: _answer(node, reference) for node, reference in asked.items()}
+
+    def check(self, nodes: Mapping[RayNode, PreparedNode], served: ServedModel) -> None:
+        """Check memory and ports on the nodes themselves. Raises the first error found there, or PeerLost."""
+        asked = {
+            node: self._surveyors[node].check.remote(
+                prepared.config, served, [port for _, port in prepared.share.gateways]
+            )
+            for node, prepared in nodes.items()
+            if prepared.share.num_workers
+        }
+        for node, reference in asked.items():
+            failure: AlignedServeError | None = _answer(node, reference)
+            if failure is not None:
+                raise type(failure)(f"{node}: {failure}") from failure
+
+
+def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict[RayNode, str]:
+    """Return, for each node that cannot work with the head, why."""
+    found = {}
+    for node, report in reports.items():
+        if report.problem is not None:
+            found[node] = str(report.problem)
+        elif report.versions != head.versions:
+            found[node] = f"it has {report.versions}, the head {head.versions}"
+        elif report.model_digest is None:
+            found[node] = "it has no copy of the model at the same path"
+        elif report.model_digest != head.model_digest:
+            found[node] = "its copy of the model is another one (configuration, tokenizer or index differ)"
+    return found
+
+
+def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: LinksConfig) -> dict[RayNode, Keeper]:
+    """Start the keepers of these folders, each on its node.
+
+    Raises the error for which a folder cannot be made, or PeerLost.
+    """
+    actors = {
+        node: NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(name), **node.options).remote(name)
+        for node, name in folder_names.items()
+    }
+    keepers = {}
+    for node, actor in actors.items():
+        failure: AlignedServeError | None = _answer(node, actor.failure.remote())
+        if failure is not None:
+            raise ResourceError(f"{node}: {failure}") from failure
+        folder: Path = _answer(node, actor.folder.remote())
+        book = AddressBook(folder, node.node_id, node.address, RayDirectory(cluster_id), has_tls=links.tls)
+        keepers[node] = Keeper(actor, book)
+    return keepers
+
+
+def keeper_name(folder_name: str) -> str:
+    """Return the name of the keeper of this folder, among Ray's named actors."""
+    return f"keeper-{folder_name}"
+
+
+def _answer(node: RayNode, reference: Any) -> Any:
+    try:
+        return ray.get(reference, timeout=_REPORT_S)
+    except (RayError, TimeoutError) as error:
+        raise PeerLost(f"{node} does not answer: {str(error).splitlines()[0]}") from error

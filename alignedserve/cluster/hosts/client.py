@@ -1,0 +1,59 @@
+"""How a command on any node finds the running cluster: through Ray, under Ray's authentication."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from alignedserve.cluster.hosts.ray_directory import NAMESPACE
+from alignedserve.cluster.hosts.ray_nodes import alive_nodes
+from alignedserve.cluster.hosts.record import ClusterRecord, NodeRecord, read_record
+from alignedserve.cluster.ray_node import join_ray
+from alignedserve.config.environment import ray_address
+from alignedserve.core.errors import PeerLost, ResourceError
+
+_ANSWER_S = 10.0
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """Join Ray for as long as a command needs it. Raises ResourceError when none runs here."""
+    join_ray(ray_address() or "auto", NAMESPACE)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def running_cluster() -> ClusterRecord:
+    """Return the record of the cluster that runs. Raises ResourceError when none does."""
+    record = read_record()
+    if record is None:
+        raise ResourceError("no cluster serves on these hosts; start one with `alignedserve up`")
+    return record
+
+
+def lost_nodes(record: ClusterRecord) -> set[str]:
+    """Return the ids of recorded nodes that Ray no longer has."""
+    alive = {node.node_id for node in alive_nodes()}
+    return {node.node_id for node in record.nodes} - alive
+
+
+def call_actor(name: str, method: str, *arguments: object) -> Any:
+    """Call a method of a named actor. Raises PeerLost when it is not there or does not answer."""
+    try:
+        actor = ray.get_actor(name, NAMESPACE)
+        return ray.get(getattr(actor, method).remote(*arguments), timeout=_ANSWER_S)
+    except (RayError, ValueError, TimeoutError) as error:
+        raise PeerLost(f"{name} does not answer: {str(error).splitlines()[0]}") from error
+
+
+def node_of(record: ClusterRecord, actor: str) -> NodeRecord:
+    """Return the node on which this process runs. Raises ResourceError naming those that there are."""
+    for node in record.nodes:
+        if any(one.name == actor for one in node.actors):
+            return node
+    known = ", ".join(one.name for node in record.nodes for one in node.actors)
+    raise ResourceError(f"there is no {actor} in this cluster; there are {known}")

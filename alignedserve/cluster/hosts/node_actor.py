@@ -1,0 +1,64 @@
+"""The keeper of one node: its private folder, its logs, and what is left behind when its processes are killed."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+
+from alignedserve.cluster.hosts.sweeper import start_sweeper
+from alignedserve.cluster.run_folder import make_run_folder
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
+
+_MAX_READ_BYTES = 1 << 20
+
+
+class LogPart(NamedTuple):
+    """A part of a log, and where the next one begins."""
+
+    text: str
+    offset: int
+
+
+class NodeKeeper:
+    """Started by Ray before the other actors of its node."""
+
+    def __init__(self, folder_name: str) -> None:
+        self._failure: AlignedServeError | None = None
+        self._folder = Path()
+        try:
+            remove_stale_arenas(arena_folder(), ARENA_PREFIX)
+            self._folder = make_run_folder(folder_name)
+            start_sweeper(self._folder)
+        except AlignedServeError as error:
+            self._failure = error
+
+    def failure(self) -> AlignedServeError | None:
+        """Return why this node cannot be used; None: it can."""
+        return self._failure
+
+    def folder(self) -> Path:
+        """Return the private folder of the cluster on this node."""
+        return self._folder
+
+    def log_names(self) -> list[str]:
+        """Return the processes that have a log here."""
+        return sorted(path.stem for path in (self._folder / "logs").glob("*.log"))
+
+    def read_log(self, name: str, offset: int) -> LogPart | None:
+        """Return what a process wrote from this byte on (from the end, where it is negative); None: it has no log."""
+        if name not in self.log_names():
+            return None
+        with open(self._folder / "logs" / f"{name}.log", "rb") as log:
+            size = os.fstat(log.fileno()).st_size
+            begin = max(size + offset, 0) if offset < 0 else min(offset, size)
+            log.seek(begin)
+            text = log.read(_MAX_READ_BYTES)
+        return LogPart(text.decode(errors="replace"), begin + len(text))
+
+    def stop(self) -> None:
+        """Do nothing: the sweeper works when this process has ended."""
+
+
+NodeActor: Any = ray.remote(NodeKeeper)

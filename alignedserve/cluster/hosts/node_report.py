@@ -1,0 +1,87 @@
+"""What a node says of itself before it is used: its resources, its software and its copy of the model."""
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from alignedserve.cluster import preflight
+from alignedserve.cluster.machine import this_machine
+from alignedserve.cluster.memory_planner import Machine
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.messages.wire import PROTOCOL_VERSION
+from alignedserve.runtime.device.devices import CPU, worker_devices
+from alignedserve.runtime.model.served_model import ServedModel
+
+_MAX_GPUS = 64
+_DIGESTED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.index.json")
+_WEIGHTS = ("*.safetensors", "*.gguf")
+_HEADER_BYTES = 1 << 20  # of a GGUF file: its configuration and the names of its tensors
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """One node's report."""
+
+    versions: str
+    machine: Machine | None = None
+    gpus: tuple[str, ...] = ()
+    model_digest: str | None = None  # None: the model is not there
+    problem: AlignedServeError | None = None  # for which it cannot be used
+
+
+def own_versions() -> str:
+    """Return the versions in which all nodes of a cluster must agree."""
+    return f"AlignedServe {version('alignedserve')} (protocol {PROTOCOL_VERSION}), Python {platform.python_version()}"
+
+
+def model_digest(path: Path) -> str | None:
+    """Return a digest of configuration, tokenizer and index, with names and sizes of weight files; None: no model.
+
+    Weights are not read: they may be hundreds of gigabytes.
+    """
+    digest = hashlib.sha256()
+    if path.is_file():
+        with path.open("rb") as file:
+            digest.update(file.read(_HEADER_BYTES))
+        digest.update(str(path.stat().st_size).encode())
+        return digest.hexdigest()
+    described = sorted(found for pattern in _DIGESTED for found in path.glob(pattern))
+    if not described:
+        return None
+    for found in described:
+        digest.update(found.name.encode() + hashlib.sha256(found.read_bytes()).digest())
+    for found in sorted(found for pattern in _WEIGHTS for found in path.glob(pattern)):
+        digest.update(f"{found.name} {found.stat().st_size}".encode())
+    return digest.hexdigest()
+
+
+class Surveyor:
+    """Examines the node it runs on."""
+
+    def report(self, device: str, model: Path) -> NodeReport:
+        """Return what this node has; `device` as engine.device."""
+        versions, digest = own_versions(), model_digest(model)
+        try:
+            machine = this_machine(device)
+            gpus = dict.fromkeys(name for name in worker_devices(device, _MAX_GPUS) if name != CPU)
+        except AlignedServeError as error:
+            return NodeReport(versions, model_digest=digest, problem=error)
+        return NodeReport(versions, machine, tuple(gpus), digest)
+
+    def check(self, config: ClusterConfig, served: ServedModel, ports: Sequence[int]) -> AlignedServeError | None:
+        """Return why this node has no room for its workers or its gateways; None: it has."""
+        try:
+            preflight.check_machine(config, served, ports)
+        except AlignedServeError as error:
+            return error
+        return None
+
+
+NodeSurveyor: Any = ray.remote(Surveyor)

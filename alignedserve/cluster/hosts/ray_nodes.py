@@ -1,0 +1,55 @@
+"""The nodes of a Ray cluster."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from alignedserve.core.errors import PeerLost
+
+_HEAD_RESOURCE = "node:__internal_head__"
+_POLL_S = 0.5
+
+
+class RayNode(NamedTuple):
+    """One node that is alive."""
+
+    node_id: str
+    address: str  # in the network of the cluster
+    hostname: str
+    is_head: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options of a task or actor that runs here and nowhere else."""
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.node_id, soft=False)}
+
+    def __str__(self) -> str:
+        return f"{self.hostname} ({self.address})"
+
+
+def alive_nodes() -> list[RayNode]:
+    """Return the nodes, the head first and the others by address. Raises PeerLost when Ray's head does not answer."""
+    try:
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    except (RayError, RuntimeError, OSError) as error:
+        raise PeerLost(f"Ray's head does not answer: {error}") from error
+    found = [
+        RayNode(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"], _HEAD_RESOURCE in resources)
+        for node in nodes
+        if node["Alive"] and (resources := node["Resources"]) is not None
+    ]
+    return sorted(found, key=lambda node: (not node.is_head, node.address, node.node_id))
+
+
+def wait_for_nodes(
+    num_nodes: int, timeout_s: float, look: Callable[[], Sequence[RayNode]] = alive_nodes
+) -> Sequence[RayNode]:
+    """Return the nodes as soon as there are so many, or those that there are after this time."""
+    ends_s = time.monotonic() + timeout_s
+    while len(nodes := look()) < num_nodes and time.monotonic() < ends_s:
+        time.sleep(_POLL_S)
+    return nodes

@@ -1,0 +1,86 @@
+"""The record of a running cluster, by which commands on any of its nodes find it."""
+
+import msgspec
+
+from alignedserve.cluster.hosts import ray_directory
+from alignedserve.core.errors import ProtocolError
+
+_RECORD_KEY = "cluster"
+_STOP_KEY = "stop"
+
+
+class ActorRecord(msgspec.Struct, frozen=True):
+    """One process."""
+
+    name: str
+    device: str = ""  # of a worker, with its threads where it computes on the CPU
+
+
+class NodeRecord(msgspec.Struct, frozen=True):
+    """One node and what runs there."""
+
+    name: str
+    node_id: str  # Ray's
+    address: str
+    hostname: str
+    keeper: str = ""  # the actor that reads its logs
+    actors: tuple[ActorRecord, ...] = ()
+    urls: tuple[str, ...] = ()  # of its gateways
+    problem: str = ""  # for which it is not used
+
+    @property
+    def summary(self) -> str:
+        """Return what runs here, in one line."""
+        if self.problem:
+            return f"not used: {self.problem}"
+        named = [f"{actor.name} ({actor.device})" if actor.device else actor.name for actor in self.actors]
+        return ", ".join((*named, *self.urls))
+
+
+class ClusterRecord(msgspec.Struct, frozen=True):
+    """The whole cluster."""
+
+    cluster_id: str
+    version: str  # of AlignedServe, with that of Python
+    model: str
+    topology: str
+    started: float  # Unix time
+    is_ready: bool
+    nodes: tuple[NodeRecord, ...]
+
+    @property
+    def urls(self) -> list[str]:
+        """Return the addresses of all gateways."""
+        return [url for node in self.nodes for url in node.urls]
+
+
+def write_record(record: ClusterRecord) -> None:
+    """Replace the record. Raises PeerLost when Ray's head does not answer."""
+    ray_directory.put(_RECORD_KEY, msgspec.json.encode(record))
+
+
+def read_record() -> ClusterRecord | None:
+    """Return the record; None: no cluster runs here. Raises PeerLost, or ProtocolError for one of another version."""
+    found = ray_directory.get(_RECORD_KEY)
+    if found is None:
+        return None
+    try:
+        return msgspec.json.decode(found, type=ClusterRecord)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"the running cluster is of another version: {error}") from error
+
+
+def remove_record(cluster_id: str) -> None:
+    """Remove the record and all addresses of a cluster that ends. Raises PeerLost when Ray's head does not answer."""
+    ray_directory.delete(f"{cluster_id}/")
+    ray_directory.delete(_RECORD_KEY)
+
+
+def ask_to_stop(cluster_id: str) -> None:
+    """Ask the driver of this cluster to stop it. Raises PeerLost when Ray's head does not answer."""
+    ray_directory.put(_STOP_KEY, cluster_id.encode())
+
+
+def is_asked_to_stop(cluster_id: str) -> bool:
+    """Return whether this cluster is to stop. Raises PeerLost when Ray's head does not answer."""
+    return ray_directory.get(_STOP_KEY) == cluster_id.encode()

@@ -1,0 +1,178 @@
+"""The supervisor of a cluster's driver, on the head: it outlives the shell that started it and restarts the driver.
+
+It is no process of Ray's, so `ray stop` leaves it alone: it ends by itself when Ray has ended on this host. There is
+one per user and host; a new one ends the former first, whose lock it then holds.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from alignedserve.config.environment import RAY_ADDRESS_VARIABLE, run_root
+from alignedserve.core.errors import ResourceError
+
+LOG_NAME = "driver.log"
+_LOCK_NAME = "supervisor.lock"
+_MAX_LOG_BYTES = 1 << 20  # kept of former drivers
+_POLL_S = 0.2
+_STOP_S = 60.0  # of a cluster
+_FIRST_PAUSE_S = 1.0
+_LAST_PAUSE_S = 15.0
+_SETTLED_S = 120.0  # after which a driver has served, and its end is no failure to start
+_MAX_FAILED_STARTS = 5
+_RAY_LOOK_S = 3.0  # between looks whether Ray still runs here
+_ABANDONED_S = 5.0  # for a driver to end after Ray has
+_USAGE_ERROR = 2  # exit code of a configuration that will never start
+
+
+def driver_log() -> Path:
+    """Return the file to which drivers write."""
+    return run_root() / LOG_NAME
+
+
+def start_supervisor(command: Sequence[str], ray_address: str) -> "subprocess.Popen[bytes]":
+    """Start a supervisor of this command, which is to join the Ray at that address. Its process outlives this one.
+
+    Raises ResourceError when a former one does not end.
+    """
+    root = run_root()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    end_supervisor()
+    arguments = [sys.executable, "-m", "alignedserve.cluster.hosts.supervisor", *command]
+    log_path = driver_log()
+    if log_path.exists() and log_path.stat().st_size > _MAX_LOG_BYTES:
+        log_path.unlink()
+    environment = os.environ | {RAY_ADDRESS_VARIABLE: ray_address}
+    with log_path.open("ab") as log:
+        # Given absolute paths: it must not keep the folder of the shell in use.
+        return subprocess.Popen(  # noqa: S603
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=environment,
+            cwd=root,
+        )
+
+
+def end_supervisor() -> None:
+    """End the supervisor of this host, if there is one, with its driver. Raises ResourceError when it does not end."""
+    ends_s = time.monotonic() + _STOP_S
+    while (pid := running_supervisor()) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        if time.monotonic() > ends_s:
+            raise ResourceError(f"the former driver does not end; its supervisor is process {pid}")
+        time.sleep(_POLL_S)
+
+
+def running_supervisor() -> int | None:
+    """Return the process id of this host's supervisor; None: there is none."""
+    path = run_root() / _LOCK_NAME
+    try:
+        with path.open("r+", encoding="ascii") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        text = path.read_text(encoding="ascii").strip()
+        return int(text) if text.isdigit() else None
+    return None
+
+
+class Supervisor:
+    """Runs one command until it ends by itself, is stopped, or Ray ends."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._is_stopping = False
+        self._driver: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Return the driver's last exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        pause_s, num_failed = _FIRST_PAUSE_S, 0
+        while True:
+            began_s = time.monotonic()
+            code = self._run_driver()
+            if code in (0, _USAGE_ERROR) or self._is_stopping:
+                return code
+            has_served = time.monotonic() - began_s > _SETTLED_S
+            num_failed, pause_s = (0, _FIRST_PAUSE_S) if has_served else (num_failed + 1, pause_s)
+            if num_failed >= _MAX_FAILED_STARTS or not has_raylet():
+                print(f"The driver has ended with exit code {code} and is not started again.", flush=True)
+                return code
+            print(f"The driver has ended with exit code {code}; the next one starts in {pause_s:.0f} s.", flush=True)
+            self._pause(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            if self._is_stopping:
+                return code
+
+    def _run_driver(self) -> int:
+        self._driver = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)  # noqa: S603
+        if self._is_stopping:
+            self._driver.terminate()
+        asked_s: float | None = None  # since when it is to end, as Ray has ended
+        look_s, has_ray = time.monotonic() + _RAY_LOOK_S, False
+        while True:
+            try:
+                return self._driver.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+            if asked_s is not None and now - asked_s > _ABANDONED_S:
+                self._driver.kill()  # it waits for an answer from Ray that will not come
+            elif asked_s is None and now > look_s:
+                look_s = now + _RAY_LOOK_S
+                had_ray, has_ray = has_ray, has_raylet()
+                if had_ray and not has_ray:
+                    asked_s = now
+                    self._driver.terminate()
+
+    def _pause(self, seconds: float) -> None:
+        ends_s = time.monotonic() + seconds
+        while time.monotonic() < ends_s and not self._is_stopping:
+            time.sleep(_POLL_S)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._is_stopping = True
+        if self._driver is not None and self._driver.poll() is None:
+            self._driver.terminate()
+
+
+def has_raylet() -> bool:
+    """Return whether Ray runs on this host, for this user."""
+    return any(
+        process.info["name"] == "raylet" and process.info["uids"].real == os.getuid()
+        for process in psutil.process_iter(["name", "uids"])
+        if process.info["uids"] is not None
+    )
+
+
+def main(command: Sequence[str]) -> int:
+    """Supervise the command, unless another supervisor runs."""
+    with (run_root() / _LOCK_NAME).open("a+", encoding="ascii") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Another supervisor runs on this host.", flush=True)
+            return 1
+        lock.seek(0)
+        lock.truncate()
+        lock.write(str(os.getpid()))
+        lock.flush()
+        return Supervisor(command).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

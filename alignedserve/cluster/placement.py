@@ -1,0 +1,169 @@
+"""Places a cluster's processes on its nodes: a pure plan, by what each node has.
+
+Every node has a KV pool of its own (unless its workers do both phases), and workers whose counts follow from its cores
+or GPUs, unless configured: then the configured total is shared out. The first node is the head: it has the router and
+the driver of batches as well. A prefill worker needs a decode worker beside it, which takes batches of their pool.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from alignedserve.config.sections import ClusterConfig, DefaultSize, EngineConfig, Section, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCapacity:
+    """A node, and what it has for workers."""
+
+    name: str  # node-0 is the head
+    address: str  # two nodes may be on one host, whose ports they share
+    num_cores: int
+    gpus: tuple[str, ...] = ()  # devices that workers use; none: they compute on the CPU
+
+    @property
+    def weight(self) -> int:
+        """Return its strength among others of its kind."""
+        return len(self.gpus) or self.num_cores
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """The processes of one node."""
+
+    node: str
+    pool_name: str
+    prefill: tuple[str, ...] = ()  # names of its workers
+    decode: tuple[str, ...] = ()
+    gateways: tuple[tuple[str, int], ...] = ()  # with their ports
+    is_head: bool = False
+
+    @property
+    def num_workers(self) -> int:
+        """Return how many workers share its cores or GPUs."""
+        return len(self.prefill) + len(self.decode)
+
+    def config_of(self, config: ClusterConfig) -> ClusterConfig:
+        """Return the configuration with the counts of this node alone."""
+        counts = {"prefill": len(self.prefill), "decode": len(self.decode), "gateway": len(self.gateways)}
+        return msgspec.structs.replace(
+            config, **{name: _with_count(getattr(config, name), max(count, 1)) for name, count in counts.items()}
+        )
+
+
+class Placement:
+    """Shares a cluster out over its nodes, of which more may join. Names are given once and never again."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        """`config`: with its topology chosen; counts that are unset follow the nodes."""
+        self._config = config
+        self._is_separate = config.chosen_topology is Topology.DISAGGREGATED
+        self._num_named: dict[str, int] = {}  # by kind
+        self._num_nodes = 0
+        self._num_ports: dict[str, int] = {}  # gateways by address
+
+    def place(self, nodes: Sequence[NodeCapacity]) -> list[NodeShare]:
+        """Share the whole cluster out over its first nodes, the head first."""
+        prefill, decode = self._worker_counts(nodes)
+        wanted = self._config.gateway.count
+        gateways = [1] * len(nodes) if isinstance(wanted, DefaultSize) else _in_turn(wanted, len(nodes))
+        return [
+            self._share(node, num_prefill, num_decode, num_gateways)
+            for node, num_prefill, num_decode, num_gateways in zip(nodes, prefill, decode, gateways, strict=True)
+        ]
+
+    def join(self, node: NodeCapacity) -> NodeShare:
+        """Give a node that joins later what follows from it; nothing of what is configured, which is placed."""
+        prefill, decode = _default_counts(node, is_separate=self._is_separate)
+        sections = (self._config.prefill, self._config.decode) if self._is_separate else (self._config.decode,)
+        if not all(isinstance(section.count, DefaultSize) for section in sections):
+            prefill = decode = 0
+        return self._share(node, prefill, decode, int(isinstance(self._config.gateway.count, DefaultSize)))
+
+    def _worker_counts(self, nodes: Sequence[NodeCapacity]) -> tuple[list[int], list[int]]:
+        defaults = [_default_counts(node, is_separate=self._is_separate) for node in nodes]
+        if not self._is_separate:
+            total = _set_count(self._config.decode.count)
+            counts = [count for _, count in defaults] if total is None else _by_weight(total, nodes)
+            return [0] * len(nodes), counts
+        totals = [_set_count(self._config.prefill.count), _set_count(self._config.decode.count)]
+        limit = min((total for total in totals if total is not None), default=len(nodes))
+        strongest = sorted(range(len(nodes)), key=lambda index: (-nodes[index].weight, index))[:limit]
+        used = [index in strongest for index in range(len(nodes))]
+        prefill, decode = (
+            [counts[phase] * is_used for counts, is_used in zip(defaults, used, strict=True)]
+            if configured is None
+            else _by_weight(configured, nodes, used)
+            for phase, configured in enumerate(totals)
+        )
+        return prefill, decode
+
+    def _share(self, node: NodeCapacity, num_prefill: int, num_decode: int, num_gateways: int) -> NodeShare:
+        index, self._num_nodes = self._num_nodes, self._num_nodes + 1
+        first_port = self._config.gateway.port + self._num_ports.get(node.address, 0)
+        self._num_ports[node.address] = self._num_ports.get(node.address, 0) + num_gateways
+        ports = range(first_port, first_port + num_gateways)
+        return NodeShare(
+            node=node.name,
+            pool_name=f"pool-{index}",
+            prefill=self._names("prefill", num_prefill),
+            decode=self._names("decode", num_decode),
+            gateways=tuple(zip(self._names("gateway", num_gateways), ports, strict=True)),
+            is_head=index == 0,
+        )
+
+    def _names(self, kind: str, count: int) -> tuple[str, ...]:
+        first = self._num_named.get(kind, 0)
+        self._num_named[kind] = first + count
+        return tuple(f"{kind}-{number}" for number in range(first, first + count))
+
+
+def engines_of(share: NodeShare, config: EngineConfig, node: NodeCapacity) -> Mapping[str, EngineConfig]:
+    """Return each worker's engine section by its name, with its threads and device: prefill workers get theirs first.
+
+    More computing threads than cores are worse than idle cores (see runtime/device/cores.py).
+    """
+    threads = config.threads_per_worker or max(1, node.num_cores // max(share.num_workers, 1))
+    devices = node.gpus or ("cpu",)
+    return {
+        name: msgspec.structs.replace(config, threads_per_worker=threads, device=devices[index % len(devices)])
+        for index, name in enumerate((*share.prefill, *share.decode))
+    }
+
+
+def _default_counts(node: NodeCapacity, *, is_separate: bool) -> tuple[int, int]:
+    """Return prefill and decode workers by what the node has: a worker per GPU, or one of each that share the cores."""
+    num_gpus = len(node.gpus)
+    if not is_separate:
+        return 0, max(num_gpus, 1)
+    return max(num_gpus // 2, 1), max(num_gpus - num_gpus // 2, 1)
+
+
+def _by_weight(total: int, nodes: Sequence[NodeCapacity], used: Sequence[bool] | None = None) -> list[int]:
+    """Share workers out so that the one with the least of a node has as much as possible.
+
+    With `used`, each of those nodes gets at least one and the others none.
+    """
+    usable = [index for index in range(len(nodes)) if used is None or used[index]]
+    counts = [0] * len(nodes)
+    if used is not None:
+        for index in usable:
+            counts[index] = 1
+    for _ in range(total - sum(counts)):
+        best = max(usable, key=lambda index: (nodes[index].weight / (counts[index] + 1), -counts[index], -index))
+        counts[best] += 1
+    return counts
+
+
+def _in_turn(total: int, num_nodes: int) -> list[int]:
+    return [total // num_nodes + (index < total % num_nodes) for index in range(num_nodes)]
+
+
+def _set_count(count: int) -> int | None:
+    """Return a count that is configured; None: it follows the nodes."""
+    return None if isinstance(count, DefaultSize) else count
+
+
+def _with_count(section: Section, count: int) -> Section:
+    return msgspec.structs.replace(section, count=count)

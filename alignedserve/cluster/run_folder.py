@@ -1,0 +1,55 @@
+"""The private folder of a cluster on one host: its sockets and logs, locked while the cluster runs."""
+
+import fcntl
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from alignedserve.config.environment import RUN_DIR_VARIABLE, run_root
+from alignedserve.core.errors import ResourceError
+from alignedserve.runtime.process.addresses import AddressBook
+
+_KEPT_FOLDERS = 8  # of clusters that have ended, for their logs
+_MAX_SOCKET_PATH = 107  # bytes; the system's limit
+_LONGEST_NAME = "prefill-1023"
+
+
+def make_run_folder(name: str | None = None) -> Path:
+    """Create a private folder for sockets and logs, and remove those of old clusters.
+
+    `name`: of the folder; drawn when None. Raises ResourceError saying what to set.
+    """
+    root = run_root()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if root.stat().st_uid != os.getuid() or root.stat().st_mode & 0o077:
+            raise ResourceError(f"{root} must belong to you and be closed to others (mode 700); it holds the sockets")
+        folder = root / (name or secrets.token_hex(4))
+        if len(os.fsencode(AddressBook(folder).of(_LONGEST_NAME).removeprefix("unix:"))) > _MAX_SOCKET_PATH:
+            raise ResourceError(f"{root} is too long a path for Unix sockets; set {RUN_DIR_VARIABLE} to a shorter one")
+        _remove_old_folders(root)
+        folder.mkdir(mode=0o700, exist_ok=name is not None)
+    except OSError as error:
+        problem = f"{root} cannot hold sockets and logs: {error.strerror}"
+        raise ResourceError(f"{problem}; set {RUN_DIR_VARIABLE} to another folder") from error
+    # Locked until this process ends, however it ends: the folder is in use.
+    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
+    return folder
+
+
+def _remove_old_folders(root: Path) -> None:
+    """Remove all but the latest few folders of ended clusters, and the sockets of those few; their logs stay."""
+    folders = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for path in folders:
+        file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for socket_path in path.glob("*.sock"):
+                socket_path.unlink(missing_ok=True)
+            if path not in folders[-_KEPT_FOLDERS:]:
+                shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            continue  # its cluster runs
+        finally:
+            os.close(file_descriptor)

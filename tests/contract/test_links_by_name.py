@@ -1,0 +1,207 @@
+"""Links by name: sockets on one node, published ports between nodes, and a directory that is away or out of date."""
+
+import asyncio
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from alignedserve.core.errors import PeerLost, ProtocolError
+from alignedserve.core.ids import RequestId
+from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.handshake import Role
+from alignedserve.runtime.process import addresses, link_manager
+from alignedserve.runtime.process.addresses import AddressBook, AddressResolver, Publication
+from alignedserve.runtime.process.link_manager import LinkManager
+from alignedserve.runtime.process.links import Identity
+from alignedserve.runtime.process.tls import CertificateAuthority
+from tests.contract.test_links import CODEC, Recorder
+from tests.support.waiting import holds
+
+
+@dataclass
+class SharedDirectory:
+    """A directory of the processes of this test; it can be away, or hang."""
+
+    entries: dict[str, str] = field(default_factory=dict)
+    is_away: bool = False
+    may_answer: threading.Event = field(default_factory=threading.Event)
+    num_asked: int = 0
+
+    def __post_init__(self) -> None:
+        self.may_answer.set()
+
+    def publish(self, name: str, entry: str) -> None:
+        self._check()
+        self.entries[name] = entry
+
+    def look_up(self, name: str) -> str | None:
+        self.num_asked += 1
+        self._check()
+        return self.entries.get(name)
+
+    def _check(self) -> None:
+        self.may_answer.wait()
+        if self.is_away:
+            raise PeerLost("the directory is away")
+
+
+AUTHORITY = CertificateAuthority("test")
+
+
+def manager(name: str, book: AddressBook | None) -> tuple[LinkManager, Recorder]:
+    recorder = Recorder()
+    identity = Identity(Role.ROUTER, name, b"s" * 32, credentials=AUTHORITY.issue(name))
+    return LinkManager(identity, CODEC, recorder, book), recorder
+
+
+@pytest.fixture
+def directory() -> SharedDirectory:
+    return SharedDirectory()
+
+
+@pytest.fixture(params=["tls", "tcp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def here(tmp_path: Path, directory: SharedDirectory, kind: str) -> AddressBook:
+    (tmp_path / "here").mkdir()
+    return AddressBook(tmp_path / "here", "node-0", "127.0.0.1", directory, has_tls=kind == "tls")
+
+
+@pytest.fixture
+def there(tmp_path: Path, directory: SharedDirectory, kind: str) -> AddressBook:
+    (tmp_path / "there").mkdir()
+    return AddressBook(tmp_path / "there", "node-1", "127.0.0.1", directory, has_tls=kind == "tls")
+
+
+async def test_a_process_of_another_node_is_reached_at_its_published_port(
+    here: AddressBook, there: AddressBook, directory: SharedDirectory, kind: str
+) -> None:
+    listener, heard = manager("router", here)
+    dialler, _ = manager("decode-0", there)
+    await listener.listen("router")
+    dialler.send_to("router", AbortRequest(RequestId("r1")))
+    await heard.wait_for(("message", "r1"))
+    place = Publication.decode(directory.entries["router"])
+    assert place.node == "node-0"
+    assert place.address.startswith(f"{kind}:127.0.0.1:")
+    await dialler.close()
+    await listener.close()
+
+
+async def test_processes_of_one_node_keep_to_their_sockets(here: AddressBook, directory: SharedDirectory) -> None:
+    listener, heard = manager("router", here)
+    dialler, _ = manager("decode-0", here)
+    await listener.listen("router")
+    directory.entries["router"] = Publication("node-0", "tcp:127.0.0.1:1").encode()  # a port that refuses
+    dialler.dial("router")
+    await heard.wait_for(("linked", "decode-0"))
+    await dialler.close()
+    await listener.close()
+
+
+async def test_a_single_host_has_no_port(tmp_path: Path) -> None:
+    book = AddressBook(tmp_path)
+    assert book.listening("router") == (f"unix:{tmp_path}/router.sock",)
+    listener, heard = manager("router", book)
+    dialler, _ = manager("decode-0", book)
+    dialler.dial("router")
+    await listener.listen("router")
+    await heard.wait_for(("linked", "decode-0"))
+    await dialler.close()
+    await listener.close()
+
+
+async def test_a_process_that_moves_to_another_port_is_found_there(here: AddressBook, there: AddressBook) -> None:
+    former, heard = manager("router", here)
+    dialler, _ = manager("decode-0", there)
+    await former.listen("router")
+    dialler.dial("router")
+    await heard.wait_for(("linked", "decode-0"))
+    await former.close()
+    successor, heard = manager("router", here)
+    await successor.listen("router")
+    await heard.wait_for(("linked", "decode-0"))
+    await dialler.close()
+    await successor.close()
+
+
+async def test_the_last_known_place_is_dialled_while_the_directory_is_away(
+    here: AddressBook, there: AddressBook, directory: SharedDirectory
+) -> None:
+    listener, heard = manager("router", here)
+    dialler, _ = manager("decode-0", there)
+    await listener.listen("router")
+    dialler.dial("router")
+    await heard.wait_for(("linked", "decode-0"))
+    directory.is_away = True
+    listener.disconnect("decode-0")
+    await heard.wait_for(("lost", "decode-0"))
+    heard.events.clear()
+    await heard.wait_for(("linked", "decode-0"))
+    await dialler.close()
+    await listener.close()
+
+
+async def test_a_directory_that_hangs_is_asked_once(
+    there: AddressBook, directory: SharedDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "_LOOK_UP_S", 0.01)
+    directory.may_answer.clear()
+    resolver = AddressResolver(there)
+    for _ in range(3):
+        with pytest.raises(PeerLost, match="router has not published an address"):
+            await resolver.resolve("router")
+    assert directory.num_asked == 1
+    directory.entries["router"] = Publication("node-0", "tcp:127.0.0.1:7").encode()
+    directory.may_answer.set()
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                assert await resolver.resolve("router") == "tcp:127.0.0.1:7"
+                break
+            except PeerLost:
+                await asyncio.sleep(0.01)
+
+
+async def test_another_process_at_an_old_port_is_not_mistaken_for_the_one_dialled(
+    here: AddressBook, there: AddressBook, directory: SharedDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, _ = manager("pool-0", here)
+    await pool.listen("pool-0")
+    directory.entries["router"] = directory.entries["pool-0"]
+    dialler, linked = manager("decode-0", there)
+    dialler.dial("router")
+    await holds(lambda: "router was dialled and pool-0 answered" in caplog.text)
+    assert linked.events == []
+    await dialler.close()
+    await pool.close()
+
+
+async def test_names_need_a_book_and_addresses_stand_for_themselves(here: AddressBook) -> None:
+    with pytest.raises(PeerLost):
+        await AddressResolver(None).resolve("router")
+    assert await AddressResolver(here).resolve("tcp:[::1]:80") == "tcp:[::1]:80"
+    assert AddressResolver(replace(here, directory=None)).listening("unix:/x") == ("unix:/x",)
+
+
+@pytest.mark.parametrize("entry", ["", "node-0", "node-0 unix:/x", " tcp:127.0.0.1:1"])
+def test_an_entry_that_cannot_be_read_is_refused(entry: str) -> None:
+    with pytest.raises(ProtocolError):
+        Publication.decode(entry)
+
+
+async def test_a_port_that_cannot_be_reached_is_named(
+    there: AddressBook, directory: SharedDirectory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_manager, "_SAY_AFTER_S", 0.0)
+    directory.entries["router"] = Publication("node-0", "tls:127.0.0.1:1").encode()
+    dialler, _ = manager("decode-0", there)
+    dialler.dial("router")
+    await holds(lambda: "decode-0: no link to router" in caplog.text)
+    assert "no connection to tls:127.0.0.1:1" in caplog.text
+    await dialler.close()

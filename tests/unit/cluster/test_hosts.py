@@ -1,0 +1,254 @@
+"""A cluster of several hosts, without Ray: its plan, what nodes are refused for, the sweeper and the supervisor."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cluster.hosts import supervisor
+from alignedserve.cluster.hosts.admission import differences
+from alignedserve.cluster.hosts.node_report import NodeReport, model_digest, own_versions
+from alignedserve.cluster.hosts.plan import NODE_ADDRESS, NodeResources, plan_cluster, plan_joining
+from alignedserve.cluster.hosts.ray_nodes import RayNode, wait_for_nodes
+from alignedserve.cluster.hosts.sweeper import sweep
+from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.placement import NodeCapacity
+from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology, from_mapping
+from alignedserve.core.errors import NotEnoughMemory, ResourceError
+from alignedserve.runtime.kv.arena_files import arena_path
+from alignedserve.runtime.model.served_model import resolve_model
+
+GIB = 1024 * MIB
+POCKET = resolve_model(ModelSectionConfig())
+
+
+def resources(index: int, available: int = 8 * GIB, shared: int = 4 * GIB) -> NodeResources:
+    capacity = NodeCapacity(f"node-{index}", f"10.0.0.{index}", 4)
+    return NodeResources(capacity, Machine(available, shared, num_cores=4, has_bfloat16=False))
+
+
+# --- the plan
+
+
+def test_every_node_has_sizes_of_its_own() -> None:
+    plan = plan_cluster(from_mapping({}), POCKET, [resources(0), resources(1, 3 * GIB)])
+    sizes = [plan.choices[share.node].config.decode.kv_cache_bytes for share in plan.shares]
+    assert sizes[0] >= sizes[1] > 0
+    assert plan.config.topology is Topology.DISAGGREGATED
+    assert plan.served.max_context_len == POCKET.max_context_len
+
+
+def test_where_one_node_cannot_have_separate_workers_none_has() -> None:
+    nodes = [resources(0), resources(1, shared=MIB)]
+    plan = plan_cluster(from_mapping({}), POCKET, nodes)
+    assert plan.config.topology is Topology.COLOCATED
+    assert {choice.config.topology for choice in plan.choices.values()} == {Topology.COLOCATED}
+    assert [(share.prefill, share.decode) for share in plan.shares] == [((), ("decode-0",)), ((), ("decode-1",))]
+
+
+def test_the_shortest_context_is_that_of_all() -> None:
+    long = replace(POCKET, max_context_len=1 << 22)
+    config = from_mapping({"topology": "colocated"})
+    alone = plan_cluster(config, long, [resources(0, 2 * GIB)]).served.max_context_len
+    assert 0 < alone < long.max_context_len
+    plan = plan_cluster(config, long, [resources(0, 16 * GIB), resources(1, 2 * GIB)])
+    assert plan.served.max_context_len == alone
+    assert {choice.served.max_context_len for choice in plan.choices.values()} == {alone}
+    joined = plan.placement.join(resources(2).capacity)
+    assert plan_joining(plan, joined, resources(2).machine, 0).decode.kv_cache_bytes > 0
+    with pytest.raises(NotEnoughMemory, match=f"node-2 has room for contexts of .*serves {alone}"):
+        plan_joining(plan, joined, resources(2, 1500 * MIB).machine, 0)
+
+
+def test_a_node_without_room_is_named() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"^node-1: pocket needs"):
+        plan_cluster(from_mapping({}), POCKET, [resources(0), resources(1, 100 * MIB, MIB)])
+
+
+def test_gateways_listen_at_their_own_nodes_addresses() -> None:
+    config = from_mapping({"gateway": {"host": NODE_ADDRESS, "port": 9000}})
+    plan = plan_cluster(config, POCKET, [resources(0), resources(1)])
+    gateways = [plan.config_of(share, f"10.0.0.{index}").gateway for index, share in enumerate(plan.shares)]
+    assert [(gateway.host, gateway.port) for gateway in gateways] == [("10.0.0.0", 9000), ("10.0.0.1", 9000)]
+
+
+def test_configured_counts_leave_nodes_without_workers(config: ClusterConfig) -> None:
+    plan = plan_cluster(config, POCKET, [resources(0), resources(1)])
+    assert [share.num_workers for share in plan.shares] == [2, 0]
+    assert plan.config_of(plan.shares[1], "10.0.0.1").decode.kv_cache_bytes > 0
+    assert set(plan.choices) == {"node-0"}
+
+
+@pytest.fixture
+def config() -> ClusterConfig:
+    return from_mapping({"prefill": {"count": 1}, "decode": {"count": 1}})
+
+
+# --- admission
+
+HEAD = NodeReport("v1", resources(0).machine, model_digest="m")
+NODE = RayNode("id", "10.0.0.1", "spare", is_head=False)
+
+
+@pytest.mark.parametrize(
+    ("report", "problem"),
+    [
+        (HEAD, None),
+        (replace(HEAD, versions="v2"), "it has v2, the head v1"),
+        (replace(HEAD, model_digest=None), "no copy of the model"),
+        (replace(HEAD, model_digest="n"), "another one"),
+        (replace(HEAD, machine=None, problem=ResourceError("no GPU here")), "no GPU here"),
+    ],
+)
+def test_a_node_that_differs_is_refused_with_the_reason(report: NodeReport, problem: str | None) -> None:
+    found = differences({NODE: report}, HEAD)
+    assert list(found) == ([NODE] if problem else [])
+    assert problem is None or problem in found[NODE]
+
+
+def test_the_digest_of_a_model_sees_what_matters(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(100))
+    first = model_digest(tmp_path / "a")
+    assert first == model_digest(tmp_path / "b") is not None
+    (tmp_path / "b" / "model.safetensors").write_bytes(bytes(101))
+    assert model_digest(tmp_path / "b") != first
+    (tmp_path / "a" / "config.json").write_text("{}")
+    assert model_digest(tmp_path / "a") != first
+    assert model_digest(tmp_path / "absent") is None
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert model_digest(tmp_path / "m.gguf") is not None
+
+
+def test_versions_name_what_must_agree() -> None:
+    assert "AlignedServe 0." in own_versions()
+    assert "protocol" in own_versions()
+    assert "Python 3." in own_versions()
+
+
+def test_waiting_for_nodes_ends_with_those_that_there_are() -> None:
+    assert wait_for_nodes(1, 60.0, lambda: [NODE]) == [NODE]
+    assert wait_for_nodes(2, 0.0, lambda: [NODE]) == [NODE]
+
+
+# --- what outlives
+
+
+def test_a_sweep_removes_what_is_nobodys_and_keeps_what_is_in_use(tmp_path: Path) -> None:
+    folder = tmp_path / f"test-{os.getpid()}"
+    folder.mkdir()
+    left, progress = folder / "left.sock", folder / "decode-0.progress"
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(left))
+    progress.touch()
+    arena = arena_path(folder.name, "pool-0")
+    arena.touch(mode=0o600)
+    other = arena_path(f"{folder.name}x", "pool-0")
+    other.touch(mode=0o600)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "used.sock"))
+            listener.listen()
+            assert not sweep(folder)
+            assert (folder / "used.sock").exists()
+        assert (left.exists(), progress.exists(), arena.exists(), other.exists()) == (False, False, False, True)
+        assert sweep(folder)
+    finally:
+        other.unlink()
+
+
+def test_the_sweeper_outlives_the_process_that_started_it(tmp_path: Path) -> None:
+    folder = tmp_path / f"test-{os.getpid()}"
+    folder.mkdir()
+    (folder / "decode-0.progress").touch()
+    source = (
+        "import sys, time; from pathlib import Path\n"
+        "from alignedserve.cluster.hosts.sweeper import start_sweeper\n"
+        "start_sweeper(Path(sys.argv[1])); print('up', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", source, str(folder)], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"up\n"
+        assert (folder / "decode-0.progress").exists()
+        owner.kill()
+    wait_until(lambda: not (folder / "decode-0.progress").exists())
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", str(tmp_path))
+    yield tmp_path
+    supervisor.end_supervisor()
+
+
+def test_a_supervisor_is_alone_and_ends_with_its_driver(run_folder: Path) -> None:
+    started = run_folder / "started"
+    driver = [sys.executable, "-c", f"open({str(started)!r}, 'a').write('x'); import time; time.sleep(60)"]
+    assert supervisor.running_supervisor() is None
+    first = supervisor.start_supervisor(driver, "auto")
+    wait_until(lambda: started.exists() and supervisor.running_supervisor() == first.pid)
+    second = supervisor.start_supervisor(driver, "auto")  # in place of the first
+    assert first.wait() != 0
+    wait_until(lambda: supervisor.running_supervisor() == second.pid)
+    wait_until(lambda: started.read_text() == "xx")
+    supervisor.end_supervisor()
+    assert supervisor.running_supervisor() is None
+    second.wait()
+
+
+@pytest.mark.parametrize(("code", "num_starts"), [(0, 1), (2, 1), (1, 3)])
+def test_a_driver_is_restarted_unless_it_ended_well_or_never_can_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, num_starts: int
+) -> None:
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervisor, "_MAX_FAILED_STARTS", 3)
+    monkeypatch.setattr(supervisor, "has_raylet", lambda: True)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    started = tmp_path / "started"
+    try:
+        driver = [sys.executable, "-S", "-c", f"open({str(started)!r}, 'a').write('x'); raise SystemExit({code})"]
+        assert supervisor.Supervisor(driver).run() == code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert started.read_text() == "x" * num_starts
+
+
+def test_a_driver_that_goes_on_without_ray_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter((True, False))
+    monkeypatch.setattr(supervisor, "has_raylet", lambda: next(found, False))
+    monkeypatch.setattr(supervisor, "_RAY_LOOK_S", 0.0)
+    monkeypatch.setattr(supervisor, "_ABANDONED_S", 0.0)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    try:
+        assert supervisor.Supervisor([sys.executable, "-S", "-c", deaf]).run() < 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_without_ray_a_driver_is_not_restarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(supervisor, "has_raylet", lambda: False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert supervisor.Supervisor([sys.executable, "-S", "-c", "raise SystemExit(1)"]).run() == 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    ends_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < ends_s, "it never came to hold"
+        time.sleep(0.01)

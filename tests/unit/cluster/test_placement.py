@@ -1,0 +1,125 @@
+"""The plan of what runs where: counts by what nodes have or as configured, against brute force on small cases."""
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from alignedserve.cluster.placement import NodeCapacity, Placement, engines_of
+from alignedserve.config.sections import ClusterConfig, Topology, from_mapping
+
+SEPARATE, COLOCATED = {"topology": "disaggregated"}, {"topology": "colocated"}
+
+
+def config_of(topology: dict[str, str], **counts: int) -> ClusterConfig:
+    return from_mapping({**topology, **{name: {"count": count} for name, count in counts.items()}})
+
+
+def nodes(*cores: int) -> list[NodeCapacity]:
+    return [NodeCapacity(f"node-{index}", f"10.0.0.{index}", count) for index, count in enumerate(cores)]
+
+
+def test_without_counts_every_node_has_workers_a_pool_and_a_gateway() -> None:
+    shares = Placement(config_of(SEPARATE)).place(nodes(2, 8, 2))
+    assert [share.is_head for share in shares] == [True, False, False]
+    assert [share.pool_name for share in shares] == ["pool-0", "pool-1", "pool-2"]
+    assert [share.prefill for share in shares] == [("prefill-0",), ("prefill-1",), ("prefill-2",)]
+    assert [share.decode for share in shares] == [("decode-0",), ("decode-1",), ("decode-2",)]
+    assert [share.gateways for share in shares] == [
+        (("gateway-0", 8000),),
+        (("gateway-1", 8000),),
+        (("gateway-2", 8000),),
+    ]
+
+
+def test_a_node_of_gpus_has_a_worker_on_each() -> None:
+    gpus = NodeCapacity("node-0", "a", 64, tuple(f"cuda:{index}" for index in range(4)))
+    (separate,) = Placement(config_of(SEPARATE)).place([gpus])
+    (colocated,) = Placement(config_of(COLOCATED)).place([gpus])
+    assert (len(separate.prefill), len(separate.decode)) == (2, 2)
+    assert (len(colocated.prefill), len(colocated.decode)) == (0, 4)
+    engines = engines_of(separate, config_of(SEPARATE).engine, gpus)
+    assert {name: engine.device for name, engine in engines.items()} == {
+        "prefill-0": "cuda:0",
+        "prefill-1": "cuda:1",
+        "decode-0": "cuda:2",
+        "decode-1": "cuda:3",
+    }
+
+
+def test_workers_of_a_node_share_its_cores() -> None:
+    node = nodes(9)[0]
+    (share,) = Placement(config_of(SEPARATE, decode=3)).place([node])
+    engines = engines_of(share, config_of(SEPARATE).engine, node)
+    assert {engine.threads_per_worker for engine in engines.values()} == {2}
+    fixed = msgspec.structs.replace(config_of(SEPARATE).engine, threads_per_worker=5)
+    assert {engine.threads_per_worker for engine in engines_of(share, fixed, node).values()} == {5}
+
+
+def test_nodes_of_one_host_share_its_ports() -> None:
+    pair = [NodeCapacity("node-0", "10.0.0.1", 2), NodeCapacity("node-1", "10.0.0.1", 2)]
+    shares = Placement(config_of(COLOCATED)).place(pair)
+    assert [share.gateways for share in shares] == [(("gateway-0", 8000),), (("gateway-1", 8001),)]
+
+
+def test_a_node_that_joins_follows_from_what_it_has_unless_counts_are_configured() -> None:
+    placement = Placement(config_of(SEPARATE))
+    placement.place(nodes(2, 2))
+    joined = placement.join(NodeCapacity("node-2", "10.0.0.9", 2))
+    assert (joined.prefill, joined.decode, joined.pool_name) == (("prefill-2",), ("decode-2",), "pool-2")
+    assert joined.gateways == (("gateway-2", 8000),)
+    assert not joined.is_head
+    configured = Placement(config_of(SEPARATE, decode=2, gateway=1))
+    configured.place(nodes(2, 2))
+    assert configured.join(NodeCapacity("node-2", "10.0.0.9", 2)).num_workers == 0
+    assert configured.join(NodeCapacity("node-3", "10.0.0.8", 2)).gateways == ()
+
+
+def test_a_prefill_worker_never_stands_alone() -> None:
+    shares = Placement(config_of(SEPARATE, prefill=3, decode=2)).place(nodes(4, 2, 8))
+    assert [(len(share.prefill), len(share.decode)) for share in shares] == [(1, 1), (0, 0), (2, 1)]
+    assert shares[1].gateways  # it still answers clients
+
+
+SIZES = [cores for count in (1, 2, 3) for cores in itertools.product((1, 2, 7), repeat=count)]
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 5])
+@pytest.mark.parametrize("cores", SIZES, ids=str)
+def test_configured_totals_leave_the_poorest_worker_as_much_as_possible(cores: Sequence[int], total: int) -> None:
+    shares = Placement(config_of(COLOCATED, decode=total)).place(nodes(*cores))
+    counts = [len(share.decode) for share in shares]
+    assert sum(counts) == total
+    assert least(counts, cores) == max(
+        least(other, cores) for other in itertools.product(range(total + 1), repeat=len(cores)) if sum(other) == total
+    )
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (1, 4), (4, 1), (2, 3), (5, 5)])
+@pytest.mark.parametrize("cores", SIZES, ids=str)
+def test_separate_workers_are_in_pairs_and_none_is_lost(
+    cores: Sequence[int], num_prefill: int, num_decode: int
+) -> None:
+    shares = Placement(config_of(SEPARATE, prefill=num_prefill, decode=num_decode)).place(nodes(*cores))
+    assert sum(len(share.prefill) for share in shares) == num_prefill
+    assert sum(len(share.decode) for share in shares) == num_decode
+    assert all(bool(share.prefill) == bool(share.decode) for share in shares)
+    used = [count for count, share in zip(cores, shares, strict=True) if share.num_workers]
+    idle = [count for count, share in zip(cores, shares, strict=True) if not share.num_workers]
+    assert len(used) == min(len(cores), num_prefill, num_decode)
+    assert not idle or max(idle) <= min(used)
+    names = [name for share in shares for name in (*share.prefill, *share.decode)]
+    assert len(set(names)) == num_prefill + num_decode
+
+
+def test_a_share_has_the_configuration_of_its_own_counts() -> None:
+    config = config_of(SEPARATE, prefill=2, decode=5)
+    shares = Placement(config).place(nodes(2, 2))
+    assert [share.config_of(config).decode.count for share in shares] == [3, 2]
+    assert [share.config_of(config).prefill.count for share in shares] == [1, 1]
+    assert shares[0].config_of(config).chosen_topology is Topology.DISAGGREGATED
+
+
+def least(counts: Sequence[int], cores: Sequence[int]) -> float:
+    return min(num_cores / count for num_cores, count in zip(cores, counts, strict=True) if count)
