@@ -15,13 +15,11 @@ from kernels.cpu.packed_linear import FileRows
 
 # llama.cpp rotates neighbouring elements of these families' heads and puts their rows side by side for that.
 _INTERLEAVED = (Family.LLAMA, Family.MIXTRAL, Family.GRANITE)
-
-
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufSource:
-    """The tensors of one file, in `dtype` on `device`; on a CPU most matrices stay in their blocks."""
+    """The tensors of one model, in `dtype` on `device`; on a CPU most matrices stay in their blocks."""
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ class GgufSource:
         rows = self._in_order(name, torch.from_numpy(raw))
         obstacle = block_obstacle(rows, type_name)
         if obstacle is not None:
-            raise ModelError(f"{self._file.path}: tensor {name} cannot be used: {obstacle}.")
+            raise ModelError(f"{stored.path}: tensor {name} cannot be used: {obstacle}.")
         return BlockRows(rows, type_name, shape[1])
 
     def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
@@ -84,7 +82,7 @@ class GgufSource:
         dtype = _FLOATS.get(stored.type.name)
         if dtype is None or self._heads_of(name) is not None or self._device.type != "cpu":
             return None
-        return FileRows(self._file.path, stored.offset, *shape, dtype)
+        return FileRows(stored.path, stored.offset, *shape, dtype)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         stored = find_tensor(self._file, name)
@@ -92,7 +90,7 @@ class GgufSource:
             raise ModelError(f"{self._file.path} holds no tensor {name}.")
         if stored.shape != shape:
             found, expected = list(stored.shape), list(shape)
-            raise ModelError(f"{self._file.path}: tensor {name} has shape {found}, expected {expected}.")
+            raise ModelError(f"{stored.path}: tensor {name} has shape {found}, expected {expected}.")
         return stored
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError, ModelNotFound
@@ -15,6 +17,7 @@ from alignedserve.runtime.model.gguf.file import GgufFile, part_names
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from tests.support.converted_gguf import split_in_parts
+from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_gguf import mutated_header, write_tiny_gguf
 
 
@@ -34,6 +37,19 @@ def test_parts_are_one_model(whole: Path) -> None:
     assert served.name == "tiny"
     assert served.weight_bytes == resolve_model(ModelSectionConfig(path=str(whole))).weight_bytes
     assert Tokenizer.load(first).encode("hello") == Tokenizer.load(whole).encode("hello")
+
+
+def test_weights_of_every_part(tmp_path: Path) -> None:
+    whole = write_tiny_gguf(tmp_path / "tiny.gguf", "qwen2", ("Q8_0", "F32", "F16"))
+    first, *_ = split_in_parts(whole, 3)
+    assert torch.equal(logits_of(first), logits_of(whole))
+
+
+def logits_of(path: Path) -> Tensor:
+    probe = LogitsProbe(tiny_decoder(path))
+    probe.add("a", random_tokens(1, 9))
+    probe.step(a=9)
+    return probe.logits("a")
 
 
 def test_a_part_that_is_missing(whole: Path) -> None:
