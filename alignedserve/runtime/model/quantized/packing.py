@@ -2,7 +2,8 @@
 
 A group of 4 bits becomes blocks of `kernels.block_formats`: G4_128 where 128 inputs share a scale; otherwise Q4_0 where
 zero points are 8 and scales are float16 numbers; otherwise G4_64 or G4_32. The float32 minimum, -scale * zero point, is
-exact for scales of 16 bits. 8 bits become Q8_0 where scales are float16 numbers.
+exact for scales of 16 bits. 8 bits become Q8_0 where scales are float16 numbers; otherwise, with one scale for each
+row, they stay as they are.
 """
 
 import torch
@@ -27,7 +28,9 @@ def packed_integers(matrix: StoredMatrix, integers: IntegerMatrix, form: Product
             return None
         integers = integers._replace(numbers=integers.numbers[:, order], group_of=runs)
     rows = _blocks_of_4(matrix, integers) if form is ProductForm.BLOCKS_4 else _blocks_of_8(matrix, integers)
-    return None if rows is None else rows._replace(order=order)
+    if rows is None:
+        return _int8_rows(integers) if matrix.num_groups == 1 else None
+    return rows._replace(order=order)
 
 
 def packed_float8(stored: Float8Matrix) -> Float8Rows:

@@ -144,6 +144,12 @@ CASES: dict[str, tuple[dict[str, Any], Any, ProductForm, str]] = {
         "G4_32",
     ),
     "8 bits": (*FORMATS["gptq of 8 bits"], ProductForm.BLOCKS_8, "Q8_0"),
+    "8 bits by row, float32 scales": (
+        FORMATS["w8a16"].config,
+        lambda w: packed_rows(w, 8, None, scale_dtype=torch.float32),
+        ProductForm.BLOCKS_8,
+        "",
+    ),
     "8 bits with inputs of 8 bits": (FORMATS["w8a8"].config, int8_rows, ProductForm.INT8, ""),
 }
 
