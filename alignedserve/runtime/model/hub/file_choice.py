@@ -80,8 +80,9 @@ def _is_first(file: str) -> bool:
 
 
 def _of_quantisation(wanted: str, files: list[str]) -> list[str]:
-    if wanted in files:
-        return [wanted]
+    named = [file for file in files if wanted in (file, PurePosixPath(file).name)]
+    if named:
+        return named
     form = re.compile(rf"(^|[-._]){re.escape(wanted)}([-.]|$)", re.IGNORECASE)
     return [file for file in files if form.search(PurePosixPath(file).stem)]
 

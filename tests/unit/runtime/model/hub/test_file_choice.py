@@ -84,6 +84,7 @@ def test_all_parts_of_a_split_model(folder: str) -> None:
     parts = [f"{folder}m-Q8_0-{part:05}-of-00003.gguf" for part in (1, 2, 3)]
     name = parse_hub_name("org/model:Q8_0")
     assert choose_gguf(name, ["m-Q6_K.gguf", *reversed(parts), "other/m-Q8_0.gguf"]) == parts
+    assert choose_gguf(parse_hub_name("org/model:m-Q8_0-00001-of-00003.gguf"), parts) == parts
     with pytest.raises(ModelNotFound, match=r"has no .*00002-of-00003\.gguf, a part of the model in"):
         choose_gguf(name, [parts[0], parts[2]])
     with pytest.raises(ModelNotFound, match="is not there; org/model has no GGUF file"):
