@@ -4,6 +4,7 @@ from collections import Counter
 from importlib.util import find_spec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
+from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.gguf.config import EMBEDDING, HEAD
 from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
 from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES, packed_row_bytes
@@ -14,7 +15,10 @@ _BLOCK_DTYPES = ("float32", "bfloat16")
 
 
 def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | None = None) -> StoredWeights:
-    """Return what a worker on `device`, computing in `dtype`, makes of the file's tensors."""
+    """Return what a worker on `device`, computing in `dtype`, makes of the file's tensors.
+
+    Raises ModelError naming a tensor of experts in a model without any.
+    """
     is_in_blocks = not device.startswith("cuda") and quantization is None and dtype in _BLOCK_DTYPES and _HAS_KERNELS
     packed_bytes = 1 if quantization == "int8" else DTYPE_BYTES[dtype]
     num_bytes = step_bytes = 0
@@ -44,7 +48,9 @@ def _step_bytes(file: GgufFile, tensor: GgufTensor, loaded_bytes: int) -> int:
     if len(tensor.shape) == 2:
         return loaded_bytes
     num_chosen = file.metadata.get(f"{file.metadata['general.architecture']}.expert_used_count")
-    assert isinstance(num_chosen, int), "not checked by the config"
+    if not isinstance(num_chosen, int):
+        shape = list(tensor.shape)
+        raise ModelError(f"{tensor.path}: tensor {tensor.name[:80]} has shape {shape}, in a model without experts.")
     return loaded_bytes * num_chosen // tensor.shape[0]
 
 

@@ -1,5 +1,6 @@
 """Configs of GGUF files: what the metadata and the tensors say, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile
+from alignedserve.runtime.model.gguf.stored_weights import stored_weights
 from alignedserve.runtime.model.model_config import Family
 from alignedserve.runtime.model.model_files import check_weight_files, read_config
 from alignedserve.runtime.model.served_model import resolve_model
@@ -85,6 +87,14 @@ def test_unknown_architecture(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", "mamba")
     with pytest.raises(UnsupportedModel, match="'mamba' is not one of llama, qwen2, qwen3, qwen3moe, gemma3"):
         read_config(path)
+
+
+def test_a_matrix_of_three_dimensions_in_a_model_without_experts(tmp_path: Path) -> None:
+    file = GgufFile(write(tmp_path / "a.gguf"))
+    stored = file.tensors["blk.1.ffn_up.weight"]
+    file.tensors[stored.name] = replace(stored, shape=(1, *stored.shape))
+    with pytest.raises(ModelError, match=r"a\.gguf: tensor blk\.1\.ffn_up\.weight has shape \[1, 512, 256\], in a"):
+        stored_weights(file, "float32", "cpu")
 
 
 def test_more_tokens_than_rows(tmp_path: Path) -> None:
