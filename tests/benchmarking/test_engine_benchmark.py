@@ -93,6 +93,10 @@ def test_random_weights_in_blocks() -> None:
         EngineBenchmarkSpec("toy", groups, quantization="Q9_9")
     with pytest.raises(ConfigError, match="quantization"):
         EngineBenchmarkSpec("a/folder", groups, quantization="Q4_0")
+    with pytest.raises(ConfigError, match="rows of 64 values are not whole blocks of 256"):
+        run_engine_benchmark(EngineBenchmarkSpec("toy", groups, "bfloat16", quantization="Q4_K"))
+    with pytest.raises(ConfigError, match="in float32 or bfloat16"):
+        run_engine_benchmark(EngineBenchmarkSpec("toy", groups, "float16", quantization="Q4_0"))
 
 
 def test_few_of_many_row_numbers_are_timed() -> None:

@@ -5,18 +5,26 @@ import math
 import torch
 from torch import Tensor
 
+from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.packed_products import BlockRows
+from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
 from alignedserve.runtime.model.weight_loader import DecoderWeights, assemble_weights
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
 from kernels.block_formats import BLOCK_FORMATS
-from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear
+from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels
 
 BLOCK_TYPES = tuple(name for name, layout in BLOCK_FORMATS.items() if layout.scale_bytes == 2)  # those of files
 
 
 def random_block_weights(config: ModelConfig, seed: int, dtype: torch.dtype, type_name: str) -> DecoderWeights:
-    """Make random weights, all matrices of products in blocks of this type."""
+    """Make random weights, all matrices of products in blocks of this type.
+
+    Raises ConfigError where no such products are computed: in another dtype, of rows that are not whole blocks, or
+    without the native kernels.
+    """
+    obstacle = _obstacle(config, dtype, type_name)
+    if obstacle is not None:
+        raise ConfigError(f"quantization {type_name}: {obstacle}.")
     source = _RandomBlocks(config, seed, dtype, type_name)
     return assemble_weights(config, source, packed=source)
 
@@ -26,6 +34,17 @@ def block_bytes(weights: DecoderWeights) -> int | None:
     products = (*weights.layer_projections, weights.lm_head)
     sizes = [product.num_bytes for product in products if isinstance(product, BlockQuantizedLinear | JoinedLinear)]
     return sum(sizes) if len(sizes) == len(products) and all(sizes) else None
+
+
+def _obstacle(config: ModelConfig, dtype: torch.dtype, type_name: str) -> str | None:
+    if not block_levels():
+        return "the native kernels are not built"
+    if dtype not in BLOCK_DTYPES:
+        return "products in blocks are computed in float32 or bfloat16"
+    size = BLOCK_FORMATS[type_name].num_values
+    widths = (config.hidden_size, config.query_width, config.intermediate_size, config.embedding_size)
+    uneven = next((width for width in widths if width % size), None)
+    return None if uneven is None else f"rows of {uneven} values are not whole blocks of {size}"
 
 
 class _RandomBlocks:
