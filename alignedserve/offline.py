@@ -103,7 +103,11 @@ class LLM:
         self._perform(self._logic.on_event(PeerConnected(Role.ROUTER, _ROUTER), 0.0), {})
 
     def generate(self, prompts: Sequence[str], sampling: SamplingParams | None = None) -> list[RequestOutput]:
-        """Continue every prompt and return one output per prompt, in order. Raises ContextTooLong, InvalidRequest."""
+        """Continue every prompt and return one output per prompt, in order.
+
+        Without `sampling`: greedily, for as long as context and `memory_bytes` allow. Raises ContextTooLong,
+        InvalidRequest for one that needs more cache than there is.
+        """
         return self._run([self._tokenizer.encode(prompt) for prompt in prompts], sampling)
 
     def chat(self, messages: Sequence[str], sampling: SamplingParams | None = None) -> list[RequestOutput]:
@@ -131,7 +135,8 @@ class LLM:
         max_tokens = self._max_context_len - len(prompt)
         if max_tokens < 1:
             raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the model's context {self._max_context_len}")
-        wanted = sampling or SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        cached = self._executor.num_blocks * _BLOCK_SIZE - len(prompt)
+        wanted = sampling or SamplingParams(max_tokens=max(cached, 1), temperature=0.0)
         wanted = replace(wanted, max_tokens=min(wanted.max_tokens, max_tokens))
         if blocks_for(len(prompt) + wanted.max_tokens, _BLOCK_SIZE) > self._executor.num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from alignedserve import LLM, SamplingParams
-from alignedserve.core.errors import ContextTooLong
+from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.request import FinishReason
 
 
@@ -32,6 +32,14 @@ def test_companions_change_nothing(llm: LLM) -> None:
 def test_a_prompt_longer_than_the_context_is_refused(llm: LLM) -> None:
     with pytest.raises(ContextTooLong, match="2048"):
         llm.generate(["a " * 3000])
+
+
+def test_a_cache_smaller_than_the_context_holds_what_fits() -> None:
+    small = LLM("pocket", memory_bytes=4 * 2**20)
+    assert small.chat(["spell otter"])[0].finish_reason is FinishReason.STOP
+    with pytest.raises(InvalidRequest, match="more KV cache than memory_bytes allows"):
+        small.generate(["a " * 1500])
+    small.close()
 
 
 def test_importing_the_package_loads_nothing() -> None:
