@@ -3,9 +3,9 @@
 Every memory has a least size, which holds one request of the longest context, and a wanted one, which holds as many
 tokens as a full batch of ordinary requests. Where the wanted ones do not fit they shrink together, down to the least.
 
-A quarter of what is available stays free: nothing was asked for, and the machine is somebody's desk as well, with a
-browser or a compiler that takes a few GiB, and mostly without swap, so that what is short ends a process. It is also
-where the page cache has room. Only a context that would be shorter than 16 384 tokens, or that was set, may take more,
+A quarter of what is available stays free: nothing was asked for, and other programs of the machine, such as a browser
+or a compiler, take a few GiB; mostly there is no swap, so that the system ends a process where memory is short. The
+page cache needs room as well. Only a context that would be shorter than 16 384 tokens, or that was set, may take more,
 up to seven eighths.
 """
 

@@ -1,4 +1,4 @@
-"""What one router carries: requests per second and core, from admission to end, with 10 000 in its queue.
+"""The load that one router carries: requests per second and core, from admission to end, with 10 000 in its queue.
 
     python -m benchmarks.serving.router_capacity [--nodes 8] [--queued 10000] [--seconds 10]  # target: 2 000 requests/s
 
@@ -64,7 +64,7 @@ MAX_RUNNING, NUM_BLOCKS = 64, 8192  # of a decode worker
 
 
 class Transport(NamedTuple):
-    """How the router is reached."""
+    """A way to reach the router."""
 
     kind: str  # unix or tls
     address: str
@@ -116,7 +116,7 @@ def _process_spec(identity: Identity) -> ProcessSpec:
     )
 
 
-# --- everybody else
+# --- all other processes
 
 
 class Fleet:

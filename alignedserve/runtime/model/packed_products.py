@@ -66,7 +66,7 @@ Rows = BlockRows | Int8Rows | Float8Rows | PlainRows
 
 
 class _Then(NamedTuple):
-    """What follows a product."""
+    """The dtype of a product and the nonlinearity after it."""
 
     dtype: torch.dtype
     activation: str | None

@@ -28,7 +28,7 @@ _WEIGHT = ".weight"
 
 
 class Packing(enum.Enum):
-    """How the values of a matrix are stored."""
+    """Forms in which the values of a matrix are stored."""
 
     ROWS = "weight_packed"
     INT8 = "weight of 8 bits"

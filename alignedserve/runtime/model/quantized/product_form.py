@@ -14,7 +14,7 @@ _GPU_STEP = 16  # rows and columns of FP8 products on a GPU are multiples of thi
 
 
 class ProductForm(enum.Enum):
-    """How products with a matrix are computed."""
+    """Ways to compute products with a matrix."""
 
     BLOCKS_4 = "in blocks of 4 bits"
     BLOCKS_8 = "in blocks of 8 bits"

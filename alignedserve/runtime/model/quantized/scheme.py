@@ -1,4 +1,4 @@
-"""How the weights of a checkpoint are quantised, by its `quantization_config`; plain values, without torch."""
+"""The forms of quantised weights in a checkpoint, by its `quantization_config`; plain values, without torch."""
 
 import enum
 from dataclasses import dataclass
