@@ -255,7 +255,8 @@ class _WeightAssembler:
         try:
             product = file_product(parts, bias, source.dtype, *then, is_int8=self._is_int8)
         except OSError as error:
-            raise ModelError(f"{parts[0].path}: {modules[0]} cannot be read: {error}") from error
+            where = ", ".join(dict.fromkeys(str(part.path) for part in parts))
+            raise ModelError(f"{where}: {modules[0]} cannot be read: {error}") from error
         except NotFiniteError as error:
             raise _not_quantizable(modules[0], str(error)) from error
         self._count(sum(rows) * in_width, source.dtype)
