@@ -50,7 +50,7 @@ class BatchService:
 
     async def start(self) -> None:
         """Connect to the cluster and start the driver. Raises ModelError or StorageError."""
-        tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder, self._model.vocab_size)
         self._stores = open_stores(self._location)
         self._backend = ClusterBackend(self._links, self._config)
         services = build_services(

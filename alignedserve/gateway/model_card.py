@@ -16,8 +16,12 @@ class ModelCard:
     max_context_len: int  # tokens, prompt and answer together
     eos_token_ids: tuple[int, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time, for /v1/models
+    vocab_size: int | None = None  # rows of the embedding; None: as many as the tokenizer has tokens
 
     @classmethod
     def of(cls, served: ServedModel) -> "ModelCard":
         """Return the card of a resolved model."""
-        return cls(served.name, served.folder, served.max_context_len, served.config.eos_token_ids)
+        config = served.config
+        return cls(
+            served.name, served.folder, served.max_context_len, config.eos_token_ids, vocab_size=config.vocab_size
+        )

@@ -62,7 +62,7 @@ class GatewayServer:
 
     async def start(self) -> None:
         """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse or ConfigError."""
-        tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder, self._model.vocab_size)
         listener = bind(self._config.host, self._config.port)
         self._backend = ClusterBackend(self._links, self._config)
         if self._batches is not None:

@@ -85,8 +85,8 @@ def resolve_model(
 
 
 def load_tokenizer(served: ServedModel) -> Tokenizer:
-    """Load the model's tokenizer. Raises ModelError, also when it has tokens that the embedding lacks."""
-    tokenizer = Tokenizer.load(served.folder)
+    """Load the model's tokenizer. Raises ModelError, also when prompts may need tokens that the embedding lacks."""
+    tokenizer = Tokenizer.load(served.folder, served.config.vocab_size)
     if tokenizer.vocab_size > served.config.vocab_size:
         raise ModelError(
             f"{served.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding "

@@ -63,10 +63,10 @@ class Tokenizer:
         self._control = re.compile(pattern or "(?!)")
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
+    def load(cls, folder: Path, num_rows: int | None = None) -> "Tokenizer":
         """Read `tokenizer.json`, `tokenizer_config.json` and the chat template, or those of a GGUF file.
 
-        Raises ModelError.
+        `num_rows` of the embedding: added tokens beyond it are plain text. Raises ModelError.
         """
         if is_gguf(folder):
             found = gguf_tokenizer(GgufFile(folder))
@@ -79,7 +79,10 @@ class Tokenizer:
         for name in _TEMPLATE_FILES:
             in_file = _read_text(folder / name, MAX_TEXT_FILE_BYTES)
             template = in_file if in_file is not None else template
-        return cls(definition, _special_tokens_of(config), template)
+        tokenizer = cls(definition, _special_tokens_of(config), template)
+        if num_rows is None or tokenizer.vocab_size <= num_rows:
+            return tokenizer
+        return cls(_with_rows_alone(definition, num_rows, template or ""), _special_tokens_of(config), template)
 
     @property
     def bos_token_id(self) -> int | None:
@@ -288,6 +291,19 @@ class _WindowStream:
     def _new_text(self) -> str:
         shown: str = self._tokenizer.decode(self._window[: self._num_shown])
         return str(self._tokenizer.decode(self._window))[len(shown) :]
+
+
+def _with_rows_alone(definition: str, num_rows: int, template: str) -> str:
+    """Leave out added tokens that the embedding has no row for, unless every prompt needs one.
+
+    Gemma 3's models of text alone have the tokenizer of those with images, whose token of an image is one too many.
+    """
+    parsed = json.loads(definition)
+    added = parsed.get("added_tokens") or []
+    needed = template + json.dumps(parsed.get("post_processor"), ensure_ascii=False)
+    if any(token["id"] >= num_rows and token["content"] in needed for token in added):
+        return definition
+    return json.dumps({**parsed, "added_tokens": [token for token in added if token["id"] < num_rows]})
 
 
 def _pieces_for(decoder: Mapping[str, Any] | None) -> _ByteLevelPieces | _TextPieces:

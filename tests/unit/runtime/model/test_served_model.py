@@ -43,6 +43,26 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding(tmp_path: Path) -> None
         load_tokenizer(served(folder))
 
 
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_an_added_token_without_a_row_is_plain_text_unless_prompts_need_it(is_needed: bool, tmp_path: Path) -> None:
+    """As Gemma 3's models of text alone have it."""
+    folder = Path(shutil.copytree(pocket_folder(), tmp_path / "model"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    image = {**tokenizer["added_tokens"][0], "id": 3830, "content": "<image>"}
+    tokenizer["added_tokens"].append(image)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    if is_needed:
+        (folder / "chat_template.jinja").write_text("<image>{{ messages[0]['content'] }}")
+        with pytest.raises(ModelError, match="the tokenizer has 3831 tokens, the embedding 3830 rows"):
+            load_tokenizer(served(folder))
+        return
+    loaded = load_tokenizer(served(folder))
+    assert loaded.vocab_size == 3830
+    token_ids = loaded.encode("an <image> here")
+    assert max(token_ids) < 3830
+    assert loaded.decode(token_ids) == load_tokenizer(served(pocket_folder())).decode(token_ids)
+
+
 def test_a_folder_gives_its_name_to_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert served(folder).name == "tiny"
     assert served(folder, served_model_name="mine").name == "mine"
