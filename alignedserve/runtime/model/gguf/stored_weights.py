@@ -27,6 +27,8 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
         width, is_matrix = tensor.shape[-1], len(tensor.shape) > 1  # or, of experts, many
         in_blocks_bytes = packed_row_bytes(tensor.type.name, width) if is_in_blocks and is_matrix else None
         loaded_bytes = tensor.num_rows * (width * packed_bytes if in_blocks_bytes is None else in_blocks_bytes)
+        if tensor.name == EMBEDDING and HEAD in file.tensors:
+            loaded_bytes = 0  # only looked up, see below
         num_bytes += loaded_bytes
         if is_matrix:
             step_bytes += _step_bytes(file, tensor, loaded_bytes)
@@ -43,8 +45,6 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
 
 
 def _step_bytes(file: GgufFile, tensor: GgufTensor, loaded_bytes: int) -> int:
-    if tensor.name == EMBEDDING and HEAD in file.tensors:
-        return 0  # only looked up
     if len(tensor.shape) == 2:
         return loaded_bytes
     num_chosen = file.metadata.get(f"{file.metadata['general.architecture']}.expert_used_count")

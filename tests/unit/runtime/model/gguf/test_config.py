@@ -141,6 +141,14 @@ def test_weights_in_memory_are_counted_as_they_are_packed(tmp_path: Path) -> Non
     assert served.weight_bytes == expected + 4 * len(byte_level_tokens()) * HIDDEN
 
 
+def test_an_embedding_beside_a_head_of_its_own_is_in_memory_once(tmp_path: Path) -> None:
+    tied, untied = (
+        resolve_model(ModelSectionConfig(path=str(write(tmp_path / name, types=("Q8_0",), has_head=name == "b.gguf"))))
+        for name in ("a.gguf", "b.gguf")
+    )
+    assert untied.weight_bytes == tied.weight_bytes
+
+
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"GGUF")
     with pytest.raises(ModelNotFound, match=r"is a file; a model is a folder or a \.gguf file"):
