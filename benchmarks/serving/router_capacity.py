@@ -1,4 +1,4 @@
-"""The load that one router carries: requests per second and core, from admission to end, with 10 000 in its queue.
+"""What one router carries: requests per second and core, from admission to end, with 10 000 in its queue.
 
     python -m benchmarks.serving.router_capacity [--nodes 8] [--queued 10000] [--seconds 10]  # target: 2 000 requests/s
 
@@ -64,7 +64,7 @@ MAX_RUNNING, NUM_BLOCKS = 64, 8192  # of a decode worker
 
 
 class Transport(NamedTuple):
-    """A way to reach the router."""
+    """How the router is reached."""
 
     kind: str  # unix or tls
     address: str
@@ -116,7 +116,7 @@ def _process_spec(identity: Identity) -> ProcessSpec:
     )
 
 
-# --- all other processes
+# --- everybody else
 
 
 class Fleet:
