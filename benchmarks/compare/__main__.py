@@ -35,7 +35,7 @@ OURS = frozenset({"alignedserve", "alignedserve_int8"})
 
 
 class ComparedCase(NamedTuple):
-    """Return one row of the table."""
+    """One row of the table."""
 
     shape: str
     workload: str
@@ -81,7 +81,7 @@ class Contender:
 
 def main() -> None:
     """Run every case, print the table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=list(TRANSFORMERS_CONFIGS), default=list(TRANSFORMERS_CONFIGS))
     parser.add_argument("--workload", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
