@@ -63,7 +63,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@scripts/install.sh "$(PYTHON)" $(VENV) ".[dev]"
 	@touch $@
 
-bench: install-dev  ## every recorded benchmark, one after the other; results under benchmarks/results
+bench: install-dev  ## benchmarks that take minutes each, one after the other; results under benchmarks/results
 	@for name in serving.startup engine.iteration_gap engine.iteration_log scheduling.schedule scheduling.decisions serving.transfer kernels.attention scheduling.alignment serving.gateway_streams engine.overhead engine.vs_transformers; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 

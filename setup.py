@@ -54,11 +54,11 @@ HEADERS = (
     "block_products/block_products",
     "block_products/level",
     "block_products/packing",
+    "block_products/round_four",
     "decode_pass/layers",
     "decode_pass/parts",
     "decode_pass/stage_parts",
     "decode_pass/step_run",
-    "block_products/round_four",
 )
 
 

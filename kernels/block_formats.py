@@ -38,7 +38,10 @@ def dequantize(raw_rows: Tensor, type_name: str) -> Tensor:
 
 
 def has_finite_scales(raw_rows: Tensor, type_name: str) -> bool:
-    """Return whether every scale and minimum among the blocks, and so every value, is a finite number."""
+    """Return whether every scale and minimum among the blocks is a finite number.
+
+    Then every value is one too, but for G formats, whose float32 scale times 15 may be too large.
+    """
     layout = format_named(type_name)
     dtype = torch.float16 if layout.scale_bytes == 2 else torch.float32
     blocks = _blocks(raw_rows, layout)

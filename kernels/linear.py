@@ -38,7 +38,7 @@ _POST_OPS = {
 
 
 class Projection(Protocol):
-    """A product x [rows, in_width] -> [rows, out_width]: `Linear`, `Int8Linear`, or one that is measured."""
+    """A product x [rows, in_width] -> [rows, out_width], whatever its weight's form: `Linear`, `Int8Linear`, ..."""
 
     in_width: int
     out_width: int

@@ -31,6 +31,7 @@ from benchmarks.batches.bookkeeping import measure_bookkeeping
 from benchmarks.batches.kills import kill_cluster, make_tasks
 from benchmarks.scheduling.live_policies import SETTINGS, make_model
 from benchmarks.support.batch_client import BatchHttpClient, chat_file
+from benchmarks.support.command import ALIGNEDSERVE
 from benchmarks.support.kill_cluster import KillCluster
 from benchmarks.support.kill_schedules import Target
 from benchmarks.support.recording import RESULTS, write_result
@@ -105,7 +106,7 @@ def throughput() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "opt-125m"
         make_model(folder)
-        command = [*_alignedserve(), "bench", "engine", "--shape", "opt-125m", "--dtype", "bfloat16", "--json"]
+        command = [ALIGNEDSERVE, "bench", "engine", "--shape", "opt-125m", "--dtype", "bfloat16", "--json"]
         asked = [*command, "--workload", f"{count}x{prompt_len}:{output_len}"]
         engine = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
         with cluster_of(str(folder), *settings()) as (_, client):
@@ -143,7 +144,7 @@ def chat() -> dict[str, Any]:
 
 def load(cluster: KillCluster, folder: Path, duration_s: float) -> dict[str, Any]:
     """Put on the real-time load; return what `bench serve` measured."""
-    command = [*_alignedserve(), "bench", "serve", "--url", cluster.url, "--endpoint", "completions", "--ignore-eos"]
+    command = [ALIGNEDSERVE, "bench", "serve", "--url", cluster.url, "--endpoint", "completions", "--ignore-eos"]
     command += ["--duration", str(duration_s), "--json", "-", "--tokenizer", str(folder), "--synthetic", _REAL_TIME]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["report"]
     kept = ("num_sent", "num_completed", "slo_attainment", "ttft_s", "tpot_s")
@@ -193,10 +194,6 @@ def used_s(cluster: KillCluster) -> dict[str, float]:
 def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-def _alignedserve() -> list[str]:
-    return [str(Path(sys.executable).with_name("alignedserve"))]
 
 
 _PARTS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -13,19 +13,17 @@ where every length differs.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
 from alignedserve.microbench.engine.workloads import W4, parse_workload
+from benchmarks.compare.contender_process import ROOT, Contender
 from benchmarks.compare.shapes import TRANSFORMERS_CONFIGS
 from benchmarks.support.recording import write_result
 
-ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENT = ROOT / ".venv-compare"
 PACKAGES = ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")
 DTYPES = ("float32", "bfloat16")
@@ -35,7 +33,7 @@ OURS = frozenset({"alignedserve", "alignedserve_int8"})
 
 
 class ComparedCase(NamedTuple):
-    """Return one row of the table."""
+    """One row of the table."""
 
     shape: str
     workload: str
@@ -48,40 +46,9 @@ class ComparedCase(NamedTuple):
         return [(group.prompt_len, group.output_len) for group in groups for _ in range(group.num_requests)]
 
 
-class Contender:
-    """A process that plays the workload when asked."""
-
-    def __init__(self, command: list[str]) -> None:
-        # Threads wait as those of `alignedserve serve` do; OpenVINO brings threads of another kind, that do so anyway.
-        environment = {SPIN_VARIABLE: SHORT_SPINS, **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-        )
-        self._answer("ready")
-
-    def play(self) -> float:
-        """Return the seconds of one run."""
-        assert self._process.stdin is not None, "made with pipes"
-        self._process.stdin.write("run\n")
-        self._process.stdin.flush()
-        return float(self._answer("seconds"))
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
-
-    def _answer(self, field: str) -> Any:
-        """Return the next line that is an answer; libraries print lines of their own."""
-        assert self._process.stdout is not None, "made with pipes"
-        for line in self._process.stdout:
-            if line.startswith(f'{{"{field}"'):
-                return json.loads(line)[field]
-        raise SystemExit(f"a contender ended early: {' '.join(map(str, self._process.args[:4]))}")  # type: ignore[index]
-
-
 def main() -> None:
     """Run every case, print the table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=list(TRANSFORMERS_CONFIGS), default=list(TRANSFORMERS_CONFIGS))
     parser.add_argument("--workload", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))

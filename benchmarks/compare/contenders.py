@@ -2,6 +2,8 @@
 
     python -m benchmarks.compare.contenders alignedserve|alignedserve_int8|transformers SHAPE DTYPE WORKLOAD
 
+SHAPE may be a model's folder or GGUF file for ours.
+
 Plays the workload once for every line on stdin, and answers each with a line of JSON.
 """
 

@@ -22,7 +22,7 @@ import psutil
 
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.model.smollm2 import smollm2_file
-from benchmarks.compare.__main__ import ROOT, Contender
+from benchmarks.compare.contender_process import ROOT, Contender
 from benchmarks.support.recording import write_result
 
 BINARIES = ROOT / ".llama.cpp" / "build" / "bin"

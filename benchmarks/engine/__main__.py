@@ -11,7 +11,7 @@ import json
 import subprocess
 from typing import Any
 
-from benchmarks.scheduling.live_policies import ALIGNEDSERVE
+from benchmarks.support.command import ALIGNEDSERVE
 from benchmarks.support.recording import write_result
 
 SHAPES = (("opt-125m", "w1"), ("opt-125m", "w3"), ("llama-0.5b", "one"))

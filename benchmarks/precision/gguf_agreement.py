@@ -124,7 +124,7 @@ def recorded() -> dict[str, Any]:
 @torch.inference_mode()
 def main() -> None:
     """Measure, print, record."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--types", nargs="+", default=[], choices=IN_BLOCKS)
     parser.add_argument("--transformers", action="store_true")

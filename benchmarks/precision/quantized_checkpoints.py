@@ -143,7 +143,7 @@ def measure_speeds(decoders: dict[str, Decoder], prompt: list[int]) -> dict[str,
 @torch.inference_mode()
 def main() -> None:
     """Measure, print, record."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path)
     path: Path = parser.parse_args().file or smollm2_file()
     tokenizer = Tokenizer.load(path)

@@ -14,10 +14,9 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+from benchmarks.support.command import ALIGNEDSERVE
 from benchmarks.support.recording import write_result
 
 POLICIES = ("fcfs", "density_first")
@@ -25,8 +24,7 @@ POLICIES = ("fcfs", "density_first")
 
 def run_demo(policy: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Run one demo and return its report."""
-    alignedserve = Path(sys.executable).with_name("alignedserve")
-    command = [str(alignedserve), "demo", "--json", "--batching", policy]
+    command = [ALIGNEDSERVE, "demo", "--json", "--batching", policy]
     command += ["--duration", str(options.duration), "--rate", str(options.rate), "--seed", str(seed)]
     command += ["--set", f"decode.max_running_requests={options.max_running_requests}"]
     command += [] if options.trace else ["--mixed"]

@@ -20,7 +20,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -40,9 +39,9 @@ from alignedserve.sim.result import ALL, ClassResult
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
 from benchmarks.serving.startup import free_port, wait_ready
+from benchmarks.support.command import ALIGNEDSERVE
 from benchmarks.support.recording import write_result
 
-ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))
 POLICIES = ("fcfs", "round_robin", "bros", "accelgen", "aligned_slo")
 TOPOLOGIES = ("colocated", "disaggregated")
 NUM_SIMULATED = 5  # runs of the simulator, whose means are taken

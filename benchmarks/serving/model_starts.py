@@ -13,7 +13,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,10 +25,10 @@ from typing import Any
 import psutil
 
 from benchmarks.serving.startup import free_port
+from benchmarks.support.command import ALIGNEDSERVE
 from benchmarks.support.model_folders import FOLDER_SHAPES, make_model_folder
 from benchmarks.support.recording import RESULTS, write_result
 
-ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))
 NUM_TOKENS = {"llama-8b": 16}  # of an answer; else _NUM_TOKENS
 _NUM_TOKENS = 64
 _PROMPT = "Once upon a time there was a machine with two cores and little memory. "

@@ -1,4 +1,4 @@
-"""What one router carries: requests per second and core, from admission to end, with 10 000 in its queue.
+"""The load that one router carries: requests per second and core, from admission to end, with 10 000 in its queue.
 
     python -m benchmarks.serving.router_capacity [--nodes 8] [--queued 10000] [--seconds 10]  # target: 2 000 requests/s
 
@@ -64,7 +64,7 @@ MAX_RUNNING, NUM_BLOCKS = 64, 8192  # of a decode worker
 
 
 class Transport(NamedTuple):
-    """How the router is reached."""
+    """A kind of links to the router, its address and its certificates."""
 
     kind: str  # unix or tls
     address: str
@@ -317,7 +317,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--queued", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=10.0)

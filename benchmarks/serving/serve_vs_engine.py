@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.microbench.engine.workloads import parse_workload
-from benchmarks.scheduling.live_policies import ALIGNEDSERVE, TOPOLOGIES, make_model, served
+from benchmarks.scheduling.live_policies import TOPOLOGIES, make_model, served
+from benchmarks.support.command import ALIGNEDSERVE
 from benchmarks.support.recording import write_result
 
 WORKLOAD = "w4"

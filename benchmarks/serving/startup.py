@@ -10,15 +10,14 @@ import signal
 import socket
 import statistics
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
+from benchmarks.support.command import ALIGNEDSERVE
 from benchmarks.support.recording import write_result
 
 _READY_TIMEOUT_S = 120.0
@@ -91,7 +90,7 @@ def memory_bytes(root: psutil.Process) -> dict[str, int]:
 def measure(arguments: list[str]) -> Start:
     """Measure one start."""
     port = free_port()
-    command = [str(Path(sys.executable).parent / "alignedserve"), "serve", *arguments, "--port", str(port)]
+    command = [ALIGNEDSERVE, "serve", *arguments, "--port", str(port)]
     began_s = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:

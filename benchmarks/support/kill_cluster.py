@@ -4,16 +4,15 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 
 from benchmarks.serving.startup import free_port, wait_ready
+from benchmarks.support.command import ALIGNEDSERVE
 from benchmarks.support.kill_schedules import Hit, KillFault, Target
 
-_COMMAND = Path(sys.executable).with_name("alignedserve")
 _ENDS_BY_ITSELF_S = 15.0
 _FIND_S = 20.0
 _TITLES = {
@@ -45,7 +44,7 @@ class KillCluster:
         folders = {"ALIGNEDSERVE_RUN_DIR": self.folder / "run", "ALIGNEDSERVE_STATE_DIR": self.folder / "state"}
         with (self.folder / "serve.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [_COMMAND, "serve", "--port", str(self.port), *self._options],
+                [ALIGNEDSERVE, "serve", "--port", str(self.port), *self._options],
                 env=inherited | {name: str(path) for name, path in folders.items()},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

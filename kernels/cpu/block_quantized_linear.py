@@ -66,6 +66,7 @@ class BlockQuantizedLinear:
         weight does not fit. See `block_obstacle` for what else does not pack."""
         _check_rows(raw_rows, type_name, in_features, is_gated)
         columns, self.in_width = raw_rows.shape[0], in_features
+        assert bias is None or bias.shape == (columns,), f"not one number for each of {columns} columns: {bias.shape}"
         self.out_width = columns // 2 if is_gated else columns
         self._dtype = dtype
         self._unpacked: Callable[[Tensor], Tensor] | None = None

@@ -64,7 +64,7 @@ class CacheSlots(NamedTuple):
 
 
 class PassTimes(NamedTuple):
-    """Seconds of a step, of the time between its beginning and its end."""
+    """Seconds that attention and products took, of the time from a step's beginning to its end."""
 
     attention_s: float
     products_s: float
@@ -76,7 +76,10 @@ def decode_pass_available() -> bool:
 
 
 class DecodePass:
-    """All layers of a decoder, for rows that decode one token each."""
+    """All layers of a decoder, for rows that decode one token each.
+
+    One run at a time: its memory between the stages is kept from run to run.
+    """
 
     __slots__ = ("_dtype", "_head", "_hidden_size", "_kernel", "_num_layers", "_parts", "_place")
 

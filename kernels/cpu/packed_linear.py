@@ -81,7 +81,10 @@ class PackedLinear:
         else:
             assert dtype is not None, "rows in files are converted to a dtype"
             columns, self.in_width = sum(rows.num_rows for rows in weight), weight[0].in_width
+            assert all(rows.in_width == self.in_width for rows in weight), "rows of one width"
             self._dtype = dtype
+        for own in (bias, scales):
+            assert own is None or own.shape == (columns,), f"not one number for each of {columns} columns: {own.shape}"
         self.out_width = columns // 2 if is_gated else columns
         bias = None if bias is None else bias.float().contiguous()
         scales = None if scales is None else scales.float().contiguous()

@@ -102,10 +102,11 @@ class GateRows:
 class HeadRows:
     """Rotates queries and keys, and writes keys and values into the cache."""
 
-    __slots__ = ("_dtype", "_int8_width", "_kernel", "_kv_width", "_width")
+    __slots__ = ("_dtype", "_head_dim", "_int8_width", "_kernel", "_kv_width", "_width")
 
     def __init__(self, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, level: str) -> None:
         self._dtype = dtype
+        self._head_dim = head_dim
         self._kv_width = kv_heads * head_dim
         self._int8_width = int8_row_width(kv_heads, head_dim)
         self._width = (num_heads + 2 * kv_heads) * head_dim
@@ -154,6 +155,7 @@ class HeadRows:
     def angles(self, rotation: tuple[Tensor, Tensor], count: int) -> tuple[int, int, int]:
         """Check `rotation` and return the addresses of its parts, and their width."""
         cos, sin = rotation
+        assert 2 * cos.shape[-1] <= self._head_dim, f"angles of wider heads: {cos.shape}"
         for angle in rotation:
             assert angle.dtype == torch.float32, "angles are float32"
             assert angle.is_contiguous(), "angles are one run of memory"

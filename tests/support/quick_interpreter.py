@@ -30,7 +30,10 @@ def patch_once_per_kernel() -> None:
 
     def run_anew(executor: Any, *args: Any, **options: Any) -> Any:
         seen.clear()
-        return run_kernel(executor, *args, **options)
+        try:
+            return run_kernel(executor, *args, **options)
+        finally:
+            seen.clear()  # it has put the functions back
 
     replace_once.seen = seen  # type: ignore[attr-defined]
     interpreter._patch_lang = replace_once

@@ -78,10 +78,7 @@ def write_tiny_gguf(
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
     if has_head:
         matrix("output.weight", vocab_size, HIDDEN)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _write(writer)
     return path
 
 
@@ -130,6 +127,13 @@ def mutated_header(header: bytes, rng: random.Random) -> bytes:
             piece = content[source : source + rng.randrange(1, 64)]
             content[place : place + len(piece)] = piece[: len(content) - place]
     return bytes(content)
+
+
+def _write(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _add_metadata(writer: Any, architecture: str, changed: dict[str, Any]) -> None:

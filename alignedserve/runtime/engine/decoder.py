@@ -73,7 +73,7 @@ class Decoder:
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)
         if self.device.type == "cpu":
             self.attention_s, self.chunk_attention_s = run.attention_s, run.chunk_attention_s
-            self.products_s = 0.0
+            self.products_s, self.had_head = 0.0, False
         return hidden if pending is None else hidden.add_(pending)
 
     @torch.inference_mode()

@@ -260,6 +260,8 @@ def test_what_does_not_fit_is_refused() -> None:
         BlockQuantizedLinear(raw, "Q4_K", 512, activation="silu", is_gated=True)
     with pytest.raises(ValueError, match="bytes"):
         BlockQuantizedLinear(raw[:0], "Q4_K", 512)
+    with pytest.raises(AssertionError, match="each of 5 columns"):
+        BlockQuantizedLinear(raw, "Q4_K", 512, torch.ones(4))
     if block_levels():
         with pytest.raises(ValueError, match="level"):
             BlockQuantizedLinear(raw, "Q4_K", 512, level="avx1024")

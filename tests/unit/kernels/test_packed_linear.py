@@ -204,3 +204,9 @@ def test_an_unknown_level_is_refused() -> None:
         pytest.skip("not built")
     with pytest.raises(ValueError, match="level"):
         PackedLinear(torch.ones(2, 2), None, level="avx1024", element=torch.float32)
+
+
+@float_levels
+def test_a_bias_of_other_columns_is_refused(dtype: torch.dtype, level: str) -> None:
+    with pytest.raises(AssertionError, match="each of 4 columns"):
+        PackedLinear(torch.ones(4, 2, dtype=dtype), torch.ones(3), level=level, element=dtype)
