@@ -91,7 +91,8 @@ class ControlSocket:
         newer connection by the time that thread waits on it.
         """
         with contextlib.suppress(OSError):  # it may not be connected any more
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not SSLSocket's own, which drops TLS first: the other thread would go on in clear on the same socket.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection, on the thread that uses it. May be repeated."""
