@@ -20,6 +20,7 @@ from alignedserve.cluster.hosts.ray_nodes import RayNode, wait_for_nodes
 from alignedserve.cluster.hosts.sweeper import sweep
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
+from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology, from_mapping
 from alignedserve.core.errors import NotEnoughMemory, ResourceError
 from alignedserve.runtime.kv.arena_files import arena_path
@@ -164,6 +165,27 @@ def test_a_sweep_removes_what_is_nobodys_and_keeps_what_is_in_use(tmp_path: Path
         assert sweep(folder)
     finally:
         other.unlink()
+
+
+def test_a_process_too_busy_to_accept_keeps_its_socket(tmp_path: Path) -> None:
+    path = tmp_path / "decode-0.sock"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind(str(path))
+        listener.listen(0)
+        first.connect(str(path))  # its backlog is full
+        assert not sweep(tmp_path)
+        assert path.exists()
+
+
+def test_a_restarted_keeper_finds_its_folder_with_the_sockets_of_others(run_folder: Path) -> None:
+    (run_folder / "c-0").mkdir(mode=0o700)
+    (run_folder / "ended").mkdir(mode=0o700)
+    sockets = [run_folder / name / "router.sock" for name in ("c-0", "ended")]
+    for path in sockets:
+        path.touch()
+    run_folder.chmod(0o700)
+    assert make_run_folder("c-0") == run_folder / "c-0"
+    assert [path.exists() for path in sockets] == [True, False]
 
 
 def test_the_sweeper_outlives_the_process_that_started_it(tmp_path: Path) -> None:
