@@ -36,6 +36,7 @@ _PORT = 8000
 _CLUSTER_NAME = "alignedserve-rehearsal"
 _RAY_UP_S = 400.0
 _NUM_UPS = 3
+_MIN_HOSTS, _MAX_HOSTS = 3, 16  # two whose gateways are asked, and the one that is lost
 _RAY_WAS_SLOW = "timed out during startup"
 # Small, as all hosts share the cores of one machine.
 SETTINGS = (
@@ -256,7 +257,8 @@ def run(options: argparse.Namespace) -> bool:
 def main() -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description="Rehearse a cluster on hosts of namespaces.")
-    parser.add_argument("--hosts", type=int, default=3)
+    hosts = range(_MIN_HOSTS, _MAX_HOSTS + 1)
+    parser.add_argument("--hosts", type=int, default=_MIN_HOSTS, choices=hosts, metavar=f"{_MIN_HOSTS}..{_MAX_HOSTS}")
     parser.add_argument("--base", type=Path, default=Path("/run/alignedserve-rehearsal"))
     parser.add_argument("--duration", type=float, default=40.0, help="seconds of the trace")
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second")

@@ -102,7 +102,7 @@ class ClusterOnHosts(RunningCluster):
         self._heard_s = time.monotonic()
 
     def check(self) -> bool:
-        """Take in nodes that have come and give up those that are gone; False: somebody asked the cluster to stop.
+        """Take in nodes that have come and give up those that are gone; False: the cluster was asked to stop.
 
         Raises PeerLost when Ray's head has not answered for long.
         """
@@ -300,7 +300,7 @@ def _join_workers(members: Sequence[_Member]) -> None:
     for member in members:
         others = [share for share in shares if share is not member.prepared.share]
         far_prefill = tuple(name for share in others for name in share.prefill)
-        # A share without prefill workers is of colocated workers, which take requests from nobody.
+        # A share without prefill workers is of colocated workers, which take requests from no prefill worker.
         num_far_decode = sum(len(share.decode) for share in others if share.prefill)
         member.prepared = replace(member.prepared, far_prefill=far_prefill, num_far_decode=num_far_decode)
 

@@ -1,4 +1,4 @@
-"""What the driver of a cluster of hosts announces, and when; the folder of a rehearsal. Without Ray."""
+"""What the driver of a cluster of hosts announces, and when; what a rehearsal spares. Without Ray."""
 
 import logging
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.start_observer import LoggingObserver
 from alignedserve.config.sections import MIB, ModelSectionConfig, from_mapping
 from alignedserve.core.errors import ResourceError
-from alignedserve.evaluation import cluster_demo
+from alignedserve.evaluation import cluster_demo, namespace_hosts
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.process.addresses import AddressBook
 
@@ -99,3 +99,12 @@ def test_a_rehearsal_removes_no_folder_but_that_of_a_former_one(tmp_path: Path) 
     cluster_demo._clear(tmp_path)
     assert not tmp_path.exists()
     cluster_demo._clear(tmp_path)
+
+
+def test_only_one_set_of_hosts_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespace_hosts, "obstacle", lambda: None)
+    monkeypatch.setattr(namespace_hosts, "_TURN", tmp_path / "lock")
+    with namespace_hosts._take_turn(), pytest.raises(ResourceError, match="one set at a time"):
+        namespace_hosts.NamespaceHosts(2, tmp_path / "hosts").__enter__()
+    assert not (tmp_path / "hosts").exists()
+    namespace_hosts._take_turn().close()
