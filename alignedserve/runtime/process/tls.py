@@ -8,7 +8,7 @@ specification, and are valid on clocks that are some hours apart.
 import datetime
 import os
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cryptography import x509
@@ -28,7 +28,7 @@ class Credentials:
 
     authority: bytes
     certificate: bytes
-    private_key: bytes
+    private_key: bytes = field(repr=False)  # never in a log
 
     def listener_context(self) -> ssl.SSLContext:
         """Return the TLS settings of a process that accepts connections: TLS 1.3, certificates on both ends."""

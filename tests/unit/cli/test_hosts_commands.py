@@ -10,9 +10,11 @@ import pytest
 from alignedserve.cli.commands import hosts
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.commands.up import driver_command
+from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.config.loading import load_config
-from alignedserve.core.errors import ResourceError
+from alignedserve.config.sections import from_mapping
+from alignedserve.core.errors import ConfigError, ResourceError
 
 
 def settings_from(folder: Path, options: ServeOptions) -> dict[str, str]:
@@ -72,3 +74,12 @@ def test_a_cluster_that_does_not_end_is_said_so(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ResourceError, match="does not end"):
         hosts.stop()
     assert asked == ["deaf"]
+
+
+@pytest.mark.parametrize(("settings", "num_nodes"), [({"gateway": {"host": "node"}}, None), ({}, 2)])
+def test_what_is_for_a_ray_cluster_is_refused_on_one_host(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], num_nodes: int | None
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="is for a Ray cluster"):
+        start_cluster(from_mapping(settings), num_nodes=num_nodes)
