@@ -87,3 +87,26 @@ def test_a_connection_that_is_dropped_stays_encrypted_for_the_thread_that_uses_i
         here.send_bytes(b"in clear")
     for end in ends:
         end.close()
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["before", "meanwhile"])
+def test_a_connection_that_is_dropped_in_the_handshake_is_lost_at_once(is_early: bool) -> None:
+    here, there = socket.socketpair()
+    control = ControlSocket(here, 60.0)
+    ended = threading.Event()
+
+    def serve() -> None:
+        with pytest.raises(PeerLost):
+            control.encrypt(CertificateAuthority("test").issue("here").listener_context(), is_listener=True)
+        control.close()
+        ended.set()
+
+    if is_early:
+        control.disconnect()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    while not is_early and not ended.wait(0.01):  # again, as the thread may not have begun
+        control.disconnect()
+    assert ended.wait(30)
+    thread.join()
+    there.close()
