@@ -17,7 +17,7 @@ from alignedserve.cluster.hosts.admission import Admission, Keeper, differences,
 from alignedserve.cluster.hosts.node_report import NodeReport, own_versions
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, node_config, plan_cluster, plan_joining
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
-from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes, wait_for_nodes
+from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
 from alignedserve.cluster.hosts.record import (
     ActorRecord,
     ClusterRecord,
@@ -244,6 +244,7 @@ def launch_on_hosts(
 def _prepare_cluster(
     config: ClusterConfig, hosts: Hosts, actor_classes: ActorClasses, observer: StartObserver
 ) -> ClusterOnHosts:
+    require_head(alive_nodes(), ray.get_runtime_context().get_node_id())
     _wait_for_former()
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
     if len(nodes) < hosts.num_nodes:

@@ -16,13 +16,13 @@ from alignedserve.cluster.hosts import supervisor
 from alignedserve.cluster.hosts.admission import differences
 from alignedserve.cluster.hosts.node_report import NodeReport, model_digest, own_versions
 from alignedserve.cluster.hosts.plan import NODE_ADDRESS, NodeResources, plan_cluster, plan_joining
-from alignedserve.cluster.hosts.ray_nodes import RayNode, wait_for_nodes
+from alignedserve.cluster.hosts.ray_nodes import RayNode, require_head, wait_for_nodes
 from alignedserve.cluster.hosts.sweeper import sweep
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology, from_mapping
-from alignedserve.core.errors import NotEnoughMemory, ResourceError
+from alignedserve.core.errors import ConfigError, NotEnoughMemory, ResourceError
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.model.served_model import resolve_model
 
@@ -139,6 +139,14 @@ def test_versions_name_what_must_agree() -> None:
 def test_waiting_for_nodes_ends_with_those_that_there_are() -> None:
     assert wait_for_nodes(1, 60.0, lambda: [NODE]) == [NODE]
     assert wait_for_nodes(2, 0.0, lambda: [NODE]) == [NODE]
+
+
+def test_a_cluster_is_started_on_the_head_alone() -> None:
+    head, beside = RayNode("h", "10.0.0.0", "first", is_head=True), RayNode("b", "10.0.0.0", "first", is_head=False)
+    require_head([head, beside, NODE], "h")
+    require_head([head, beside, NODE], "b")
+    with pytest.raises(ConfigError, match=r"on the head of Ray, first \(10.0.0.0\); this is spare"):
+        require_head([head, beside, NODE], "id")
 
 
 # --- what outlives
