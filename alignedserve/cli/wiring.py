@@ -3,6 +3,7 @@
 from alignedserve.batch_worker.actor import BatchActor
 from alignedserve.cluster.actor_factory import ActorClasses
 from alignedserve.cluster.hosts.launch import Hosts, launch_on_hosts
+from alignedserve.cluster.hosts.plan import NODE_ADDRESS
 from alignedserve.cluster.launch import RunningCluster, launch_cluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.config.environment import RAY_ADDRESS_VARIABLE, ray_address
@@ -23,4 +24,6 @@ def start_cluster(
         return launch_on_hosts(config, Hosts(address, num_nodes or 1), classes, observer)
     if num_nodes is not None:
         raise ConfigError(f"--nodes is for a Ray cluster: set {RAY_ADDRESS_VARIABLE} to its address, or to auto")
+    if config.gateway.host == NODE_ADDRESS:
+        raise ConfigError(f"gateway.host={NODE_ADDRESS} is for a Ray cluster; on one host give an address")
     return launch_cluster(config, classes, observer)

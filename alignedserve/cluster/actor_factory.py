@@ -20,6 +20,8 @@ from kvpool.actor import KvPoolActor
 from prefill_worker.actor import PrefillWorkerActor
 from router.actor import RouterActor
 
+BATCHES = "batches-0"  # the driver of files and batches, beside the router
+
 
 class ActorClasses(NamedTuple):
     """Ray actor classes of sibling packages, passed in because siblings do not import each other."""
@@ -75,7 +77,7 @@ class ActorFactory:
             self._add(actors, node, self._actor_classes.gateway, Role.GATEWAY, name, *gateway)
         if batches is not None and max_lines is not None:
             driver = (config.gateway, self._served, batches, max_lines)
-            self._add(actors, node, self._actor_classes.batches, Role.GATEWAY, "batches-0", *driver)
+            self._add(actors, node, self._actor_classes.batches, Role.GATEWAY, BATCHES, *driver)
         return actors
 
     def _add_workers(self, actors: dict[str, Any], node: PreparedNode) -> None:

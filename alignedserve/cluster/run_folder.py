@@ -28,13 +28,14 @@ def make_run_folder(name: str | None = None) -> Path:
         folder = root / (name or secrets.token_hex(4))
         if len(os.fsencode(AddressBook(folder).of(_LONGEST_NAME).removeprefix("unix:"))) > _MAX_SOCKET_PATH:
             raise ResourceError(f"{root} is too long a path for Unix sockets; set {RUN_DIR_VARIABLE} to a shorter one")
-        _remove_old_folders(root)
         folder.mkdir(mode=0o700, exist_ok=name is not None)
+        # Locked until this process ends, however it ends: the folder is in use. Before others are removed, as a
+        # restarted keeper finds its own here, with the sockets of processes that live.
+        fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
+        _remove_old_folders(root)
     except OSError as error:
         problem = f"{root} cannot hold sockets and logs: {error.strerror}"
         raise ResourceError(f"{problem}; set {RUN_DIR_VARIABLE} to another folder") from error
-    # Locked until this process ends, however it ends: the folder is in use.
-    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
     return folder
 
 

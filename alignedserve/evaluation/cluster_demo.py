@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +36,8 @@ _PORT = 8000
 _CLUSTER_NAME = "alignedserve-rehearsal"
 _RAY_UP_S = 400.0
 _NUM_UPS = 3
+_MIN_HOSTS, _MAX_HOSTS = 3, 16  # two whose gateways are asked, and the one that is lost
 _RAY_WAS_SLOW = "timed out during startup"
-_NOTICED_S = 30.0
 # Small, as all hosts share the cores of one machine.
 SETTINGS = (
     "gateway.host=node",
@@ -185,19 +184,6 @@ def _longest_pause(outcome: CompletionOutcome) -> float:
     return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
-def _ready_after(url: str, timeout_s: float) -> float:
-    began_s = time.monotonic()
-    while time.monotonic() < began_s + timeout_s:
-        try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=2.0) as response:  # noqa: S310
-                if response.status == 200:
-                    return time.monotonic() - began_s
-        except OSError:
-            pass
-        time.sleep(0.2)
-    raise ResourceError(f"{url} is not ready within {timeout_s:.0f} s")
-
-
 async def _lose_a_host(rehearsal: Rehearsal, options: argparse.Namespace) -> Verdict:
     hurt = asyncio.Event()
     lost = rehearsal.hosts.hosts[-1]
@@ -209,9 +195,12 @@ async def _lose_a_host(rehearsal: Rehearsal, options: argparse.Namespace) -> Ver
 
     killing = asyncio.create_task(kill())
     try:
-        return await replay(rehearsal.urls()[:2], options.duration, options.rate, options.kill_at, hurt)
+        verdict = await replay(rehearsal.urls()[:2], options.duration, options.rate, options.kill_at, hurt)
     finally:
         killing.cancel()
+    if lost.process is not None:
+        raise ResourceError(f"{lost.name} was not killed: the last answer came before --kill-at {options.kill_at:g}")
+    return verdict
 
 
 def _print_verdict(verdict: Verdict) -> None:
@@ -225,9 +214,16 @@ def _print_verdict(verdict: Verdict) -> None:
         print(f"  lost: {reason}")
 
 
+def _clear(base: Path) -> None:
+    """Remove what a former rehearsal left. Raises ResourceError for any other folder: this runs as root."""
+    if base.exists() and any(base.iterdir()) and not (base / "bin" / "alignedserve").exists():
+        raise ResourceError(f"{base} is not empty, and not of a former rehearsal; choose another --base")
+    shutil.rmtree(base, ignore_errors=True)
+
+
 def run(options: argparse.Namespace) -> bool:
     """Run the rehearsal and print it; return whether nothing was lost, corrupted or left behind."""
-    shutil.rmtree(options.base, ignore_errors=True)
+    _clear(options.base)
     settings = (*SETTINGS, *options.set)
     kept = [Path(entry) for entry in sys.path if Path(entry).is_dir()]
     hosts = NamespaceHosts(options.hosts, options.base, kept)
@@ -261,7 +257,8 @@ def run(options: argparse.Namespace) -> bool:
 def main() -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description="Rehearse a cluster on hosts of namespaces.")
-    parser.add_argument("--hosts", type=int, default=3)
+    hosts = range(_MIN_HOSTS, _MAX_HOSTS + 1)
+    parser.add_argument("--hosts", type=int, default=_MIN_HOSTS, choices=hosts, metavar=f"{_MIN_HOSTS}..{_MAX_HOSTS}")
     parser.add_argument("--base", type=Path, default=Path("/run/alignedserve-rehearsal"))
     parser.add_argument("--duration", type=float, default=40.0, help="seconds of the trace")
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second")

@@ -5,6 +5,7 @@ host's first process kills everything on it at once, as a power cut does. Needs 
 openssh-server, and says so.
 """
 
+import fcntl
 import os
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from alignedserve.core.errors import ResourceError
 
@@ -24,6 +26,7 @@ _TOOLS = ("ip", "unshare", "nsenter", "mount", "sshd", "ssh", "ssh-keygen", "rsy
 _UP_S = 10.0
 _NETWORK = "10.77"
 _BRIDGE = "alsv"
+_TURN = Path("/run/alsv.lock")  # one set of hosts at a time: all have the same bridge and addresses
 
 # Inside the new namespaces, as the first process of the host. $KEPT: folders under /tmp or home that it must still see.
 _INIT = """
@@ -99,12 +102,13 @@ class NamespaceHosts:
         reason = obstacle()
         if reason is not None:
             raise ResourceError(f"no hosts can be made here: {reason}")
-        self.base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name in ("key", "host_key"):
-            _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.base / name))
-        (self.base / "sshd_config").write_text(_SSHD_CONFIG.format(base=self.base), encoding="ascii")
-        self._remove_network()
+        self._turn = _take_turn()
         try:
+            self.base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name in ("key", "host_key"):
+                _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.base / name))
+            (self.base / "sshd_config").write_text(_SSHD_CONFIG.format(base=self.base), encoding="ascii")
+            self._remove_network()
             _call("ip", "link", "add", _BRIDGE, "type", "bridge")
             _call("ip", "address", "add", f"{_NETWORK}.0.254/24", "dev", _BRIDGE)
             _call("ip", "link", "set", _BRIDGE, "up")
@@ -152,6 +156,7 @@ class NamespaceHosts:
         for host in self.hosts:
             self.kill(host)
         self._remove_network()
+        self._turn.close()
 
     def _connect(self, host: NamespaceHost) -> None:
         """Give the host its interface, an address and a default route, without which Ray takes the loopback's."""
@@ -172,6 +177,17 @@ class NamespaceHosts:
     def _remove_network(self) -> None:
         for name in (*(f"{_BRIDGE}-{host.name}" for host in self.hosts), _BRIDGE):
             _try("ip", "link", "delete", name)
+
+
+def _take_turn() -> IO[str]:
+    """Return the lock that is held until it is closed. Raises ResourceError when there are other hosts."""
+    turn = _TURN.open("w", encoding="ascii")
+    try:
+        fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        turn.close()
+        raise ResourceError("there are other hosts of namespaces on this machine; one set at a time") from None
+    return turn
 
 
 def _children(pid: int) -> list[int]:

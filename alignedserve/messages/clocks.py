@@ -15,7 +15,7 @@ from alignedserve.messages.gateways import ResumeRequest, SubmitRequest
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest
 
-_NUM_OBSERVED = 64  # about a minute of pings: clocks drift apart by less than a millisecond in it
+_NUM_OBSERVED = 64  # about a minute of pings, in which clocks drift apart by a few milliseconds
 
 
 class ClockOffset:

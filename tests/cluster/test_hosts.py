@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
-    """Two hosts, the first of which has the only worker."""
+    """Two hosts with a worker each."""
     base = Path("/run") / f"alignedserve-{tmp_path_factory.getbasetemp().name}"
     hosts = NamespaceHosts(2, base, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
     made = Rehearsal(hosts, SETTINGS)

@@ -286,3 +286,10 @@ async def test_a_request_from_a_host_with_another_clock_arrives_now(unused_tcp_p
             peer.kill()
         await peer.wait()
         await listener.close()
+
+
+def test_secrets_are_in_no_text_of_an_identity() -> None:
+    credentials = AUTHORITY.issue("decode-0")
+    text = repr(Identity(Role.DECODE_WORKER, "decode-0", b"the secret", credentials=credentials))
+    assert "the secret" not in text
+    assert "PRIVATE KEY" not in text

@@ -205,3 +205,25 @@ async def test_a_port_that_cannot_be_reached_is_named(
     await holds(lambda: "decode-0: no link to router" in caplog.text)
     assert "no connection to tls:127.0.0.1:1" in caplog.text
     await dialler.close()
+
+
+async def test_a_listener_that_closes_every_connection_is_dialled_with_growing_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_manager, "_LAST_RETRY_S", 60.0)
+    num_accepted = 0
+
+    def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_accepted
+        num_accepted += 1
+        writer.close()
+
+    server = await asyncio.start_unix_server(refuse, tmp_path / "router.sock")
+    dialler, linked = manager("decode-0", AddressBook(tmp_path))
+    dialler.dial("router")
+    await holds(lambda: num_accepted > 0)
+    await asyncio.sleep(0.4)
+    assert num_accepted < 10  # after 20, 40, 80 ms and so on, as many in 10 s; after 20 ms each time, twice as many
+    assert linked.events == []
+    await dialler.close()
+    server.close()

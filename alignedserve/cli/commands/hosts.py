@@ -54,13 +54,16 @@ def logs(actor: str | None, *, follow: bool) -> None:
 def stop() -> None:
     """Ask the driver to stop the cluster, and wait for it. Raises ResourceError when it does not."""
     with connected():
-        record = running_cluster()
-        ask_to_stop(record.cluster_id)
+        found: ClusterRecord | None = running_cluster()
         ends_s = time.monotonic() + _STOP_S
-        while (found := read_record()) is not None and found.cluster_id == record.cluster_id:
+        while found is not None:
+            record = found
+            # Anew for each: where a driver has died, its supervisor starts another cluster in place of it.
+            ask_to_stop(record.cluster_id)
             if time.monotonic() > ends_s:
                 raise ResourceError(f"the cluster does not end within {_STOP_S:.0f} s; is its driver alive?")
             time.sleep(_FOLLOW_S)
+            found = read_record()
     notes().print(f"Stopped {record.model} on {len(record.nodes)} nodes.")
 
 

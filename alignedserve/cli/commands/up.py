@@ -1,5 +1,6 @@
 """`alignedserve up`: serve on the nodes of the Ray cluster that runs here, also after this shell has ended."""
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from alignedserve.cluster.hosts.record import ClusterRecord, read_record
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
 from alignedserve.config.environment import API_KEYS_VARIABLE, api_keys, ray_address
 from alignedserve.config.loading import load_config
+from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ResourceError
+from alignedserve.runtime.model.served_model import POCKET
 
 _READY_S = 900.0
 _POLL_S = 0.5
@@ -35,7 +38,7 @@ def up(options: ServeOptions) -> None:
     with connected():
         end_supervisor()
         former = read_record()
-        supervisor = start_supervisor(_command(options), ray_address() or "auto")
+        supervisor = start_supervisor(driver_command(options, config), ray_address() or "auto")
         with notes().status("Starting the cluster …"):
             record = _wait_ready(former, lambda: supervisor.poll() is not None)
     results().print(urls_of(record))
@@ -51,14 +54,31 @@ def urls_of(record: ClusterRecord) -> Table:
     return table
 
 
-def _command(options: ServeOptions) -> list[str]:
-    """Return the driver's command line: that of `serve`, with paths as seen from any folder."""
+def driver_command(options: ServeOptions, config: ClusterConfig) -> list[str]:
+    """Return the driver's command line: that of `serve`, with paths as seen from any folder.
+
+    `config`: what the options amount to, seen from the folder of this shell.
+    """
     command = [sys.executable, "-m", "alignedserve", "serve"]
     if options.config is not None:
         command += ["--config", str(options.config.absolute())]
-    for override in options.all_overrides:
+    for override in (*options.all_overrides, *_absolute_paths(config)):
         command += ["--set", override]
     return [*command, "--nodes", str(options.nodes or expected_nodes(Path.home() / _BOOTSTRAP_NAME))]
+
+
+def _absolute_paths(config: ClusterConfig) -> list[str]:
+    """Return overrides for paths that mean something else in the driver's folder, which is not the shell's."""
+    model = config.model.path
+    paths = {
+        "model.path": model if model != POCKET and Path(model).exists() else None,
+        "batches.folder": config.batches.folder,
+    }
+    return [
+        f"{field}={json.dumps(str(Path(path).absolute()))}"
+        for field, path in paths.items()
+        if path is not None and not Path(path).is_absolute()
+    ]
 
 
 def expected_nodes(bootstrap: Path) -> int:

@@ -12,12 +12,12 @@ import msgspec
 import ray
 
 from alignedserve.cluster import preflight
-from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
+from alignedserve.cluster.actor_factory import BATCHES, ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.hosts.admission import Admission, Keeper, differences, keeper_name, start_keepers
 from alignedserve.cluster.hosts.node_report import NodeReport, own_versions
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, node_config, plan_cluster, plan_joining
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
-from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes, wait_for_nodes
+from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
 from alignedserve.cluster.hosts.record import (
     ActorRecord,
     ClusterRecord,
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _HEAD_SILENT_S = 20.0
 _DRIVER = "driver"
+_ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104
 _FORMER_ENDS_S = 15.0  # Ray ends the actors of a driver that has died
 
 
@@ -65,7 +66,7 @@ class _Member:
 
 
 class ClusterOnHosts(RunningCluster):
-    """A started cluster of several nodes. `check` is to be called about once a second."""
+    """A started cluster of several nodes, for a driver that calls `check` about once a second."""
 
     def __init__(
         self, plan: ClusterPlan, members: Sequence[_Member], factory: ActorFactory, observer: StartObserver
@@ -81,7 +82,7 @@ class ClusterOnHosts(RunningCluster):
         self._started = time.time()
         self._is_ready = False
         self._heard_s = time.monotonic()  # from Ray's head
-        _log_to(self.folder / "logs")
+        self._log = _log_to(self.folder / "logs")
 
     def refuse(self, node: RayNode, problem: str) -> None:
         """Note a node that is not used, and why."""
@@ -98,9 +99,10 @@ class ClusterOnHosts(RunningCluster):
         super().wait_ready(timeout_s)
         self._is_ready = True
         self._announce()
+        self._heard_s = time.monotonic()
 
     def check(self) -> bool:
-        """Take in nodes that have come and give up those that are gone; False: somebody asked the cluster to stop.
+        """Take in nodes that have come and give up those that are gone; False: the cluster was asked to stop.
 
         Raises PeerLost when Ray's head has not answered for long.
         """
@@ -123,13 +125,15 @@ class ClusterOnHosts(RunningCluster):
             logger.warning("%s is lost, and with it %s", member.ray_node, member.prepared.share.node)
             self.remove_node(member.prepared.share.node)
             self._vacant[_host(member.ray_node)] = member.prepared.share
-        self._refused = {node_id: refused for node_id, refused in self._refused.items() if node_id in alive}
+        left = [node_id for node_id in self._refused if node_id not in alive]
+        for node_id in left:
+            del self._refused[node_id]
         known = {*self._members, *self._refused}
         come = [node for node_id, node in alive.items() if node_id not in known]
         for node in come:
             self._join(node)
         self._look_at_starting()
-        if gone or come:
+        if gone or left or come:
             self._announce()
         return True
 
@@ -140,6 +144,8 @@ class ClusterOnHosts(RunningCluster):
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
         super()._leave_ray()
+        logging.getLogger("alignedserve").removeHandler(self._log)
+        self._log.close()
 
     def _join(self, node: RayNode) -> None:
         try:
@@ -152,9 +158,9 @@ class ClusterOnHosts(RunningCluster):
             self.add_node(member.prepared)
         except ValueError as error:  # Ray has not yet given up the actors that had these names
             logger.info("%s joins later: %s", node, error)
-            self._vacant[_host(node)] = share
             return
         self._members[node.node_id] = member
+        del self._vacant[_host(node)]
         actors = self._actors[share.node]
         self._starting |= {actor.failure.remote(): f"{name} on {node}" for name, actor in actors.items()}
         logger.info("%s has joined as %s with %s", node, share.node, ", ".join(actors))
@@ -168,9 +174,9 @@ class ClusterOnHosts(RunningCluster):
             if found:
                 raise ResourceError(found[node])
             resources = _resources(f"node-{self._num_nodes}", node, reports[node])
-            share = self._vacant.pop(_host(node), None)
+            share = self._vacant.get(_host(node))
             if share is None:
-                share = self._plan.placement.join(resources.capacity)
+                share = self._vacant[_host(node)] = self._plan.placement.join(resources.capacity)
                 self._num_nodes += 1
             sized = plan_joining(self._plan, share, resources.machine, _beside(config, served))
             self._num_folders += 1
@@ -238,6 +244,7 @@ def launch_on_hosts(
 def _prepare_cluster(
     config: ClusterConfig, hosts: Hosts, actor_classes: ActorClasses, observer: StartObserver
 ) -> ClusterOnHosts:
+    require_head(alive_nodes(), ray.get_runtime_context().get_node_id())
     _wait_for_former()
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
     if len(nodes) < hosts.num_nodes:
@@ -294,7 +301,7 @@ def _join_workers(members: Sequence[_Member]) -> None:
     for member in members:
         others = [share for share in shares if share is not member.prepared.share]
         far_prefill = tuple(name for share in others for name in share.prefill)
-        # A share without prefill workers is of colocated workers, which take requests from nobody.
+        # A share without prefill workers is of colocated workers, which take requests from no prefill worker.
         num_far_decode = sum(len(share.decode) for share in others if share.prefill)
         member.prepared = replace(member.prepared, far_prefill=far_prefill, num_far_decode=num_far_decode)
 
@@ -323,14 +330,15 @@ def _beside(config: ClusterConfig, served: ServedModel) -> int:
     return recomputing_bytes(served.block_layout(config.engine.block_size), block_tokens)
 
 
-def _log_to(folder: Path) -> None:
-    """Write what the driver says beside the logs of the head's other processes."""
+def _log_to(folder: Path) -> logging.Handler:
+    """Write what the driver says beside the logs of the head's other processes, until the handler is removed."""
     folder.mkdir(exist_ok=True)
     handler = logging.FileHandler(folder / f"{_DRIVER}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("alignedserve")
     package.addHandler(handler)
     package.setLevel(logging.INFO)
+    return handler
 
 
 def _host(node: RayNode) -> tuple[str, str]:
@@ -345,8 +353,9 @@ def _record_of(member: _Member) -> NodeRecord:
         for name, engine in engines.items()
     )
     has_pool = bool(share.prefill)
-    others = [*([_DRIVER, ROUTER] if share.is_head else []), *([share.pool_name] if has_pool else [])]
-    host = config.gateway.host
+    of_head = [_DRIVER, ROUTER, *([BATCHES] if config.batches.enabled else [])]
+    others = [*(of_head if share.is_head else []), *([share.pool_name] if has_pool else [])]
+    host = node.address if config.gateway.host in _ALL_ADDRESSES else config.gateway.host
     reachable = f"[{host}]" if ":" in host else host
     return NodeRecord(
         name=share.node,

@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from alignedserve.core.errors import PeerLost
+from alignedserve.core.errors import ConfigError, PeerLost
 
 _HEAD_RESOURCE = "node:__internal_head__"
 _POLL_S = 0.5
@@ -53,3 +53,13 @@ def wait_for_nodes(
     while len(nodes := look()) < num_nodes and time.monotonic() < ends_s:
         time.sleep(_POLL_S)
     return nodes
+
+
+def require_head(nodes: Sequence[RayNode], own_id: str) -> None:
+    """Check that a driver runs on the host of the head, whose private folder and batches it uses. Raises ConfigError.
+
+    `own_id`: of the node that it has joined; on the head's host there may be several.
+    """
+    here = next((node for node in nodes if node.node_id == own_id), None)
+    if here is not None and here.address != nodes[0].address:
+        raise ConfigError(f"a cluster is started on the head of Ray, {nodes[0]}; this is {here}")

@@ -48,10 +48,10 @@ def _is_served(path: Path) -> bool:
         probe.settimeout(_REFUSING_S)
         try:
             probe.connect(str(path))
-        except TimeoutError:
-            return True
-        except OSError:
+        except (ConnectionRefusedError, FileNotFoundError):
             return False
+        except OSError:  # such as EAGAIN: it is served, by a process that accepts nothing at the moment
+            return True
     return True
 
 

@@ -172,8 +172,10 @@ class LinkManager:
             try:
                 place = await self._resolver.resolve(address)
                 link = await connect(place, partial(self._make_link, address), self._identity)
-                retry_s, failing_since_s, say_after_s = _FIRST_RETRY_S, None, _SAY_AFTER_S
                 await link.lost
+                if link.peer is None:  # a connection is no link yet: a peer that refuses is not dialled without a pause
+                    raise PeerLost(f"{place} closed the connection in the handshake, or was closed for its answer")
+                retry_s, failing_since_s, say_after_s = _FIRST_RETRY_S, None, _SAY_AFTER_S
             except PeerLost as error:
                 failing_since_s = failing_since_s or loop.time()
                 if loop.time() - failing_since_s > say_after_s:

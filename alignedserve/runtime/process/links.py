@@ -15,7 +15,7 @@ import struct
 import time
 from asyncio.trsock import TransportSocket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from alignedserve.core.errors import PeerLost, ProtocolError
@@ -39,7 +39,7 @@ class Identity:
 
     role: Role
     name: str
-    secret: bytes
+    secret: bytes = field(repr=False)  # never in a log
     peer_timeout_s: float = 5.0
     credentials: Credentials | None = None  # for addresses that begin with tls:
 

@@ -22,7 +22,7 @@ class ProcessSpec:
     role: Role
     name: str
     cluster_id: str
-    secret: bytes
+    secret: bytes = field(repr=False)  # never in a log
     peer_timeout_s: float
     addresses: AddressBook
     log_folder: Path

@@ -6,9 +6,9 @@ specification, and are valid on clocks that are some hours apart.
 """
 
 import datetime
+import os
 import ssl
-import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cryptography import x509
@@ -28,7 +28,7 @@ class Credentials:
 
     authority: bytes
     certificate: bytes
-    private_key: bytes
+    private_key: bytes = field(repr=False)  # never in a log
 
     def listener_context(self) -> ssl.SSLContext:
         """Return the TLS settings of a process that accepts connections: TLS 1.3, certificates on both ends."""
@@ -44,11 +44,11 @@ class Credentials:
         context.check_hostname = False  # a certificate has the name of a process, which may move to another host
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self.authority.decode())
-        # OpenSSL reads certificates and keys from files alone.
-        with tempfile.NamedTemporaryFile() as file:  # mode 600
+        # OpenSSL reads certificates and keys from files alone: this one is in memory and has no name in any folder.
+        with open(os.memfd_create("credentials"), "wb") as file:
             file.write(self.private_key + self.certificate)
             file.flush()
-            context.load_cert_chain(file.name)
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
         return context
 
 

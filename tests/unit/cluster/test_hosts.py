@@ -16,12 +16,13 @@ from alignedserve.cluster.hosts import supervisor
 from alignedserve.cluster.hosts.admission import differences
 from alignedserve.cluster.hosts.node_report import NodeReport, model_digest, own_versions
 from alignedserve.cluster.hosts.plan import NODE_ADDRESS, NodeResources, plan_cluster, plan_joining
-from alignedserve.cluster.hosts.ray_nodes import RayNode, wait_for_nodes
+from alignedserve.cluster.hosts.ray_nodes import RayNode, require_head, wait_for_nodes
 from alignedserve.cluster.hosts.sweeper import sweep
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
+from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology, from_mapping
-from alignedserve.core.errors import NotEnoughMemory, ResourceError
+from alignedserve.core.errors import ConfigError, NotEnoughMemory, ResourceError
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.model.served_model import resolve_model
 
@@ -140,6 +141,14 @@ def test_waiting_for_nodes_ends_with_those_that_there_are() -> None:
     assert wait_for_nodes(2, 0.0, lambda: [NODE]) == [NODE]
 
 
+def test_a_cluster_is_started_on_the_head_alone() -> None:
+    head, beside = RayNode("h", "10.0.0.0", "first", is_head=True), RayNode("b", "10.0.0.0", "first", is_head=False)
+    require_head([head, beside, NODE], "h")
+    require_head([head, beside, NODE], "b")
+    with pytest.raises(ConfigError, match=r"on the head of Ray, first \(10.0.0.0\); this is spare"):
+        require_head([head, beside, NODE], "id")
+
+
 # --- what outlives
 
 
@@ -164,6 +173,27 @@ def test_a_sweep_removes_what_is_nobodys_and_keeps_what_is_in_use(tmp_path: Path
         assert sweep(folder)
     finally:
         other.unlink()
+
+
+def test_a_process_too_busy_to_accept_keeps_its_socket(tmp_path: Path) -> None:
+    path = tmp_path / "decode-0.sock"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind(str(path))
+        listener.listen(0)
+        first.connect(str(path))  # its backlog is full
+        assert not sweep(tmp_path)
+        assert path.exists()
+
+
+def test_a_restarted_keeper_finds_its_folder_with_the_sockets_of_others(run_folder: Path) -> None:
+    (run_folder / "c-0").mkdir(mode=0o700)
+    (run_folder / "ended").mkdir(mode=0o700)
+    sockets = [run_folder / name / "router.sock" for name in ("c-0", "ended")]
+    for path in sockets:
+        path.touch()
+    run_folder.chmod(0o700)
+    assert make_run_folder("c-0") == run_folder / "c-0"
+    assert [path.exists() for path in sockets] == [True, False]
 
 
 def test_the_sweeper_outlives_the_process_that_started_it(tmp_path: Path) -> None:

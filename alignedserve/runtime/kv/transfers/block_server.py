@@ -81,12 +81,12 @@ class BlockServer:
             control = ControlSocket(connection, self._identity.peer_timeout_s)
             thread = threading.Thread(target=self._serve, args=(control,), name="block peer", daemon=True)
             with self._lock:
-                is_full = len(self._connections) >= _MAX_CONNECTIONS
-                if not is_full and not self._is_closed:
+                is_served = len(self._connections) < _MAX_CONNECTIONS and not self._is_closed
+                if is_served:
                     self._connections[control] = ""
                     self._threads.add(thread)
                     thread.start()
-            if is_full:
+            if not is_served:
                 control.close()
 
     def _serve(self, control: ControlSocket) -> None:

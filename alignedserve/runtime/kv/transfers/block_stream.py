@@ -12,7 +12,7 @@ from torch import Tensor
 from alignedserve.runtime.kv.transfers.block_channel import NUM_PIECES, Fill, Take, cut
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 
-_PIECE_BYTES = 4194304
+_PIECE_BYTES = 4 * 1024 * 1024
 
 
 class BlockStream:

@@ -41,6 +41,7 @@ class ControlSocket:
         self._timeout_s = timeout_s
         self._codec = _HANDSHAKE
         self._max_bytes = _MAX_HANDSHAKE_BYTES
+        self._is_dropped = False
 
     @property
     def local_host(self) -> str:
@@ -90,8 +91,10 @@ class ControlSocket:
         The thread that uses it gets PeerLost and closes it. If it were closed here, its descriptor could belong to a
         newer connection by the time that thread waits on it.
         """
+        self._is_dropped = True
         with contextlib.suppress(OSError):  # it may not be connected any more
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not SSLSocket's own, which drops TLS first: the other thread would go on in clear on the same socket.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection, on the thread that uses it. May be repeated."""
@@ -102,7 +105,11 @@ class ControlSocket:
         """Go over to TLS before anything else is said. Raises PeerLost: the other end does not, or is not trusted."""
         try:
             self._socket.settimeout(self._timeout_s)
-            self._socket = context.wrap_socket(self._socket, server_side=is_listener)
+            encrypted = context.wrap_socket(self._socket, server_side=is_listener, do_handshake_on_connect=False)
+            self._socket = encrypted
+            if self._is_dropped:  # perhaps while neither socket had the descriptor, so that nothing was shut down
+                raise PeerLost("the connection was dropped before TLS")
+            encrypted.do_handshake()
         except OSError as error:
             raise PeerLost(f"no TLS with the other end of a block transfer: {error}") from error
 

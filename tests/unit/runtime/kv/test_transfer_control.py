@@ -1,13 +1,15 @@
-"""A connection that another thread drops is never waited for under a number that a newer connection has by then."""
+"""A connection that another thread drops: its user waits for no newer one, and sends nothing in clear."""
 
 import select
 import socket
 import threading
+from functools import partial
 
 import pytest
 
 from alignedserve.core.errors import PeerLost
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+from alignedserve.runtime.process.tls import CertificateAuthority
 
 
 class LatePoll:
@@ -64,3 +66,47 @@ def test_a_connection_that_is_dropped_as_its_thread_begins_to_wait(late_poll: La
     control.disconnect()
     for one in (there, *late_poll.others):
         one.close()
+
+
+def test_a_connection_that_is_dropped_stays_encrypted_for_the_thread_that_uses_it() -> None:
+    authority = CertificateAuthority("test")
+    ends = [ControlSocket(one, 5.0) for one in socket.socketpair()]
+    here, there = ends
+    context = authority.issue("there").dialler_context()
+    dialling = threading.Thread(target=partial(there.encrypt, context, is_listener=False))
+    dialling.start()
+    here.encrypt(authority.issue("here").listener_context(), is_listener=True)
+    dialling.join()
+    there.send_bytes(bytes(range(64)))
+    here.wait_readable()
+    here.disconnect()
+    received = bytearray(32)
+    here.receive_bytes(memoryview(received))  # not the encrypted bytes that have come
+    assert received == bytes(range(32))
+    with pytest.raises(PeerLost):
+        here.send_bytes(b"in clear")
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["before", "meanwhile"])
+def test_a_connection_that_is_dropped_in_the_handshake_is_lost_at_once(is_early: bool) -> None:
+    here, there = socket.socketpair()
+    control = ControlSocket(here, 60.0)
+    ended = threading.Event()
+
+    def serve() -> None:
+        with pytest.raises(PeerLost):
+            control.encrypt(CertificateAuthority("test").issue("here").listener_context(), is_listener=True)
+        control.close()
+        ended.set()
+
+    if is_early:
+        control.disconnect()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    while not is_early and not ended.wait(0.01):  # again, as the thread may not have begun
+        control.disconnect()
+    assert ended.wait(30)
+    thread.join()
+    there.close()

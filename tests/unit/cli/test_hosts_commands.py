@@ -1,0 +1,85 @@
+"""The commands of a cluster of hosts, without Ray: what the driver is given, and which clusters `stop` stops."""
+
+import contextlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.cli.commands import hosts
+from alignedserve.cli.commands.options import ServeOptions
+from alignedserve.cli.commands.up import driver_command
+from alignedserve.cli.wiring import start_cluster
+from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.config.loading import load_config
+from alignedserve.config.sections import from_mapping
+from alignedserve.core.errors import ConfigError, ResourceError
+
+
+def settings_from(folder: Path, options: ServeOptions) -> dict[str, str]:
+    """Return the last value of every setting on the driver's command line, made by a shell in this folder."""
+    with contextlib.chdir(folder):
+        command = driver_command(options, load_config(options.config, options.all_overrides))
+    given = [after for before, after in itertools.pairwise(command) if before == "--set"]
+    return dict(setting.split("=", 1) for setting in given)
+
+
+def test_paths_of_the_shell_are_those_of_the_driver(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "c.yaml").write_text("batches: {folder: state}")
+    options = ServeOptions(model="model", config=Path("c.yaml"), overrides=("gateway.port=9",), nodes=2)
+    assert settings_from(tmp_path, options) == {
+        "model.path": f'"{tmp_path}/model"',
+        "gateway.port": "9",
+        "batches.folder": f'"{tmp_path}/state"',
+    }
+
+
+@pytest.mark.parametrize("name", ["pocket", "org/name", "/absolute"])
+def test_names_of_models_stay_as_they_are(tmp_path: Path, name: str) -> None:
+    (tmp_path / "pocket").mkdir()
+    assert settings_from(tmp_path, ServeOptions(model=name, nodes=1)) == {"model.path": f'"{name}"'}
+
+
+def record(cluster_id: str) -> ClusterRecord:
+    return ClusterRecord(cluster_id, "v", "pocket", "colocated", started=0.0, is_ready=True, nodes=())
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+    monkeypatch.setattr(hosts, "connected", contextlib.nullcontext)
+    monkeypatch.setattr(hosts, "_FOLLOW_S", 0.0)
+    monkeypatch.setattr(hosts, "ask_to_stop", names.append)
+    return names
+
+
+def show(monkeypatch: pytest.MonkeyPatch, records: Any) -> None:
+    monkeypatch.setattr(hosts, "running_cluster", lambda: next(records))
+    monkeypatch.setattr(hosts, "read_record", lambda: next(records))
+
+
+def test_a_cluster_that_a_supervisor_starts_anew_is_stopped_too(
+    monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    show(monkeypatch, iter([record("former"), record("former"), record("next"), None]))
+    hosts.stop()
+    assert asked == ["former", "former", "next"]
+
+
+def test_a_cluster_that_does_not_end_is_said_so(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
+    monkeypatch.setattr(hosts, "_STOP_S", -1.0)
+    show(monkeypatch, iter([record("deaf"), record("deaf")]))
+    with pytest.raises(ResourceError, match="does not end"):
+        hosts.stop()
+    assert asked == ["deaf"]
+
+
+@pytest.mark.parametrize(("settings", "num_nodes"), [({"gateway": {"host": "node"}}, None), ({}, 2)])
+def test_what_is_for_a_ray_cluster_is_refused_on_one_host(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], num_nodes: int | None
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="is for a Ray cluster"):
+        start_cluster(from_mapping(settings), num_nodes=num_nodes)

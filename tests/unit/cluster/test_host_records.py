@@ -1,0 +1,110 @@
+"""What the driver of a cluster of hosts announces, and when; what a rehearsal spares. Without Ray."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
+from alignedserve.cluster.hosts import launch
+from alignedserve.cluster.hosts.admission import Keeper
+from alignedserve.cluster.hosts.launch import ClusterOnHosts
+from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
+from alignedserve.cluster.hosts.ray_nodes import RayNode
+from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.placement import NodeCapacity
+from alignedserve.cluster.start_observer import LoggingObserver
+from alignedserve.config.sections import MIB, ModelSectionConfig, from_mapping
+from alignedserve.core.errors import ResourceError
+from alignedserve.evaluation import cluster_demo, namespace_hosts
+from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.process.addresses import AddressBook
+
+POCKET = resolve_model(ModelSectionConfig())
+NODES = [RayNode(f"id-{index}", f"10.0.0.{index}", f"host-{index}", is_head=index == 0) for index in range(3)]
+
+
+def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
+    """Return a cluster of two nodes, none of whose actors exist."""
+    found = [
+        NodeResources(NodeCapacity(f"node-{index}", node.address, 4), Machine(8192 * MIB, 4096 * MIB, 4, False))
+        for index, node in enumerate(NODES[:2])
+    ]
+    plan = plan_cluster(from_mapping(settings), POCKET, found)
+    members = []
+    for node, one, share in zip(NODES, found, plan.shares, strict=False):
+        book = AddressBook(folder / f"c-{share.node}", node.node_id, node.address)
+        book.folder.mkdir(parents=True)
+        prepared = PreparedNode(share, one.capacity, plan.config_of(share, node.address), book)
+        members.append(launch._Member(node, prepared, Keeper(None, book)))
+    return ClusterOnHosts(plan, members, ActorFactory(POCKET, ActorClasses(None, None)), LoggingObserver())
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ClusterOnHosts]:
+    made = started(tmp_path, {"gateway": {"host": "0.0.0.0"}})
+    yield made
+    made._leave_ray()
+    logging.getLogger("alignedserve").setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch) -> list[ClusterRecord]:
+    records: list[ClusterRecord] = []
+    monkeypatch.setattr(launch, "write_record", records.append)
+    monkeypatch.setattr(launch, "is_asked_to_stop", lambda cluster_id: False)
+    return records
+
+
+def test_every_process_with_a_log_is_named_and_every_address_is_one_to_call(cluster: ClusterOnHosts) -> None:
+    head, other = cluster.record().nodes
+    assert [actor.name for actor in head.actors] == [
+        *("driver", "router", "batches-0", "pool-0", "gateway-0", "prefill-0", "decode-0")
+    ]
+    assert [actor.name for actor in other.actors] == ["pool-1", "gateway-1", "prefill-1", "decode-1"]
+    assert (head.urls, other.urls) == (("http://10.0.0.0:8000",), ("http://10.0.0.1:8000",))
+
+
+def test_a_refused_node_that_leaves_is_no_lost_one(
+    cluster: ClusterOnHosts, announced: list[ClusterRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = list(NODES)
+    monkeypatch.setattr(launch, "alive_nodes", lambda: alive)
+    cluster.refuse(NODES[2], "it has another Python")
+    assert cluster.check()
+    assert announced == []
+    alive.remove(NODES[2])
+    assert cluster.check()
+    assert [node.node_id for node in announced[-1].nodes] == ["id-0", "id-1"]
+
+
+def test_the_log_of_the_driver_is_closed_with_it(cluster: ClusterOnHosts) -> None:
+    package = logging.getLogger("alignedserve")
+    num_handlers = len(package.handlers)
+    cluster._leave_ray()
+    cluster._leave_ray()
+    assert len(package.handlers) == num_handlers - 1
+
+
+def test_a_rehearsal_removes_no_folder_but_that_of_a_former_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ResourceError, match="not of a former rehearsal"):
+        cluster_demo._clear(tmp_path)
+    assert (tmp_path / "file").exists()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "alignedserve").touch()
+    cluster_demo._clear(tmp_path)
+    assert not tmp_path.exists()
+    cluster_demo._clear(tmp_path)
+
+
+def test_only_one_set_of_hosts_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespace_hosts, "obstacle", lambda: None)
+    monkeypatch.setattr(namespace_hosts, "_TURN", tmp_path / "lock")
+    with namespace_hosts._take_turn(), pytest.raises(ResourceError, match="one set at a time"):
+        namespace_hosts.NamespaceHosts(2, tmp_path / "hosts").__enter__()
+    assert not (tmp_path / "hosts").exists()
+    namespace_hosts._take_turn().close()
