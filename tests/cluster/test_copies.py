@@ -11,7 +11,7 @@ from tests.cluster.streams import Stream, make_client, stream_all, stream_one
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 PROMPTS = token_prompts(6, max_len=400)
-MAX_TOKENS = 200
+MAX_TOKENS = 800  # seconds of decoding: copies, evictions and their counts must come before the end
 BLOCK_BYTES = 80 * 1024  # of the shipped model's shape: five layers, two times 128 numbers, sixteen tokens
 REUSED, EVICTIONS, KEPT = (
     "alignedserve_reused_tokens_total",
@@ -41,7 +41,7 @@ async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_cop
 @pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
 async def test_evicted_requests_come_back_unchanged(tmp_path: Path, random_model: Path, transport: str) -> None:
     """Half of the requests fit the decode worker at a time: they take turns, by way of the candidate buffers."""
-    settings = ("model.max_context_len=640", f"engine.kv_transport={transport}")
+    settings = ("model.max_context_len=1280", f"engine.kv_transport={transport}")
     options = (str(random_model), *EXACT, *(part for setting in settings for part in ("--set", setting)))
     with serving(tmp_path / "roomy", *options) as roomy:
         roomy.wait_ready()
