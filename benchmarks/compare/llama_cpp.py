@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.model.smollm2 import smollm2_file
+from alignedserve.runtime.model.built_in import smollm2_file
 from benchmarks.compare.contender_process import ROOT, Contender
 from benchmarks.support.recording import write_result
 

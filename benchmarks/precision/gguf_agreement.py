@@ -21,10 +21,10 @@ import torch
 
 from alignedserve.evaluation.questions import make_questions
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.model.built_in import smollm2_file
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.source import GgufSource
-from alignedserve.runtime.model.smollm2 import smollm2_file
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_loader import assemble_weights
 from benchmarks.precision.quantization import logits_of

@@ -32,7 +32,7 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from benchmarks.precision.quantization import distance, evaluate, load, logits_of, table_of
 from benchmarks.support.recording import write_result

@@ -21,7 +21,8 @@ from alignedserve.evaluation.pocket_calls import task_call
 from alignedserve.loadgen.prompts import load_tokenizer
 from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
-from alignedserve.runtime.model.served_model import pocket_folder, resolve_model
+from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from benchmarks.support.recording import write_result
 

@@ -29,8 +29,8 @@ from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceT
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.step_batch import BatchBuilder
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.served_model import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_files import load_weights
 from benchmarks.support.recording import write_result

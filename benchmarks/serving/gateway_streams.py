@@ -18,7 +18,7 @@ from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.gateway.services import build_services
-from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from benchmarks.support.recording import write_result
 

@@ -44,7 +44,8 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
-from alignedserve.runtime.model.served_model import pocket_folder, resolve_model
+from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer

@@ -29,7 +29,7 @@ from alignedserve.cli.commands.replay import (
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.config.loading import load_config
 from alignedserve.microbench.shapes import OPT_125M
-from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.built_in import pocket_folder
 from benchmarks.support.recording import write_result
 
 RT = "rt: rate={rate}, prompt=lognormal(100,300), output=exponential(60), max_output=200, ttft=0.4, tpot=0.2"

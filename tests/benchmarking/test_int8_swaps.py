@@ -4,7 +4,7 @@ import pytest
 
 from alignedserve.evaluation.accuracy import make_items
 from alignedserve.loadgen.prompts import load_tokenizer
-from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.built_in import pocket_folder
 from benchmarks.precision.int8_swaps import answer_all
 
 

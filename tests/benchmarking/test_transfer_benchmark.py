@@ -111,15 +111,15 @@ def test_what_does_not_work_costs_no_other_way(monkeypatch: pytest.MonkeyPatch) 
     assert report == TransferReport([ROW] * 2, [], ["cuda_ipc: HandoffRejected: the memory cannot be mapped"])
 
 
-def test_without_msgspec_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_msgspec_it_says_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: str) -> None:
         raise ModuleNotFoundError("No module named 'msgspec'", name="msgspec")
 
     monkeypatch.setattr(transfer, "_module", missing)
     report = TransferReport()
     measure_host_transfers(SMALL, report)
-    said = "shm and gloo: moving blocks between processes needs msgspec (pip install msgspec)"
-    assert report == TransferReport([], [said], [])
+    said = "moving blocks between processes needs msgspec (pip install msgspec)"
+    assert report == TransferReport([], [f"shm and gloo: {said}", f"tcp: {said}"], [])
 
 
 # --- the command

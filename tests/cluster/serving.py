@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.built_in import pocket_folder
 
 COMMAND = Path(sys.executable).parent / "alignedserve"
 MODEL = "model"  # the name under which it is served

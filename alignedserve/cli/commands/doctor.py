@@ -21,7 +21,7 @@ from alignedserve.runtime.device.devices import CUDA, cuda_obstacle, describe_gp
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.transfers.registry import available_transports
-from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from kernels.cpu.packed_linear import INT8, packed_levels
 from kernels.cpu.paged_attention import supported_levels

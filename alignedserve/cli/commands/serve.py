@@ -20,7 +20,7 @@ from alignedserve.cluster.launch import RunningCluster
 from alignedserve.config.environment import api_keys
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig, Topology
-from alignedserve.runtime.model.served_model import POCKET
+from alignedserve.runtime.model.built_in import POCKET
 
 _READY_TIMEOUT_S = 120.0
 _WATCH_S = 0.5  # between looks for an end whose interrupt was dropped

@@ -18,7 +18,7 @@ from alignedserve.config.environment import API_KEYS_VARIABLE, api_keys, ray_add
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ResourceError
-from alignedserve.runtime.model.served_model import POCKET
+from alignedserve.runtime.model.built_in import POCKET
 
 _READY_S = 900.0
 _POLL_S = 0.5

@@ -32,7 +32,7 @@ from alignedserve.runtime.engine.iteration_timing import IterationTimer, Point
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import StagedCopies
-from alignedserve.runtime.model.served_model import BUILT_IN
+from alignedserve.runtime.model.built_in import BUILT_IN
 
 ByteArray = npt.NDArray[np.uint8]
 

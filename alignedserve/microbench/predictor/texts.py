@@ -13,7 +13,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.pocket.tasks import OFFERED_SKILLS, make_task
-from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
 
 MAX_TOKENS = 4096  # limit of every request: no answer is cut off by it

@@ -1,23 +1,19 @@
 """The model that a cluster serves, resolved once at its start without loading weights (and without torch)."""
 
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, ModelError
+from alignedserve.runtime.model.built_in import BUILT_IN, POCKET, model_path
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile, gguf_stem, is_gguf
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
-from alignedserve.runtime.model.smollm2 import SMOLLM2, smollm2_file
 from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.runtime.model.tokenizer import Tokenizer
-
-POCKET = "pocket"
-BUILT_IN = (POCKET, SMOLLM2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +91,6 @@ def load_tokenizer(served: ServedModel) -> Tokenizer:
     return tokenizer
 
 
-def model_path(name: str) -> Path:
-    """Return the folder or GGUF file of a built-in model's name, or of a path. Raises ModelNotFound."""
-    if name == POCKET:
-        return pocket_folder()
-    if name == SMOLLM2 and not Path(name).exists():
-        return smollm2_file()
-    return Path(name)
-
-
 def _default_name(name: str, path: Path) -> str:
     if name in BUILT_IN:
         return name
@@ -116,8 +103,3 @@ def _default_dtype(device: str, *, has_bfloat16: bool) -> str:
     The pocket model stays in float32, in which its answers are the same on every machine.
     """
     return "bfloat16" if has_bfloat16 or device.startswith("cuda") else "float32"
-
-
-def pocket_folder() -> Path:
-    """Return the folder of the model that ships with the package."""
-    return Path(str(files("alignedserve.pocket"))) / "model"

@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
-from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from router.prediction.encoders import KEY_LEN
 from router.prediction.sentence_encoder import BertNetwork, SentenceEncoder

@@ -10,7 +10,8 @@ import pytest
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel
-from alignedserve.runtime.model.served_model import POCKET, ServedModel, load_tokenizer, pocket_folder, resolve_model
+from alignedserve.runtime.model.built_in import POCKET, pocket_folder
+from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer, resolve_model
 from tests.support.in_process import TINY_LLAMA
 
 

@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 
 from alignedserve.core.errors import InvalidRequest, ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.runtime.model import tokenizer as module
-from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.tokenizer import ChatTemplate, Tokenizer
 from tests.gateway.support import EOS, tokenizer, tokenizer_folder, write_tokenizer
 

