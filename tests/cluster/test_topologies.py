@@ -45,7 +45,7 @@ def test_colocated(cluster: Serving, tmp_path: Path, random_model: Path, count: 
 )
 def test_another_model(tmp_path: Path, family: str, dtype: str) -> None:
     model = tmp_path / "model"
-    make_tiny_model(model, family)
+    make_tiny_model(model, family, vocab_size=400)  # as many as the tokenizer may have
     write_tokenizer(model)
     with serving(tmp_path / "run", str(model), "--set", f"model.dtype={dtype}") as cluster:
         cluster.wait_ready()
