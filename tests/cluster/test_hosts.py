@@ -15,6 +15,7 @@ from alignedserve.evaluation.cluster_demo import SETTINGS, Rehearsal
 from alignedserve.evaluation.namespace_hosts import NamespaceHosts, obstacle
 
 REASON = obstacle()
+RAYS_OWN = "site-packages/ray"
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
@@ -85,8 +86,9 @@ def test_hosts_serve_together_and_one_is_lost_and_comes_back(rehearsal: Rehearsa
     left: list[str] = []
 
     def nothing_is_left() -> bool:
-        left[:] = [line for host in rehearsal.hosts.hosts for line in host.processes()]
+        """Nothing of the cluster; an agent of Ray's own may stay on the other host (docs/hosts.md)."""
+        left[:] = [line for host in rehearsal.hosts.hosts for line in host.processes() if RAYS_OWN not in line]
         left.extend(line for host in rehearsal.hosts.hosts for line in host.run("ls", "/dev/shm").stdout.split())
         return not left
 
-    wait_until(nothing_is_left, 180.0, left)  # Ray's own processes look for their lost head for a minute and more
+    wait_until(nothing_is_left, 120.0, left)
