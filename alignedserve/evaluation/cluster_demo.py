@@ -51,7 +51,7 @@ SETTINGS = (
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of the trace's requests."""
+    """Counts the trace's requests by their outcome."""
 
     num_sent: int = 0
     num_completed: int = 0

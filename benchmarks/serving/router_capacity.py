@@ -117,7 +117,7 @@ def _process_spec(identity: Identity) -> ProcessSpec:
     )
 
 
-# --- everybody else
+# --- all other processes
 
 
 class Fleet:

@@ -1,4 +1,4 @@
-"""How a command on any node finds the running cluster: through Ray, under Ray's authentication."""
+"""Finds the running cluster for a command on any node: through Ray, under Ray's authentication."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a node says of itself before it is used: its resources, its software and its copy of the model."""
+"""Reports a node before it is used: its resources, its software and its copy of the model."""
 
 import hashlib
 import platform

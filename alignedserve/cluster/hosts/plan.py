@@ -25,7 +25,7 @@ class NodeResources:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """What runs where, and in which sizes."""
+    """Holds the processes of each node and their sizes."""
 
     config: ClusterConfig  # with the topology that all nodes have
     served: ServedModel  # with the context that fits every node

@@ -1,4 +1,4 @@
-"""What the processes of a cluster tell each other through Ray's own key-value store, under Ray's authentication.
+"""Keeps what a cluster's processes publish in Ray's own key-value store, under Ray's authentication.
 
 It is for what changes when processes come up: addresses, and what the cluster consists of. Never for requests.
 """
