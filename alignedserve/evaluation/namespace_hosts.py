@@ -82,7 +82,7 @@ class NamespaceHost:
 
     def processes(self) -> list[str]:
         """Return the command lines of everything that runs on the host, but its SSH server and the question itself."""
-        lines = self.run("ps", "-e", "-o", "args=").stdout.splitlines()
+        lines = self.run("ps", "-eww", "-o", "args=").stdout.splitlines()
         return [line for line in lines if "sshd" not in line and not line.startswith("ps ")]
 
 
