@@ -267,7 +267,7 @@ def _prepare_cluster(
             _member(node, share, one.capacity, plan.config_of(share, node.address), keepers[node])
             for (node, one), share in zip(found.items(), plan.shares, strict=True)
         ]
-        _join_workers(members)
+        _expect_handoffs(members)
         admission.check({member.ray_node: member.prepared for member in members}, plan.served)
     observer.sizes_chosen(next(iter(plan.choices.values())))
     authority = CertificateAuthority(cluster_id) if config.links.tls else None
@@ -295,15 +295,12 @@ def _member(node: RayNode, share: NodeShare, capacity: NodeCapacity, config: Clu
     return _Member(node, PreparedNode(share, capacity, config, keeper.book, node.options), keeper)
 
 
-def _join_workers(members: Sequence[_Member]) -> None:
-    """Let the nodes' prefill workers hand requests over to decode workers of the others."""
+def _expect_handoffs(members: Sequence[_Member]) -> None:
+    """Tell each node's prefill workers how many decode workers the others have, to lend each as much memory."""
     shares = [member.prepared.share for member in members]
     for member in members:
-        others = [share for share in shares if share is not member.prepared.share]
-        far_prefill = tuple(name for share in others for name in share.prefill)
-        # A share without prefill workers is of colocated workers, which take requests from no prefill worker.
-        num_far_decode = sum(len(share.decode) for share in others if share.prefill)
-        member.prepared = replace(member.prepared, far_prefill=far_prefill, num_far_decode=num_far_decode)
+        num_far_decode = sum(len(share.decode) for share in shares if share is not member.prepared.share)
+        member.prepared = replace(member.prepared, num_far_decode=num_far_decode)
 
 
 def _wait_for_former() -> None:
