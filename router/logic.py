@@ -48,6 +48,7 @@ from alignedserve.messages.workers import (
     WorkerRegistered,
 )
 from router.ownership import OwnershipTransitions
+from router.peer_announcements import announce_joined, announce_left
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
@@ -115,8 +116,7 @@ class RouterLogic:
             case AbortRequest():
                 return self._abort(message.request_id)
             case WorkerRegistered() | PoolRegistered():
-                reason = self._placement.register(peer, message)
-                return [Send(peer, RegistrationRefused(reason))] if reason is not None else []
+                return self._register(peer, message)
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():
@@ -142,6 +142,13 @@ class RouterLogic:
             case _:
                 raise AssertionError(f"the router does not take {type(message).__name__}")
         return []
+
+    def _register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> list[Send]:
+        reason = self._placement.register(peer, message)
+        if reason is not None:
+            return [Send(peer, RegistrationRefused(reason))]
+        workers = self._placement.workers
+        return announce_joined(workers[peer], workers.values()) if peer in workers else []
 
     def _submit(self, gateway: str, request: Request) -> list[Send]:
         rejection = self._rejection(request)
@@ -262,8 +269,9 @@ class RouterLogic:
             return commands
         lost = [tracked for tracked in self._registry.requests.values() if self._placement.depends_on(tracked, peer)]
         commands += self._registry.interrupt(lost)
+        worker = self._placement.workers.get(peer)
         self._placement.remove(peer)
-        return commands
+        return commands + (announce_left(worker, self._placement.workers.values()) if worker is not None else [])
 
     # --- placement
 

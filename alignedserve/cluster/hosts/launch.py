@@ -14,7 +14,7 @@ from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory
 from alignedserve.cluster.hosts.admission import Admission, differences, start_keepers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import join_workers, member_of, resources_of
+from alignedserve.cluster.hosts.members import expect_handoffs, member_of, resources_of
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
@@ -94,7 +94,7 @@ def _prepare_cluster(
             member_of(node, share, one.capacity, plan.config_of(share, node.address), keepers[node])
             for (node, one), share in zip(found.items(), plan.shares, strict=True)
         ]
-        join_workers(members)
+        expect_handoffs(members)
         admission.check({member.ray_node: member.prepared for member in members}, plan.served)
     observer.sizes_chosen(next(iter(plan.choices.values())))
     authority = CertificateAuthority(cluster_id) if config.links.tls else None

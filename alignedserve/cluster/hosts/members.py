@@ -36,15 +36,12 @@ def member_of(node: RayNode, share: NodeShare, capacity: NodeCapacity, config: C
     return Member(node, PreparedNode(share, capacity, config, keeper.book, node.options), keeper)
 
 
-def join_workers(members: Sequence[Member]) -> None:
-    """Let the nodes' prefill workers hand requests over to decode workers of the others."""
+def expect_handoffs(members: Sequence[Member]) -> None:
+    """Tell each node's prefill workers how many decode workers the others have, to lend each as much memory."""
     shares = [member.prepared.share for member in members]
     for member in members:
-        others = [share for share in shares if share is not member.prepared.share]
-        far_prefill = tuple(name for share in others for name in share.prefill)
-        # A share without prefill workers is of colocated workers, which take requests from no prefill worker.
-        num_far_decode = sum(len(share.decode) for share in others if share.prefill)
-        member.prepared = replace(member.prepared, far_prefill=far_prefill, num_far_decode=num_far_decode)
+        num_far_decode = sum(len(share.decode) for share in shares if share is not member.prepared.share)
+        member.prepared = replace(member.prepared, num_far_decode=num_far_decode)
 
 
 def resources_of(name: str, node: RayNode, report: NodeReport) -> NodeResources:
