@@ -79,6 +79,7 @@ class ClusterBackend:
         self._open: dict[RequestId, _OpenRequest] = {}
         self._router: str | None = None  # its name while linked
         self._status: ClusterStatus | None = None
+        self._latest_attempt = 0  # as a router last reported
         self._deadline_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -122,7 +123,7 @@ class ClusterBackend:
             return
         self._router = peer.name
         for entry in self._open.values():
-            self._links.send(peer.name, entry.resumption())
+            self._links.send(peer.name, self._resumption(entry))
 
     def on_message(self, peer: Peer, message: Message) -> None:
         """Pass tokens and failures to their requests; unknown ids belong to requests that ended here."""
@@ -141,6 +142,7 @@ class ClusterBackend:
                 self._resume(peer, message.request_id)
             case ClusterStatus():
                 self._status = message
+                self._latest_attempt = max(self._latest_attempt, message.latest_attempt)
 
     def on_lost(self, peer: Peer) -> None:
         """Fail requests without a token when the router is lost; the others continue, as workers need no router.
@@ -151,7 +153,7 @@ class ClusterBackend:
         if peer.name != self._router:
             for entry in self._open.values():
                 if entry.last_worker in (None, peer.name) and self._router is not None:
-                    self._links.send(self._router, entry.resumption())
+                    self._links.send(self._router, self._resumption(entry))
             return
         self._router = self._status = None
         waiting = [request_id for request_id, entry in self._open.items() if entry.num_tokens == 0]
@@ -179,7 +181,10 @@ class ClusterBackend:
 
     def _resume(self, router: Peer, request_id: RequestId) -> None:
         entry = self._open.get(request_id)
-        self._links.send(router.name, AbortRequest(request_id) if entry is None else entry.resumption())
+        self._links.send(router.name, AbortRequest(request_id) if entry is None else self._resumption(entry))
+
+    def _resumption(self, entry: "_OpenRequest") -> ResumeRequest:
+        return entry.resumption(self._latest_attempt)
 
     def _fail(self, request_id: RequestId, error: GenerationError) -> None:
         entry = self._open.pop(request_id, None)
@@ -196,7 +201,7 @@ class ClusterBackend:
             now = loop.time()
             for request_id, entry in tuple(self._open.items()):
                 if self._router is not None and entry.is_resend_due(now):
-                    self._links.send(self._router, entry.resumption())
+                    self._links.send(self._router, self._resumption(entry))
                 limit_s = next_s if entry.num_tokens else first_s
                 if now - entry.last_heard_s > limit_s:
                     self.abort(request_id)
@@ -235,10 +240,10 @@ class _OpenRequest:
             self._last_sent_s = now
         return is_due
 
-    def resumption(self) -> ResumeRequest:
+    def resumption(self, latest_attempt: int) -> ResumeRequest:
         """Return the message to resume from here: from the start while prompt log-probabilities are missing."""
         token_ids = self._token_ids if self.stream.has_prompt_logprobs else ()
-        return ResumeRequest(self._request, tuple(token_ids))
+        return ResumeRequest(self._request, tuple(token_ids), latest_attempt)
 
     def accept(self, delta: TokenDelta, now: float) -> None:
         """Accept a delta, whether early, in order or repeated."""
