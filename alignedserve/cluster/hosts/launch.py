@@ -13,6 +13,7 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory
 from alignedserve.cluster.hosts.admission import Admission, differences, start_keepers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import join_workers, member_of, resources_of
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
@@ -97,7 +98,8 @@ def _prepare_cluster(
         admission.check({member.ray_node: member.prepared for member in members}, plan.served)
     observer.sizes_chosen(next(iter(plan.choices.values())))
     authority = CertificateAuthority(cluster_id) if config.links.tls else None
-    cluster = ClusterOnHosts(plan, members, ActorFactory(plan.served, actor_classes, authority), observer)
+    joining = Joining(plan, reports[nodes[0]], cluster_id, len(members))
+    cluster = ClusterOnHosts(joining, members, ActorFactory(plan.served, actor_classes, authority), observer)
     for node, problem in refused.items():
         cluster.refuse(node, problem)
     return cluster
