@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
+from alignedserve.cluster.hosts.node_actor import end_actors
 from alignedserve.cluster.hosts.node_report import own_versions
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import (
@@ -34,6 +36,7 @@ from alignedserve.cluster.hosts.record import (
     remove_record,
     write_record,
 )
+from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost
@@ -41,7 +44,6 @@ from alignedserve.runtime.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
 
-_HEAD_SILENT_S = 20.0
 _STOP_LOOK_S = 0.5  # between looks during a start
 
 
@@ -49,7 +51,12 @@ class ClusterOnHosts(RunningCluster):
     """A started cluster of several nodes, for a driver that calls `check` about once a second."""
 
     def __init__(
-        self, joining: Joining, members: Sequence[Member], factory: ActorFactory, observer: StartObserver
+        self,
+        joining: Joining,
+        members: Sequence[Member],
+        factory: ActorFactory,
+        observer: StartObserver,
+        succession: Succession,
     ) -> None:
         super().__init__(members[0].prepared, joining.plan.served, factory, observer)
         self._members = {member.ray_node.node_id: member for member in members}
@@ -59,7 +66,8 @@ class ClusterOnHosts(RunningCluster):
         self._joining = joining
         self._preparations: dict[str, Preparation] = {}
         self._cluster_id = joining.cluster_id
-        self._started = time.time()
+        self._succession = succession
+        self._driver_id = secrets.token_hex(4)
         self._is_ready = False
         self._has_news = False  # that the record does not have
         self._loading: dict[Any, str] = {}  # nodes whose progress is asked for, by the call
@@ -75,9 +83,13 @@ class ClusterOnHosts(RunningCluster):
         logger.error("%s is not used: %s", node, problem)
 
     def start_all(self) -> None:
-        """Start the actors of all nodes. Raises the error of the first failing one."""
+        """Start the actors of all nodes; those of a former driver are taken over. Raises the error of the first failing
+        one."""
         self._announce()
-        self.start(tuple(member.prepared for member in self._members.values())[1:])
+        self._hand_over()
+        taking_over = self._factory.adopting() if self._succession.is_adopted else contextlib.nullcontext()
+        with taking_over:
+            self.start(tuple(member.prepared for member in self._members.values())[1:])
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster; then every command finds the cluster."""
@@ -92,6 +104,7 @@ class ClusterOnHosts(RunningCluster):
         if now - self._asked_s < _STOP_LOOK_S:
             return
         self._asked_s = now
+        self._hand_over()
         with contextlib.suppress(PeerLost):
             if is_asked_to_stop(self._cluster_id):
                 raise AskedToStop
@@ -115,10 +128,11 @@ class ClusterOnHosts(RunningCluster):
 
         Raises PeerLost when Ray's head has not answered for long.
         """
+        self._hand_over()
         try:
             goes_on = self._look_around()
         except PeerLost:
-            if time.monotonic() - self._heard_s > _HEAD_SILENT_S:
+            if time.monotonic() - self._heard_s > head_patience_s():
                 raise
             return True
         self._heard_s = time.monotonic()
@@ -135,10 +149,14 @@ class ClusterOnHosts(RunningCluster):
             version=own_versions(),
             model=self.served.name,
             topology=self.config.chosen_topology.value,
-            started=self._started,
+            started=self._succession.started,
             is_ready=self._is_ready,
             nodes=(*(record_of(member) for member in self._members.values()), *refused),
+            driver=self._driver_id,
         )
+
+    def _hand_over(self) -> None:
+        self._succession.hand_over(self._joining, tuple(self._members.values()), self._factory.secrets, self._actors)
 
     def _look_around(self) -> bool:
         if is_asked_to_stop(self._cluster_id):
@@ -221,10 +239,14 @@ class ClusterOnHosts(RunningCluster):
             preparation.close()
         self._preparations.clear()
         if ray.is_initialized():
+            keepers = [member.keeper.actor for member in self._members.values()]
+            everything = [*self.actors().values(), *keepers]
             try:
                 remove_record(self._cluster_id)
+                kill_actors(everything)
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
+                end_actors(everything)
         super()._leave_ray()
         logging.getLogger("alignedserve").removeHandler(self._log)
         self._log.close()

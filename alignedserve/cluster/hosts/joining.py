@@ -41,8 +41,12 @@ class Joining:
 
     def vacate(self, member: Member) -> None:
         """Keep the share of a node that has not, or no more, its actors for the next one of its host."""
-        self._vacant.setdefault(_host(member.ray_node), []).append(member.prepared.share)
+        self.keep_share(member)
         _end(member.keeper.actor)
+
+    def keep_share(self, member: Member) -> None:
+        """Keep the share of a node that is gone with its keeper for the next one of its host."""
+        self._vacant.setdefault(_host(member.ray_node), []).append(member.prepared.share)
 
     def begin(self, node: RayNode) -> "Preparation":
         """Begin to examine a node and to make it ready for its actors."""
