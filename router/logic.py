@@ -19,7 +19,7 @@ requests in the same way, while their holder still lives. The router never sees 
 from collections.abc import Iterable
 
 from alignedserve.config.sections import RouterConfig
-from alignedserve.core.attempts import next_epoch
+from alignedserve.core.attempts import beyond_unreported, is_report_due, next_epoch
 from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
@@ -80,7 +80,7 @@ class RouterLogic:
         self._bypass = bypass
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
         self._counters = RouterCounters()
-        self._last_attempt = 0
+        self._last_attempt = self._reported_attempt = 0
         self._num_ticks = 0
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
@@ -105,6 +105,8 @@ class RouterLogic:
                 commands = self._on_tick()
         if len(self._registry.queue):
             commands += self._dispatch_prefills(now)
+        if is_report_due(self._last_attempt, self._reported_attempt):
+            commands += self._report_status()
         if self._placement.num_pooled:
             commands += [Send(pool, form) for pool, form in self._placement.batches_to_form(now)]
         return commands
@@ -148,6 +150,7 @@ class RouterLogic:
         return []
 
     def _register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> list[Send]:
+        self._last_attempt = max(self._last_attempt, message.latest_attempt)
         reason = self._placement.register(peer, message)
         if reason is not None:
             return [Send(peer, RegistrationRefused(reason))]
@@ -184,6 +187,8 @@ class RouterLogic:
     def _resume(self, gateway: str, message: ResumeRequest) -> list[Send]:
         tracked = self._registry.requests.get(message.request.request_id)
         if tracked is None:  # accepted by a router before this one, or finished with tokens that never arrived
+            if message.latest_attempt:  # what an earlier attempt left somewhere must be older than the next one
+                self._last_attempt = max(self._last_attempt, beyond_unreported(message.latest_attempt))
             self._track(gateway, message.request, message.generated_token_ids)
             return []
         # A request still being served needs nothing, unless tokens that it builds on were lost with a worker.
@@ -347,5 +352,9 @@ class RouterLogic:
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []
-        status = status_of(self._registry.requests.values(), self._placement, self._counters)
+        return self._report_status()
+
+    def _report_status(self) -> list[Send]:
+        self._reported_attempt = self._last_attempt
+        status = status_of(self._registry.requests.values(), self._placement, self._counters, self._last_attempt)
         return [Send(gateway, status) for gateway in self._gateways]

@@ -39,7 +39,9 @@ class RouterCounters:
         )
 
 
-def status_of(requests: Collection[TrackedRequest], placement: Placement, counters: RouterCounters) -> ClusterStatus:
+def status_of(
+    requests: Collection[TrackedRequest], placement: Placement, counters: RouterCounters, latest_attempt: int = 0
+) -> ClusterStatus:
     """Return the current counts of the cluster."""
     workers, pools = placement.workers.values(), placement.pools.values()
     stages = Counter(tracked.stage for tracked in requests)
@@ -63,4 +65,5 @@ def status_of(requests: Collection[TrackedRequest], placement: Placement, counte
         num_pool_blocks_kept=sum(pool.num_blocks_kept for pool in pools),
         iteration_log=counters.iteration_log,
         lengths=counters.lengths,
+        latest_attempt=latest_attempt,
     )

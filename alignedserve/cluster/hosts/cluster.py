@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import ray
 from alignedserve.cluster.actor_factory import ActorFactory
 from alignedserve.cluster.hosts.drain_rules import node_called, require_drainable
 from alignedserve.cluster.hosts.drain_watch import DrainWatch
-from alignedserve.cluster.hosts.drains import Draining, Drains
+from alignedserve.cluster.hosts.drains import Draining
 from alignedserve.cluster.hosts.joining import Joining, Preparation
 from alignedserve.cluster.hosts.members import DRIVER, Member, drained_record, record_of
 from alignedserve.cluster.hosts.membership import (
@@ -33,6 +34,7 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
+from alignedserve.cluster.hosts.node_actor import end_actors
 from alignedserve.cluster.hosts.node_report import own_versions
 from alignedserve.cluster.hosts.orders import (
     Answer,
@@ -52,6 +54,7 @@ from alignedserve.cluster.hosts.record import (
     remove_record,
     write_record,
 )
+from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
@@ -59,7 +62,6 @@ from alignedserve.runtime.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
 
-_HEAD_SILENT_S = 20.0
 _STOP_LOOK_S = 0.5  # between looks during a start
 
 
@@ -67,20 +69,26 @@ class ClusterOnHosts(RunningCluster):
     """A started cluster of several nodes, for a driver that calls `check` about once a second."""
 
     def __init__(
-        self, joining: Joining, members: Sequence[Member], factory: ActorFactory, observer: StartObserver
+        self,
+        joining: Joining,
+        members: Sequence[Member],
+        factory: ActorFactory,
+        observer: StartObserver,
+        succession: Succession,
     ) -> None:
         super().__init__(members[0].prepared, joining.plan.served, factory, observer)
         self._members = {member.ray_node.node_id: member for member in members}
         self._membership = Membership({node_id: _host(one.ray_node) for node_id, one in self._members.items()})
-        self._drained: dict[str, Member] = {}  # by the id under which it was a member
-        self._drains = Drains()
+        self._drained, self._drains = joining.drained, joining.drains
         self._drain_watch = DrainWatch(self._drains)
+        self._go_on_draining()
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
         self._starting: dict[Any, str] = {}  # actors of nodes that joined, by the call that says how it went
         self._joining = joining
         self._preparations: dict[str, Preparation] = {}
         self._cluster_id = joining.cluster_id
-        self._started = time.time()
+        self._succession = succession
+        self._driver_id = secrets.token_hex(4)
         self._is_ready = False
         self._has_news = False  # that the record does not have
         self._loading: dict[Any, str] = {}  # nodes whose progress is asked for, by the call
@@ -96,9 +104,13 @@ class ClusterOnHosts(RunningCluster):
         logger.error("%s is not used: %s", node, problem)
 
     def start_all(self) -> None:
-        """Start the actors of all nodes. Raises the error of the first failing one."""
+        """Start the actors of all nodes; those of a former driver are taken over. Raises the error of the first failing
+        one."""
         self._announce()
-        self.start(tuple(member.prepared for member in self._members.values())[1:])
+        self._hand_over()
+        taking_over = self._factory.adopting() if self._succession.is_adopted else contextlib.nullcontext()
+        with taking_over:
+            self.start(tuple(member.prepared for member in self._members.values())[1:])
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster; then every command finds the cluster."""
@@ -113,6 +125,7 @@ class ClusterOnHosts(RunningCluster):
         if now - self._asked_s < _STOP_LOOK_S:
             return
         self._asked_s = now
+        self._hand_over()
         with contextlib.suppress(PeerLost):
             if is_asked_to_stop(self._cluster_id):
                 raise AskedToStop
@@ -136,10 +149,11 @@ class ClusterOnHosts(RunningCluster):
 
         Raises PeerLost when Ray's head has not answered for long.
         """
+        self._hand_over()
         try:
             goes_on = self._look_around()
         except PeerLost:
-            if time.monotonic() - self._heard_s > _HEAD_SILENT_S:
+            if time.monotonic() - self._heard_s > head_patience_s():
                 raise
             return True
         self._heard_s = time.monotonic()
@@ -158,10 +172,14 @@ class ClusterOnHosts(RunningCluster):
             version=own_versions(),
             model=self.served.name,
             topology=self.config.chosen_topology.value,
-            started=self._started,
+            started=self._succession.started,
             is_ready=self._is_ready,
             nodes=(*used, *(drained_record(member) for member in self._drained.values()), *refused),
+            driver=self._driver_id,
         )
+
+    def _hand_over(self) -> None:
+        self._succession.hand_over(self._joining, tuple(self._members.values()), self._factory.secrets, self._actors)
 
     def _look_around(self) -> bool:
         if is_asked_to_stop(self._cluster_id):
@@ -233,7 +251,15 @@ class ClusterOnHosts(RunningCluster):
         self._joining.vacate(member)
         if member.name in self._drains:
             self._drains.end(member.name)
-            self._drained[member.ray_node.node_id] = member
+            self._drained[member.ray_node.node_id] = member.without_keeper()
+
+    def _go_on_draining(self) -> None:
+        """Take over what drains, or has drained, from the former driver."""
+        for node_id, member in self._drained.items():
+            self._membership.keep_out(node_id, _host(member.ray_node))
+        for node_id, member in self._members.items():
+            if member.name in self._drains:
+                self._membership.on_event(DrainAsked(node_id), time.monotonic())
 
     def _obey(self, order: Order) -> Answer:
         try:
@@ -284,7 +310,8 @@ class ClusterOnHosts(RunningCluster):
         self._decide(NodeDrained(node_id))
 
     def _end_node(self, node_id: str) -> None:
-        member = self._drained[node_id] = self._members.pop(node_id)
+        member = self._members.pop(node_id)
+        self._drained[node_id] = member.without_keeper()
         logger.info("%s has drained", member.name)
         self.remove_node(member.name)
         self._joining.vacate(member)
@@ -307,10 +334,14 @@ class ClusterOnHosts(RunningCluster):
             preparation.close()
         self._preparations.clear()
         if ray.is_initialized():
+            keepers = [member.keeper.actor for member in self._members.values()]
+            everything = [*self.actors().values(), *keepers]
             try:
                 remove_record(self._cluster_id)
+                kill_actors(everything)
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
+                end_actors(everything)
         super()._leave_ray()
         logging.getLogger("alignedserve").removeHandler(self._log)
         self._log.close()

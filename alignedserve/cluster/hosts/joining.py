@@ -15,6 +15,7 @@ from alignedserve.cluster.hosts.admission import (
     keeper_of,
     require,
 )
+from alignedserve.cluster.hosts.drains import Drains
 from alignedserve.cluster.hosts.members import Member, member_of, resources_of
 from alignedserve.cluster.hosts.node_report import NodeReport
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, node_config, plan_joining
@@ -29,7 +30,7 @@ Steps = Generator[Sequence[Any], Sequence[Any], Member]  # from Ray's references
 
 
 class Joining:
-    """Gives nodes their shares: that of a former node of the same host, or one of their own."""
+    """Gives nodes their shares: that of a former node of the same host, or one of their own. Outlives a driver."""
 
     def __init__(self, plan: ClusterPlan, head: NodeReport, cluster_id: str, num_nodes: int) -> None:
         """`head`: what the head reported of itself. `num_nodes`: that the cluster was started with."""
@@ -38,11 +39,17 @@ class Joining:
         self._head = head
         self._vacant: dict[tuple[str, str], list[NodeShare]] = {}  # of hosts that are gone, for when they come back
         self._num_nodes = self._num_folders = num_nodes
+        self.drains = Drains()
+        self.drained: dict[str, Member] = {}  # nodes that stay out, by the ids under which they were members
 
     def vacate(self, member: Member) -> None:
         """Keep the share of a node that has not, or no more, its actors for the next one of its host."""
-        self._vacant.setdefault(_host(member.ray_node), []).append(member.prepared.share)
+        self.keep_share(member)
         _end(member.keeper.actor)
+
+    def keep_share(self, member: Member) -> None:
+        """Keep the share of a node that is gone with its keeper for the next one of its host."""
+        self._vacant.setdefault(_host(member.ray_node), []).append(member.prepared.share)
 
     def begin(self, node: RayNode) -> "Preparation":
         """Begin to examine a node and to make it ready for its actors."""

@@ -30,6 +30,10 @@ class Member:
         """Return its name in the cluster."""
         return self.prepared.share.node
 
+    def without_keeper(self) -> "Member":
+        """Return it as it is handed from one driver to the next."""
+        return replace(self, keeper=replace(self.keeper, actor=None))
+
 
 def member_of(node: RayNode, share: NodeShare, capacity: NodeCapacity, config: ClusterConfig, keeper: Keeper) -> Member:
     """Return the member that this node is, ready for its actors."""

@@ -157,6 +157,10 @@ class Membership:
         """Note a node that was refused before the cluster was started."""
         self._refused[node_id] = problem
 
+    def keep_out(self, node_id: str, host: Host) -> None:
+        """Note a node that had drained before this driver was started."""
+        self._drained[node_id] = _Drained(host, node_id)
+
     def on_event(self, event: MembershipEvent, now: float) -> list[MembershipCommand]:
         """Return the commands that follow. Touches nothing outside self."""
         match event:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from alignedserve.core.attempts import beyond_unreported
 from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import Send
@@ -24,6 +25,7 @@ from alignedserve.messages.workers import (
     AttemptFailed,
     PeersChanged,
     PrefillCompleted,
+    PrefillRequest,
     RequestFinished,
     RequestPreempted,
     WorkerLoad,
@@ -310,6 +312,20 @@ def test_tokens_that_a_lost_worker_took_with_it_are_made_again() -> None:
     ]
 
 
+def test_a_request_that_an_earlier_router_accepted_goes_on_above_all_that_it_may_have_had() -> None:
+    made = connected_router()
+    (sent,) = (one for one in made.hear(GATEWAY, ResumeRequest(request(), (7,), epoch(1000))) if one.peer == PREFILL)
+    assert isinstance(sent.message, PrefillRequest)
+    assert sent.message.attempt == beyond_unreported(epoch(1000)) + epoch(1)
+
+
+def test_a_request_that_this_router_knows_takes_no_other_number() -> None:
+    made = decoding()
+    made.lose(DECODE)
+    resumed = made.hear(GATEWAY, ResumeRequest(request(), (7,), epoch(1000)))
+    assert [one.message.attempt for one in resumed if isinstance(one.message, PrefillRequest)] == [epoch(2)]
+
+
 # --- status
 
 
@@ -335,6 +351,7 @@ def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
         num_handoffs_refused=0,
         num_evictions=4,
         num_pool_blocks_kept=2,
+        latest_attempt=epoch(2),
     )
     assert [made.tick(), made.tick(), made.tick()] == [[], [], []]
     assert made.tick() == [Send(GATEWAY, status), Send("gateway-1", status)]
