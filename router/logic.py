@@ -319,5 +319,7 @@ class RouterLogic:
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []
-        status = status_of(self._registry.requests.values(), self._placement, self._counters)
+        num_tokens = self._registry.queue.num_tokens
+        wait_s = self._drain.seconds_for(num_tokens) if num_tokens else 0.0
+        status = status_of(self._registry.requests.values(), self._placement, self._counters, wait_s)
         return [Send(gateway, status) for gateway in self._gateways]
