@@ -208,7 +208,7 @@ class Fleet:
 
 
 def noise(seed: int) -> Callable[[float], int]:
-    chance = random.Random(seed)  # noqa: S311
+    chance = random.Random(seed)
     return lambda mean: max(0, int(chance.gauss(mean, mean**0.5)))
 
 
