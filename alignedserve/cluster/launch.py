@@ -32,7 +32,7 @@ from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CPU, worker_devices
-from alignedserve.runtime.engine.model_executor import hidden_block_tokens, recomputing_bytes
+from alignedserve.runtime.engine.model_executor import bytes_beside_blocks
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
@@ -239,8 +239,7 @@ def _choose(config: ClusterConfig) -> SizeChoice:
         has_bfloat16=machine.has_bfloat16,
         has_float8=machine.has_float8,
     )
-    block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
-    beside = recomputing_bytes(served.block_layout(config.engine.block_size), block_tokens)
+    beside = bytes_beside_blocks(served, config.scheduling, config.engine.block_size)
     return choose_sizes(config, served, machine, recomputing_bytes=beside)
 
 

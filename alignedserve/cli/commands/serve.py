@@ -15,7 +15,7 @@ from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, notes, results
 from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.wiring import start_cluster
-from alignedserve.cluster.hosts.launch import ClusterOnHosts
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.launch import RunningCluster
 from alignedserve.config.environment import api_keys
 from alignedserve.config.loading import load_config
