@@ -1,8 +1,8 @@
 """Creates the actors of a node: who they are, what they get, where Ray is to keep them."""
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,10 @@ class ActorClasses(NamedTuple):
     batches: Any  # drives files and batches
 
 
+def _on_this_host(name: str) -> Mapping[str, Any]:
+    return {"num_cpus": 0}  # Ray has no other use there
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedNode:
     """A node that is ready for its actors."""
@@ -38,7 +42,7 @@ class PreparedNode:
     capacity: NodeCapacity
     config: ClusterConfig  # with the sizes and counts of this node
     book: AddressBook  # as its processes see it
-    placed_by: Mapping[str, Any] = field(default_factory=dict)  # Ray's options
+    options_of: Callable[[str], Mapping[str, Any]] = _on_this_host  # Ray's, of a process by its name
     far_prefill: tuple[str, ...] = ()  # prefill workers of other nodes that hand requests over to its decode workers
     num_far_decode: int = 0  # decode workers of other nodes that take requests from its prefill workers
 
@@ -114,8 +118,8 @@ class ActorFactory:
             pool_name=node.share.pool_name,
             credentials=self._authority.issue(name) if self._authority is not None else None,
         )
-        # Placement is by node, not by CPU shares; a dead actor is restarted for as long as its node lives.
-        options = actor_class.options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=0, **node.placed_by)
+        # A dead actor is restarted for as long as its node lives.
+        options = actor_class.options(name=name, max_restarts=-1, max_task_retries=0, **node.options_of(name))
         actors[name] = options.remote(*arguments, process_spec)
 
 

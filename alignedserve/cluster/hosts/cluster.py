@@ -22,6 +22,7 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
+from alignedserve.cluster.hosts.node_group import release
 from alignedserve.cluster.hosts.node_report import own_versions
 from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
@@ -140,6 +141,7 @@ class ClusterOnHosts(RunningCluster):
             self.add_node(member.prepared)
         except ValueError as error:  # Ray has not yet given up the actors that had these names
             logger.info("%s joins later: %s", node, error)
+            release(member.prepared.folder.name)
             self._decide(NodePostponed(node.node_id))
             return
         self._joining.take(node)
@@ -152,6 +154,7 @@ class ClusterOnHosts(RunningCluster):
     def _forget(self, member: Member) -> None:
         logger.warning("%s is lost, and with it %s", member.ray_node, member.name)
         self.remove_node(member.name)
+        release(member.prepared.folder.name)
         self._joining.vacate(member)
 
     def _look_at_starting(self) -> None:
@@ -169,6 +172,8 @@ class ClusterOnHosts(RunningCluster):
 
     def _leave_ray(self) -> None:
         if ray.is_initialized():
+            for member in self._members.values():
+                release(member.prepared.folder.name)
             try:
                 remove_record(self._cluster_id)
             except PeerLost:

@@ -1,7 +1,7 @@
 """Prepares nodes that join a running cluster."""
 
 from alignedserve.cluster.hosts.admission import Admission, differences, start_keepers
-from alignedserve.cluster.hosts.members import Member, member_of, resources_of
+from alignedserve.cluster.hosts.members import Member, member_of, reserve_for, resources_of
 from alignedserve.cluster.hosts.plan import ClusterPlan, node_config, plan_joining
 from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.cluster.placement import NodeShare
@@ -51,6 +51,7 @@ class Joining:
             keeper = start_keepers({node: folder_name}, self._cluster_id, config.links)[node]
             member = member_of(node, share, resources.capacity, node_config(sized, share, node.address), keeper)
             admission.check({node: member.prepared}, served)
+        reserve_for([member])
         return member
 
 

@@ -13,7 +13,8 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory
 from alignedserve.cluster.hosts.admission import Admission, differences, start_keepers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.members import join_workers, member_of, resources_of
+from alignedserve.cluster.hosts.members import join_workers, member_of, reserve_for, resources_of
+from alignedserve.cluster.hosts.node_group import release_former
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
@@ -95,6 +96,8 @@ def _prepare_cluster(
         ]
         join_workers(members)
         admission.check({member.ray_node: member.prepared for member in members}, plan.served)
+    release_former()
+    reserve_for(members)
     observer.sizes_chosen(next(iter(plan.choices.values())))
     authority = CertificateAuthority(cluster_id) if config.links.tls else None
     cluster = ClusterOnHosts(plan, members, ActorFactory(plan.served, actor_classes, authority), observer)
