@@ -13,7 +13,8 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory
 from alignedserve.cluster.hosts.admission import Admission, differences, start_keepers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.members import join_workers, member_of, reserve_for, resources_of
+from alignedserve.cluster.hosts.joining import Joining
+from alignedserve.cluster.hosts.members import expect_handoffs, member_of, reserve_for, resources_of
 from alignedserve.cluster.hosts.node_group import release_former
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
@@ -94,13 +95,14 @@ def _prepare_cluster(
             member_of(node, share, one.capacity, plan.config_of(share, node.address), keepers[node])
             for (node, one), share in zip(found.items(), plan.shares, strict=True)
         ]
-        join_workers(members)
+        expect_handoffs(members)
         admission.check({member.ray_node: member.prepared for member in members}, plan.served)
     release_former()
     reserve_for(members)
     observer.sizes_chosen(next(iter(plan.choices.values())))
     authority = CertificateAuthority(cluster_id) if config.links.tls else None
-    cluster = ClusterOnHosts(plan, members, ActorFactory(plan.served, actor_classes, authority), observer)
+    joining = Joining(plan, reports[nodes[0]], cluster_id, len(members))
+    cluster = ClusterOnHosts(joining, members, ActorFactory(plan.served, actor_classes, authority), observer)
     for node, problem in refused.items():
         cluster.refuse(node, problem)
     return cluster

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper, keeper_name
-from alignedserve.cluster.hosts.node_group import reserve
+from alignedserve.cluster.hosts.node_group import NodeGroup, reserve
 from alignedserve.cluster.hosts.node_report import NodeReport
 from alignedserve.cluster.hosts.plan import NodeResources
 from alignedserve.cluster.hosts.ray_nodes import RayNode
@@ -31,6 +31,10 @@ class Member:
         """Return its name in the cluster."""
         return self.prepared.share.node
 
+    def use(self, group: NodeGroup) -> None:
+        """Place its processes in this group."""
+        self.prepared = replace(self.prepared, options_of=group.options_of)
+
 
 def member_of(node: RayNode, share: NodeShare, capacity: NodeCapacity, config: ClusterConfig, keeper: Keeper) -> Member:
     """Return the member that this node is, ready for its actors."""
@@ -41,18 +45,15 @@ def reserve_for(members: Sequence[Member]) -> None:
     """Reserve what the nodes' workers take. Raises ResourceError, with nothing reserved, where Ray has not as much."""
     groups = reserve({member.ray_node: member.prepared for member in members})
     for member in members:
-        member.prepared = replace(member.prepared, options_of=groups[member.ray_node].options_of)
+        member.use(groups[member.ray_node])
 
 
-def join_workers(members: Sequence[Member]) -> None:
-    """Let the nodes' prefill workers hand requests over to decode workers of the others."""
+def expect_handoffs(members: Sequence[Member]) -> None:
+    """Tell each node's prefill workers how many decode workers the others have, to lend each as much memory."""
     shares = [member.prepared.share for member in members]
     for member in members:
-        others = [share for share in shares if share is not member.prepared.share]
-        far_prefill = tuple(name for share in others for name in share.prefill)
-        # A share without prefill workers is of colocated workers, which take requests from no prefill worker.
-        num_far_decode = sum(len(share.decode) for share in others if share.prefill)
-        member.prepared = replace(member.prepared, far_prefill=far_prefill, num_far_decode=num_far_decode)
+        num_far_decode = sum(len(share.decode) for share in shares if share is not member.prepared.share)
+        member.prepared = replace(member.prepared, num_far_decode=num_far_decode)
 
 
 def resources_of(name: str, node: RayNode, report: NodeReport) -> NodeResources:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,6 +56,11 @@ class NodeGroup:
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=share.bundle)
         return {"num_cpus": share.num_cpus, "num_gpus": share.num_gpus, "scheduling_strategy": strategy}
 
+    def __str__(self) -> str:
+        bundles = self.group.bundle_specs
+        kinds = dict.fromkeys(kind for bundle in bundles for kind in bundle)
+        return " and ".join(f"{sum(bundle.get(kind, 0.0) for bundle in bundles):g} {kind}" for kind in kinds)
+
 
 def worker_shares(node: PreparedNode, num_cpus: float) -> dict[str, WorkerShare]:
     """Return what each worker takes of this many CPUs, as Ray counts them, and of its GPU.
@@ -87,28 +92,28 @@ def bundles_of(shares: Mapping[str, WorkerShare], address: str) -> list[dict[str
     return [bundle or {f"node:{address}": _TOKEN} for bundle in bundles or [{}]]
 
 
+def create_group(node: RayNode, prepared: PreparedNode) -> NodeGroup:
+    """Create the group of a node. It is placed when Ray has what the workers take."""
+    shares = worker_shares(prepared, node.num_cpus)
+    bundles = bundles_of(shares, node.address)
+    group = placement_group(
+        bundles,
+        strategy="STRICT_PACK",
+        name=_PREFIX + prepared.folder.name,
+        lifetime="detached",
+        bundle_label_selector=[{_NODE_LABEL: node.node_id}] * len(bundles),
+    )
+    return NodeGroup(group, shares)
+
+
 def reserve(nodes: Mapping[RayNode, PreparedNode]) -> dict[RayNode, NodeGroup]:
-    """Create the groups of these nodes. Raises ResourceError, with none left, when Ray has not what one needs."""
-    groups: dict[RayNode, NodeGroup] = {}
-    for node, prepared in nodes.items():
-        shares = worker_shares(prepared, node.num_cpus)
-        bundles = bundles_of(shares, node.address)
-        group = placement_group(
-            bundles,
-            strategy="STRICT_PACK",
-            name=_PREFIX + prepared.folder.name,
-            lifetime="detached",
-            bundle_label_selector=[{_NODE_LABEL: node.node_id}] * len(bundles),
-        )
-        groups[node] = NodeGroup(group, shares)
+    """Create these nodes' groups and wait until they are placed. Raises ResourceError, with none left, or PeerLost."""
+    groups = {node: create_group(node, prepared) for node, prepared in nodes.items()}
     for node, made in groups.items():
         if not _is_placed(made.group, node):
-            for other in nodes.values():
-                release(other.folder.name)
-            raise ResourceError(
-                f"{node}: Ray has not {_in_words(made.group.bundle_specs)} free there; does another job use it? "
-                "(`ray status`)"
-            )
+            for prepared in nodes.values():
+                release(prepared.folder.name)
+            raise ResourceError(f"{node}: Ray has not {made} free there; does another job use it? (`ray status`)")
     return groups
 
 
@@ -133,11 +138,6 @@ def _is_placed(group: PlacementGroup, node: RayNode) -> bool:
         return bool(group.wait(_WAIT_S))
     except (RayError, ray.exceptions.GetTimeoutError) as error:
         raise PeerLost(f"{node}: Ray does not answer for its resources: {error}") from error
-
-
-def _in_words(bundles: Sequence[Mapping[str, float]]) -> str:
-    kinds = dict.fromkeys(kind for bundle in bundles for kind in bundle)
-    return " and ".join(f"{sum(bundle.get(kind, 0.0) for bundle in bundles):g} {kind}" for kind in kinds)
 
 
 def _rounded_down(amount: float) -> float:

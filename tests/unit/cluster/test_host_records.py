@@ -11,7 +11,9 @@ from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, Prepa
 from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.node_report import NodeReport, own_versions
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.cluster.hosts.record import ClusterRecord
@@ -41,7 +43,8 @@ def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
         book.folder.mkdir(parents=True)
         prepared = PreparedNode(share, one.capacity, plan.config_of(share, node.address), book)
         members.append(Member(node, prepared, Keeper(None, book)))
-    return ClusterOnHosts(plan, members, ActorFactory(POCKET, ActorClasses(None, None)), LoggingObserver())
+    joining = Joining(plan, NodeReport(own_versions()), "c", 2)
+    return ClusterOnHosts(joining, members, ActorFactory(POCKET, ActorClasses(None, None)), LoggingObserver())
 
 
 @pytest.fixture
