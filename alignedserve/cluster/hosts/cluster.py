@@ -20,8 +20,10 @@ from alignedserve.cluster.hosts.membership import (
     MembershipCommand,
     MembershipEvent,
     NodeJoined,
+    NodeNeeded,
     NodePostponed,
     NodeRefused,
+    NodeReleased,
     NodesSeen,
     PrepareNode,
 )
@@ -35,6 +37,8 @@ from alignedserve.cluster.hosts.record import (
     remove_record,
     write_record,
 )
+from alignedserve.cluster.hosts.scaler import NodeScaler
+from alignedserve.cluster.hosts.scaling import GiveBack, ScaledNode
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost
@@ -50,15 +54,23 @@ class ClusterOnHosts(RunningCluster):
     """A started cluster of several nodes, for a driver that calls `check` about once a second."""
 
     def __init__(
-        self, joining: Joining, members: Sequence[Member], factory: ActorFactory, observer: StartObserver
+        self,
+        joining: Joining,
+        members: Sequence[Member],
+        factory: ActorFactory,
+        observer: StartObserver,
+        scaler: NodeScaler | None = None,
     ) -> None:
         super().__init__(members[0].prepared, joining.plan.served, factory, observer)
         self._members = {member.ray_node.node_id: member for member in members}
         self._membership = Membership(tuple(self._members))
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
-        self._starting: dict[Any, str] = {}  # actors of nodes that joined, by the call that says how it went
+        self._starting: dict[
+            Any, tuple[RayNode, str]
+        ] = {}  # actors of nodes that joined, by the call for their failure
         self._joining = joining
         self._preparations: dict[str, Preparation] = {}
+        self._scaler = scaler
         self._cluster_id = joining.cluster_id
         self._started = time.time()
         self._is_ready = False
@@ -129,7 +141,7 @@ class ClusterOnHosts(RunningCluster):
         """Return what the cluster consists of now."""
         refused = (
             NodeRecord("", node.node_id, node.address, node.hostname, problem=problem)
-            for node, problem in ((self._seen[node_id], why) for node_id, why in self._membership.refused.items())
+            for node, problem in ((self._seen[node_id], why) for node_id, why in self._left_out().items())
         )
         return ClusterRecord(
             cluster_id=self._cluster_id,
@@ -141,6 +153,11 @@ class ClusterOnHosts(RunningCluster):
             nodes=(*(record_of(member) for member in self._members.values()), *refused),
         )
 
+    def _left_out(self) -> dict[str, str]:
+        """Return the nodes that are not used, and why."""
+        released = dict.fromkeys(self._membership.released, "given back, as the load does not need it")
+        return {**self._membership.refused, **released}
+
     def _look_around(self) -> bool:
         if is_asked_to_stop(self._cluster_id):
             return False
@@ -149,6 +166,7 @@ class ClusterOnHosts(RunningCluster):
         for preparation in list(self._preparations.values()):
             self._go_on(preparation)
         self._look_at_starting()
+        self._scale()
         if self._has_news:
             self._announce()
         return True
@@ -196,11 +214,14 @@ class ClusterOnHosts(RunningCluster):
             raise PeerLost(f"its former actors have not ended: {error}") from error
         self._members[member.ray_node.node_id] = member
         actors = self._actors[member.name]
-        self._starting |= {actor.failure.remote(): f"{name} on {member.ray_node}" for name, actor in actors.items()}
+        self._starting |= {actor.failure.remote(): (member.ray_node, name) for name, actor in actors.items()}
         logger.info("%s has joined as %s with %s", member.ray_node, member.name, ", ".join(actors))
 
     def _forget(self, member: Member) -> None:
-        logger.warning("%s is lost, and with it %s", member.ray_node, member.name)
+        is_released = member.ray_node.node_id in self._membership.released
+        logger.warning(
+            "%s is %s, and with it %s", member.ray_node, "given back" if is_released else "lost", member.name
+        )
         self.remove_node(member.name)
         self._joining.vacate(member)
 
@@ -209,19 +230,37 @@ class ClusterOnHosts(RunningCluster):
             return
         answered, _ = ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)
         for reference in answered:
-            name = self._starting.pop(reference)
+            node, name = self._starting.pop(reference)
             try:
                 failure = ray.get(reference)
             except ray.exceptions.RayError as error:
                 failure = error
             if failure is not None:
-                logger.error("%s did not start: %s", name, str(failure).splitlines()[0])
+                logger.error("%s on %s did not start: %s", name, node, str(failure).splitlines()[0])
+
+    def _scale(self) -> None:
+        """Give nodes back that the load does not need, and let Ray add those that it does."""
+        if self._scaler is None:
+            return
+        head, *_ = self._members
+        starting = {node.node_id for node, _ in self._starting.values()}
+        nodes = [
+            *(ScaledNode(node_id, node_id == head, is_serving=node_id not in starting) for node_id in self._members),
+            *(ScaledNode(node_id, is_released=True) for node_id in self._membership.released),
+        ]
+        of_head = self._actors[self._members[head].name]
+        gateways = [actor for name, actor in of_head.items() if name.startswith("gateway-")]
+        for command in self._scaler.check(gateways, nodes, self._seen.__getitem__):
+            event = NodeReleased if isinstance(command, GiveBack) else NodeNeeded
+            self._decide(event(command.node_id))
 
     def _leave_ray(self) -> None:
         for preparation in self._preparations.values():
             preparation.close()
         self._preparations.clear()
         if ray.is_initialized():
+            if self._scaler is not None:
+                self._scaler.close()
             for member in self._members.values():
                 release(member.prepared.folder.name)
             try:

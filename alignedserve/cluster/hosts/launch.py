@@ -19,6 +19,7 @@ from alignedserve.cluster.hosts.node_group import release_former
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
+from alignedserve.cluster.hosts.scaler import make_scaler
 from alignedserve.cluster.ray_node import join_ray
 from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
 from alignedserve.config.sections import ClusterConfig
@@ -72,7 +73,9 @@ def launch_on_hosts(
 def _prepare_cluster(
     config: ClusterConfig, hosts: Hosts, actor_classes: ActorClasses, observer: StartObserver
 ) -> ClusterOnHosts:
-    require_head(alive_nodes(), ray.get_runtime_context().get_node_id())
+    context = ray.get_runtime_context()
+    require_head(alive_nodes(), context.get_node_id())
+    scaler = make_scaler(config, context.gcs_address)
     _wait_for_former()
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
     if len(nodes) < hosts.num_nodes:
@@ -102,7 +105,7 @@ def _prepare_cluster(
     observer.sizes_chosen(next(iter(plan.choices.values())))
     authority = CertificateAuthority(cluster_id) if config.links.tls else None
     joining = Joining(plan, reports[nodes[0]], cluster_id, len(members))
-    cluster = ClusterOnHosts(joining, members, ActorFactory(plan.served, actor_classes, authority), observer)
+    cluster = ClusterOnHosts(joining, members, ActorFactory(plan.served, actor_classes, authority), observer, scaler)
     for node, problem in refused.items():
         cluster.refuse(node, problem)
     return cluster

@@ -6,6 +6,7 @@ The life of a node:
    anew after a pause, which doubles with every time.
 3. NodesSeen lacks it: a member is lost, ForgetNode; preparations end, CancelPreparation. Its share stays vacant until
    a node of that host comes.
+4. NodeReleased: a member is given back, ForgetNode, and left alone. NodeNeeded: it is prepared like a new one.
 
 Announce follows whatever a command on any node is to see.
 """
@@ -47,6 +48,20 @@ class NodePostponed:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeReleased:
+    """Event: a member is not needed."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNeeded:
+    """Event: a node that was given back is needed again."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class PrepareNode:
     """Command: examine this node and give it its actors. Answered by NodeJoined, NodeRefused or NodePostponed."""
 
@@ -72,7 +87,7 @@ class Announce:
     """Command: write the record of the cluster."""
 
 
-MembershipEvent = NodesSeen | NodeJoined | NodeRefused | NodePostponed
+MembershipEvent = NodesSeen | NodeJoined | NodeRefused | NodePostponed | NodeReleased | NodeNeeded
 MembershipCommand = PrepareNode | CancelPreparation | ForgetNode | Announce
 
 
@@ -91,6 +106,7 @@ class Membership:
         self._preparing: dict[str, None] = {}
         self._postponed: dict[str, _Postponed] = {}  # also while it is prepared anew
         self._refused: dict[str, str] = {}
+        self._released: dict[str, None] = {}
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -101,6 +117,11 @@ class Membership:
     def refused(self) -> Mapping[str, str]:
         """Nodes that are not used, and why."""
         return self._refused
+
+    @property
+    def released(self) -> tuple[str, ...]:
+        """Nodes that were given back and are still there, in that order."""
+        return tuple(self._released)
 
     def refuse(self, node_id: str, problem: str) -> None:
         """Note a node that was refused before the cluster was started."""
@@ -127,13 +148,20 @@ class Membership:
                 pause_s = min(2 * former.pause_s, _LONGEST_PAUSE_S) if former is not None else _FIRST_PAUSE_S
                 self._postponed[node_id] = _Postponed(pause_s, now + pause_s)
                 return []
+            case NodeReleased(node_id):
+                del self._members[node_id]
+                self._released[node_id] = None
+                return [ForgetNode(node_id), Announce()]
+            case NodeNeeded(node_id):
+                del self._released[node_id]
+                return [Announce()]
 
     def _forget_missing(self, alive: frozenset[str]) -> list[MembershipCommand]:
         lost = [node_id for node_id in self._members if node_id not in alive]
         cancelled = [node_id for node_id in self._preparing if node_id not in alive]
-        left = [node_id for node_id in self._refused if node_id not in alive]
+        left = [node_id for node_id in (*self._refused, *self._released) if node_id not in alive]
         for node_id in (*lost, *cancelled, *left, *(one for one in list(self._postponed) if one not in alive)):
-            for known in (self._members, self._preparing, self._refused, self._postponed):
+            for known in (self._members, self._preparing, self._refused, self._released, self._postponed):
                 known.pop(node_id, None)
         commands: list[MembershipCommand] = [CancelPreparation(node_id) for node_id in cancelled]
         commands += [ForgetNode(node_id) for node_id in lost]
@@ -141,8 +169,9 @@ class Membership:
 
     def _prepare_new(self, node_ids: tuple[str, ...], now: float) -> list[MembershipCommand]:
         commands: list[MembershipCommand] = []
+        known = {**self._members, **self._preparing, **self._refused, **self._released}
         for node_id in node_ids:
-            if node_id in self._members or node_id in self._preparing or node_id in self._refused:
+            if node_id in known:
                 continue
             postponed = self._postponed.get(node_id)
             if postponed is None or now >= postponed.until_s:
