@@ -356,5 +356,8 @@ class RouterLogic:
 
     def _report_status(self) -> list[Send]:
         self._reported_attempt = self._last_attempt
-        status = status_of(self._registry.requests.values(), self._placement, self._counters, self._last_attempt)
+        num_tokens = self._registry.queue.num_tokens
+        wait_s = self._drain.seconds_for(num_tokens) if num_tokens else 0.0
+        requests = self._registry.requests.values()
+        status = status_of(requests, self._placement, self._counters, self._last_attempt, wait_s)
         return [Send(gateway, status) for gateway in self._gateways]

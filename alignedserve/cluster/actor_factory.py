@@ -2,7 +2,7 @@
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,10 @@ class ActorClasses(NamedTuple):
     batches: Any  # drives files and batches
 
 
+def _on_this_host(name: str) -> Mapping[str, Any]:
+    return {"num_cpus": 0}  # Ray has no other use there
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSecrets:
     """By what processes of one cluster know each other."""
@@ -51,7 +55,7 @@ class PreparedNode:
     capacity: NodeCapacity
     config: ClusterConfig  # with the sizes and counts of this node
     book: AddressBook  # as its processes see it
-    placed_by: Mapping[str, Any] = field(default_factory=dict)  # Ray's options
+    options_of: Callable[[str], Mapping[str, Any]] = _on_this_host  # Ray's, of a process by its name
     num_far_decode: int = 0  # decode workers of other nodes at the start, which take requests from its prefill workers
 
     @property
@@ -157,8 +161,8 @@ class ActorFactory:
             pool_name=node.share.pool_name,
             credentials=authority.issue(name) if authority is not None else None,
         )
-        # Placement is by node, not by CPU shares; a dead actor is restarted for as long as its node lives.
-        options = actor_class.options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=0, **node.placed_by)
+        # A dead actor is restarted for as long as its node lives.
+        options = actor_class.options(name=name, max_restarts=-1, max_task_retries=0, **node.options_of(name))
         options = options.options(get_if_exists=self._is_adopting, **self._options)
         actors[name] = options.remote(*arguments, process_spec)
 

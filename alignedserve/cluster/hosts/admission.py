@@ -90,6 +90,8 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
     for node, report in reports.items():
         if report.problem is not None:
             found[node] = str(report.problem)
+        elif report.gpus and not node.num_gpus:
+            found[node] = f"Ray counts none of its {len(report.gpus)} GPUs; was it started there with --num-gpus=0?"
         elif report.versions != head.versions:
             found[node] = f"it has {report.versions}, the head {head.versions}"
         elif report.model_digest is None:

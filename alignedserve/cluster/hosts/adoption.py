@@ -8,12 +8,13 @@ import ray
 
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory
 from alignedserve.cluster.hosts.admission import keeper_name
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, remove_record
+from alignedserve.cluster.hosts.scaler import NodeScaler
 from alignedserve.cluster.hosts.succession import ClusterState, Succession, end_by_name, left_by_former
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost, ProtocolError, ResourceError
@@ -23,7 +24,9 @@ logger = logging.getLogger(__name__)
 _STEP_S = 0.1
 
 
-def adopt_cluster(asked: str, actor_classes: ActorClasses, observer: StartObserver) -> ClusterOnHosts | None:
+def adopt_cluster(
+    asked: str, actor_classes: ActorClasses, observer: StartObserver, scaler: NodeScaler | None = None
+) -> ClusterOnHosts | None:
     """Take over what a former driver has left; None: there is nothing, or it was of another kind and has been ended.
 
     `asked`: what this driver is to serve, by `digest_of`. Raises ResourceError when the former driver still runs, or
@@ -39,7 +42,7 @@ def adopt_cluster(asked: str, actor_classes: ActorClasses, observer: StartObserv
     state = left_by_former(record)
     if state is not None and state.asked == asked:
         try:
-            return _adopt(state, actor_classes, observer)
+            return _adopt(state, actor_classes, Driving(observer, Succession(asked, state), scaler))
         except AlignedServeError as error:
             logger.warning("the former cluster cannot be taken over, and is ended: %s", error)
     end_cluster(record)
@@ -53,7 +56,7 @@ def end_cluster(record: ClusterRecord) -> None:
     remove_record(record.cluster_id)
 
 
-def _adopt(state: ClusterState, actor_classes: ActorClasses, observer: StartObserver) -> ClusterOnHosts:
+def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -> ClusterOnHosts:
     nodes = alive_nodes()
     alive = {node.node_id for node in nodes}
     lost = [member for member in state.members if member.ray_node.node_id not in alive]
@@ -65,11 +68,10 @@ def _adopt(state: ClusterState, actor_classes: ActorClasses, observer: StartObse
     members = [_with_keeper(member) for member in state.members if member not in lost]
     if not any(member.prepared.share.is_head for member in members):
         members.insert(0, _prepared_head(state.joining, nodes[0]))
-    succession = Succession(state.asked, state)
     served = state.joining.plan.served
     factory = ActorFactory(served, actor_classes, state.secrets, is_detached=True)
     logger.info("the cluster of a former driver goes on, on %d nodes", len(members))
-    return ClusterOnHosts(state.joining, members, factory, observer, succession)
+    return ClusterOnHosts(state.joining, members, factory, driving)
 
 
 def _with_keeper(member: Member) -> Member:

@@ -14,7 +14,7 @@ from ray import cloudpickle
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts.admission import Keeper
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.node_report import NodeReport, own_versions
@@ -59,7 +59,7 @@ def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
         members.append(Member(node, prepared, Keeper(KeeperMemory(), book)))
     joining = Joining(plan, NodeReport(own_versions()), "c", 2)
     factory = ActorFactory(POCKET, ActorClasses(None, None))
-    return ClusterOnHosts(joining, members, factory, LoggingObserver(), Succession("asked"))
+    return ClusterOnHosts(joining, members, factory, Driving(LoggingObserver(), Succession("asked")))
 
 
 @pytest.fixture

@@ -9,7 +9,14 @@ from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import AbortRequest, ClusterStatus, RequestFailed, ResumeRequest, SubmitRequest
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    ClusterStatus,
+    Demand,
+    RequestFailed,
+    ResumeRequest,
+    SubmitRequest,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
     BatchFormed,
@@ -352,6 +359,7 @@ def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
         num_evictions=4,
         num_pool_blocks_kept=2,
         latest_attempt=epoch(2),
+        demand=Demand(num_real_time=2, num_decode_places=4),
     )
     assert [made.tick(), made.tick(), made.tick()] == [[], [], []]
     assert made.tick() == [Send(GATEWAY, status), Send("gateway-1", status)]
