@@ -16,7 +16,7 @@ asks it (RequestInterrupted) and resumes from its answer (ResumeRequest): see re
 a token or a block.
 """
 
-from alignedserve.config.sections import BatchingConfig, RouterConfig
+from alignedserve.config.sections import RouterConfig
 from alignedserve.core.attempts import next_epoch
 from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
@@ -66,9 +66,9 @@ _TICKS_PER_STATUS = 4
 class RouterLogic:
     """The router's state machine over accepted requests, workers, pools and the prefill queue."""
 
-    def __init__(self, *, config: RouterConfig, batching: BatchingConfig, order: PrefillOrder, bypass: Bypass) -> None:
+    def __init__(self, *, config: RouterConfig, placement: Placement, order: PrefillOrder, bypass: Bypass) -> None:
         self._config = config
-        self._placement = Placement(max_candidate_requests=config.max_candidate_requests, batching=batching)
+        self._placement = placement
         self._registry = RequestRegistry(
             placement=self._placement, queue=PrefillQueue(order), max_retries=config.max_retries
         )
@@ -196,7 +196,7 @@ class RouterLogic:
 
     def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> list[Send]:
         worker = self._placement.workers.get(peer)
-        if worker is None or not worker.complete_prefill(message.request_id, message.attempt):
+        if worker is None or not self._placement.complete_prefill(worker, message.request_id, message.attempt):
             return []
         self._observe_drain(message.num_tokens, now)
         tracked = self._registry.current(message.request_id, message.attempt)
@@ -288,15 +288,17 @@ class RouterLogic:
             pool = self._placement.pool_of(worker.name)
             tracked.pool_epoch = pool.epoch if pool is not None else None
             prefill = DispatchedPrefill(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
-            worker.start_prefill(request_id, prefill)
+            self._placement.start_prefill(worker, request_id, prefill)
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
         return commands
 
     def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
         pool = self._placement.copy_of(tracked)
         decoder = None
-        for able in self._placement.by_distance(worker):
-            decoder = decoder or self._bypass.target(tracked.request, tracked.num_prefill_tokens, able)
+        for able in self._placement.free_by_distance(worker):
+            decoder = self._bypass.target(tracked.request, tracked.num_prefill_tokens, able)
+            if decoder is not None:
+                break
         tracked.destination = decoder.name if decoder is not None else None
         return PrefillRequest(
             tracked.request,

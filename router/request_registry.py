@@ -123,6 +123,8 @@ class RequestRegistry:
         if was is Stage.POOLED:
             return [Send(holder, DropRequest(request_id, attempt))]
         # A prefill worker may have handed its blocks over already; the pool is told as well.
-        pools = [worker.registered.pool_name for worker in self._placement.workers.values() if worker.name == holder]
-        drops = [Send(pool, DropRequest(request_id, attempt)) for pool in pools if was is Stage.PREFILLING]
-        return [Send(holder, AbortRequest(request_id, attempt)), *drops]
+        commands = [Send(holder, AbortRequest(request_id, attempt))]
+        worker = self._placement.workers.get(holder)
+        if was is Stage.PREFILLING and worker is not None:
+            commands.append(Send(worker.registered.pool_name, DropRequest(request_id, attempt)))
+        return commands

@@ -79,7 +79,7 @@ class DispatchedPrefill:
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """One registered worker and the requests it holds."""
+    """One registered worker and the requests it holds. Changed by the placement alone, which keeps it in order."""
 
     name: str
     registered: WorkerRegistered
@@ -118,6 +118,16 @@ class WorkerRecord:
         if prefill is not None:
             self.num_prefill_tokens -= prefill.num_tokens
             self.num_real_time_tokens -= prefill.num_tokens if prefill.is_real_time else 0
+
+    @property
+    def has_free_slot(self) -> bool:
+        """True for a decode worker (a colocated one takes no request of another) that can run one more request."""
+        registered = self.registered
+        return (
+            registered.can_decode
+            and not registered.can_prefill
+            and len(self.decoding) < registered.max_running_requests
+        )
 
     @property
     def num_blocks_used(self) -> int:
