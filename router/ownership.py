@@ -79,7 +79,7 @@ class OwnershipTransitions:
                 tracked.attempt = attempt
                 self._placement.set_decoding(tracked, worker)
                 if message.batch_id != NO_BATCH:
-                    commands += self._move_copy(tracked, worker.registered.pool_name)
+                    commands += self._move_copy(tracked, message.pool_name or worker.registered.pool_name)
         return commands
 
     def _move_copy(self, tracked: TrackedRequest, pool: str) -> list[Send]:

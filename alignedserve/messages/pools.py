@@ -53,6 +53,7 @@ class BatchReceived(Message, frozen=True):
 
     batch_id: BatchId  # NO_BATCH: straight from a prefill worker
     members: tuple[tuple[RequestId, Attempt], ...]  # with their attempts
+    pool_name: Text = ""  # the pool of another node that granted them; empty: that of its own node, or none
 
 
 class CopyLost(Message, frozen=True):
