@@ -1,7 +1,7 @@
 """Messages between the router and the pools."""
 
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
-from alignedserve.messages.fields import Attempt, Count, Text
+from alignedserve.messages.fields import NO_BATCH, Attempt, Count, Text
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import JoinedBatch
 
@@ -61,6 +61,8 @@ class CopyLost(Message, frozen=True):
 
     request_id: RequestId
     attempt: Attempt
+    worker: Text = ""
+    batch_id: BatchId = NO_BATCH  # that it was granted in, which may never arrive
 
 
 class PoolLoad(Message, frozen=True):

@@ -229,7 +229,7 @@ EXAMPLES: tuple[Message, ...] = (
     CopyKept(R1, 3),
     BatchFormed(_BATCH, WorkerName(DECODE), ((R1, 3), (R2, 4))),
     BatchReceived(_BATCH, ((R1, 3), (R2, 4))),
-    CopyLost(R1, 3),
+    CopyLost(R1, 3, DECODE, BatchId(4)),
     PoolLoad(7, 2, 1, 3),
     DropRequest(R1, 3),
     OpenTransfer("gloo", "ab" * 32),
