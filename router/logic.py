@@ -39,6 +39,7 @@ from alignedserve.messages.pools import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
+    BlocksFetched,
     IterationLogReport,
     PrefillCompleted,
     PrefillRequest,
@@ -50,7 +51,7 @@ from alignedserve.messages.workers import (
     WorkerRegistered,
 )
 from router.ownership import OwnershipTransitions
-from router.peer_announcements import announce_joined, announce_left
+from router.peer_announcements import announce_all, announce_pool, announce_prefiller
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
@@ -143,6 +144,8 @@ class RouterLogic:
                 return self._failed(message)
             case WorkerLoad():
                 self._placement.update_load(peer, message)
+            case BlocksFetched(source, num_blocks, duration_s):
+                self._placement.links.observe(peer, source, num_blocks, duration_s)
             case IterationLogReport():
                 self._counters.add_iteration_log(message.gained)
             case _:
@@ -154,8 +157,12 @@ class RouterLogic:
         reason = self._placement.register(peer, message)
         if reason is not None:
             return [Send(peer, RegistrationRefused(reason))]
-        workers = self._placement.workers
-        return announce_joined(workers[peer], workers.values()) if peer in workers else []
+        workers, pools = self._placement.workers, self._placement.pools
+        if peer in pools:
+            return announce_pool(peer, workers.values())
+        return announce_all(workers[peer], workers.values(), pools) + announce_prefiller(
+            workers[peer], workers.values()
+        )
 
     def _submit(self, gateway: str, request: Request) -> list[Send]:
         rejection = self._rejection(request)
@@ -280,7 +287,10 @@ class RouterLogic:
         commands += self._registry.interrupt(lost)
         worker = self._placement.workers.get(peer)
         self._placement.remove(peer)
-        return commands + (announce_left(worker, self._placement.workers.values()) if worker is not None else [])
+        left = self._placement.workers.values()
+        if worker is None:
+            return commands + announce_pool(peer, left, is_lost=True)
+        return commands + announce_prefiller(worker, left, is_lost=True)
 
     def _drain_workers(self, event: DrainRequested) -> list[Send]:
         self._placement.set_draining(event.draining)

@@ -183,14 +183,15 @@ class LogicCluster:
     def _do_meet(self, name: str, other: str) -> bool:
         """Return True if these two have a link from the start; others are linked when one of them dials."""
         kinds = {name.split("-")[0], other.split("-")[0]}
-        return kinds in ({"pool", "prefill"}, {"pool", "decode"}) and self._pool_of(name) == self._pool_of(other)
+        return kinds in ({"pool", "prefill"}, {"pool", "decode"}) and self.pool_of(name) == self.pool_of(other)
 
-    def _pool_of(self, name: str) -> str:
+    def pool_of(self, name: str) -> str:
+        """Return the pool of this process's node."""
         return f"pool-{int(name.rpartition('-')[2]) % self.shape.num_nodes}"
 
     def node_of(self, name: str) -> list[str]:
         """Return everything that runs on the node of this process."""
-        return [other for other in self.logics if "-" in other and self._pool_of(other) == self._pool_of(name)]
+        return [other for other in self.logics if "-" in other and self.pool_of(other) == self.pool_of(name)]
 
     def kill(self, name: str) -> None:
         """SIGKILL: what it was computing and sending is gone; its peers notice."""
@@ -319,7 +320,7 @@ class LogicCluster:
             num_blocks=self.shape.worker_blocks,
             block_size=BLOCK_SIZE,
             max_running_requests=max_running_requests,
-            pool_name=self._pool_of(name),
+            pool_name=self.pool_of(name),
             can_prefill=can_prefill,
             can_decode=can_decode,
         )
@@ -384,7 +385,7 @@ class LogicCluster:
             case OpenBuffer(peer, link_epoch):
                 engine.arenas[peer] = arena = FakeArena(is_buffer=True)
                 num_blocks = self.shape.buffer_blocks
-                made = self._offer(arena, num_blocks, self._pool_of(name)) if num_blocks else None
+                made = self._offer(arena, num_blocks, self.pool_of(name)) if num_blocks else None
                 self.pending.append((name, lambda: BufferOpened(peer, link_epoch, made)))
             case SetBlockGeneration(block_ids, generation):
                 self.pool_arenas[name].stamps.update(dict.fromkeys(block_ids, generation))

@@ -73,6 +73,7 @@ from alignedserve.messages.pools import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
+    BlocksFetched,
     IterationLogReport,
     JoinedBatch,
     PeersChanged,
@@ -207,6 +208,7 @@ EXAMPLES: tuple[Message, ...] = (
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),
     IterationLogReport(TOTALS),
+    BlocksFetched(POOL, 12, 0.5),
     PeersChanged((WorkerName(PREFILL),), left=(WorkerName("prefill-1"),), is_complete=True),
     ReserveBlocks(R1, 3, 2, is_copy=True, may_wait=False),
     CancelReservation(R1, 3),
@@ -231,7 +233,7 @@ EXAMPLES: tuple[Message, ...] = (
     CopyKept(R1, 3),
     BatchFormed(_BATCH, WorkerName(DECODE), ((R1, 3), (R2, 4))),
     BatchReceived(_BATCH, ((R1, 3), (R2, 4))),
-    CopyLost(R1, 3),
+    CopyLost(R1, 3, DECODE, BatchId(4)),
     PoolLoad(7, 2, 1, 3),
     DropRequest(R1, 3),
     OpenTransfer("gloo", "ab" * 32),

@@ -184,6 +184,16 @@ def test_the_prefill_worker_is_lost_while_pooled_or_later() -> None:
     assert decoding().lose(PREFILL) == [NOT_DIALLED]
 
 
+def test_a_lost_grant_is_not_waited_for_though_its_request_has_moved_on() -> None:
+    made = granted()
+    made.hear(GATEWAY, AbortRequest(R1))
+    assert made.hear(POOL, CopyLost(R1, GRANTED, DECODE, BATCH)) == [dropped()]
+    made.submit(request("r2"))
+    made.hear(PREFILL, PrefillCompleted(R2, epoch(2), 4))
+    (form,) = made.hear(POOL, RequestPooled(R2, epoch(2, 1), 4, 1))
+    assert form.peer == POOL
+
+
 def test_the_pool_is_lost_while_prefilling() -> None:
     made = prefilling()
     assert made.lose(POOL) == []
