@@ -23,7 +23,7 @@ async def delete_file(stores: BatchStores, record: FileRecord) -> bool:
         return True
     snapshot = await stores.repository.batch(record.view.batch_id)
     if snapshot is None or not await _has_results(stores.repository, snapshot.record):
-        stores.logs.remove(record.view.batch_id)
+        await stores.logs.remove(record.view.batch_id)
     return True
 
 
@@ -59,7 +59,7 @@ async def _remove_old_batches(stores: BatchStores, before_s: float) -> None:
     for snapshot in await stores.repository.oldest_over(_MAX_AT_ONCE):
         record = snapshot.record
         if record.over_s < before_s and not await _has_results(stores.repository, record):
-            stores.logs.remove(record.batch_id)
+            await stores.logs.remove(record.batch_id)
             await stores.repository.remove_batch(record)
 
 

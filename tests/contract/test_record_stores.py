@@ -7,11 +7,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignedserve.batches.interfaces import AddToIndex, DeleteValue, RecordStore, RemoveFromIndex, SetValue
+from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import StoreUnavailable
+from alignedserve.messages.state import AddToIndex, DeleteValue, RemoveFromIndex, SetValue
 
 
 def private_redis(folder: Path) -> PrivateRedis:
