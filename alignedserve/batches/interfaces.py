@@ -55,8 +55,8 @@ class BlobWriter(Protocol):
         """Remove what was written, unless it was committed."""
 
 
-class BlobStore(Protocol):
-    """Files by id. A blob never changes once it is committed."""
+class ContentStore(Protocol):
+    """Files by id, as gateways use them. A blob never changes once it is committed."""
 
     async def begin(self, file_id: FileId) -> BlobWriter:
         """Start a new blob. Raises StorageFull."""
@@ -64,11 +64,15 @@ class BlobStore(Protocol):
     def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
         """Yield the blob's bytes from `start` on. Raises StorageDamaged for a missing blob."""
 
-    async def open(self, file_id: FileId) -> "BlobReader":
-        """Open a blob for random access. Raises StorageDamaged for a missing blob."""
-
     async def remove(self, file_id: FileId) -> None:
         """Delete a blob; may be repeated."""
+
+
+class BlobStore(ContentStore, Protocol):
+    """Files by id, as the driver of batches uses them."""
+
+    async def open(self, file_id: FileId) -> "BlobReader":
+        """Open a blob for random access. Raises StorageDamaged for a missing blob."""
 
     async def committed_before(self, age_s: float) -> list[FileId]:
         """List blobs that are at least this old."""

@@ -138,7 +138,7 @@ class QuotaPool:
 
 
 class OwnShare:
-    """A gateway's side: whether it is counted elsewhere, and its own share for while it is not. Its clock is its own."""
+    """A gateway's side: whether it is counted elsewhere, and its share for while it is not. Its clock is its own."""
 
     def __init__(self, share: float, num_keys: int, process_id: str, now: float) -> None:
         """The share begins unused, and as the only one that there is."""
@@ -150,7 +150,7 @@ class OwnShare:
         self._is_unknown = False  # what is owed for the share: taken as all of it
 
     def have_pool(self, now: float, *, is_first_process: bool) -> None:
-        """Begin used up, as an earlier process may have used the share; the pool knows better what the first one has."""
+        """Begin used up, as an earlier process may have used the share; the pool knows what the first one has."""
         self._bucket.use_up(now)
         self._is_unknown = not is_first_process
 

@@ -78,7 +78,9 @@ class DiskLogs:
                 view = LogView(batch_id, kind, os.fstat(file.fileno()).st_ino)
                 yield from read_view(file, view, self._index, start=start, log_bytes=log_bytes)
 
-    async def chunks(self, batch_id: BatchKey, kind: ResultKind, log_bytes: int, start: int = 0) -> AsyncIterator[bytes]:
+    async def chunks(
+        self, batch_id: BatchKey, kind: ResultKind, log_bytes: int, start: int = 0
+    ) -> AsyncIterator[bytes]:
         """See ResultLogs. Each chunk is read in a thread: finding one may take a read of the whole log."""
         lines = self.lines(batch_id, kind, log_bytes, start)
         while chunk := await asyncio.to_thread(next, lines, b""):
