@@ -36,6 +36,7 @@ _TIMEOUT = datetime.timedelta(seconds=20)  # of one request, of which a large ob
 _MAX_RETRIES = 3
 _MAX_RETRYING = datetime.timedelta(seconds=30)
 _CHUNK_BYTES = 256 * 1024
+_REFUSED = (PermissionDeniedError, UnauthenticatedError, PermissionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class ObjectBlobs:
 
     async def remove(self, file_id: FileId) -> None:
         """See BlobStore."""
-        with _object_errors(), contextlib.suppress(NotFoundError):
+        with _object_errors(), contextlib.suppress(NotFoundError, FileNotFoundError):
             await obstore.delete_async(self._store, _path(file_id))
 
     async def committed_before(self, age_s: float) -> list[FileId]:
@@ -168,13 +169,14 @@ def _path(file_id: FileId) -> str:
 def _object_errors() -> Iterator[None]:
     try:
         yield
-    except NotFoundError as error:
+    except (NotFoundError, FileNotFoundError) as error:
         logger.debug("an object is not there: %s", error)
-        raise StorageDamaged("the object store has no such object, or no such bucket") from error
-    except (PermissionDeniedError, UnauthenticatedError) as error:
-        raise StorageError(
-            "the object store refuses these credentials: see AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        ) from error
+        raise StorageDamaged("the object store has no such object") from error
     except (BaseError, OSError, ValueError) as error:
         logger.warning("the object store: %.500s", error)
+        if isinstance(error, _REFUSED) or "403 Forbidden" in str(error):
+            problem = "the object store refuses these credentials"
+            raise StorageError(f"{problem}: see AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
+        if "NoSuchBucket" in str(error):
+            raise StorageError("the object store has no such bucket") from error
         raise StoreUnavailable("The object store of files cannot be reached now.") from error
