@@ -47,8 +47,9 @@ def test_ray_starts_as_on_one_machine(cluster: dict[str, Any]) -> None:
         assert stop == "ray stop"
         assert found == RAY_ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_enable_autoscaler_v2": "0"}
         assert "--object-store-memory=83886080" in command
+        assert "--include-log-monitor=false" in command
     command = cluster["head_start_ray_commands"][1]
-    assert "--dashboard-host=127.0.0.1" in command
+    assert "--include-dashboard=false" in command
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in command
 
 
