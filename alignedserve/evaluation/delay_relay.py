@@ -27,8 +27,8 @@ def relay(outer: socket.socket, tap: int, delay_s: float) -> None:
     delayed: deque[tuple[float, bytes]] = deque()
     while True:
         wait_s = max(delayed[0][0] - time.monotonic(), 0.0) if delayed else _LOOK_S
-        readable, _, _ = select.select([outer, tap], [], [], wait_s)
-        if outer in readable:
+        readable, _, _ = select.select([outer.fileno(), tap], [], [], wait_s)
+        if outer.fileno() in readable:
             frame, address = outer.recvfrom(_MAX_FRAME_BYTES)
             if address[2] != _PACKET_OUTGOING and len(delayed) < _MAX_DELAYED:
                 delayed.append((time.monotonic() + delay_s, frame))

@@ -73,6 +73,9 @@ class NamespaceHost:
     address: str
     process: "subprocess.Popen[bytes] | None" = None
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
     def run(self, *command: str, timeout_s: float = 60.0) -> "subprocess.CompletedProcess[str]":
         """Run a command on the host and return its result."""
         assert self.process is not None, "a host that is down"

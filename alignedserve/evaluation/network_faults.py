@@ -8,14 +8,18 @@ host's interface and the bridge.
 import contextlib
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Protocol
 
 from alignedserve.core.errors import ResourceError
-from alignedserve.evaluation.namespace_hosts import BRIDGE, NamespaceHost, call
+from alignedserve.evaluation.namespace_hosts import BRIDGE, NamespaceHost, NamespaceHosts, call
 
 _INTERFACE = "eth0"
 _CHAINS = (("INPUT", "-i"), ("OUTPUT", "-o"))
 _READY = "ready"
+LOST_SHARE = 0.1
+DELAY_S = 0.05
 
 
 def cut_off(host: NamespaceHost) -> None:
@@ -81,6 +85,92 @@ class DelayedPackets:
         call("ip", "link", "set", self._outer, "nomaster")
         call("ip", "link", "set", self._inner, "master", BRIDGE, "up")
         return relay
+
+
+class HostFault(Protocol):
+    """A fault of a rehearsal. `begin` once, `end` once."""
+
+    def begin(self) -> str:
+        """Bring it about; return what happened, in a sentence."""
+
+    def end(self) -> None:
+        """Undo it."""
+
+
+class KilledHost:
+    """The last host without power: everything on it ends at once."""
+
+    def __init__(self, hosts: NamespaceHosts) -> None:
+        self._hosts, self._host = hosts, hosts.hosts[-1]
+
+    def begin(self) -> str:
+        """See HostFault."""
+        self._hosts.kill(self._host)
+        return f"{self._host} is killed with all its processes"
+
+    def end(self) -> None:
+        """Boot it again."""
+        self._hosts.boot(self._host)
+
+
+class CutHost:
+    """The last host without network, on which everything goes on."""
+
+    def __init__(self, hosts: NamespaceHosts) -> None:
+        self._host = hosts.hosts[-1]
+
+    def begin(self) -> str:
+        """See HostFault."""
+        cut_off(self._host)
+        return f"{self._host} is cut off: every packet is dropped, both ways"
+
+    def end(self) -> None:
+        """See HostFault."""
+        heal(self._host)
+
+
+class LossyNetwork:
+    """Every host loses 10 % of the packets that reach it."""
+
+    def __init__(self, hosts: NamespaceHosts) -> None:
+        self._hosts = hosts.hosts
+
+    def begin(self) -> str:
+        """See HostFault."""
+        for host in self._hosts:
+            lose_packets(host, LOST_SHARE)
+        return f"every host loses {LOST_SHARE:.0%} of the packets that reach it"
+
+    def end(self) -> None:
+        """See HostFault."""
+        for host in self._hosts:
+            heal(host)
+
+
+class SlowNetwork:
+    """Every packet between two hosts takes 50 ms."""
+
+    def __init__(self, hosts: NamespaceHosts) -> None:
+        self._hosts = hosts.hosts
+        self._delays: list[DelayedPackets] = []
+
+    def begin(self) -> str:
+        """See HostFault."""
+        self._delays = [DelayedPackets(host, DELAY_S) for host in self._hosts]
+        return f"every packet between two hosts takes {DELAY_S * 1e3:.0f} ms longer"
+
+    def end(self) -> None:
+        """See HostFault."""
+        for delay in self._delays:
+            delay.close()
+
+
+FAULTS: Mapping[str, Callable[[NamespaceHosts], HostFault]] = {
+    "kill": KilledHost,
+    "cut": CutHost,
+    "loss": LossyNetwork,
+    "delay": SlowNetwork,
+}
 
 
 def _end(relay: "subprocess.Popen[str]") -> None:

@@ -74,7 +74,7 @@ def build_services(
         config=config,
         reply_to=reply_to,
         api_keys=ApiKeys(api_keys, requests_per_minute=config.requests_per_minute, clock=time.monotonic),
-        metrics=GatewayMetrics(model.name, backend.status),
+        metrics=GatewayMetrics(model.name, backend.status, backend.num_answers),
         limiter=RequestLimiter(config.max_concurrent_requests),
         readiness_probe=ReadinessProbe(backend, token_id=probe_token_id, reply_to=reply_to),
         files_api=files_api,
