@@ -48,6 +48,7 @@ def test_ray_starts_as_on_one_machine(cluster: dict[str, Any]) -> None:
         no_pages = {"AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"} if kind == "head" else {}
         assert found == RAY_ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_enable_autoscaler_v2": "0"} | no_pages
         assert "--object-store-memory=83886080" in command
+        assert "--include-log-monitor=false" in command
     command = cluster["head_start_ray_commands"][1]
     assert "--include-dashboard=false" in command
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in command
