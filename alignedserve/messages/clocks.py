@@ -4,11 +4,13 @@ The only time of another process that a message carries is the arrival of its re
 comes in from another host, so that every logic sees its own clock alone.
 """
 
+import math
 from collections import deque
 from dataclasses import replace
 
 import msgspec
 
+from alignedserve.core.errors import ProtocolError
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import BatchGranted, BlocksWritten, CopyGranted, Handoff, ReturnRequest
 from alignedserve.messages.gateways import ResumeRequest, SubmitRequest
@@ -29,7 +31,12 @@ class ClockOffset:
         self.seconds = 0.0
 
     def observe(self, sent_s: float, received_s: float) -> None:
-        """Take the time of the other clock at which a message was sent, and that of this one when it came."""
+        """Take the time of the other clock at which a message was sent, and that of this one when it came.
+
+        Raises ProtocolError: that is no time.
+        """
+        if not math.isfinite(sent_s):
+            raise ProtocolError("a clock that shows no time")
         self._observed.append(received_s - sent_s)
         self.seconds = min(self._observed)
 

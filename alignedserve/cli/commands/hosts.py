@@ -6,7 +6,8 @@ from rich.table import Table
 
 from alignedserve.cli.console import notes, print_json, results
 from alignedserve.cluster.hosts.client import call_actor, connected, lost_nodes, node_of, running_cluster
-from alignedserve.cluster.hosts.record import ClusterRecord, ask_to_stop, read_record
+from alignedserve.cluster.hosts.record import ClusterRecord, ask_to_stop, recorded_id
+from alignedserve.cluster.hosts.supervisor import end_supervisor, running_supervisor
 from alignedserve.core.errors import PeerLost, ResourceError
 from alignedserve.messages.gateways import ClusterStatus
 
@@ -54,17 +55,27 @@ def logs(actor: str | None, *, follow: bool) -> None:
 def stop() -> None:
     """Ask the driver to stop the cluster, and wait for it. Raises ResourceError when it does not."""
     with connected():
-        found: ClusterRecord | None = running_cluster()
+        found = recorded_id()
+        if found is None:
+            _stop_start()
+            return
         ends_s = time.monotonic() + _STOP_S
         while found is not None:
-            record = found
             # Anew for each: where a driver has died, its supervisor starts another cluster in place of it.
-            ask_to_stop(record.cluster_id)
+            ask_to_stop(found)
             if time.monotonic() > ends_s:
                 raise ResourceError(f"the cluster does not end within {_STOP_S:.0f} s; is its driver alive?")
             time.sleep(_FOLLOW_S)
-            found = read_record()
-    notes().print(f"Stopped {record.model} on {len(record.nodes)} nodes.")
+            found = recorded_id()
+    notes().print("Stopped the cluster.")
+
+
+def _stop_start() -> None:
+    """End a driver of this host that waits for nodes or examines them. Raises ResourceError when there is none."""
+    if running_supervisor() is None:
+        running_cluster()
+    end_supervisor()
+    notes().print("Stopped a cluster that was about to start.")
 
 
 def _load(record: ClusterRecord) -> ClusterStatus | None:

@@ -17,7 +17,7 @@ from alignedserve.cluster.hosts.node_report import NodeReport, NodeSurveyor
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.config.sections import LinksConfig
-from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
+from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.addresses import AddressBook
 
@@ -53,24 +53,35 @@ class Admission:
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(surveyor)
 
+    def ask_report(self, node: RayNode, device: str, model: Path) -> Any:
+        """Ask a node for its NodeReport; return Ray's reference to it."""
+        return self._surveyors[node].report.remote(device, model)
+
     def reports(self, device: str, model: Path) -> dict[RayNode, NodeReport]:
-        """Ask every node at once. Raises PeerLost naming the node that does not answer."""
-        asked = {node: surveyor.report.remote(device, model) for node, surveyor in self._surveyors.items()}
+        """Ask every node at once and wait. Raises PeerLost naming the node that does not answer."""
+        asked = {node: self.ask_report(node, device, model) for node in self._surveyors}
         return {node: _answer(node, reference) for node, reference in asked.items()}
+
+    def ask_check(self, node: RayNode, prepared: PreparedNode, served: ServedModel) -> Any:
+        """Ask a node to check its memory and ports; return Ray's reference to the error found, or None."""
+        ports = [port for _, port in prepared.share.gateways]
+        return self._surveyors[node].check.remote(prepared.config, served, ports)
 
     def check(self, nodes: Mapping[RayNode, PreparedNode], served: ServedModel) -> None:
         """Check memory and ports on the nodes themselves. Raises the first error found there, or PeerLost."""
         asked = {
-            node: self._surveyors[node].check.remote(
-                prepared.config, served, [port for _, port in prepared.share.gateways]
-            )
+            node: self.ask_check(node, prepared, served)
             for node, prepared in nodes.items()
             if prepared.share.num_workers
         }
         for node, reference in asked.items():
-            failure: AlignedServeError | None = _answer(node, reference)
-            if failure is not None:
-                raise type(failure)(f"{node}: {failure}") from failure
+            require(node, _answer(node, reference))
+
+
+def require(node: RayNode, failure: AlignedServeError | None) -> None:
+    """Raise the error that this node has found, naming the node; None: it has found none."""
+    if failure is not None:
+        raise type(failure)(f"{node}: {failure}") from failure
 
 
 def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict[RayNode, str]:
@@ -89,23 +100,28 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
 
 
 def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: LinksConfig) -> dict[RayNode, Keeper]:
-    """Start the keepers of these folders, each on its node.
+    """Start the keepers of these folders, each on its node, and wait for them.
 
     Raises the error for which a folder cannot be made, or PeerLost.
     """
-    actors = {
-        node: NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(name), **node.options).remote(name)
-        for node, name in folder_names.items()
-    }
+    actors = {node: create_keeper(node, name) for node, name in folder_names.items()}
     keepers = {}
     for node, actor in actors.items():
-        failure: AlignedServeError | None = _answer(node, actor.failure.remote())
-        if failure is not None:
-            raise ResourceError(f"{node}: {failure}") from failure
-        folder: Path = _answer(node, actor.folder.remote())
-        book = AddressBook(folder, node.node_id, node.address, RayDirectory(cluster_id), has_tls=links.tls)
-        keepers[node] = Keeper(actor, book)
+        require(node, _answer(node, actor.failure.remote()))
+        keepers[node] = keeper_of(node, actor, _answer(node, actor.folder.remote()), cluster_id, links)
     return keepers
+
+
+def create_keeper(node: RayNode, folder_name: str) -> Any:
+    """Create the keeper of this folder on this node; it comes up by itself."""
+    options = NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(folder_name), **node.options)
+    return options.remote(folder_name)
+
+
+def keeper_of(node: RayNode, actor: Any, folder: Path, cluster_id: str, links: LinksConfig) -> Keeper:
+    """Return a keeper that is up and has made this folder."""
+    book = AddressBook(folder, node.node_id, node.address, RayDirectory(cluster_id), has_tls=links.tls)
+    return Keeper(actor, book)
 
 
 def keeper_name(folder_name: str) -> str:

@@ -54,6 +54,12 @@ class ClusterRecord(msgspec.Struct, frozen=True):
         return [url for node in self.nodes for url in node.urls]
 
 
+class _Identity(msgspec.Struct, frozen=True):
+    """The part of a record that every version has."""
+
+    cluster_id: str
+
+
 def write_record(record: ClusterRecord) -> None:
     """Replace the record. Raises PeerLost when Ray's head does not answer."""
     ray_directory.put(_RECORD_KEY, msgspec.json.encode(record))
@@ -68,6 +74,18 @@ def read_record() -> ClusterRecord | None:
         return msgspec.json.decode(found, type=ClusterRecord)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the running cluster is of another version: {error}") from error
+
+
+def recorded_id() -> str | None:
+    """Return the id of the cluster that the record names, also one of another version; None: there is none.
+
+    Raises PeerLost when Ray's head does not answer.
+    """
+    found = ray_directory.get(_RECORD_KEY)
+    try:
+        return msgspec.json.decode(found, type=_Identity).cluster_id if found is not None else None
+    except msgspec.MsgspecError:
+        return None  # it names no cluster that could be asked anything
 
 
 def remove_record(cluster_id: str) -> None:
