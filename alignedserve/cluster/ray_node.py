@@ -65,7 +65,7 @@ def join_ray(address: str, namespace: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         if port.isdigit():  # Ray itself would retry for minutes
-            socket.create_connection((host, int(port)), _ANSWER_TIMEOUT_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_TIMEOUT_S).close()
         with handlers_preserved():
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:

@@ -181,7 +181,8 @@ class Rehearsal:
         ends_s = time.monotonic() + _USED_AGAIN_S
         while time.monotonic() < ends_s:
             if any(node["hostname"] == host.name and node["actors"] for node in self.status()["nodes"]):
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"{_url(host)}/ready", timeout=_ANSWER_S):
+                ready = f"{_url(host)}/ready"
+                with contextlib.suppress(OSError), urllib.request.urlopen(ready, timeout=_ANSWER_S):  # noqa: S310
                     return
             time.sleep(_POLL_S)
         raise ResourceError(f"{host} is not used again after {_USED_AGAIN_S:.0f} s")
