@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from alignedserve.config.environment import API_KEYS_VARIABLE
 from alignedserve.core.errors import AlignedServeError, ResourceError
 from alignedserve.evaluation.checked_trace import plan_checked_trace
 from alignedserve.evaluation.namespace_hosts import NamespaceHost, NamespaceHosts
@@ -38,7 +40,7 @@ from alignedserve.pocket.tasks import is_correct
 from alignedserve.workload.traces import shipped_trace
 
 _MODEL = "pocket"
-_PORT = 8000
+PORT = 8000
 _CLUSTER_NAME = "alignedserve-rehearsal"
 _RAY_UP_S = 400.0
 _NUM_UPS = 3
@@ -47,6 +49,7 @@ _ANSWER_S = 5.0
 _USED_AGAIN_S = 240.0
 _POLL_S = 0.5
 _MAX_CHATS = 10
+_NUM_ASKED = 2  # gateways that are asked
 _ANSWERS = re.compile(r'^alignedserve_answers_total{worker="([^"]+)"} (\S+)$', re.MULTILINE)
 _STAMP = "2026-01-31 12:00:00,000"  # as logs begin
 _RAY_WAS_SLOW = "timed out during startup"
@@ -83,6 +86,7 @@ class Rehearsal:
 
     def __init__(self, hosts: NamespaceHosts, settings: Sequence[str]) -> None:
         self.hosts = hosts
+        self.api_key = secrets.token_hex(16)  # without which no gateway answers
         self._settings = settings
         self._file = hosts.base / "cluster.yaml"
 
@@ -95,7 +99,9 @@ class Rehearsal:
             (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} {inside}"$@"\n', encoding="utf-8")
             (commands / name).chmod(0o755)
         (base / "bashrc").write_text(
-            f"export PATH={commands}:$PATH RAY_AUTH_MODE=token PYTHONPATH={Path.cwd()}\n", encoding="utf-8"
+            f"export PATH={commands}:$PATH RAY_AUTH_MODE=token PYTHONPATH={Path.cwd()}\n"
+            f"export {API_KEYS_VARIABLE}={self.api_key}\n",
+            encoding="utf-8",
         )
         for kept in Path("/tmp/ray").glob(f"cluster-{_CLUSTER_NAME}.*"):  # noqa: S108  (what Ray remembers of a former one)
             kept.unlink()
@@ -187,21 +193,26 @@ class Rehearsal:
             time.sleep(_POLL_S)
         raise ResourceError(f"{host} is not used again after {_USED_AGAIN_S:.0f} s")
 
+    def clients(self) -> list[OpenAiClient]:
+        """Return a client of each gateway of the hosts that are up."""
+        return [OpenAiClient(url=url, api_key=self.api_key) for url in self.urls()]
+
     def urls(self) -> list[str]:
         """Return the addresses of the gateways of the hosts that are up."""
         return [_url(host) for host in self.hosts.hosts if host.process is not None]
 
 
 def _url(host: NamespaceHost) -> str:
-    return f"http://{host.address}:{_PORT}"
+    return f"http://{host.address}:{PORT}"
 
 
-async def replay(urls: Sequence[str], duration_s: float, rate: float, at_s: float, hurt: "asyncio.Event") -> Verdict:
+async def replay(
+    clients: Sequence[OpenAiClient], duration_s: float, rate: float, at_s: float, hurt: "asyncio.Event"
+) -> Verdict:
     """Replay the trace through these gateways in turn, set the event at that time, and judge every answer."""
     count_tokens = pocket_tokenizer()
     checked = plan_checked_trace(shipped_trace(), duration_s=duration_s, rate=rate, seed=0, count_tokens=count_tokens)
     calls = [task_call(task, _MODEL, count_tokens) for task in checked.tasks]
-    clients = [OpenAiClient(url=url) for url in urls]
     for client in clients:
         await client.__aenter__()
 
@@ -258,7 +269,8 @@ async def _replay_with_fault(
 
     faulty = asyncio.create_task(bring_about())
     try:
-        verdict = await replay(rehearsal.urls()[:2], options.duration, options.rate, options.fault_at, hurt)
+        clients = rehearsal.clients()[:-1][:_NUM_ASKED]  # never of the last host, to which the faults happen
+        verdict = await replay(clients, options.duration, options.rate, options.fault_at, hurt)
         if not times:
             raise ResourceError(f"the last answer came before --fault-at {options.fault_at:g}")
         if options.heal_after:
@@ -273,7 +285,7 @@ async def chat_with_another_host(rehearsal: Rehearsal) -> None:
     url, head = rehearsal.urls()[0], rehearsal.hosts.hosts[0]
     prompt = "spell otter"
     message = {"model": _MODEL, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
-    async with OpenAiClient(url=url) as client:
+    async with rehearsal.clients()[0] as client:
         for _ in range(_MAX_CHATS):
             before = rehearsal.num_answers(0)
             call = CompletionCall(CompletionApi.CHAT, message)
@@ -287,7 +299,7 @@ async def chat_with_another_host(rehearsal: Rehearsal) -> None:
     raise ResourceError(f"in {_MAX_CHATS} rounds no worker of another host has answered")
 
 
-def _hurt(rehearsal: Rehearsal, options: argparse.Namespace) -> Verdict:
+def replay_with_fault(rehearsal: Rehearsal, options: argparse.Namespace) -> Verdict:
     """Replay the trace with the chosen fault, print what came of it, and have all hosts back."""
     fault = FAULTS[options.fault](rehearsal.hosts)
     verdict, times = asyncio.run(_replay_with_fault(rehearsal, options, fault))
@@ -342,7 +354,7 @@ def run(options: argparse.Namespace) -> bool:
         print(f"`ray up` took {time.monotonic() - began_s:.1f} s, until the cluster answered", flush=True)
         print(rehearsal.on_host(1, "alignedserve status"), flush=True)
         asyncio.run(chat_with_another_host(rehearsal))
-        verdict = _hurt(rehearsal, options)
+        verdict = replay_with_fault(rehearsal, options)
         rehearsal.ray("down")
         time.sleep(options.settle)
         left = [line for host in hosts.hosts for line in host.processes()]

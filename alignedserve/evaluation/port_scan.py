@@ -25,7 +25,7 @@ _RAY_METHODS = (
     "/ray.rpc.LogService/ListLogs",
     "/ray.rpc.RayletDriver/ClusterInfo",
 )
-_RAY_PORTS: Mapping[int, str] = {
+RAY_PORTS: Mapping[int, str] = {
     6379: "Ray's head (GCS)",
     6381: "Ray's raylet",
     6382: "Ray's object manager",
@@ -34,11 +34,12 @@ _RAY_PORTS: Mapping[int, str] = {
     6385: "Ray's runtime environments (HTTP)",
     10001: "Ray's client server",
 }
-_RAY_WORKERS = range(10100, 11000)
+RAY_WORKER_PORTS = range(10100, 11000)
 LINKS = "links and KV"
 GATEWAY = "gateway"
 RAY_WORKERS = "Ray's workers"
 LOGIN = "SSH"
+LOOPBACK = "loopback"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,12 @@ def listeners_of(listing: str) -> list[Listener]:
 def purpose_of(listener: Listener, node_address: str, gateway_port: int) -> str | None:
     """Return the purpose of a listener on a host at this address; None: it should not be there."""
     if listener.is_loopback:
-        return "loopback"
+        return LOOPBACK
     if listener.port == 22:
         return LOGIN
-    if listener.port in _RAY_PORTS:
-        return _RAY_PORTS[listener.port]
-    if listener.port in _RAY_WORKERS:
+    if listener.port in RAY_PORTS:
+        return RAY_PORTS[listener.port]
+    if listener.port in RAY_WORKER_PORTS:
         return RAY_WORKERS
     if listener.address in _ALL_ADDRESSES:
         return None
