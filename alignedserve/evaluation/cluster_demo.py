@@ -27,7 +27,6 @@ from typing import Any
 
 import yaml
 
-from alignedserve.config.environment import API_KEYS_VARIABLE
 from alignedserve.core.errors import AlignedServeError, ResourceError
 from alignedserve.evaluation.checked_trace import plan_checked_trace
 from alignedserve.evaluation.namespace_hosts import NamespaceHost, NamespaceHosts
@@ -100,7 +99,7 @@ class Rehearsal:
             (commands / name).chmod(0o755)
         (base / "bashrc").write_text(
             f"export PATH={commands}:$PATH RAY_AUTH_MODE=token PYTHONPATH={Path.cwd()}\n"
-            f"export {API_KEYS_VARIABLE}={self.api_key}\n",
+            f"export ALIGNEDSERVE_API_KEYS={self.api_key}\n",
             encoding="utf-8",
         )
         for kept in Path("/tmp/ray").glob(f"cluster-{_CLUSTER_NAME}.*"):  # noqa: S108  (what Ray remembers of a former one)

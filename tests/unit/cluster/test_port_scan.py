@@ -1,4 +1,4 @@
-"""What the scan of a cluster's ports takes for a purpose and for a refusal, and that the documentation says the same."""
+"""What the scan of a cluster's ports takes for a purpose and for a refusal; the documentation says the same."""
 
 import socket
 import threading
@@ -52,7 +52,7 @@ def test_a_listing_is_read_with_programs_where_they_are_known() -> None:
         (Listener(NODE, 41234, "python"), None),
         (Listener("10.1.1.1", 41234, "ray::DecodeActor"), None),  # another network of the host
         (Listener("*", 41234, "ray::DecodeActor"), None),
-        (Listener("0.0.0.0", 8000, "ray::GatewayActo"), None),  # noqa: S104
+        (Listener("0.0.0.0", 8000, "ray::GatewayActo"), None),
     ],
 )
 def test_a_listener_has_a_purpose_or_no_business_there(listener: Listener, purpose: str | None) -> None:
