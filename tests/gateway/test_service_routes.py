@@ -116,6 +116,7 @@ async def test_metrics_have_the_names_that_dashboards_read() -> None:
         "alignedserve_handoffs_verified_total 0.0",
         "alignedserve_handoffs_refused_total 0.0",
         'alignedserve_rejected_total{reason="model_not_found"} 1.0',
+        'alignedserve_answers_total{worker="scripted"} 1.0',
     ):
         assert name in text
     assert not re.search(r"[0-9a-f]{32}", text)
