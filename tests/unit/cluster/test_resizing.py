@@ -10,11 +10,10 @@ from alignedserve.core.errors import ConfigError, ResourceError
 
 
 def node(index: int, prefill: int = 1, decode: int = 1, cores: int = 4, gpus: int = 0) -> RunningNode:
-    names = [
-        tuple(f"{kind}-{index}.{number}" for number in range(count)) for kind, count in (("p", prefill), ("d", decode))
-    ]
+    prefillers = tuple(f"prefill-{index}{number}" for number in range(prefill))
+    decoders = tuple(f"decode-{index}{number}" for number in range(decode))
     capacity = NodeCapacity(f"node-{index}", f"10.0.0.{index}", cores, tuple(f"cuda:{one}" for one in range(gpus)))
-    return RunningNode(NodeShare(f"node-{index}", f"pool-{index}", *names), capacity)
+    return RunningNode(NodeShare(f"node-{index}", f"pool-{index}", prefillers, decoders), capacity)
 
 
 def test_workers_are_added_where_each_has_the_most() -> None:
@@ -70,16 +69,9 @@ def test_arguments_are_totals_by_kind() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        [],
-        ["decode"],
-        ["decode="],
-        ["decode=-1"],
-        ["decode=1.5"],
-        ["decode=\u0664"],
-        ["gateway=2"],
-        ["decode=1", "decode=2"],
-    ]
-    + [["decode=" + "9" * 5000], ["=4"], ["x" * 100_000]],
+        *([], ["decode"], ["decode="], ["decode=-1"], ["decode=1.5"], ["decode=\u0664"], ["gateway=2"], ["=4"]),
+        *(["decode=1", "decode=2"], ["decode=" + "9" * 5000], ["x" * 100_000]),
+    ],
 )
 def test_other_arguments_are_refused(given: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
