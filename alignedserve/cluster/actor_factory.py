@@ -40,8 +40,7 @@ class PreparedNode:
     config: ClusterConfig  # with the sizes and counts of this node
     book: AddressBook  # as its processes see it
     placed_by: Mapping[str, Any] = field(default_factory=dict)  # Ray's options
-    far_prefill: tuple[str, ...] = ()  # prefill workers of other nodes that hand requests over to its decode workers
-    num_far_decode: int = 0  # decode workers of other nodes that take requests from its prefill workers
+    num_far_decode: int = 0  # decode workers of other nodes at the start, which take requests from its prefill workers
 
     @property
     def folder(self) -> Path:
@@ -97,8 +96,7 @@ class ActorFactory:
             prefill = (config.prefill, config.scheduling, engines[name], share.decode, node.num_far_decode, served)
             self._add(actors, node, PrefillWorkerActor, Role.PREFILL_WORKER, name, *prefill)
         for name in share.decode:
-            prefillers = (*share.prefill, *node.far_prefill)
-            decode = (config.decode, config.batching, config.scheduling, engines[name], prefillers, served)
+            decode = (config.decode, config.batching, config.scheduling, engines[name], served)
             self._add(actors, node, DecodeWorkerActor, Role.DECODE_WORKER, name, *decode)
 
     def _add(

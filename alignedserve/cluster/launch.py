@@ -33,11 +33,12 @@ from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CPU, worker_devices
-from alignedserve.runtime.engine.model_executor import hidden_block_tokens, recomputing_bytes
+from alignedserve.runtime.engine.model_executor import bytes_beside_blocks
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import AddressBook
+from alignedserve.runtime.process.loading_progress import Progress, read_progress
 from alignedserve.scheduling.factory import resolve_policy
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,10 @@ _START_TIMEOUT_S = 600.0  # without progress
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 5.0
 _RAY_EXIT_S = 3.0
+
+
+class AskedToStop(Exception):
+    """Raised by a start that somewhere else was asked to end."""
 
 
 class RunningCluster:
@@ -115,13 +120,23 @@ class RunningCluster:
         """Look after the cluster; False: it was asked to stop. A cluster of one host needs nothing."""
         return True
 
+    def check_start(self) -> None:
+        """Raise AskedToStop when the start is to end. A cluster of one host is told by a signal."""
+
+    def progress(self) -> list[Progress | None]:
+        """Return how far the workers have loaded their model."""
+        names = self._actors.get(self._node.share.node, {})
+        return [read_progress(self._node.book.progress_of(name)) for name in names]
+
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until a token has passed through the whole system.
 
-        Raises PeerLost if none does within `timeout_s`, or within that of the last progress of a model that is loaded.
+        Raises PeerLost if none does within `timeout_s`, or within that of the last progress of a model that is loaded;
+        AskedToStop.
         """
         patience = self._patience(timeout_s)
         while not patience.is_over():
+            self.check_start()
             try:
                 with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0) as response:  # noqa: S310
                     if response.status == 200:
@@ -180,10 +195,14 @@ class RunningCluster:
         ray.shutdown()
 
     def _wait_for_actors(self) -> None:
-        """Wait until every actor is up, as long as models load. Raises the error of the first failing one."""
+        """Wait until every actor is up, as long as models load.
+
+        Raises the error of the first failing one, or AskedToStop.
+        """
         starting = {actor.failure.remote(): name for name, actor in self.actors().items()}
         patience = self._patience(_START_TIMEOUT_S)
         while starting:
+            self.check_start()
             answered, _ = ray.wait(list(starting), timeout=_POLL_S)
             for reference in answered:
                 failure = _result(reference, starting.pop(reference))
@@ -196,9 +215,7 @@ class RunningCluster:
                 )
 
     def _patience(self, timeout_s: float) -> Patience:
-        book = self._node.book
-        files = [book.progress_of(name) for name in self._actors.get(self._node.share.node, {})]
-        return Patience(files, timeout_s, self._observer)
+        return Patience(self.progress, timeout_s, self._observer)
 
 
 def launch_cluster(
@@ -245,8 +262,7 @@ def _choose(config: ClusterConfig) -> SizeChoice:
         has_bfloat16=machine.has_bfloat16,
         has_float8=machine.has_float8,
     )
-    block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
-    beside = recomputing_bytes(served.block_layout(config.engine.block_size), block_tokens)
+    beside = bytes_beside_blocks(served, config.scheduling, config.engine.block_size)
     return choose_sizes(config, served, machine, recomputing_bytes=beside)
 
 

@@ -78,7 +78,7 @@ def build_services(
         reply_to=reply_to,
         api_keys=keys,
         quotas=quotas or RequestQuotas(config.requests_per_minute, keys.num_owners),
-        metrics=GatewayMetrics(model.name, backend.status),
+        metrics=GatewayMetrics(model.name, backend.status, backend.num_answers),
         limiter=RequestLimiter(config.max_concurrent_requests),
         readiness_probe=ReadinessProbe(backend, token_id=probe_token_id, reply_to=reply_to),
         files_api=files_api,

@@ -82,6 +82,11 @@ async def test_ready_only_after_a_token_came_through() -> None:
         assert "since the cluster changed" in (served.services.readiness_probe.missing() or "")
         await holds(lambda: served.services.readiness_probe.missing() is None)
         assert (await served.client.get("/ready")).status_code == 200
+        served.services.readiness_probe.is_draining = True
+        assert "draining" in error_of(await served.client.get("/ready"), 503)["message"]
+        assert (await served.client.get("/v1/models")).status_code == 200  # what comes all the same is served
+        served.services.readiness_probe.is_draining = False
+        assert (await served.client.get("/ready")).status_code == 200
         canary.cancel()
         await asyncio.gather(canary, return_exceptions=True)
 
@@ -111,6 +116,7 @@ async def test_metrics_have_the_names_that_dashboards_read() -> None:
         "alignedserve_handoffs_verified_total 0.0",
         "alignedserve_handoffs_refused_total 0.0",
         'alignedserve_rejected_total{reason="model_not_found"} 1.0',
+        'alignedserve_answers_total{worker="scripted"} 1.0',
     ):
         assert name in text
     assert not re.search(r"[0-9a-f]{32}", text)

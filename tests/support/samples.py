@@ -77,6 +77,7 @@ from alignedserve.messages.workers import (
     AttemptFailed,
     IterationLogReport,
     JoinedBatch,
+    PeersChanged,
     PrefillCompleted,
     PrefillRequest,
     RegistrationRefused,
@@ -179,7 +180,7 @@ _JOINED = JoinedBatch(BatchId(2), 32, 48)
 # One example of every message, with every field away from its default.
 EXAMPLES: tuple[Message, ...] = (
     Challenge(1, _NONCE),
-    Hello(1, Role.PREFILL_WORKER, PREFILL, bytes(32), _NONCE),
+    Hello(1, Role.PREFILL_WORKER, PREFILL, bytes(32), _NONCE, POOL),
     Welcome(Role.ROUTER, ROUTER, bytes(32)),
     Ping(1.5),
     SubmitRequest(_FULL),
@@ -204,6 +205,7 @@ EXAMPLES: tuple[Message, ...] = (
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),
     IterationLogReport(TOTALS),
+    PeersChanged((WorkerName(PREFILL),), left=(WorkerName("prefill-1"),), is_complete=True),
     ReserveBlocks(R1, 3, 2, is_copy=True, may_wait=False),
     CancelReservation(R1, 3),
     BlocksReserved(R1, 3, _LEASE, 17, blocks(3, 4, 9)),
