@@ -6,7 +6,18 @@ from typing import Any
 
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import ArenaOffered
-from alignedserve.messages.events import TICK_S, Logic, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.events import (
+    TICK_S,
+    Dial,
+    Logic,
+    PeerConnected,
+    PeerDisconnected,
+    Received,
+    Send,
+    SendTo,
+    StopDialling,
+    Ticked,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     IterationCompleted,
@@ -28,6 +39,7 @@ from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuff
 
 Performers = Mapping[type, Callable[[Any], None]]
 _TICK = Ticked()
+_DIALLING = (Dial, StopDialling)  # the simulated cluster is linked when it is built
 
 
 AnyLogic = Logic[Any, Any]
@@ -106,7 +118,7 @@ class SimulatedComponent:
                 self._network.send(self.name, command.peer, command.message)
             elif kind is SendTo:
                 self._network.to_gateway(command.message)
-            else:
+            elif kind not in _DIALLING:
                 self.performers[kind](command)
 
     def tick_from(self, time_s: float) -> None:
