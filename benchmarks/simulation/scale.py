@@ -64,8 +64,8 @@ def workload_of(rate: float, duration_s: float, prompt_len: int, output_len: int
     rng = random.Random(1)
     requests, now = [], 0.0
     while (now := now + rng.expovariate(rate)) < duration_s:
-        lengths = [rng.randint(length // 2, length * 3 // 2) for length in (prompt_len, output_len)]
-        requests.append(TimedRequest(now, *lengths, lengths[1], "chat", slo=_SLO))
+        prompt, output = (rng.randint(length // 2, length * 3 // 2) for length in (prompt_len, output_len))
+        requests.append(TimedRequest(now, prompt, output, output, "chat", slo=_SLO))
     return Workload(WorkloadDescription("scale", 1, {"rate": rate}), tuple(requests))
 
 
