@@ -27,7 +27,17 @@ from alignedserve.messages.caches import (
     ReservationRefused,
     ReserveBlocks,
 )
-from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.events import (
+    CommonEvent,
+    Dial,
+    PeerConnected,
+    PeerDisconnected,
+    Received,
+    Send,
+    SendTo,
+    StopDialling,
+    Ticked,
+)
 from alignedserve.messages.fields import NO_BATCH, FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
@@ -44,7 +54,7 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import SetPredictedLength, WorkerRegistered
+from alignedserve.messages.workers import PeersChanged, SetPredictedLength, WorkerRegistered
 from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
@@ -53,6 +63,7 @@ from decode_worker.batching.batch_order import BatchOrder, SwitchLimits, Waiting
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.dialled_peers import DialledPeers
 from decode_worker.load import LoadCounter, LoadCounts
 from decode_worker.state import (
     CacheLocation,
@@ -64,7 +75,7 @@ from decode_worker.state import (
 
 DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
 WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | MapArena | UnmapArena
-DecodeCommand = Send | SendTo | WorkCommand
+DecodeCommand = Send | SendTo | Dial | StopDialling | WorkCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,7 @@ class DecodeLogic:
             scheduler=scheduler,
         )
         self._candidates = Candidates(registered.pool_name)
+        self._peers = DialledPeers()
         self._order = BatchOrder(limits.switch, scheduler.is_mixing_cheaper if scheduler is not None else None)
         self._evictions = Evictions(self._batch, self._candidates, self._order)
         self._aborted: list[RunningRequest] = []  # dropped at the end of the iteration
@@ -187,6 +199,8 @@ class DecodeLogic:
                 return self._preempted(candidate) if candidate is not None else []
             case ReserveBlocks():
                 return self._reserve(peer, message)
+            case PeersChanged():
+                return [*self._peers.changed(message)]
             case CancelReservation():
                 self._candidates.cancel_reservation(message.request_id, message.attempt)
                 return []

@@ -1,6 +1,5 @@
 """The decode worker's process: its logic, its links and its engine, joined."""
 
-from collections.abc import Sequence
 from functools import partial
 
 from alignedserve.messages.events import CommonEvent
@@ -39,10 +38,10 @@ class DecodeWorker:
             logic, process_spec, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
-    async def start(self, *, router_at: str, pool_at: str, prefillers_at: Sequence[str]) -> None:
-        """Connect to the pool, every prefill worker and the router."""
-        for address in (pool_at, *prefillers_at, router_at):
-            self._driver.links.dial(address)
+    async def start(self, *, router_at: str, pool_at: str) -> None:
+        """Connect to the pool and the router, which names the prefill workers to connect to."""
+        self._driver.links.dial(pool_at)
+        self._driver.links.dial(router_at)
 
     async def close(self) -> None:
         """Close the links, stop the threads and write the iteration log."""

@@ -2,6 +2,7 @@
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
 from router.logic import RouterLogic
+from router.placement import Placement
 from router.policies import make_prefill_order
 from router.policies.bypass import DirectHandoff, UrgentBypass
 
@@ -10,7 +11,7 @@ def make_logic(*, config: RouterConfig, batching: BatchingConfig) -> RouterLogic
     """Build the logic; what is unset defaults to `aligned_slo`. Raises ConfigError naming the field."""
     return RouterLogic(
         config=config,
-        batching=batching,
+        placement=Placement(max_candidate_requests=config.max_candidate_requests, batching=batching),
         order=make_prefill_order(config.prefill_order or "least_slack"),
         bypass=DirectHandoff() if config.direct_handoff else UrgentBypass(),
     )

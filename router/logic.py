@@ -12,11 +12,13 @@ The life of a request in the router:
 6. RequestFinished ends it and drops the pool's copy. Before that, a decode worker may return it to the pool
    (RequestPooled again), or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
 The holder of a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
-asks it (RequestInterrupted) and resumes from its answer (ResumeRequest): see request_registry.py. The router never sees
-a token or a block.
+asks it (RequestInterrupted) and resumes from its answer (ResumeRequest): see request_registry.py. DrainRequested moves
+requests in the same way, while their holder still lives. The router never sees a token or a block.
 """
 
-from alignedserve.config.sections import BatchingConfig, RouterConfig
+from collections.abc import Iterable
+
+from alignedserve.config.sections import RouterConfig
 from alignedserve.core.attempts import next_epoch
 from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
@@ -48,16 +50,17 @@ from alignedserve.messages.workers import (
     WorkerRegistered,
 )
 from router.ownership import OwnershipTransitions
+from router.peer_announcements import announce_joined, announce_left
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
 from router.policies.prefill_order import PrefillOrder
 from router.prefill_queue import PrefillQueue, QueuedPrefill
 from router.request_registry import RequestRegistry
-from router.state import DispatchedPrefill, LengthPredicted, TrackedRequest, WorkerRecord
+from router.state import DispatchedPrefill, DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord
 from router.status import RouterCounters, status_of
 
-RouterEvent = CommonEvent | LengthPredicted
+RouterEvent = CommonEvent | LengthPredicted | DrainRequested
 
 _TICKS_PER_STATUS = 4
 
@@ -65,9 +68,9 @@ _TICKS_PER_STATUS = 4
 class RouterLogic:
     """The router's state machine over accepted requests, workers, pools and the prefill queue."""
 
-    def __init__(self, *, config: RouterConfig, batching: BatchingConfig, order: PrefillOrder, bypass: Bypass) -> None:
+    def __init__(self, *, config: RouterConfig, placement: Placement, order: PrefillOrder, bypass: Bypass) -> None:
         self._config = config
-        self._placement = Placement(max_candidate_requests=config.max_candidate_requests, batching=batching)
+        self._placement = placement
         self._registry = RequestRegistry(
             placement=self._placement, queue=PrefillQueue(order), max_retries=config.max_retries
         )
@@ -96,6 +99,8 @@ class RouterLogic:
                 commands = self._on_disconnected(peer)
             case LengthPredicted():
                 commands = self._length_predicted(event)
+            case DrainRequested():
+                commands = self._drain_workers(event)
             case Ticked():
                 commands = self._on_tick()
         if len(self._registry.queue):
@@ -115,8 +120,7 @@ class RouterLogic:
             case AbortRequest():
                 return self._abort(message.request_id)
             case WorkerRegistered() | PoolRegistered():
-                reason = self._placement.register(peer, message)
-                return [Send(peer, RegistrationRefused(reason))] if reason is not None else []
+                return self._register(peer, message)
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():
@@ -142,6 +146,13 @@ class RouterLogic:
             case _:
                 raise AssertionError(f"the router does not take {type(message).__name__}")
         return []
+
+    def _register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> list[Send]:
+        reason = self._placement.register(peer, message)
+        if reason is not None:
+            return [Send(peer, RegistrationRefused(reason))]
+        workers = self._placement.workers
+        return announce_joined(workers[peer], workers.values()) if peer in workers else []
 
     def _submit(self, gateway: str, request: Request) -> list[Send]:
         rejection = self._rejection(request)
@@ -189,7 +200,7 @@ class RouterLogic:
 
     def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> list[Send]:
         worker = self._placement.workers.get(peer)
-        if worker is None or not worker.complete_prefill(message.request_id, message.attempt):
+        if worker is None or not self._placement.complete_prefill(worker, message.request_id, message.attempt):
             return []
         self._observe_drain(message.num_tokens, now)
         tracked = self._registry.current(message.request_id, message.attempt)
@@ -262,8 +273,23 @@ class RouterLogic:
             return commands
         lost = [tracked for tracked in self._registry.requests.values() if self._placement.depends_on(tracked, peer)]
         commands += self._registry.interrupt(lost)
+        worker = self._placement.workers.get(peer)
         self._placement.remove(peer)
-        return commands
+        return commands + (announce_left(worker, self._placement.workers.values()) if worker is not None else [])
+
+    def _drain_workers(self, event: DrainRequested) -> list[Send]:
+        self._placement.set_draining(event.draining)
+        requests = self._registry.requests.values()
+        return self._registry.move([one for one in requests if self._placement.is_leaving(one, event.moved)])
+
+    def num_left(self, names: Iterable[str]) -> dict[str, int]:
+        """Return how many requests would be interrupted if each of these workers and pools were lost."""
+        requests = self._registry.requests.values()
+        left = {name: sum(self._placement.depends_on(one, name) for one in requests) for name in names}
+        for name in left:
+            worker = self._placement.workers.get(name)
+            left[name] += worker is not None and worker.pending_batch is not None  # an answer that may hold some
+        return left
 
     # --- placement
 
@@ -280,15 +306,17 @@ class RouterLogic:
             pool = self._placement.pool_of(worker.name)
             tracked.pool_epoch = pool.epoch if pool is not None else None
             prefill = DispatchedPrefill(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
-            worker.start_prefill(request_id, prefill)
+            self._placement.start_prefill(worker, request_id, prefill)
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
         return commands
 
     def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
         pool = self._placement.copy_of(tracked)
         decoder = None
-        for able in self._placement.by_distance(worker):
-            decoder = decoder or self._bypass.target(tracked.request, tracked.num_prefill_tokens, able)
+        for able in self._placement.free_by_distance(worker):
+            decoder = self._bypass.target(tracked.request, tracked.num_prefill_tokens, able)
+            if decoder is not None:
+                break
         tracked.destination = decoder.name if decoder is not None else None
         return PrefillRequest(
             tracked.request,

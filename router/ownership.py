@@ -123,7 +123,7 @@ class OwnershipTransitions:
             return [abort, *self._registry.interrupt([tracked])]
         worker = self._placement.workers.get(tracked.destination or "")
         if worker is not None:
-            worker.pending_batch = None
+            self._placement.cancel_batch_request(worker)
         return self._registry.interrupt([tracked])
 
 

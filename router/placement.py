@@ -1,50 +1,103 @@
-"""Load balancing: the registered workers and pools, what each holds, and which gets what next."""
+"""Load balancing: the registered workers and pools, what each holds, and which gets what next.
+
+No decision looks at all workers. Every change of a worker goes through a method here, which brings its place in the
+orders up to date: workers that can prefill by load, those with a free slot, those that a pool had no batch for. What
+concerns a pool looks at the workers of its node.
+"""
+
+from collections.abc import Collection, Iterator
 
 from alignedserve.config.sections import BatchingConfig
-from alignedserve.core.block_allocator import blocks_for
-from alignedserve.core.ids import BatchId, RequestId, WorkerName
+from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
-from alignedserve.messages.workers import JoinedBatch, WorkerLoad, WorkerRegistered
-from router.state import BatchKind, PoolRecord, TrackedRequest, WorkerRecord
+from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
+from router.batch_requests import BatchRequests
+from router.ranking import Ranking
+from router.state import DispatchedPrefill, PoolRecord, TrackedRequest, WorkerRecord
 
 
 class Placement:
-    """Records of workers and pools by name, and the choice of a worker for prefills and batches."""
+    """Records of workers and pools by name, and the choice of a worker for prefills and batches.
+
+    The records are to be read; they are changed by the methods here alone.
+    """
 
     def __init__(self, *, max_candidate_requests: int, batching: BatchingConfig) -> None:
         self.workers: dict[str, WorkerRecord] = {}
         self.pools: dict[str, PoolRecord] = {}
-        self._max_candidate_requests = max_candidate_requests
-        self._batching = batching
-        self._next_batch = 1
+        self._num_pooled = 0
         self._num_pool_epochs = 0
+        self._nodes: dict[str, dict[str, WorkerRecord]] = {}  # workers by the pool of their node
+        self._prefillers: Ranking[tuple[int, int]] = Ranking()  # that can take a prefill now
+        self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
+        self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
+        self._draining: frozenset[str] = frozenset()  # workers and pools, registered or not; membership only
+        self._refused: dict[str, WorkerRecord] = {}  # perhaps more than have `refused_kinds`
+        self._batch_requests = BatchRequests(
+            pools=self.pools,
+            nodes=self._nodes,
+            max_candidate_requests=max_candidate_requests,
+            batching=batching,
+        )
 
     # --- registration
 
     def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
         """Add a worker or pool that (re)connected, holding nothing; return why it is refused, or None."""
         self.remove(peer)
-        others = {known.registered.layout_digest for known in self.workers.values()}
-        others |= {known.layout_digest for known in self.pools.values()}
-        if others and message.layout_digest not in others:
+        known = self._layout_digest()
+        if known is not None and known != message.layout_digest:
             return "its blocks are not of the size, dtype and shape of the cluster's; start all with one configuration"
         if isinstance(message, WorkerRegistered):
-            self.workers[peer] = WorkerRecord(peer, message)
+            self._add_worker(WorkerRecord(peer, message))
             return None
         self._num_pool_epochs += 1
         self.pools[peer] = PoolRecord(peer, self._num_pool_epochs, message.num_blocks, message.layout_digest)
+        self._rank_node(peer)
         return None
+
+    def _layout_digest(self) -> str | None:
+        """Return the digest that all registered workers and pools have."""
+        for worker in self.workers.values():
+            return worker.registered.layout_digest
+        for pool in self.pools.values():
+            return pool.layout_digest
+        return None
+
+    def _add_worker(self, worker: WorkerRecord) -> None:
+        registered = worker.registered
+        worker.is_draining = worker.name in self._draining
+        self.workers[worker.name] = worker
+        self._nodes.setdefault(registered.pool_name, {})[worker.name] = worker
+        if registered.can_decode:
+            self._largest.put(worker.name, -registered.num_blocks * registered.block_size)
+        self._rank(worker)
 
     def remove(self, peer: str) -> None:
         """Remove a worker or pool."""
-        self.workers.pop(peer, None)
-        if self.pools.pop(peer, None) is None:
+        worker = self.workers.pop(peer, None)
+        if worker is not None:
+            self._remove_worker(worker)
+        pool = self.pools.pop(peer, None)
+        if pool is None:
             return
-        for worker in self.workers.values():
-            if worker.registered.pool_name == peer:
-                worker.pending_batch = None  # the pool will never answer it
+        self._num_pooled -= pool.num_pooled
+        for worker in self._nodes.get(peer, {}).values():
+            worker.pending_batch = None  # the pool will never answer it
+        self._rank_node(peer)
         self.clear_refusals()
+
+    def _remove_worker(self, worker: WorkerRecord) -> None:
+        name, pool = worker.name, worker.registered.pool_name
+        del self._nodes[pool][name]
+        if not self._nodes[pool]:
+            del self._nodes[pool]
+        for ranking in (self._prefillers, self._largest):
+            ranking.discard(name)
+        for records in (self._free, self._refused):
+            records.pop(name, None)
+        self._batch_requests.note_change(pool)
 
     def __contains__(self, peer: str) -> bool:
         return peer in self.workers or peer in self.pools
@@ -54,19 +107,41 @@ class Placement:
         worker = self.workers.get(worker_name)
         return self.pools.get(worker.registered.pool_name) if worker is not None else None
 
-    def by_distance(self, worker: WorkerRecord) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-        """Return the workers of its node, which share its memory, and those of others, to which blocks travel."""
-        near: list[WorkerRecord] = []
-        far: list[WorkerRecord] = []
-        for other in self.workers.values():
-            (near if other.registered.pool_name == worker.registered.pool_name else far).append(other)
-        return near, far
+    def free_by_distance(self, worker: WorkerRecord) -> Iterator[Iterator[WorkerRecord]]:
+        """Yield the decode workers with a free slot: those of its node, which share its memory, then those of others.
+
+        Blocks travel to others over the network.
+        """
+        pool = worker.registered.pool_name
+        yield (other for other in self._nodes[pool].values() if other.has_free_slot)
+        yield (other for other in self._free.values() if other.registered.pool_name != pool)
 
     def can_ever_hold(self, max_context_len: int) -> bool:
         """Return True if a request of this length fits some decode worker, or while no decode worker is registered."""
-        decoders = [worker.registered for worker in self.workers.values() if worker.registered.can_decode]
-        fits = [blocks_for(max_context_len, known.block_size) <= known.num_blocks for known in decoders]
-        return any(fits) or not fits
+        largest = self._largest.first()
+        return largest is None or max_context_len <= -largest.rank
+
+    # --- draining
+
+    def set_draining(self, names: Collection[str]) -> None:
+        """Give these workers nothing new, and no others; of pools that are named, see `is_leaving`."""
+        self._draining = frozenset(names)
+        for worker in self.workers.values():
+            if worker.is_draining != (worker.name in self._draining):
+                worker.is_draining = not worker.is_draining
+                self._rank(worker)
+
+    def is_leaving(self, tracked: TrackedRequest, moved: Collection[str]) -> bool:
+        """Return True if the request has to go elsewhere: what it needs next will not take it any more.
+
+        That is any of those named, or a pool that drains, with the workers which would take its batches.
+        """
+        if any(self.depends_on(tracked, name) for name in moved):
+            return True
+        if tracked.stage is Stage.POOLED:
+            return tracked.holder in self._draining and tracked.destination is None
+        pool = self.pool_of(tracked.holder or "") if tracked.stage is Stage.PREFILLING else None
+        return pool is not None and pool.name in self._draining and tracked.destination is None
 
     # --- reports
 
@@ -79,12 +154,30 @@ class Placement:
         elif peer in self.workers:
             worker = self.workers[peer]
             worker.load, worker.is_load_stale = load, False
-            worker.refused_kinds.clear()
+            self._clear_refusal(worker)
 
     def clear_refusals(self) -> None:
         """Allow every FormBatch again: something has changed that may let a batch be formed."""
-        for worker in self.workers.values():
-            worker.refused_kinds.clear()
+        for worker in list(self._refused.values()):
+            self._clear_refusal(worker)
+
+    def _clear_refusal(self, worker: WorkerRecord) -> None:
+        worker.refused_kinds.clear()
+        self._refused.pop(worker.name, None)
+        self._rank(worker)
+
+    # --- prefills
+
+    def start_prefill(self, worker: WorkerRecord, request_id: RequestId, prefill: DispatchedPrefill) -> None:
+        """Add a prefill that the worker is given."""
+        worker.start_prefill(request_id, prefill)
+        self._rank(worker)
+
+    def complete_prefill(self, worker: WorkerRecord, request_id: RequestId, attempt: int) -> bool:
+        """Remove a prefill that the worker has completed; return False if the report is stale."""
+        is_current = worker.complete_prefill(request_id, attempt)
+        self._rank(worker)
+        return is_current
 
     # --- owners of requests
 
@@ -93,6 +186,7 @@ class Placement:
         self.unassign(tracked)
         tracked.move(Stage.DECODING, worker.name)
         worker.decoding.add(tracked.request.request_id)
+        self._rank(worker)
 
     def set_pooled(self, tracked: TrackedRequest, pool: str, num_blocks: int) -> None:
         """Make this pool the holder of the request, which comes from a prefill worker or back from a decode worker."""
@@ -100,18 +194,15 @@ class Placement:
             self.unassign(tracked)
         tracked.move(Stage.POOLED, pool)
         self.set_copy(tracked, pool)
-        self.pools[pool].num_pooled += 1
-        if num_blocks > self._least_share(pool):
+        self._count_pooled(pool, 1)
+        if num_blocks > self._batch_requests.least_share(pool):
             self.pools[pool].large_requests[tracked.request.request_id] = (num_blocks, tracked.pooled_s)
         self.clear_refusals()
 
-    def _least_share(self, pool: str) -> int:
-        """Return the fewest blocks that a batch for a busy decode worker of this pool may have."""
-        known = [worker for worker in self.workers.values() if worker.registered.can_decode]
-        return min((self._share(worker) for worker in known if worker.registered.pool_name == pool), default=0)
-
-    def _share(self, worker: WorkerRecord) -> int:
-        return int(self._batching.max_block_share * worker.registered.num_blocks)
+    def _count_pooled(self, pool: str, change: int) -> None:
+        self.pools[pool].num_pooled += change
+        self._num_pooled += change
+        self._batch_requests.note_change(pool)
 
     def set_copy(self, tracked: TrackedRequest, pool: str) -> None:
         """Record that the pool has, or keeps, a copy of the request."""
@@ -131,9 +222,9 @@ class Placement:
         if worker is not None:
             worker.end_prefill(request_id)
             worker.decoding.discard(request_id)
-            worker.refused_kinds.clear()
+            self._clear_refusal(worker)
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
-            self.pools[tracked.holder].num_pooled -= 1
+            self._count_pooled(tracked.holder, -1)
             self.pools[tracked.holder].large_requests.pop(request_id, None)
 
     def depends_on(self, tracked: TrackedRequest, peer: str) -> bool:
@@ -146,7 +237,7 @@ class Placement:
     @property
     def num_pooled(self) -> int:
         """Number of requests waiting for a batch."""
-        return sum(pool.num_pooled for pool in self.pools.values())
+        return self._num_pooled
 
     # --- choices
 
@@ -155,111 +246,47 @@ class Placement:
 
         Ties: the fewest decoding requests (colocated workers), then the name.
         """
-        able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
-        return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
+        first = self._prefillers.first()
+        return self.workers[first.name] if first is not None else None
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
         """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
-        if not worker.registered.can_prefill:
+        if not worker.registered.can_prefill or worker.is_draining:
             return False
         if worker.registered.can_decode:
             return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running_requests
         return worker.registered.pool_name in self.pools
 
     def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
-        """Return the FormBatch messages to send, with their pools, the decode worker with the fewest requests first.
-
-        A pool gets no FormBatch while those without an answer may take all that is pooled: most would come back empty.
-        """
-        asked = []
-        num_requested = dict.fromkeys(self.pools, 0)  # by FormBatch messages without an answer
-        for worker in self.workers.values():
-            if worker.pending_batch is not None:
-                num_requested[worker.registered.pool_name] += worker.num_requested
-        for worker in sorted(self.workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
-            pool = self.pools.get(worker.registered.pool_name)
-            if pool is None or pool.num_pooled == 0 or worker.registered.can_prefill:
-                continue
-            if worker.pending_batch is not None or worker.is_load_stale or num_requested[pool.name] >= pool.num_pooled:
-                continue
-            form = self._request_batch(worker, pool, now) or self._request_joining(worker, pool, now)
-            if form is not None:
-                worker.pending_batch, worker.num_requested = form.batch_id, form.max_requests
-                worker.requested_kind = BatchKind.BATCH if form.joins is None else BatchKind.JOIN
-                num_requested[pool.name] += form.max_requests
-                asked.append((pool.name, form))
-        return asked
+        """Return the FormBatch messages to send, with their pools (see BatchRequests)."""
+        return self._batch_requests.to_send(now)
 
     def close_batch_request(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
         """Note the answer to the worker's FormBatch."""
-        worker.pending_batch = None
+        self._batch_requests.close(worker, is_empty=is_empty, now=now)
         if is_empty:
-            worker.refused_kinds.add(worker.requested_kind)
-            return
-        worker.is_load_stale = True
-        if worker.requested_kind is BatchKind.BATCH:
-            worker.last_batch_s = now
+            self._refused[worker.name] = worker
 
-    def _request_batch(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        """Request the next batch; while the worker has enough to run, only one worth a switch, or after a long time."""
-        load, batching = worker.load or WorkerLoad(), self._batching
-        if BatchKind.BATCH in worker.refused_kinds or load.num_batch_candidates:
-            return None
-        is_saturated = load.num_running >= self._min_requests(worker)
-        is_worth_it = pool.num_pooled >= self._min_requests(worker)
-        if is_saturated and not is_worth_it and now - worker.last_batch_s < batching.starvation_s:
-            return None
-        max_requests = worker.registered.max_running_requests
-        if not (is_saturated and batching.is_aligned):
-            max_requests += self._max_candidate_requests - len(worker.decoding)
-        return self._form(
-            worker,
-            pool,
-            max_requests,
-            self._min_requests(worker),
-            least_blocks=_largest_overdue(pool, worker, now - batching.starvation_s),
-        )
+    def cancel_batch_request(self, worker: WorkerRecord) -> None:
+        """Expect no answer to the worker's FormBatch."""
+        self._batch_requests.cancel(worker)
 
-    def _request_joining(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        """Request more of the running lengths, a few ahead of need, unless another batch has waited too long."""
-        load = worker.load
-        if load is None or load.running is None or BatchKind.JOIN in worker.refused_kinds:
-            return None
-        if load.num_batch_candidates and now - worker.last_batch_s >= self._batching.starvation_s:
-            return None
-        num_places = worker.registered.max_running_requests - load.num_running
-        max_requests = num_places + self._max_candidate_requests - load.num_candidate_requests
-        return self._form(worker, pool, max_requests, 1, joins=load.running)
+    # --- the orders of workers
 
-    def _min_requests(self, worker: WorkerRecord) -> int:
-        return self._batching.enough_requests(worker.registered.max_running_requests)
+    def _rank_node(self, pool: str) -> None:
+        for worker in self._nodes.get(pool, {}).values():
+            self._rank(worker)
+        self._batch_requests.note_change(pool)
 
-    def _form(
-        self,
-        worker: WorkerRecord,
-        pool: PoolRecord,
-        max_requests: int,
-        min_requests: int,
-        *,
-        joins: JoinedBatch | None = None,
-        least_blocks: int = 0,
-    ) -> FormBatch | None:
-        num_peers = sum(
-            other.registered.can_decode and other.registered.pool_name == pool.name for other in self.workers.values()
-        )
-        max_requests = min(max_requests, -(-pool.num_pooled // num_peers))  # a fair share
-        max_blocks = worker.registered.num_blocks
-        if worker.decoding:
-            candidate_blocks = worker.load.num_candidate_blocks if worker.load is not None else 0
-            max_blocks = max(self._share(worker) - candidate_blocks, least_blocks)
-        if max_requests < 1 or max_blocks < 1:
-            return None
-        batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
-        name = WorkerName(worker.name)
-        return FormBatch(batch_id, name, max_blocks, max_requests, min(min_requests, max_requests), joins)
-
-
-def _largest_overdue(pool: PoolRecord, worker: WorkerRecord, pooled_before_s: float) -> int:
-    """Return the blocks of the largest overdue request among those too large for the batch of a busy worker."""
-    sizes = [num_blocks for num_blocks, pooled_s in pool.large_requests.values() if pooled_s <= pooled_before_s]
-    return max((size for size in sizes if size <= worker.registered.num_blocks), default=0)
+    def _rank(self, worker: WorkerRecord) -> None:
+        """Bring a registered worker's place in every order up to date; its pool may now be asked for a batch."""
+        name, registered = worker.name, worker.registered
+        if self._can_prefill_now(worker):
+            self._prefillers.put(name, (worker.num_prefill_tokens, len(worker.decoding)))
+        else:
+            self._prefillers.discard(name)
+        if worker.has_free_slot:
+            self._free[name] = worker
+        else:
+            self._free.pop(name, None)
+        self._batch_requests.note_change(registered.pool_name)

@@ -56,6 +56,14 @@ class RequestRegistry:
                 commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
         return commands
 
+    def move(self, leaving: Iterable[TrackedRequest]) -> list[Send]:
+        """Take requests from holders that drain; their gateways then tell from where they go on, which is no retry."""
+        commands = []
+        for tracked in leaving:
+            commands += self._revoke(tracked)
+            commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
+        return commands
+
     def resume_from(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...]) -> list[Send]:
         """Queue a request again, to be recomputed up to these tokens; its holder, if any, releases it."""
         commands = self._revoke(tracked)
@@ -123,6 +131,8 @@ class RequestRegistry:
         if was is Stage.POOLED:
             return [Send(holder, DropRequest(request_id, attempt))]
         # A prefill worker may have handed its blocks over already; the pool is told as well.
-        pools = [worker.registered.pool_name for worker in self._placement.workers.values() if worker.name == holder]
-        drops = [Send(pool, DropRequest(request_id, attempt)) for pool in pools if was is Stage.PREFILLING]
-        return [Send(holder, AbortRequest(request_id, attempt)), *drops]
+        commands = [Send(holder, AbortRequest(request_id, attempt))]
+        worker = self._placement.workers.get(holder)
+        if was is Stage.PREFILLING and worker is not None:
+            commands.append(Send(worker.registered.pool_name, DropRequest(request_id, attempt)))
+        return commands

@@ -61,6 +61,14 @@ class LengthPredicted:
     predicted_len: float
 
 
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Event: these workers get nothing new from now on, and no others. Repeated for as long as they drain."""
+
+    draining: tuple[str, ...]  # with the pools of whole nodes, whose requests go elsewhere at once
+    moved: tuple[str, ...] = ()  # of those, the ones all of whose requests go elsewhere now
+
+
 class BatchKind(enum.Enum):
     """Kinds of FormBatch that the router sends to a pool on behalf of a decode worker."""
 
@@ -79,7 +87,7 @@ class DispatchedPrefill:
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """One registered worker and the requests it holds."""
+    """One registered worker and the requests it holds. Changed by the placement alone, which keeps it in order."""
 
     name: str
     registered: WorkerRegistered
@@ -96,6 +104,7 @@ class WorkerRecord:
         default_factory=set
     )  # answered with an empty batch since the last change; membership only
     last_batch_s: float = float("-inf")  # when it last got a new batch
+    is_draining: bool = False  # it gets nothing new
 
     def start_prefill(self, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         """Add a prefill that the worker is given."""
@@ -118,6 +127,17 @@ class WorkerRecord:
         if prefill is not None:
             self.num_prefill_tokens -= prefill.num_tokens
             self.num_real_time_tokens -= prefill.num_tokens if prefill.is_real_time else 0
+
+    @property
+    def has_free_slot(self) -> bool:
+        """True for a decode worker (a colocated one takes no request of another) that can run one more request."""
+        registered = self.registered
+        return (
+            registered.can_decode
+            and not registered.can_prefill
+            and not self.is_draining
+            and len(self.decoding) < registered.max_running_requests
+        )
 
     @property
     def num_blocks_used(self) -> int:

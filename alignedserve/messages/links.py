@@ -55,6 +55,7 @@ from alignedserve.messages.pools import (
 from alignedserve.messages.workers import (
     AttemptFailed,
     IterationLogReport,
+    PeersChanged,
     PrefillCompleted,
     PrefillRequest,
     RegistrationRefused,
@@ -127,6 +128,7 @@ DecodeWorkerInbound = (
     | BlocksWritten
     | BlocksPrefetched
     | RequestReturned
+    | PeersChanged
     | RegistrationRefused
     | Ping
 )

@@ -27,6 +27,15 @@ class RegistrationRefused(Message, frozen=True):
     reason: Text
 
 
+class PeersChanged(Message, frozen=True):
+    """Router to decode worker, when it has registered and whenever they change: the prefill workers of all nodes, to
+    which it keeps links."""
+
+    joined: tuple[WorkerName, ...]
+    left: tuple[WorkerName, ...] = ()  # not to be dialled any more; a link that holds is kept
+    is_complete: bool = False  # there are no others than those that joined
+
+
 class PrefillRequest(Message, frozen=True):
     """Router to worker: prefill this context and emit its next token."""
 

@@ -41,7 +41,7 @@ class DirectHandoff:
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
         """Return the worker with the fewest requests; ties go by name."""
-        able = [worker for worker in workers if _has_free_slot(worker)]
+        able = [worker for worker in workers if worker.has_free_slot]
         return min(able, key=lambda worker: (len(worker.decoding), worker.name), default=None)
 
 
@@ -64,15 +64,8 @@ class UrgentBypass:
         tpot_s = request.slo.tpot_s
         if request.request_class is not RequestClass.REAL_TIME or tpot_s is None or self._expected_wait_s <= tpot_s:
             return None
-        able = [worker for worker in workers if _has_free_slot(worker)]
+        able = [worker for worker in workers if worker.has_free_slot]
         return min(able, key=lambda worker: (_distance(worker, context_len), worker.name), default=None)
-
-
-def _has_free_slot(worker: WorkerRecord) -> bool:
-    registered = worker.registered
-    return (
-        registered.can_decode and not registered.can_prefill and len(worker.decoding) < registered.max_running_requests
-    )
 
 
 def _distance(worker: WorkerRecord, context_len: int) -> int:

@@ -20,6 +20,7 @@ from alignedserve.messages.pools import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest
 from router.logic import RouterLogic
+from router.placement import Placement
 from router.policies.bypass import UrgentBypass
 from router.policies.prefill_order import LeastSlackOrder, PrefillOrder
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, epoch, request, worker
@@ -38,9 +39,12 @@ class RouterHarness:
         self, batching: BatchingConfig | None = None, order: PrefillOrder | None = None, **config: Any
     ) -> None:
         self.now = 0.0
+        section = RouterConfig(**config)
         self.logic = RouterLogic(
-            config=RouterConfig(**config),
-            batching=batching or BatchingConfig(),
+            config=section,
+            placement=Placement(
+                max_candidate_requests=section.max_candidate_requests, batching=batching or BatchingConfig()
+            ),
             order=order or LeastSlackOrder(),
             bypass=UrgentBypass(),
         )

@@ -10,6 +10,7 @@ from alignedserve.cluster.hosts.sweeper import start_sweeper
 from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
+from alignedserve.runtime.process.loading_progress import PROGRESS_SUFFIX, Progress, read_progress
 
 _MAX_READ_BYTES = 1 << 20
 
@@ -56,6 +57,10 @@ class NodeKeeper:
             log.seek(begin)
             text = log.read(_MAX_READ_BYTES)
         return LogPart(text.decode(errors="replace"), begin + len(text))
+
+    def progress(self) -> list[Progress | None]:
+        """Return how far the workers that load a model here have come."""
+        return [read_progress(path) for path in sorted(self._folder.glob(f"*{PROGRESS_SUFFIX}"))]
 
     def stop(self) -> None:
         """Do nothing: the sweeper works when this process has ended."""

@@ -5,6 +5,7 @@ import msgspec
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.core.errors import ProtocolError
 
+DRAINING, DRAINED = "draining", "drained"
 _RECORD_KEY = "cluster"
 _STOP_KEY = "stop"
 
@@ -27,12 +28,19 @@ class NodeRecord(msgspec.Struct, frozen=True):
     actors: tuple[ActorRecord, ...] = ()
     urls: tuple[str, ...] = ()  # of its gateways
     problem: str = ""  # for which it is not used
+    drain: str = ""  # "draining" or "drained"
+
+    def is_called(self, name: str) -> bool:
+        """Return whether this is the node that a user means."""
+        return name in (self.name, self.hostname, self.address)
 
     @property
     def summary(self) -> str:
         """Return what runs here, in one line."""
         if self.problem:
             return f"not used: {self.problem}"
+        if self.drain == DRAINED:
+            return f"nothing; `alignedserve drain {self.name} --undo` uses it again"
         named = [f"{actor.name} ({actor.device})" if actor.device else actor.name for actor in self.actors]
         return ", ".join((*named, *self.urls))
 
@@ -54,6 +62,12 @@ class ClusterRecord(msgspec.Struct, frozen=True):
         return [url for node in self.nodes for url in node.urls]
 
 
+class _Identity(msgspec.Struct, frozen=True):
+    """The part of a record that every version has."""
+
+    cluster_id: str
+
+
 def write_record(record: ClusterRecord) -> None:
     """Replace the record. Raises PeerLost when Ray's head does not answer."""
     ray_directory.put(_RECORD_KEY, msgspec.json.encode(record))
@@ -68,6 +82,18 @@ def read_record() -> ClusterRecord | None:
         return msgspec.json.decode(found, type=ClusterRecord)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the running cluster is of another version: {error}") from error
+
+
+def recorded_id() -> str | None:
+    """Return the id of the cluster that the record names, also one of another version; None: there is none.
+
+    Raises PeerLost when Ray's head does not answer.
+    """
+    found = ray_directory.get(_RECORD_KEY)
+    try:
+        return msgspec.json.decode(found, type=_Identity).cluster_id if found is not None else None
+    except msgspec.MsgspecError:
+        return None  # it names no cluster that could be asked anything
 
 
 def remove_record(cluster_id: str) -> None:

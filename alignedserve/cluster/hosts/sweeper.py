@@ -15,6 +15,7 @@ from pathlib import Path
 
 from alignedserve.cluster.hosts.raylet_children import RayletChildren
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, ARENA_SUFFIX, arena_folder, remove_stale_arenas
+from alignedserve.runtime.process.loading_progress import remove_unused_progress
 
 _POLL_S = 0.5
 _PATIENCE_S = 60.0  # with processes that live on
@@ -40,9 +41,8 @@ def sweep(folder: Path) -> bool:
     for path in folder.glob("*.sock"):
         if not _is_served(path):
             path.unlink(missing_ok=True)
-    for path in folder.glob("*.progress"):
-        path.unlink(missing_ok=True)
-    return not any(folder.glob("*.sock")) and not any(arena_folder().glob(f"{prefix}*{ARENA_SUFFIX}"))
+    is_loaded = remove_unused_progress(folder)
+    return is_loaded and not any(folder.glob("*.sock")) and not any(arena_folder().glob(f"{prefix}*{ARENA_SUFFIX}"))
 
 
 def _is_served(path: Path) -> bool:

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
-from alignedserve.cluster.hosts import launch
+from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts.admission import Keeper
-from alignedserve.cluster.hosts.launch import ClusterOnHosts
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.joining import Joining
+from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.node_report import NodeReport, own_versions
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.cluster.hosts.record import ClusterRecord
@@ -39,8 +42,9 @@ def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
         book = AddressBook(folder / f"c-{share.node}", node.node_id, node.address)
         book.folder.mkdir(parents=True)
         prepared = PreparedNode(share, one.capacity, plan.config_of(share, node.address), book)
-        members.append(launch._Member(node, prepared, Keeper(None, book)))
-    return ClusterOnHosts(plan, members, ActorFactory(POCKET, ActorClasses(None, None)), LoggingObserver())
+        members.append(Member(node, prepared, Keeper(None, book)))
+    joining = Joining(plan, NodeReport(own_versions()), "c", 2)
+    return ClusterOnHosts(joining, members, ActorFactory(POCKET, ActorClasses(None, None)), LoggingObserver())
 
 
 @pytest.fixture
@@ -54,8 +58,9 @@ def cluster(tmp_path: Path) -> Iterator[ClusterOnHosts]:
 @pytest.fixture
 def announced(monkeypatch: pytest.MonkeyPatch) -> list[ClusterRecord]:
     records: list[ClusterRecord] = []
-    monkeypatch.setattr(launch, "write_record", records.append)
-    monkeypatch.setattr(launch, "is_asked_to_stop", lambda cluster_id: False)
+    monkeypatch.setattr(running, "write_record", records.append)
+    monkeypatch.setattr(running, "is_asked_to_stop", lambda cluster_id: False)
+    monkeypatch.setattr(running, "take_orders", lambda cluster_id: [])
     return records
 
 
@@ -72,7 +77,7 @@ def test_a_refused_node_that_leaves_is_no_lost_one(
     cluster: ClusterOnHosts, announced: list[ClusterRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive = list(NODES)
-    monkeypatch.setattr(launch, "alive_nodes", lambda: alive)
+    monkeypatch.setattr(running, "alive_nodes", lambda: alive)
     cluster.refuse(NODES[2], "it has another Python")
     assert cluster.check()
     assert announced == []

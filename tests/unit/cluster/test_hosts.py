@@ -26,6 +26,7 @@ from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig,
 from alignedserve.core.errors import ConfigError, NotEnoughMemory, ResourceError
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.process.loading_progress import LoadingProgress, Progress, read_progress
 
 GIB = 1024 * MIB
 POCKET = resolve_model(ModelSectionConfig())
@@ -174,6 +175,18 @@ def test_a_sweep_removes_what_is_nobodys_and_keeps_what_is_in_use(tmp_path: Path
         assert sweep(folder)
     finally:
         other.unlink()
+
+
+def test_a_sweep_spares_what_a_worker_that_loads_reports(tmp_path: Path) -> None:
+    path = tmp_path / "decode-0.progress"
+    progress = LoadingProgress(path, 100, 2)
+    assert not sweep(tmp_path)
+    progress.layer_packed()
+    assert read_progress(path) == Progress(0, 100, 0, 2)  # written at most ten times a second
+    progress.finish()
+    assert read_progress(path) == Progress(100, 100, 2, 2)
+    assert sweep(tmp_path)
+    assert not path.exists()
 
 
 def test_a_process_too_busy_to_accept_keeps_its_socket(tmp_path: Path) -> None:

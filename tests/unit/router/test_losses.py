@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.core.ids import BatchId
+from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
@@ -20,7 +20,14 @@ from alignedserve.messages.pools import (
     RequestPooled,
 )
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, RequestFinished, RequestPreempted, WorkerLoad
+from alignedserve.messages.workers import (
+    AttemptFailed,
+    PeersChanged,
+    PrefillCompleted,
+    RequestFinished,
+    RequestPreempted,
+    WorkerLoad,
+)
 from tests.harnesses.router import (
     ASKED,
     BATCH,
@@ -42,6 +49,8 @@ from tests.harnesses.router import (
 )
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
+NOT_DIALLED = Send(DECODE, PeersChanged((), left=(WorkerName(PREFILL),)))
+
 # --- stale attempts: r1 was interrupted and dispatched again, so that its first epoch has ended and the second goes on
 
 
@@ -50,7 +59,9 @@ def second() -> RouterHarness:
     made = prefilling()
     made.lose(PREFILL)
     made.hear(GATEWAY, ResumeRequest(request(), (7,)))
-    assert made.hear(PREFILL, worker(can_prefill=True, can_decode=False)) == [given(request(), 2, 7)]
+    registered = worker(can_prefill=True, can_decode=False)
+    joined = Send(DECODE, PeersChanged((WorkerName(PREFILL),)))
+    assert made.hear(PREFILL, registered) == [joined, given(request(), 2, 7)]
     return made
 
 
@@ -156,12 +167,12 @@ def test_a_lost_gateway_aborts_what_is_its() -> None:
 
 
 def test_the_prefill_worker_is_lost_while_prefilling() -> None:
-    assert prefilling().lose(PREFILL) == [INTERRUPTED]
+    assert prefilling().lose(PREFILL) == [INTERRUPTED, NOT_DIALLED]
 
 
 def test_the_prefill_worker_is_lost_while_pooled_or_later() -> None:
-    assert pooled().lose(PREFILL) == []
-    assert decoding().lose(PREFILL) == []
+    assert pooled().lose(PREFILL) == [NOT_DIALLED]
+    assert decoding().lose(PREFILL) == [NOT_DIALLED]
 
 
 def test_the_pool_is_lost_while_prefilling() -> None:

@@ -20,7 +20,7 @@ def test_the_least_loaded_worker_prefills_next_and_ties_go_by_name() -> None:
     chosen = where.least_loaded_prefiller()
     assert chosen is not None
     assert chosen.name == "prefill-0"
-    chosen.start_prefill(R1, DispatchedPrefill(epoch(1), 5))
+    where.start_prefill(chosen, R1, DispatchedPrefill(epoch(1), 5))
     following = where.least_loaded_prefiller()
     assert following is not None
     assert following.name == "prefill-1"
@@ -41,18 +41,19 @@ def test_a_colocated_worker_takes_what_it_can_run_and_needs_no_pool() -> None:
     where.register(DECODE, worker(can_prefill=True, max_running_requests=2))
     record = where.workers[DECODE]
     assert where.least_loaded_prefiller() is record
-    record.start_prefill(R1, DispatchedPrefill(epoch(1), 4))
-    record.decoding.add(R2)
+    where.start_prefill(record, R1, DispatchedPrefill(epoch(1), 4))
+    where.start_prefill(record, R2, DispatchedPrefill(epoch(2), 4))
     assert where.least_loaded_prefiller() is None
 
 
 def test_only_a_completion_of_the_same_epoch_completes_a_prefill() -> None:
-    record = placement(decode_0={}).workers[DECODE]
-    record.start_prefill(R1, DispatchedPrefill(epoch(2), 5))
-    assert not record.complete_prefill(R1, epoch(1))
-    assert not record.complete_prefill(R2, epoch(2))
+    where = placement(decode_0={})
+    record = where.workers[DECODE]
+    where.start_prefill(record, R1, DispatchedPrefill(epoch(2), 5))
+    assert not where.complete_prefill(record, R1, epoch(1))
+    assert not where.complete_prefill(record, R2, epoch(2))
     assert record.num_prefill_tokens == 5
-    assert record.complete_prefill(R1, epoch(2))
+    assert where.complete_prefill(record, R1, epoch(2))
     assert record.num_prefill_tokens == 0
 
 
@@ -145,7 +146,7 @@ def test_what_is_pooled_counts_as_a_prefill_until_its_worker_reports_it() -> Non
     where.register(PREFILL, worker(can_prefill=True, can_decode=False))
     tracked = TrackedRequest(request(), GATEWAY, 1.0)
     tracked.move(Stage.PREFILLING, PREFILL)
-    where.workers[PREFILL].start_prefill(R1, DispatchedPrefill(epoch(1), 4))
+    where.start_prefill(where.workers[PREFILL], R1, DispatchedPrefill(epoch(1), 4))
     where.set_pooled(tracked, POOL, 1)
     assert where.workers[PREFILL].num_prefill_tokens == 4
 

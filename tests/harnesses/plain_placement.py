@@ -1,0 +1,255 @@
+"""A placement that keeps nothing in order: every choice looks at all workers, every event at all pools.
+
+Slow, and short enough to see that it is right; tests compare the decisions of the router's own with these.
+"""
+
+from collections.abc import Iterator
+
+from alignedserve.config.sections import BatchingConfig
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BatchId, RequestId, WorkerName
+from alignedserve.core.lifecycle import Stage
+from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
+from alignedserve.messages.workers import JoinedBatch, WorkerLoad, WorkerRegistered
+from router.placement import Placement
+from router.state import BatchKind, DispatchedPrefill, PoolRecord, TrackedRequest, WorkerRecord
+
+
+class PlainPlacement(Placement):
+    """See Placement, of which it uses nothing that concerns a choice."""
+
+    def __init__(self, *, max_candidate_requests: int, batching: BatchingConfig) -> None:
+        self.workers: dict[str, WorkerRecord] = {}
+        self.pools: dict[str, PoolRecord] = {}
+        self._max_candidate_requests = max_candidate_requests
+        self._batching = batching
+        self._next_batch = 1
+        self._num_pool_epochs = 0
+
+    # --- registration
+
+    def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
+        """Add a worker or pool that (re)connected, holding nothing; return why it is refused, or None."""
+        self.remove(peer)
+        others = {known.registered.layout_digest for known in self.workers.values()}
+        others |= {known.layout_digest for known in self.pools.values()}
+        if others and message.layout_digest not in others:
+            return "its blocks are not of the size, dtype and shape of the cluster's; start all with one configuration"
+        if isinstance(message, WorkerRegistered):
+            self.workers[peer] = WorkerRecord(peer, message)
+            return None
+        self._num_pool_epochs += 1
+        self.pools[peer] = PoolRecord(peer, self._num_pool_epochs, message.num_blocks, message.layout_digest)
+        return None
+
+    def remove(self, peer: str) -> None:
+        """Remove a worker or pool."""
+        self.workers.pop(peer, None)
+        if self.pools.pop(peer, None) is None:
+            return
+        for worker in self.workers.values():
+            if worker.registered.pool_name == peer:
+                worker.pending_batch = None  # the pool will never answer it
+        self.clear_refusals()
+
+    def free_by_distance(self, worker: WorkerRecord) -> Iterator[Iterator[WorkerRecord]]:
+        """See Placement. Full ones are among them: the bypass passes them over."""
+        pool = worker.registered.pool_name
+        yield (other for other in self.workers.values() if other.registered.pool_name == pool)
+        yield (other for other in self.workers.values() if other.registered.pool_name != pool)
+
+    def can_ever_hold(self, max_context_len: int) -> bool:
+        """Return True if a request of this length fits some decode worker, or while no decode worker is registered."""
+        decoders = [worker.registered for worker in self.workers.values() if worker.registered.can_decode]
+        fits = [blocks_for(max_context_len, known.block_size) <= known.num_blocks for known in decoders]
+        return any(fits) or not fits
+
+    # --- reports
+
+    def update_load(self, peer: str, load: WorkerLoad | PoolLoad) -> None:
+        """Take the latest counts of a worker or pool."""
+        if isinstance(load, PoolLoad):
+            if peer in self.pools:
+                self.pools[peer].num_blocks_used = load.num_blocks_used
+                self.pools[peer].num_blocks_kept = load.num_blocks_kept
+        elif peer in self.workers:
+            worker = self.workers[peer]
+            worker.load, worker.is_load_stale = load, False
+            worker.refused_kinds.clear()
+
+    def clear_refusals(self) -> None:
+        """Allow every FormBatch again: something has changed that may let a batch be formed."""
+        for worker in self.workers.values():
+            worker.refused_kinds.clear()
+
+    def start_prefill(self, worker: WorkerRecord, request_id: RequestId, prefill: DispatchedPrefill) -> None:
+        """See Placement."""
+        worker.start_prefill(request_id, prefill)
+
+    def complete_prefill(self, worker: WorkerRecord, request_id: RequestId, attempt: int) -> bool:
+        """See Placement."""
+        return worker.complete_prefill(request_id, attempt)
+
+    def cancel_batch_request(self, worker: WorkerRecord) -> None:
+        """See Placement."""
+        worker.pending_batch = None
+
+    # --- owners of requests
+
+    def set_decoding(self, tracked: TrackedRequest, worker: WorkerRecord) -> None:
+        """Make this worker the holder of the request."""
+        self.unassign(tracked)
+        tracked.move(Stage.DECODING, worker.name)
+        worker.decoding.add(tracked.request.request_id)
+
+    def set_pooled(self, tracked: TrackedRequest, pool: str, num_blocks: int) -> None:
+        """Make this pool the holder of the request, which comes from a prefill worker or back from a decode worker."""
+        if tracked.stage is not Stage.PREFILLING:  # a prefill is counted until its worker reports it completed
+            self.unassign(tracked)
+        tracked.move(Stage.POOLED, pool)
+        self.set_copy(tracked, pool)
+        self.pools[pool].num_pooled += 1
+        if num_blocks > self._least_share(pool):
+            self.pools[pool].large_requests[tracked.request.request_id] = (num_blocks, tracked.pooled_s)
+        self.clear_refusals()
+
+    def _least_share(self, pool: str) -> int:
+        """Return the fewest blocks that a batch for a busy decode worker of this pool may have."""
+        known = [worker for worker in self.workers.values() if worker.registered.can_decode]
+        return min((self._share(worker) for worker in known if worker.registered.pool_name == pool), default=0)
+
+    def _share(self, worker: WorkerRecord) -> int:
+        return int(self._batching.max_block_share * worker.registered.num_blocks)
+
+    def unassign(self, tracked: TrackedRequest) -> None:
+        """Remove the request from the records of its holder."""
+        request_id: RequestId = tracked.request.request_id
+        worker = self.workers.get(tracked.holder or "")
+        if worker is not None:
+            worker.end_prefill(request_id)
+            worker.decoding.discard(request_id)
+            worker.refused_kinds.clear()
+        if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
+            self.pools[tracked.holder].num_pooled -= 1
+            self.pools[tracked.holder].large_requests.pop(request_id, None)
+
+    @property
+    def num_pooled(self) -> int:
+        """Number of requests waiting for a batch."""
+        return sum(pool.num_pooled for pool in self.pools.values())
+
+    # --- choices
+
+    def least_loaded_prefiller(self) -> WorkerRecord | None:
+        """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
+
+        Ties: the fewest decoding requests (colocated workers), then the name.
+        """
+        able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
+        return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
+
+    def _can_prefill_now(self, worker: WorkerRecord) -> bool:
+        """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
+        if not worker.registered.can_prefill:
+            return False
+        if worker.registered.can_decode:
+            return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running_requests
+        return worker.registered.pool_name in self.pools
+
+    def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
+        """Return the FormBatch messages to send, with their pools, the decode worker with the fewest requests first.
+
+        A pool gets no FormBatch while those without an answer may take all that is pooled: most would come back empty.
+        """
+        asked = []
+        num_requested = dict.fromkeys(self.pools, 0)  # by FormBatch messages without an answer
+        for worker in self.workers.values():
+            if worker.pending_batch is not None:
+                num_requested[worker.registered.pool_name] += worker.num_requested
+        for worker in sorted(self.workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
+            pool = self.pools.get(worker.registered.pool_name)
+            if pool is None or pool.num_pooled == 0 or worker.registered.can_prefill:
+                continue
+            if worker.pending_batch is not None or worker.is_load_stale or num_requested[pool.name] >= pool.num_pooled:
+                continue
+            form = self._request_batch(worker, pool, now) or self._request_joining(worker, pool, now)
+            if form is not None:
+                worker.pending_batch, worker.num_requested = form.batch_id, form.max_requests
+                worker.requested_kind = BatchKind.BATCH if form.joins is None else BatchKind.JOIN
+                num_requested[pool.name] += form.max_requests
+                asked.append((pool.name, form))
+        return asked
+
+    def close_batch_request(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
+        """Note the answer to the worker's FormBatch."""
+        worker.pending_batch = None
+        if is_empty:
+            worker.refused_kinds.add(worker.requested_kind)
+            return
+        worker.is_load_stale = True
+        if worker.requested_kind is BatchKind.BATCH:
+            worker.last_batch_s = now
+
+    def _request_batch(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
+        """Request the next batch; while the worker has enough to run, only one worth a switch, or after a long time."""
+        load, batching = worker.load or WorkerLoad(), self._batching
+        if BatchKind.BATCH in worker.refused_kinds or load.num_batch_candidates:
+            return None
+        is_saturated = load.num_running >= self._min_requests(worker)
+        is_worth_it = pool.num_pooled >= self._min_requests(worker)
+        if is_saturated and not is_worth_it and now - worker.last_batch_s < batching.starvation_s:
+            return None
+        max_requests = worker.registered.max_running_requests
+        if not (is_saturated and batching.is_aligned):
+            max_requests += self._max_candidate_requests - len(worker.decoding)
+        return self._form(
+            worker,
+            pool,
+            max_requests,
+            self._min_requests(worker),
+            least_blocks=_largest_overdue(pool, worker, now - batching.starvation_s),
+        )
+
+    def _request_joining(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
+        """Request more of the running lengths, a few ahead of need, unless another batch has waited too long."""
+        load = worker.load
+        if load is None or load.running is None or BatchKind.JOIN in worker.refused_kinds:
+            return None
+        if load.num_batch_candidates and now - worker.last_batch_s >= self._batching.starvation_s:
+            return None
+        num_places = worker.registered.max_running_requests - load.num_running
+        max_requests = num_places + self._max_candidate_requests - load.num_candidate_requests
+        return self._form(worker, pool, max_requests, 1, joins=load.running)
+
+    def _min_requests(self, worker: WorkerRecord) -> int:
+        return self._batching.enough_requests(worker.registered.max_running_requests)
+
+    def _form(
+        self,
+        worker: WorkerRecord,
+        pool: PoolRecord,
+        max_requests: int,
+        min_requests: int,
+        *,
+        joins: JoinedBatch | None = None,
+        least_blocks: int = 0,
+    ) -> FormBatch | None:
+        num_peers = sum(
+            other.registered.can_decode and other.registered.pool_name == pool.name for other in self.workers.values()
+        )
+        max_requests = min(max_requests, -(-pool.num_pooled // num_peers))  # a fair share
+        max_blocks = worker.registered.num_blocks
+        if worker.decoding:
+            candidate_blocks = worker.load.num_candidate_blocks if worker.load is not None else 0
+            max_blocks = max(self._share(worker) - candidate_blocks, least_blocks)
+        if max_requests < 1 or max_blocks < 1:
+            return None
+        batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
+        name = WorkerName(worker.name)
+        return FormBatch(batch_id, name, max_blocks, max_requests, min(min_requests, max_requests), joins)
+
+
+def _largest_overdue(pool: PoolRecord, worker: WorkerRecord, pooled_before_s: float) -> int:
+    """Return the blocks of the largest overdue request among those too large for the batch of a busy worker."""
+    sizes = [num_blocks for num_blocks, pooled_s in pool.large_requests.values() if pooled_s <= pooled_before_s]
+    return max((size for size in sizes if size <= worker.registered.num_blocks), default=0)
