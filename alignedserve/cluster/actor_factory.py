@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alignedserve.batches.location import BatchLocation
+from alignedserve.batches.location import SharedState
+from alignedserve.batches.remote.state_client import STATE
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.environment import api_keys
 from alignedserve.config.sections import ClusterConfig, Topology
@@ -59,11 +60,11 @@ class ActorFactory:
         self._actor_classes = actor_classes
         self._authority = authority
 
-    def create(self, node: PreparedNode, batches: BatchLocation | None, max_lines: int | None = None) -> dict[str, Any]:
+    def create(self, node: PreparedNode, state: SharedState, max_lines: int | None = None) -> dict[str, Any]:
         """Create all of a node's actors; return them by name.
 
-        `batches`: where this node finds files and batches; None: it has none. `max_lines`: of batches, in the cluster
-        at a time, where the driver of batches is to run; None: it is not.
+        `state`: as this node finds it. `max_lines`: of batches, in the cluster at a time, where the driver of batches
+        is to run; None: it is not.
         """
         actors: dict[str, Any] = {}
         config = node.config
@@ -72,10 +73,11 @@ class ActorFactory:
             self._add(actors, node, RouterActor, Role.ROUTER, ROUTER, *routing)
         self._add_workers(actors, node)
         for name, port in node.share.gateways:
-            gateway = (config.gateway, port, self._served, api_keys(), batches)
+            gateway = (config.gateway, port, self._served, api_keys(), state)
             self._add(actors, node, self._actor_classes.gateway, Role.GATEWAY, name, *gateway)
-        if batches is not None and max_lines is not None:
-            driver = (config.gateway, self._served, batches, max_lines)
+        if state.batches is not None and max_lines is not None:
+            serving = (state.gateways, max(1, len(api_keys())), self._spec(node, Role.STATE_SERVER, STATE))
+            driver = (config.gateway, self._served, state.batches, max_lines, *serving)
             self._add(actors, node, self._actor_classes.batches, Role.GATEWAY, BATCHES, *driver)
         return actors
 
@@ -100,7 +102,12 @@ class ActorFactory:
     def _add(
         self, actors: dict[str, Any], node: PreparedNode, actor_class: Any, role: Role, name: str, *arguments: object
     ) -> None:
-        process_spec = ProcessSpec(
+        # Placement is by node, not by CPU shares; a dead actor is restarted for as long as its node lives.
+        options = actor_class.options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=0, **node.placed_by)
+        actors[name] = options.remote(*arguments, self._spec(node, role, name))
+
+    def _spec(self, node: PreparedNode, role: Role, name: str) -> ProcessSpec:
+        return ProcessSpec(
             role=role,
             name=name,
             cluster_id=node.folder.name,
@@ -112,9 +119,6 @@ class ActorFactory:
             pool_name=node.share.pool_name,
             credentials=self._authority.issue(name) if self._authority is not None else None,
         )
-        # Placement is by node, not by CPU shares; a dead actor is restarted for as long as its node lives.
-        options = actor_class.options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=0, **node.placed_by)
-        actors[name] = options.remote(*arguments, process_spec)
 
 
 def max_lines_in_flight(config: ClusterConfig, num_decode: int) -> int:

@@ -10,15 +10,23 @@ from typing import Any
 import ray
 
 from alignedserve.cluster.actor_factory import ActorFactory
+from alignedserve.cluster.hosts.drain_rules import node_called, require_drainable
+from alignedserve.cluster.hosts.drain_watch import DrainWatch
+from alignedserve.cluster.hosts.drains import Draining, Drains
 from alignedserve.cluster.hosts.joining import Joining, Preparation
-from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
+from alignedserve.cluster.hosts.members import DRIVER, Member, drained_record, record_of
 from alignedserve.cluster.hosts.membership import (
     Announce,
     CancelPreparation,
+    DrainAsked,
+    DrainUndone,
+    EndNode,
     ForgetNode,
+    Host,
     Membership,
     MembershipCommand,
     MembershipEvent,
+    NodeDrained,
     NodeJoined,
     NodePostponed,
     NodeRefused,
@@ -26,8 +34,18 @@ from alignedserve.cluster.hosts.membership import (
     PrepareNode,
 )
 from alignedserve.cluster.hosts.node_report import own_versions
+from alignedserve.cluster.hosts.orders import (
+    Answer,
+    DrainNode,
+    Order,
+    ScaleWorkers,
+    UndoDrain,
+    answer_order,
+    take_orders,
+)
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import (
+    DRAINED,
     ClusterRecord,
     NodeRecord,
     is_asked_to_stop,
@@ -36,7 +54,7 @@ from alignedserve.cluster.hosts.record import (
 )
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
-from alignedserve.core.errors import AlignedServeError, PeerLost
+from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.runtime.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -53,7 +71,10 @@ class ClusterOnHosts(RunningCluster):
     ) -> None:
         super().__init__(members[0].prepared, joining.plan.served, factory, observer)
         self._members = {member.ray_node.node_id: member for member in members}
-        self._membership = Membership(tuple(self._members))
+        self._membership = Membership({node_id: _host(one.ray_node) for node_id, one in self._members.items()})
+        self._drained: dict[str, Member] = {}  # by the id under which it was a member
+        self._drains = Drains()
+        self._drain_watch = DrainWatch(self._drains)
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
         self._starting: dict[Any, str] = {}  # actors of nodes that joined, by the call that says how it went
         self._joining = joining
@@ -126,6 +147,8 @@ class ClusterOnHosts(RunningCluster):
 
     def record(self) -> ClusterRecord:
         """Return what the cluster consists of now."""
+        draining = self._membership.draining
+        used = (record_of(one, is_draining=node_id in draining) for node_id, one in self._members.items())
         refused = (
             NodeRecord("", node.node_id, node.address, node.hostname, problem=problem)
             for node, problem in ((self._seen[node_id], why) for node_id, why in self._membership.refused.items())
@@ -137,17 +160,21 @@ class ClusterOnHosts(RunningCluster):
             topology=self.config.chosen_topology.value,
             started=self._started,
             is_ready=self._is_ready,
-            nodes=(*(record_of(member) for member in self._members.values()), *refused),
+            nodes=(*used, *(drained_record(member) for member in self._drained.values()), *refused),
         )
 
     def _look_around(self) -> bool:
         if is_asked_to_stop(self._cluster_id):
             return False
         self._seen = {node.node_id: node for node in alive_nodes()}
-        self._decide(NodesSeen(tuple(self._seen)))
+        self._decide(NodesSeen({node_id: _host(node) for node_id, node in self._seen.items()}))
         for preparation in list(self._preparations.values()):
             self._go_on(preparation)
         self._look_at_starting()
+        for name, order in take_orders(self._cluster_id):
+            answer_order(self._cluster_id, name, self._obey(order))
+        for name in self._drain_watch.look(self.actors()):
+            self._drain_ended(name)
         if self._has_news:
             self._announce()
         return True
@@ -164,6 +191,8 @@ class ClusterOnHosts(RunningCluster):
                 self._preparations.pop(node_id).close()
             case ForgetNode(node_id):
                 self._forget(self._members.pop(node_id))
+            case EndNode(node_id):
+                self._end_node(node_id)
             case Announce():
                 self._has_news = True
 
@@ -202,6 +231,63 @@ class ClusterOnHosts(RunningCluster):
         logger.warning("%s is lost, and with it %s", member.ray_node, member.name)
         self.remove_node(member.name)
         self._joining.vacate(member)
+        if member.name in self._drains:
+            self._drains.end(member.name)
+            self._drained[member.ray_node.node_id] = member
+
+    def _obey(self, order: Order) -> Answer:
+        try:
+            match order:
+                case DrainNode():
+                    return Answer(self._drain(order))
+                case UndoDrain(name):
+                    return Answer(self._undo_drain(name))
+                case ScaleWorkers():
+                    raise ResourceError("this cluster cannot be scaled yet")
+        except AlignedServeError as error:
+            return Answer(str(error), is_refused=True)
+
+    def _drain(self, order: DrainNode) -> str:
+        node = node_called(self.record().nodes, order.node)
+        member = self._members.get(node.node_id)
+        draining = self._membership.draining
+        others = [
+            one.prepared.share for one_id, one in self._members.items() if one_id not in (*draining, node.node_id)
+        ]
+        share = member.prepared.share if member is not None else None
+        require_drainable(node, share, others, is_forced=order.is_forced)
+        assert share is not None, "a node that cannot be drained"
+        pool = (share.pool_name,) if share.pool_name in self._actors[share.node] else ()
+        gateways = tuple(name for name, _ in share.gateways)
+        moves_s = time.monotonic() + order.within_s
+        self._drains.begin(share.node, Draining((*share.prefill, *share.decode, *pool), gateways, moves_s))
+        if node.node_id not in draining:
+            self._decide(DrainAsked(node.node_id))
+        logger.info("%s drains; what is left after %.0f s goes elsewhere", share.node, order.within_s)
+        return (
+            f"{share.node} drains: it gets nothing new, and what is left after {order.within_s:.0f} s goes elsewhere."
+        )
+
+    def _undo_drain(self, name: str) -> str:
+        node = node_called(self.record().nodes, name)
+        if not node.drain:
+            raise ResourceError(f"{node.name or node.hostname} neither drains nor has drained")
+        self._drains.end(node.name)
+        self._drained.pop(node.node_id, None)
+        self._decide(DrainUndone(node.node_id))
+        logger.info("%s is used again", node.name)
+        return f"{node.name} is used again" + ("; its processes start now." if node.drain == DRAINED else ".")
+
+    def _drain_ended(self, name: str) -> None:
+        self._drains.end(name)
+        node_id = next(node_id for node_id, member in self._members.items() if member.name == name)
+        self._decide(NodeDrained(node_id))
+
+    def _end_node(self, node_id: str) -> None:
+        member = self._drained[node_id] = self._members.pop(node_id)
+        logger.info("%s has drained", member.name)
+        self.remove_node(member.name)
+        self._joining.vacate(member)
 
     def _look_at_starting(self) -> None:
         if not self._starting:
@@ -232,6 +318,10 @@ class ClusterOnHosts(RunningCluster):
     def _announce(self) -> None:
         write_record(self.record())
         self._has_news = False
+
+
+def _host(node: RayNode) -> Host:
+    return node.hostname, node.address
 
 
 def _log_to(folder: Path) -> logging.Handler:

@@ -60,6 +60,7 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[ClusterRecord]:
     records: list[ClusterRecord] = []
     monkeypatch.setattr(running, "write_record", records.append)
     monkeypatch.setattr(running, "is_asked_to_stop", lambda cluster_id: False)
+    monkeypatch.setattr(running, "take_orders", lambda cluster_id: [])
     return records
 
 
