@@ -24,9 +24,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NamespaceHosts]:
-    base = Path("/run") / f"alignedserve-{tmp_path_factory.getbasetemp().name}"
-    with NamespaceHosts(2, base, [Path(entry) for entry in sys.path if Path(entry).is_dir()]) as made:
+def hosts(hosts_folder: Path) -> Iterator[NamespaceHosts]:
+    with NamespaceHosts(2, hosts_folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()]) as made:
         yield made
 
 

@@ -160,6 +160,8 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
     for node, report in reports.items():
         if report.problem is not None:
             found[node] = str(report.problem)
+        elif report.gpus and not node.num_gpus:
+            found[node] = f"Ray counts none of its {len(report.gpus)} GPUs; was it started there with --num-gpus=0?"
         elif report.versions != head.versions:
             found[node] = f"it has {report.versions}, the head {head.versions}"
         elif report.model_digest is None:
@@ -184,8 +186,8 @@ def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: L
 
 def create_keeper(node: RayNode, folder_name: str) -> Any:
     """Create the keeper of this folder on this node; it comes up by itself."""
-    options = NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(folder_name), **node.options)
-    return options.remote(folder_name)
+    options = NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(folder_name), lifetime="detached")
+    return options.options(**node.options).remote(folder_name)
 
 
 def keeper_of(node: RayNode, actor: Any, folder: Path, cluster_id: str, links: LinksConfig) -> Keeper:
