@@ -73,7 +73,7 @@ def wait_until(holds: Callable[[], bool], timeout_s: float, seen: object = "it n
 
 def hurt(rehearsal: Rehearsal, fault: str, heal_after: float) -> Verdict:
     options = argparse.Namespace(fault=fault, fault_at=4.0, heal_after=heal_after, duration=15.0, rate=1.0)
-    return replay_with_fault(rehearsal, options)
+    return replay_with_fault(rehearsal, options).verdict
 
 
 def test_hosts_serve_together(rehearsal: Rehearsal) -> None:

@@ -1,4 +1,4 @@
-"""A cluster of two hosts that have nothing but IPv6 addresses: `ray start` on each, then `alignedserve up`."""
+"""A cluster of two hosts that have nothing but IPv6 addresses: `ray start` on each, and `alignedserve up`."""
 
 import asyncio
 import secrets

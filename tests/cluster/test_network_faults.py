@@ -57,6 +57,20 @@ def test_a_dropped_port_is_silent_and_no_other(hosts: NamespaceHosts) -> None:
     heal(host)
 
 
+def test_a_firewall_between_hosts_is_named_before_a_start(hosts: NamespaceHosts) -> None:
+    first, second = hosts.hosts
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from alignedserve.cluster.hosts.reachability import unreached\n"
+        f"print(unreached({{'closed': ({second.address!r}, {SSH + 1}), 'open': ({second.address!r}, {SSH})}}))"
+    )
+    assert first.run(sys.executable, "-c", code).stdout.strip() == "{'closed': 'Connection refused'}"
+    drop_port(second, SSH)
+    said = first.run(sys.executable, "-c", code).stdout
+    heal(second)
+    assert "'open': 'no answer in 5 s: a firewall on the way?'" in said
+
+
 def test_a_share_of_packets_is_lost(hosts: NamespaceHosts) -> None:
     host = hosts.hosts[1]
     lose_packets(host, 0.5)

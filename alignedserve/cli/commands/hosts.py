@@ -2,6 +2,7 @@
 
 import time
 
+from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.console import notes, print_json, results
@@ -146,7 +147,7 @@ def _nodes_table(record: ClusterRecord, lost: set[str]) -> Table:
         table.add_column(heading)
     for node in record.nodes:
         state = "lost" if node.node_id in lost else "refused" if node.problem else node.drain or "up"
-        table.add_row(node.name or "-", f"{node.hostname}\n{node.address}", state, node.summary)
+        table.add_row(node.name or "-", f"{node.hostname}\n{node.address}", state, escape(node.summary))
     return table
 
 
