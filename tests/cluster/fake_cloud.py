@@ -20,7 +20,7 @@ from ray.util import get_node_ip_address
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from tests.cluster.serving import free_port
 
-RAY = Path(sys.executable).parent / "ray"
+
 _HEAD_ID = f"{0:056x}".replace("0", "f", 51)  # the node of the head, as the provider knows it
 _UP_S = 120.0
 _NEW_NODES = {"CPU": 2}
@@ -73,7 +73,16 @@ def fake_cloud(num_workers: int, idle_minutes: float) -> Iterator[dict[str, str]
         "RAY_NODE_TYPE_NAME": "ray.head.default",
     }
     command = [
-        *(str(RAY), "start", "--head", "--block", f"--port={address.rpartition(':')[2]}", f"--temp-dir={folder}/ray"),
+        *(
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--block",
+            f"--port={address.rpartition(':')[2]}",
+            f"--temp-dir={folder}/ray",
+        ),
         *("--num-cpus=2", "--include-dashboard=false", "--object-store-memory=83886080", "--disable-usage-stats"),
         f"--autoscaling-config={folder}/scaling.yaml",
     ]
