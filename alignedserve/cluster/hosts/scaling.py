@@ -94,7 +94,6 @@ class ScalingLogic:
         self._keep_unasked(len(members), now)
         num_serving = sum(node.is_serving for node in members)
         if status is None or not status.demand.num_decode_places or not num_serving:
-            self._seen.clear()
             self._since_s = now
             return self._commands(members, nodes)
         self._seen.append((now, self.recommend(status, num_serving)))
@@ -121,7 +120,6 @@ class ScalingLogic:
         wanted = self._num_wanted
         if wanted is None or num_members > max(wanted, self._num_asked or 0):
             self._num_wanted = max(num_members, self._config.min_nodes)
-            self._seen.clear()
             self._since_s = now
 
     def _stabilised(self, now: float) -> int:

@@ -92,6 +92,12 @@ def test_an_idle_node_is_given_back_when_it_was_idle_for_long() -> None:
     assert looks(made, status(0, 1), released, 301, 302) == []
 
 
+def test_the_head_is_never_given_back() -> None:
+    made, nodes = logic(down_after_s=10.0), (ScaledNode("a"), HEAD)
+    looks(made, status(0, 2), nodes, *range(10))
+    assert looks(made, status(0, 2), nodes, 10) == [AskForNodes(1), GiveBack("a")]
+
+
 def test_any_load_within_the_window_keeps_its_nodes() -> None:
     made = logic(down_after_s=300.0)
     looks(made, status(0, 2), TWO, *range(200))
