@@ -53,7 +53,11 @@ def demand_of(requests: Collection[TrackedRequest], placement: Placement, queue_
 
 
 def status_of(
-    requests: Collection[TrackedRequest], placement: Placement, counters: RouterCounters, queue_wait_s: float = 0.0
+    requests: Collection[TrackedRequest],
+    placement: Placement,
+    counters: RouterCounters,
+    latest_attempt: int = 0,
+    queue_wait_s: float = 0.0,
 ) -> ClusterStatus:
     """Return the current counts of the cluster; `queue_wait_s` as for `demand_of`."""
     workers, pools = placement.workers.values(), placement.pools.values()
@@ -78,5 +82,6 @@ def status_of(
         num_pool_blocks_kept=sum(pool.num_blocks_kept for pool in pools),
         iteration_log=counters.iteration_log,
         lengths=counters.lengths,
+        latest_attempt=latest_attempt,
         demand=demand_of(requests, placement, queue_wait_s),
     )

@@ -33,6 +33,11 @@ class GatewayActor(ActorHost):
         hosted = self._service
         return hosted.server.cluster_status() if isinstance(hosted, _Hosted) else None
 
+    def drain(self, is_draining: bool) -> int:
+        """Let /ready send requests elsewhere, or no more; return how many are open here. All are still served."""
+        hosted = self._service
+        return hosted.server.drain(is_draining) if isinstance(hosted, _Hosted) else 0
+
     def __init__(
         self,
         config: GatewayConfig,

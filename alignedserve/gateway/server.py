@@ -60,6 +60,10 @@ class GatewayServer:
         """Return the router's last report; None while no router is connected."""
         return self._backend.status() if self._backend is not None else None
 
+    def drain(self, is_draining: bool) -> int:
+        """Say at /ready whether requests are to go elsewhere; return how many are open here. All are still served."""
+        return self._http.drain(is_draining) if self._http is not None else 0
+
     async def start(self) -> None:
         """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse or ConfigError."""
         tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder, self._model.vocab_size)
@@ -123,6 +127,11 @@ class HttpServer:
     def port(self) -> int:
         """The port listened on."""
         return int(self._listener.getsockname()[1])
+
+    def drain(self, is_draining: bool) -> int:
+        """See GatewayServer."""
+        self._services.readiness_probe.is_draining = is_draining
+        return self._services.limiter.num_open
 
     async def start(self) -> None:
         """Serve in the background; return when connections are accepted."""

@@ -31,18 +31,16 @@ class ClockOffset:
         self.seconds = 0.0
 
     def observe(self, sent_s: float, received_s: float) -> None:
-        """Take the time of the other clock at which a message was sent, and that of this one when it came.
-
-        Raises ProtocolError: that is no time.
-        """
-        if not math.isfinite(sent_s):
-            raise ProtocolError("a clock that shows no time")
+        """Take the time of the other clock at which a message was sent, and that of this one when it came."""
         self._observed.append(received_s - sent_s)
         self.seconds = min(self._observed)
 
 
 def on_this_clock(message: Message, offset_s: float) -> Message:
-    """Return the message with the arrival of its requests on this host's clock."""
+    """Return the message with the arrival of its requests on this host's clock.
+
+    Raises ProtocolError when such an arrival is no time: no order could be made of it.
+    """
     match message:
         case SubmitRequest() | ResumeRequest() | PrefillRequest() | BlocksWritten() | ReturnRequest():
             return msgspec.structs.replace(message, request=_moved(message.request, offset_s))
@@ -60,4 +58,6 @@ def _moved_handoff(handoff: Handoff, offset_s: float) -> Handoff:
 
 
 def _moved(request: Request, offset_s: float) -> Request:
+    if not math.isfinite(request.arrival_s):
+        raise ProtocolError("a request that arrived at no time")
     return replace(request, arrival_s=request.arrival_s + offset_s)

@@ -49,6 +49,7 @@ class ResumeRequest(Message, frozen=True):
 
     request: Request
     generated_token_ids: TokenIds
+    latest_attempt: Attempt = 0  # as last reported by a router, perhaps one that is lost; 0: by none yet
 
 
 class LengthTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -91,6 +92,7 @@ class ClusterStatus(Message, frozen=True):
     num_recomputed_tokens: Count = 0
     iteration_log: IterationLogTotals = IterationLogTotals()  # of all decode workers, since the router started
     lengths: LengthTotals = LengthTotals()  # since the router started
+    latest_attempt: Attempt = 0  # that it gave out
     demand: Demand = Demand()
 
 

@@ -86,6 +86,11 @@ async def test_ready_only_after_a_token_came_through() -> None:
         assert "since the cluster changed" in (served.services.readiness_probe.missing() or "")
         await holds(lambda: served.services.readiness_probe.missing() is None)
         assert (await served.client.get("/ready")).status_code == 200
+        served.services.readiness_probe.is_draining = True
+        assert "draining" in error_of(await served.client.get("/ready"), 503)["message"]
+        assert (await served.client.get("/v1/models")).status_code == 200  # what comes all the same is served
+        served.services.readiness_probe.is_draining = False
+        assert (await served.client.get("/ready")).status_code == 200
         canary.cancel()
         await asyncio.gather(canary, return_exceptions=True)
 

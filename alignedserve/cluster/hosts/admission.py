@@ -116,8 +116,8 @@ def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: L
 
 def create_keeper(node: RayNode, folder_name: str) -> Any:
     """Create the keeper of this folder on this node; it comes up by itself."""
-    options = NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(folder_name), **node.options)
-    return options.remote(folder_name)
+    options = NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(folder_name), lifetime="detached")
+    return options.options(**node.options).remote(folder_name)
 
 
 def keeper_of(node: RayNode, actor: Any, folder: Path, cluster_id: str, links: LinksConfig) -> Keeper:

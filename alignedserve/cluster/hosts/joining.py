@@ -16,6 +16,7 @@ from alignedserve.cluster.hosts.admission import (
     keeper_of,
     require,
 )
+from alignedserve.cluster.hosts.drains import Drains
 from alignedserve.cluster.hosts.members import Member, member_of, resources_of
 from alignedserve.cluster.hosts.node_group import NodeGroup, create_group, release
 from alignedserve.cluster.hosts.node_report import NodeReport
@@ -33,7 +34,7 @@ Steps = Generator[Sequence[Any], Sequence[Any], Member]  # from Ray's references
 
 
 class Joining:
-    """Gives nodes their shares: that of a former node of the same host, or one of their own."""
+    """Gives nodes their shares: that of a former node of the same host, or one of their own. Outlives a driver."""
 
     def __init__(self, plan: ClusterPlan, head: NodeReport, cluster_id: str, num_nodes: int) -> None:
         """`head`: what the head reported of itself. `num_nodes`: that the cluster was started with."""
@@ -42,12 +43,18 @@ class Joining:
         self._head = head
         self._vacant: dict[tuple[str, str], list[NodeShare]] = {}  # of hosts that are gone, for when they come back
         self._num_nodes = self._num_folders = num_nodes
+        self.drains = Drains()
+        self.drained: dict[str, Member] = {}  # nodes that stay out, by the ids under which they were members
 
     def vacate(self, member: Member) -> None:
         """Keep the share of a node that has not, or no more, its actors for the next one of its host."""
-        self._vacant.setdefault(_host(member.ray_node), []).append(member.prepared.share)
-        release(member.prepared.folder.name)
+        self.keep_share(member)
         _end(member.keeper.actor)
+
+    def keep_share(self, member: Member) -> None:
+        """Keep the share of a node that is gone with its keeper for the next one of its host, and no more in Ray."""
+        release(member.prepared.folder.name)
+        self._vacant.setdefault(member.ray_node.host, []).append(member.prepared.share)
 
     def begin(self, node: RayNode) -> "Preparation":
         """Begin to examine a node and to make it ready for its actors."""
@@ -81,14 +88,14 @@ class Joining:
                 yield from _placed(node, group)
                 member.use(group)
             except BaseException:
-                self._vacant.setdefault(_host(node), []).append(share)
+                self._vacant.setdefault(node.host, []).append(share)
                 release(folder_name)
                 _end(keeper)
                 raise
         return member
 
     def _take_share(self, node: RayNode, resources: NodeResources) -> NodeShare:
-        vacant = self._vacant.get(_host(node))
+        vacant = self._vacant.get(node.host)
         if vacant:
             return vacant.pop()
         self._num_nodes += 1
@@ -160,7 +167,3 @@ def _answers(asked: Sequence[Any]) -> Sequence[Any] | None:
 def _end(actor: Any) -> None:
     with contextlib.suppress(RayError, ValueError):
         ray.kill(actor)
-
-
-def _host(node: RayNode) -> tuple[str, str]:
-    return node.hostname, node.address

@@ -9,7 +9,7 @@ from alignedserve.cluster.hosts.node_group import NodeGroup, reserve
 from alignedserve.cluster.hosts.node_report import NodeReport
 from alignedserve.cluster.hosts.plan import NodeResources
 from alignedserve.cluster.hosts.ray_nodes import RayNode
-from alignedserve.cluster.hosts.record import ActorRecord, NodeRecord
+from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.runtime.process.addresses import ROUTER
@@ -30,6 +30,10 @@ class Member:
     def name(self) -> str:
         """Return its name in the cluster."""
         return self.prepared.share.node
+
+    def without_keeper(self) -> "Member":
+        """Return it as it is handed from one driver to the next."""
+        return replace(self, keeper=replace(self.keeper, actor=None))
 
     def use(self, group: NodeGroup) -> None:
         """Place its processes in this group."""
@@ -63,7 +67,13 @@ def resources_of(name: str, node: RayNode, report: NodeReport) -> NodeResources:
     return NodeResources(NodeCapacity(name, node.address, report.machine.num_cores, gpus), report.machine)
 
 
-def record_of(member: Member) -> NodeRecord:
+def drained_record(member: Member) -> NodeRecord:
+    """Return what the record of the cluster says of this node, whose processes have ended."""
+    node = member.ray_node
+    return NodeRecord(member.name, node.node_id, node.address, node.hostname, drain=DRAINED)
+
+
+def record_of(member: Member, *, is_draining: bool = False) -> NodeRecord:
     """Return what the record of the cluster says of this node."""
     node, share, config = member.ray_node, member.prepared.share, member.prepared.config
     engines = engines_of(share, config.engine, member.prepared.capacity)
@@ -84,4 +94,5 @@ def record_of(member: Member) -> NodeRecord:
         keeper=keeper_name(member.prepared.folder.name),
         actors=(*(ActorRecord(name) for name in (*others, *(name for name, _ in share.gateways))), *workers),
         urls=tuple(f"http://{reachable}:{port}" for _, port in share.gateways),
+        drain=DRAINING if is_draining else "",
     )

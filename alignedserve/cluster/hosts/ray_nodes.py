@@ -25,6 +25,11 @@ class RayNode(NamedTuple):
     num_gpus: float = 0.0
 
     @property
+    def host(self) -> tuple[str, str]:
+        """Return what stays the same when the host comes back under another id; nodes of a test may share it."""
+        return self.hostname, self.address
+
+    @property
     def options(self) -> dict[str, Any]:
         """Return the options of a task or actor that runs here and nowhere else."""
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.node_id, soft=False)}

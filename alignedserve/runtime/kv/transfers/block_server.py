@@ -11,13 +11,11 @@ import socket
 import threading
 from pathlib import Path
 
-import torch
-
 from alignedserve.core.errors import PeerError, ProtocolError
 from alignedserve.messages.blocks import OpenTransfer, TransferOpened, TransferRefused
+from alignedserve.runtime.kv.transfers.block_channel import OWNER_RANK
+from alignedserve.runtime.kv.transfers.channel_opener import ChannelOpener, open_stream
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep_alive, listen_at
-from alignedserve.runtime.kv.transfers.open_channel import open_channel
-from alignedserve.runtime.kv.transfers.process_pair import OWNER_RANK
 from alignedserve.runtime.kv.transfers.session import ServedBuffer, TransferSession
 from alignedserve.runtime.process.links import Identity, Peer, real_address
 
@@ -30,11 +28,20 @@ class BlockServer:
     """Serves a buffer from construction on. `address` is where it really listens (a TCP port of 0 is any free one).
 
     The buffer belongs to the caller, which closes the server before the buffer. Raises OSError when the address is
-    taken. `transports`: those that a peer may choose from.
+    taken. `transports`: those that a peer may choose from; others than tcp need an `open_channel` that opens them.
     """
 
-    def __init__(self, buffer: ServedBuffer, address: str, *, identity: Identity, transports: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        buffer: ServedBuffer,
+        address: str,
+        *,
+        identity: Identity,
+        transports: tuple[str, ...],
+        open_channel: ChannelOpener = open_stream,
+    ) -> None:
         self._buffer = buffer
+        self._open_channel = open_channel
         self._identity = identity
         self._transports = transports
         self._lock = threading.Lock()
@@ -138,12 +145,12 @@ class BlockServer:
             control.send(TransferOpened(buffer.num_blocks, buffer.exported()))
             return TransferSession(buffer, control, None)
         control.send(TransferOpened(buffer.num_blocks))
-        channel = open_channel(
+        channel = self._open_channel(
             control,
             OWNER_RANK,
             transport=transport,
             block_bytes=buffer.layout.block_bytes,
             timeout_s=self._identity.peer_timeout_s,
-            device=buffer.device if transport == "nccl" else torch.device("cpu"),
+            device=buffer.device,
         )
         return TransferSession(buffer, control, channel)
