@@ -96,10 +96,7 @@ async def test_streams_run_through_drains_and_scales(nodes: RayNodes) -> None:
     # Its own streams may finish; those of the other gateway that it decodes are moved.
     drained = asyncio.create_task(order(nodes, "drain", "node-1", "--within", "1", "--no-wait"))
     assert (await drained).returncode == 0
-    async with httpx.AsyncClient(base_url=second) as client:
-        while (answer := await client.get("/ready")).status_code == 200:
-            await asyncio.sleep(0.1)
-        assert "draining" in answer.text
+    await asyncio.to_thread(nodes.wait, lambda: "draining" in httpx.get(f"{second}/ready").text, nodes.driver_log)
     for each in await asyncio.gather(*running[:2]):
         check(each, right)
     await asyncio.gather(*running[2:])
