@@ -113,9 +113,7 @@ class ActorFactory:
             raise
         return actors
 
-    def _create(
-        self, actors: dict[str, Any], node: PreparedNode, state: SharedState, max_lines: int | None
-    ) -> None:
+    def _create(self, actors: dict[str, Any], node: PreparedNode, state: SharedState, max_lines: int | None) -> None:
         config = node.config
         if node.share.is_head:
             routing = (config.router, config.batching, self._served)

@@ -10,8 +10,8 @@ The life of a decision, about once a second:
    taken again, then Ray is asked for the rest; or the nodes that came last are given back.
 
 Example: two nodes of 64 places each, 140 real-time requests, `target_load` 0.8. 140 / (0.8 * 64) = 2.7: a third node is
-asked for after 3 s. With it the cluster goes back to two nodes when for 300 s there were at most 0.7 * 0.8 * 128 = 71
-requests, at which two nodes are well below the load that would bring the third back.
+asked for after 3 s. With it the cluster goes back to two nodes when for 300 s there were at most 0.9 * 0.8 * 128 = 92
+requests, at which two nodes are below the load that would bring the third back.
 """
 
 import math
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from alignedserve.config.sections import ScalingConfig
 from alignedserve.messages.gateways import ClusterStatus
 
-_LOWER_LOAD = 0.7  # of the load at which nodes are added: below it nodes are given back
+_LOWER_LOAD = 0.9  # of the load at which nodes are added: below it nodes are given back
 _GROWTH = 2  # nodes are added up to this many times those that serve: what is on its way changes the forecast
 
 
@@ -94,7 +94,6 @@ class ScalingLogic:
         self._keep_unasked(len(members), now)
         num_serving = sum(node.is_serving for node in members)
         if status is None or not status.demand.num_decode_places or not num_serving:
-            self._seen.clear()
             self._since_s = now
             return self._commands(members, nodes)
         self._seen.append((now, self.recommend(status, num_serving)))
@@ -121,7 +120,6 @@ class ScalingLogic:
         wanted = self._num_wanted
         if wanted is None or num_members > max(wanted, self._num_asked or 0):
             self._num_wanted = max(num_members, self._config.min_nodes)
-            self._seen.clear()
             self._since_s = now
 
     def _stabilised(self, now: float) -> int:

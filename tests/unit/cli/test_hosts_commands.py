@@ -71,10 +71,25 @@ def test_a_cluster_that_a_supervisor_starts_anew_is_stopped_too(
 
 def test_a_cluster_that_does_not_end_is_said_so(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
     monkeypatch.setattr(hosts, "_STOP_S", -1.0)
+    monkeypatch.setattr(hosts, "running_cluster", lambda: "record")
+    monkeypatch.setattr(hosts, "has_driver", lambda record: True)
     show(monkeypatch, ["deaf", "deaf"])
     with pytest.raises(ResourceError, match="does not end"):
         hosts.stop()
     assert asked == ["deaf"]
+
+
+def test_a_cluster_whose_driver_has_died_for_good_is_ended_without_it(
+    monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(hosts, "_STOP_S", -1.0)
+    monkeypatch.setattr(hosts, "running_cluster", lambda: "record")
+    monkeypatch.setattr(hosts, "has_driver", lambda record: False)
+    monkeypatch.setattr(hosts, "end_cluster", ended.append)
+    show(monkeypatch, ["headless"])
+    hosts.stop()
+    assert (asked, ended) == (["headless"], ["record"])
 
 
 def test_a_start_that_has_no_record_yet_is_ended_with_its_supervisor(

@@ -51,10 +51,10 @@ def looks(
     [
         (status(0, 2), (1, 1)),
         (status(140, 2), (3, 4)),  # the example of the module
-        (status(71, 2), (2, 2)),
-        (status(72, 2), (2, 3)),
+        (status(92, 2), (2, 2)),
+        (status(93, 2), (2, 3)),
         (status(10_000, 2), (4, 8)),  # twice the nodes that serve, at most
-        (status(0, 2, best_effort=200), (1, 6)),  # adds no node, and keeps those that there are
+        (status(0, 2, best_effort=200), (1, 5)),  # adds no node, and keeps those that there are
         (status(10, 2, wait_s=5.0), (1, 1)),
         (status(10, 2, wait_s=7.0), (3, 3)),
         (status(10, 2, wait_s=120.0), (4, 4)),
@@ -90,6 +90,12 @@ def test_an_idle_node_is_given_back_when_it_was_idle_for_long() -> None:
     assert looks(made, status(0, 3), nodes, 300) == [AskForNodes(1), GiveBack("b"), GiveBack("a")]
     released = (HEAD, ScaledNode("a", is_released=True))
     assert looks(made, status(0, 1), released, 301, 302) == []
+
+
+def test_the_head_is_never_given_back() -> None:
+    made, nodes = logic(down_after_s=10.0), (ScaledNode("a"), HEAD)
+    looks(made, status(0, 2), nodes, *range(10))
+    assert looks(made, status(0, 2), nodes, 10) == [AskForNodes(1), GiveBack("a")]
 
 
 def test_any_load_within_the_window_keeps_its_nodes() -> None:
@@ -215,7 +221,7 @@ def noise(seed: int) -> Callable[[float], int]:
 LOADS = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 600)), min_size=1, max_size=8)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(LOADS, st.sampled_from([0.0, 5.0, 60.0]), st.integers(1, 3), st.integers(0, 1000))
 def test_any_load_stays_in_bounds_and_no_rise_is_undone_soon(
     loads: list[tuple[int, int]], start_s: float, min_nodes: int, seed: int
@@ -230,7 +236,7 @@ def test_any_load_stays_in_bounds_and_no_rise_is_undone_soon(
     assert all(seconds >= 100.0 for seconds in fleet.turns())
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(st.integers(0, 350), st.sampled_from([0.0, 60.0]), st.integers(0, 1000))
 def test_a_steady_load_comes_to_rest_with_room_for_it(mean: int, start_s: float, seed: int) -> None:
     fleet, vary = Fleet(logic(8, down_after_s=100.0), start_s), noise(seed)
