@@ -149,9 +149,9 @@ class ActorFactory:
         self, actors: dict[str, Any], node: PreparedNode, actor_class: Any, role: Role, name: str, *arguments: object
     ) -> None:
         # A dead actor is restarted for as long as its node lives.
-        options = actor_class.options(name=name, max_restarts=-1, max_task_retries=0, **node.options_of(name))
-        options = options.options(get_if_exists=self._is_adopting, **self._options)
-        actors[name] = options.remote(*arguments, self._spec(node, role, name))
+        options = {"name": name, "get_if_exists": self._is_adopting, **self._options, **node.options_of(name)}
+        made = actor_class.options(max_restarts=-1, max_task_retries=0, **options)
+        actors[name] = made.remote(*arguments, self._spec(node, role, name))
 
     def _spec(self, node: PreparedNode, role: Role, name: str) -> ProcessSpec:
         authority = self._secrets.authority
