@@ -69,7 +69,9 @@ class ActorFactory:
         actors: dict[str, Any] = {}
         config = node.config
         if node.share.is_head:
-            routing = (config.router, config.batching, self._served)
+            batches = state.batches
+            state_folder = batches.folder / "router" if batches is not None and batches.folder is not None else None
+            routing = (config.router, config.batching, self._served, state_folder)
             self._add(actors, node, RouterActor, Role.ROUTER, ROUTER, *routing)
         self._add_workers(actors, node)
         for name, port in node.share.gateways:
