@@ -51,7 +51,6 @@ class DecodeWorkerActor(ActorHost):
             worker = DecodeWorker(
                 make=make,
                 executor=executor,
-                pool_name=pool_name,
                 process_spec=process_spec,
                 transport=engine_config.kv_transport,
             )

@@ -23,7 +23,6 @@ class DecodeWorker:
         *,
         make: "partial[DecodeLogic]",
         executor: ModelExecutor,
-        pool_name: str,
         process_spec: ProcessSpec,
         transport: str = AUTO,
     ) -> None:
@@ -31,7 +30,6 @@ class DecodeWorker:
         logic = make()
         self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
-        self._pool_name = pool_name
         self._copier: BlockCopier = executor.copier(process_spec.identity(), transport=transport)
         self.iteration_log = logic.iteration_log
         self._driver: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
@@ -57,7 +55,7 @@ class DecodeWorker:
                 self._copier.start_load(command, self._driver.dispatch)
             case OffloadBlocks():
                 self._copier.start_offload(command, self._driver.dispatch)
-            case MapArena(peer, offered):
-                self._copier.map_arena(peer, offered, stamps=peer != self._pool_name)
+            case MapArena(peer, offered, stamps):
+                self._copier.map_arena(peer, offered, stamps=stamps)
             case UnmapArena(peer):
                 self._copier.unmap_arena(peer)

@@ -19,7 +19,7 @@ requests in the same way, while their holder still lives. The router never sees 
 from collections.abc import Iterable
 
 from alignedserve.config.sections import RouterConfig
-from alignedserve.core.attempts import next_epoch
+from alignedserve.core.attempts import beyond_unreported, is_report_due, next_epoch
 from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
@@ -39,6 +39,7 @@ from alignedserve.messages.pools import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
+    BlocksFetched,
     IterationLogReport,
     PrefillCompleted,
     PrefillRequest,
@@ -50,7 +51,7 @@ from alignedserve.messages.workers import (
     WorkerRegistered,
 )
 from router.ownership import OwnershipTransitions
-from router.peer_announcements import announce_joined, announce_left
+from router.peer_announcements import announce_all, announce_pool, announce_prefiller
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
@@ -80,7 +81,7 @@ class RouterLogic:
         self._bypass = bypass
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
         self._counters = RouterCounters()
-        self._last_attempt = 0
+        self._last_attempt = self._reported_attempt = 0
         self._num_ticks = 0
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
@@ -105,6 +106,8 @@ class RouterLogic:
                 commands = self._on_tick()
         if len(self._registry.queue):
             commands += self._dispatch_prefills(now)
+        if is_report_due(self._last_attempt, self._reported_attempt):
+            commands += self._report_status()
         if self._placement.num_pooled:
             commands += [Send(pool, form) for pool, form in self._placement.batches_to_form(now)]
         return commands
@@ -141,6 +144,8 @@ class RouterLogic:
                 return self._failed(message)
             case WorkerLoad():
                 self._placement.update_load(peer, message)
+            case BlocksFetched(source, num_blocks, duration_s):
+                self._placement.links.observe(peer, source, num_blocks, duration_s)
             case IterationLogReport():
                 self._counters.add_iteration_log(message.gained)
             case _:
@@ -148,11 +153,16 @@ class RouterLogic:
         return []
 
     def _register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> list[Send]:
+        self._last_attempt = max(self._last_attempt, message.latest_attempt)
         reason = self._placement.register(peer, message)
         if reason is not None:
             return [Send(peer, RegistrationRefused(reason))]
-        workers = self._placement.workers
-        return announce_joined(workers[peer], workers.values()) if peer in workers else []
+        workers, pools = self._placement.workers, self._placement.pools
+        if peer in pools:
+            return announce_pool(peer, workers.values())
+        return announce_all(workers[peer], workers.values(), pools) + announce_prefiller(
+            workers[peer], workers.values()
+        )
 
     def _submit(self, gateway: str, request: Request) -> list[Send]:
         rejection = self._rejection(request)
@@ -184,6 +194,8 @@ class RouterLogic:
     def _resume(self, gateway: str, message: ResumeRequest) -> list[Send]:
         tracked = self._registry.requests.get(message.request.request_id)
         if tracked is None:  # accepted by a router before this one, or finished with tokens that never arrived
+            if message.latest_attempt:  # what an earlier attempt left somewhere must be older than the next one
+                self._last_attempt = max(self._last_attempt, beyond_unreported(message.latest_attempt))
             self._track(gateway, message.request, message.generated_token_ids)
             return []
         # A request still being served needs nothing, unless tokens that it builds on were lost with a worker.
@@ -275,7 +287,10 @@ class RouterLogic:
         commands += self._registry.interrupt(lost)
         worker = self._placement.workers.get(peer)
         self._placement.remove(peer)
-        return commands + (announce_left(worker, self._placement.workers.values()) if worker is not None else [])
+        left = self._placement.workers.values()
+        if worker is None:
+            return commands + announce_pool(peer, left, is_lost=True)
+        return commands + announce_prefiller(worker, left, is_lost=True)
 
     def _drain_workers(self, event: DrainRequested) -> list[Send]:
         self._placement.set_draining(event.draining)
@@ -347,5 +362,12 @@ class RouterLogic:
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []
-        status = status_of(self._registry.requests.values(), self._placement, self._counters)
+        return self._report_status()
+
+    def _report_status(self) -> list[Send]:
+        self._reported_attempt = self._last_attempt
+        num_tokens = self._registry.queue.num_tokens
+        wait_s = self._drain.seconds_for(num_tokens) if num_tokens else 0.0
+        requests = self._registry.requests.values()
+        status = status_of(requests, self._placement, self._counters, self._last_attempt, wait_s)
         return [Send(gateway, status) for gateway in self._gateways]

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
+from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from router.batch_requests import BatchRequests
@@ -33,10 +34,12 @@ class Placement:
         self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
         self._draining: frozenset[str] = frozenset()  # workers and pools, registered or not; membership only
+        self.links = LearnedLinks()  # to decode workers from pools of other nodes
         self._refused: dict[str, WorkerRecord] = {}  # perhaps more than have `refused_kinds`
         self._batch_requests = BatchRequests(
             pools=self.pools,
             nodes=self._nodes,
+            links=self.links,
             max_candidate_requests=max_candidate_requests,
             batching=batching,
         )
@@ -76,6 +79,7 @@ class Placement:
 
     def remove(self, peer: str) -> None:
         """Remove a worker or pool."""
+        self.links.forget(peer)
         worker = self.workers.pop(peer, None)
         if worker is not None:
             self._remove_worker(worker)
@@ -83,8 +87,7 @@ class Placement:
         if pool is None:
             return
         self._num_pooled -= pool.num_pooled
-        for worker in self._nodes.get(peer, {}).values():
-            worker.pending_batch = None  # the pool will never answer it
+        self._batch_requests.pool_lost(peer)
         self._rank_node(peer)
         self.clear_refusals()
 
@@ -97,7 +100,7 @@ class Placement:
             ranking.discard(name)
         for records in (self._free, self._refused):
             records.pop(name, None)
-        self._batch_requests.note_change(pool)
+        self._batch_requests.worker_lost(worker)
 
     def __contains__(self, peer: str) -> bool:
         return peer in self.workers or peer in self.pools
@@ -163,6 +166,7 @@ class Placement:
 
     def _clear_refusal(self, worker: WorkerRecord) -> None:
         worker.refused_kinds.clear()
+        worker.refusing_pools.clear()
         self._refused.pop(worker.name, None)
         self._rank(worker)
 

@@ -97,12 +97,16 @@ class WorkerRecord:
     num_real_time_tokens: int = 0  # those of real-time requests
     decoding: set[RequestId] = field(default_factory=set)  # running or candidate; membership only
     pending_batch: BatchId | None = None  # of a FormBatch without an answer
+    asked_pool: str = ""  # that was asked for it, or for the last one
     requested_kind: BatchKind = BatchKind.BATCH  # of that FormBatch, or the last one
     num_requested: int = 0  # its `max_requests`
     is_load_stale: bool = False  # the worker got a batch since its last report
     refused_kinds: set[BatchKind] = field(
         default_factory=set
     )  # answered with an empty batch since the last change; membership only
+    refusing_pools: set[str] = field(
+        default_factory=set
+    )  # those of other nodes that had no batch for it since the last change; membership only
     last_batch_s: float = float("-inf")  # when it last got a new batch
     is_draining: bool = False  # it gets nothing new
 
@@ -138,6 +142,11 @@ class WorkerRecord:
             and not self.is_draining
             and len(self.decoding) < registered.max_running_requests
         )
+
+    @property
+    def awaits_batch(self) -> bool:
+        """True if a batch may be on its way to it, or has arrived since it last told its load."""
+        return self.pending_batch is not None or self.is_load_stale
 
     @property
     def num_blocks_used(self) -> int:

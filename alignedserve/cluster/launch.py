@@ -30,7 +30,7 @@ from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
+from alignedserve.core.errors import AlignedServeError, ConfigError, PeerLost, ResourceError
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CPU, worker_devices
 from alignedserve.runtime.engine.model_executor import bytes_beside_blocks
@@ -168,7 +168,7 @@ class RunningCluster:
         """Return what gateways of other nodes share, as they find it."""
         if self._state.batches is None:
             return self._state
-        return replace(self._state, batches=self._state.batches.elsewhere(has_own_redis=self._redis is not None))
+        return replace(self._state, batches=self._state.batches.elsewhere())
 
     def _end_everything(self) -> None:
         for watchdog in self._watchdogs.values():
@@ -227,6 +227,8 @@ def launch_cluster(
     nothing left running, when it cannot.
     """
     observer = observer or LoggingObserver()
+    if config.scaling.max_nodes is not None:
+        raise ConfigError("scaling.max_nodes is for a cluster of several hosts (RAY_ADDRESS); leave it out")
     config = msgspec.structs.replace(config, model=with_local_model(config.model))
     choice = _choose(resolve_policy(config))
     config, served = choice.config, choice.served

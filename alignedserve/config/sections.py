@@ -318,6 +318,27 @@ class BatchesConfig(Section, frozen=True):
         return self.folder is not None and self.folder.startswith("s3://")
 
 
+class ScalingConfig(Section, frozen=True):
+    """Nodes that Ray's autoscaler adds and removes with the load, on a cluster of several hosts."""
+
+    max_nodes: int | None = None  # with the head; unset: the nodes are those that there are
+    min_nodes: int = 1
+    target_load: float = 0.8  # real-time requests per place of a decode worker; above it nodes are added
+    max_wait_s: float = 5.0  # forecast for the queue; above it nodes are added
+    up_after_s: float = 3.0  # nodes are added when they were wanted for this long
+    down_after_s: float = 300.0  # a node is given back when it was not wanted for this long
+
+    def __post_init__(self) -> None:
+        self._require(1 <= self.min_nodes <= 10_000, "min_nodes", "must be between 1 and 10000")
+        is_range = self.max_nodes is None or self.min_nodes <= self.max_nodes <= 10_000
+        self._require(is_range, "max_nodes", "must be between scaling.min_nodes and 10000")
+        self._require(0.0 < self.target_load <= 10.0, "target_load", "must be above 0 and at most 10")
+        self._require(1.0 <= self.max_wait_s <= 120.0, "max_wait_s", "must be between 1 and 120")
+        self._require(0.0 <= self.up_after_s <= 3600.0, "up_after_s", "must be between 0 and 3600")
+        is_later = self.up_after_s <= self.down_after_s <= 86_400.0
+        self._require(is_later, "down_after_s", "must be between scaling.up_after_s and 86400")
+
+
 class ClusterConfig(Section, frozen=True):
     """The whole file. Only the CLI and the cluster builder see it whole."""
 
@@ -334,6 +355,7 @@ class ClusterConfig(Section, frozen=True):
     links: LinksConfig = msgspec.field(default_factory=LinksConfig)
     recording: RecordingConfig = msgspec.field(default_factory=RecordingConfig)
     batches: BatchesConfig = msgspec.field(default_factory=BatchesConfig)
+    scaling: ScalingConfig = msgspec.field(default_factory=ScalingConfig)
 
     @property
     def chosen_topology(self) -> Topology:

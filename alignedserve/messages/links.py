@@ -54,6 +54,7 @@ from alignedserve.messages.pools import (
 )
 from alignedserve.messages.workers import (
     AttemptFailed,
+    BlocksFetched,
     IterationLogReport,
     PeersChanged,
     PrefillCompleted,
@@ -77,6 +78,7 @@ RouterInbound = (
     | RequestPreempted
     | WorkerLoad
     | IterationLogReport
+    | BlocksFetched
     | PoolRegistered
     | RequestPooled
     | BatchFormed

@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
-from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Text, TokenIds
+from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Text, TokenIds
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.wire import Message
 
@@ -19,6 +19,7 @@ class WorkerRegistered(Message, frozen=True):
     can_prefill: bool
     can_decode: bool
     layout_digest: Text = ""  # of its blocks; all workers and pools of a cluster must have the same
+    latest_attempt: Attempt = 0  # it has had; a router that is new goes on above it
 
 
 class RegistrationRefused(Message, frozen=True):
@@ -28,8 +29,8 @@ class RegistrationRefused(Message, frozen=True):
 
 
 class PeersChanged(Message, frozen=True):
-    """Router to decode worker, when it has registered and whenever they change: the prefill workers of all nodes, to
-    which it keeps links."""
+    """Router to decode worker, when it has registered and whenever they change: the prefill workers of all nodes and
+    the pools of other nodes, to which it keeps links."""
 
     joined: tuple[WorkerName, ...]
     left: tuple[WorkerName, ...] = ()  # not to be dialled any more; a link that holds is kept
@@ -113,6 +114,14 @@ class WorkerLoad(Message, frozen=True):
     num_reused_tokens: Count = 0  # of retried requests: taken from the pool's copies
     num_recomputed_tokens: Count = 0  # of retried requests: computed again
     running: JoinedBatch | None = None  # None: no batch runs, or one of unaligned lengths
+
+
+class BlocksFetched(Message, frozen=True):
+    """Decode worker to router: blocks came from another node's pool, for the cost of that link."""
+
+    pool_name: Text
+    num_blocks: Count
+    duration_s: Seconds
 
 
 class IterationLogReport(Message, frozen=True):

@@ -1,5 +1,7 @@
-"""Random histories of nodes and workers that join later and are lost for good: the right pairs of workers are linked,
-and every request gets its answer."""
+"""Random histories of workers that join later, on any node, and are lost for good.
+
+The right pairs are linked, and every request gets its answer, though no decode worker may be left beside its pool.
+"""
 
 import random
 
@@ -18,11 +20,12 @@ SHAPES = (
 
 
 def check_links(cluster: LogicCluster) -> None:
-    """Every decode worker is linked to every prefill worker, and dials nothing else."""
-    prefill = {name for name in cluster.logics if name.startswith("prefill")}
+    """Every decode worker is linked to every prefill worker and every pool, and dials nothing else."""
+    peers = {name for name in cluster.logics if name.startswith(("prefill", "pool"))}
     for decoder in [name for name in cluster.logics if name.startswith("decode")]:
-        assert {peer for dialler, peer in cluster.dialled if dialler == decoder} == prefill
-        assert {peer for peer, other in cluster.links if other == decoder and peer.startswith("prefill")} == prefill
+        dialled = {peer for dialler, peer in cluster.dialled if dialler == decoder}
+        assert dialled == peers - {cluster.pool_of(decoder)}
+        assert {peer for peer, other in cluster.links if other == decoder} == {*peers, "router"}
 
 
 def move(cluster: LogicCluster, rng: random.Random, number: int) -> None:
@@ -36,6 +39,19 @@ def move(cluster: LogicCluster, rng: random.Random, number: int) -> None:
         cluster.kill(rng.choice(able))
 
 
+def lose_and_bring_back(cluster: LogicCluster, rng: random.Random) -> None:
+    """A pool or a worker is killed and started again, or the link of a pool to a decode worker anywhere is cut."""
+    links = [key for key in cluster.links if key[0].startswith("pool") and key[1].startswith("decode")]
+    if links and rng.random() < 0.6:
+        cluster.cut(*rng.choice(links))
+        return
+    name = rng.choice([name for name in cluster.logics if name != "router"])
+    cluster.kill(name)
+    for _ in range(rng.randrange(30)):
+        cluster.step()
+    cluster.start(name)
+
+
 def replay(seed: int, shape: Shape) -> None:
     rng = random.Random(seed)
     cluster = LogicCluster(shape, seed)
@@ -45,12 +61,11 @@ def replay(seed: int, shape: Shape) -> None:
             cluster.step()
         if rng.random() < 0.5:
             move(cluster, rng, number + 1)
+        if rng.random() < 0.3:
+            lose_and_bring_back(cluster, rng)
         if rng.random() < 0.05:
             cluster.kill("router")
             cluster.start("router")
-    # A batch of a pool whose last decode worker was lost for good needs another one beside it.
-    for node in range(shape.num_nodes):
-        cluster.start(f"decode-{shape.num_nodes * 100 + node}")
     cluster.run()
     check_links(cluster)
     check_answers(cluster)

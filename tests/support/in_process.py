@@ -194,7 +194,6 @@ class RoomCluster:
         worker = DecodeWorker(
             make=make,
             executor=executor,
-            pool_name="pool-0",
             process_spec=self._process_spec(Role.DECODE_WORKER, name),
             transport=self.config.engine.kv_transport,
         )

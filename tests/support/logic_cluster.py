@@ -124,6 +124,7 @@ class LogicCluster:
         self.rng = random.Random(seed)
         self.shape = shape
         self.now = 0.0
+        self.router_ahead_s = 0.0  # of the clock of the router's host
         self.client = Client()
         self.logics: dict[str, Logic] = {}
         self.engines: dict[str, FakeEngine] = {}
@@ -169,17 +170,28 @@ class LogicCluster:
             if self._do_meet(name, other):
                 self._link(name, other)
 
+    def start_router_slowly(self) -> None:
+        """Start a router to which gateway, workers and pools connect one by one, in any order, while it works."""
+        self.logics[ROUTER], _ = self._make(ROUTER)
+        others = [GATEWAY, *(other for other in self.logics if other != ROUTER)]
+        self.rng.shuffle(others)
+        for other in others:
+            self._link(other, ROUTER)
+            for _ in range(self.rng.randrange(20)):
+                self.step()
+
     def _do_meet(self, name: str, other: str) -> bool:
         """Return True if these two have a link from the start; others are linked when one of them dials."""
         kinds = {name.split("-")[0], other.split("-")[0]}
-        return kinds in ({"pool", "prefill"}, {"pool", "decode"}) and self._pool_of(name) == self._pool_of(other)
+        return kinds in ({"pool", "prefill"}, {"pool", "decode"}) and self.pool_of(name) == self.pool_of(other)
 
-    def _pool_of(self, name: str) -> str:
+    def pool_of(self, name: str) -> str:
+        """Return the pool of this process's node."""
         return f"pool-{int(name.rpartition('-')[2]) % self.shape.num_nodes}"
 
     def node_of(self, name: str) -> list[str]:
         """Return everything that runs on the node of this process."""
-        return [other for other in self.logics if "-" in other and self._pool_of(other) == self._pool_of(name)]
+        return [other for other in self.logics if "-" in other and self.pool_of(other) == self.pool_of(name)]
 
     def kill(self, name: str) -> None:
         """SIGKILL: what it was computing and sending is gone; its peers notice."""
@@ -308,7 +320,7 @@ class LogicCluster:
             num_blocks=self.shape.worker_blocks,
             block_size=BLOCK_SIZE,
             max_running_requests=max_running_requests,
-            pool_name=self._pool_of(name),
+            pool_name=self.pool_of(name),
             can_prefill=can_prefill,
             can_decode=can_decode,
         )
@@ -336,7 +348,8 @@ class LogicCluster:
             for answer in self.client.on_event(event):  # type: ignore[arg-type]
                 self._send(GATEWAY, answer.peer, answer.message)
             return
-        for command in self.logics[name].on_event(event, self.now):  # type: ignore[arg-type]
+        now = self.now + self.router_ahead_s if name == ROUTER else self.now
+        for command in self.logics[name].on_event(event, now):  # type: ignore[arg-type]
             self._perform(name, command)
 
     def _perform(self, name: str, command: object) -> None:
@@ -372,7 +385,7 @@ class LogicCluster:
             case OpenBuffer(peer, link_epoch):
                 engine.arenas[peer] = arena = FakeArena(is_buffer=True)
                 num_blocks = self.shape.buffer_blocks
-                made = self._offer(arena, num_blocks, self._pool_of(name)) if num_blocks else None
+                made = self._offer(arena, num_blocks, self.pool_of(name)) if num_blocks else None
                 self.pending.append((name, lambda: BufferOpened(peer, link_epoch, made)))
             case SetBlockGeneration(block_ids, generation):
                 self.pool_arenas[name].stamps.update(dict.fromkeys(block_ids, generation))

@@ -75,6 +75,7 @@ from alignedserve.messages.state import QuotaAnswer, StateAnswer, StateCall, Use
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
+    BlocksFetched,
     IterationLogReport,
     JoinedBatch,
     PeersChanged,
@@ -188,11 +189,15 @@ EXAMPLES: tuple[Message, ...] = (
     RequestRejected(R1, "the queue is full", 2.5),
     RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again"),
     RequestInterrupted(R1),
-    ResumeRequest(_FULL, (8, 9)),
-    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, TOTALS, LengthTotals(5, 4, 60, 7.5)),
+    ResumeRequest(_FULL, (8, 9), 65_538),
+    ClusterStatus(
+        1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, TOTALS, LengthTotals(5, 4, 60, 7.5), 65_538
+    ),
     TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
     PromptScored(R1, 1, _SCORES),
-    WorkerRegistered(256, 16, 64, POOL, can_prefill=True, can_decode=False, layout_digest="ab" * 32),
+    WorkerRegistered(
+        256, 16, 64, POOL, can_prefill=True, can_decode=False, layout_digest="ab" * 32, latest_attempt=65_538
+    ),
     RegistrationRefused("other blocks"),
     PrefillRequest(_FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE), predicted_output_len=6.5),
     SetPredictedLength(R1, 3, 6.5),
@@ -205,6 +210,7 @@ EXAMPLES: tuple[Message, ...] = (
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),
     IterationLogReport(TOTALS),
+    BlocksFetched(POOL, 12, 0.5),
     PeersChanged((WorkerName(PREFILL),), left=(WorkerName("prefill-1"),), is_complete=True),
     ReserveBlocks(R1, 3, 2, is_copy=True, may_wait=False),
     CancelReservation(R1, 3),
@@ -223,13 +229,13 @@ EXAMPLES: tuple[Message, ...] = (
     BlocksPrefetched(R1, 21, _COPY, is_refused=True),
     ReturnRequest(_FULL, 3, (8, 9), _COPY, 6.5),
     RequestReturned(R1, 3, ReturnOutcome.STAYED),
-    PoolRegistered(300, "ab" * 32),
+    PoolRegistered(300, "ab" * 32, 65_538),
     RequestPooled(R1, 3, 40, 3),
     FormBatch(_BATCH, WorkerName(DECODE), 100, 36, 12, _JOINED),
     CopyKept(R1, 3),
     BatchFormed(_BATCH, WorkerName(DECODE), ((R1, 3), (R2, 4))),
     BatchReceived(_BATCH, ((R1, 3), (R2, 4))),
-    CopyLost(R1, 3),
+    CopyLost(R1, 3, DECODE, BatchId(4)),
     PoolLoad(7, 2, 1, 3),
     DropRequest(R1, 3),
     OpenTransfer("gloo", "ab" * 32),

@@ -17,7 +17,7 @@ from alignedserve.cluster.hosts.node_actor import NodeActor
 from alignedserve.cluster.hosts.node_report import NodeReport, NodeSurveyor
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.hosts.ray_nodes import RayNode
-from alignedserve.cluster.hosts.reachability import apart
+from alignedserve.cluster.hosts.reachability import Place
 from alignedserve.config.sections import LinksConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.runtime.model.served_model import ServedModel
@@ -98,6 +98,33 @@ class Admission:
             require(node, _answer(node, reference))
 
 
+def apart(nodes: Mapping[RayNode, Place], problems: Mapping[RayNode, Mapping[str, str]]) -> dict[RayNode, str]:
+    """Return why for each node that does not reach a node before it, or is not reached by one.
+
+    `nodes`: the head first, which is never refused for another; nor is a node for one that is refused. `problems`: what
+    `unreached` returned on each node, by node ids.
+    """
+    refused: dict[RayNode, str] = {}
+    used: list[RayNode] = []
+    for node, place in nodes.items():
+        for other in used:
+            way = problems[other].get(node.node_id)
+            if way is not None:
+                refused[node] = _sentence(other, node, place, way)
+                break
+            back = problems[node].get(other.node_id)
+            if back is not None:
+                refused[node] = _sentence(node, other, nodes[other], back)
+                break
+        else:
+            used.append(node)
+    return refused
+
+
+def _sentence(source: RayNode, target: RayNode, place: Place, problem: str) -> str:
+    return f"no connection from {source} to {target}, TCP port {place[1]} ({problem})"
+
+
 def warn_of_clocks(reports: Mapping[RayNode, NodeReport], asked_s: float, answered_s: float) -> None:
     """Say which nodes' clocks are apart from this one's. They work: nothing here compares clocks of two hosts.
 
@@ -133,6 +160,8 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
     for node, report in reports.items():
         if report.problem is not None:
             found[node] = str(report.problem)
+        elif report.gpus and not node.num_gpus:
+            found[node] = f"Ray counts none of its {len(report.gpus)} GPUs; was it started there with --num-gpus=0?"
         elif report.versions != head.versions:
             found[node] = f"it has {report.versions}, the head {head.versions}"
         elif report.model_digest is None:
@@ -157,8 +186,8 @@ def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: L
 
 def create_keeper(node: RayNode, folder_name: str) -> Any:
     """Create the keeper of this folder on this node; it comes up by itself."""
-    options = NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(folder_name), **node.options)
-    return options.remote(folder_name)
+    options = NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(folder_name), lifetime="detached")
+    return options.options(**node.options).remote(folder_name)
 
 
 def keeper_of(node: RayNode, actor: Any, folder: Path, cluster_id: str, links: LinksConfig) -> Keeper:

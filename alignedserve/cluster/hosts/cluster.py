@@ -2,37 +2,35 @@
 
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from alignedserve.cluster.actor_factory import ActorFactory
-from alignedserve.cluster.hosts.drain_rules import node_called, require_drainable
-from alignedserve.cluster.hosts.drain_watch import DrainWatch
-from alignedserve.cluster.hosts.drains import Draining, Drains
 from alignedserve.cluster.hosts.joining import Joining, Preparation
 from alignedserve.cluster.hosts.members import DRIVER, Member, drained_record, record_of
 from alignedserve.cluster.hosts.membership import (
     Announce,
     CancelPreparation,
-    DrainAsked,
-    DrainUndone,
     EndNode,
     ForgetNode,
-    Host,
     Membership,
     MembershipCommand,
     MembershipEvent,
-    NodeDrained,
     NodeJoined,
     NodePostponed,
     NodeRefused,
     NodesSeen,
     PrepareNode,
 )
+from alignedserve.cluster.hosts.node_actor import end_actors
+from alignedserve.cluster.hosts.node_drains import NodeDrains
+from alignedserve.cluster.hosts.node_group import release
 from alignedserve.cluster.hosts.node_report import own_versions
 from alignedserve.cluster.hosts.orders import (
     Answer,
@@ -45,13 +43,15 @@ from alignedserve.cluster.hosts.orders import (
 )
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import (
-    DRAINED,
     ClusterRecord,
     NodeRecord,
     is_asked_to_stop,
     remove_record,
     write_record,
 )
+from alignedserve.cluster.hosts.scaler import NodeScaler
+from alignedserve.cluster.hosts.scaling import GiveBack, ScaledNode
+from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
@@ -59,28 +59,41 @@ from alignedserve.runtime.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
 
-_HEAD_SILENT_S = 20.0
 _STOP_LOOK_S = 0.5  # between looks during a start
+
+
+@dataclass(frozen=True, slots=True)
+class Driving:
+    """What a driver brings along to its cluster."""
+
+    observer: StartObserver
+    succession: Succession
+    scaler: NodeScaler | None = None  # None: the number of nodes is left as it is
 
 
 class ClusterOnHosts(RunningCluster):
     """A started cluster of several nodes, for a driver that calls `check` about once a second."""
 
     def __init__(
-        self, joining: Joining, members: Sequence[Member], factory: ActorFactory, observer: StartObserver
+        self,
+        joining: Joining,
+        members: Sequence[Member],
+        factory: ActorFactory,
+        driving: Driving,
     ) -> None:
-        super().__init__(members[0].prepared, joining.plan.served, factory, observer)
+        super().__init__(members[0].prepared, joining.plan.served, factory, driving.observer)
         self._members = {member.ray_node.node_id: member for member in members}
-        self._membership = Membership({node_id: _host(one.ray_node) for node_id, one in self._members.items()})
-        self._drained: dict[str, Member] = {}  # by the id under which it was a member
-        self._drains = Drains()
-        self._drain_watch = DrainWatch(self._drains)
+        self._membership = Membership({node_id: one.ray_node.host for node_id, one in self._members.items()})
+        self._drains = NodeDrains(self._members, self._membership, joining, self._decide)
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
-        self._starting: dict[Any, str] = {}  # actors of nodes that joined, by the call that says how it went
+        # Actors of nodes that joined, by the call that says how it went.
+        self._starting: dict[Any, tuple[RayNode, str]] = {}
         self._joining = joining
         self._preparations: dict[str, Preparation] = {}
+        self._scaler = driving.scaler
         self._cluster_id = joining.cluster_id
-        self._started = time.time()
+        self._succession = driving.succession
+        self._driver_id = secrets.token_hex(4)
         self._is_ready = False
         self._has_news = False  # that the record does not have
         self._loading: dict[Any, str] = {}  # nodes whose progress is asked for, by the call
@@ -96,9 +109,13 @@ class ClusterOnHosts(RunningCluster):
         logger.error("%s is not used: %s", node, problem)
 
     def start_all(self) -> None:
-        """Start the actors of all nodes. Raises the error of the first failing one."""
+        """Start the actors of all nodes; those of a former driver are taken over. Raises the error of the first failing
+        one."""
         self._announce()
-        self.start(tuple(member.prepared for member in self._members.values())[1:])
+        self._hand_over()
+        taking_over = self._factory.adopting() if self._succession.is_adopted else contextlib.nullcontext()
+        with taking_over:
+            self.start(tuple(member.prepared for member in self._members.values())[1:])
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster; then every command finds the cluster."""
@@ -113,6 +130,7 @@ class ClusterOnHosts(RunningCluster):
         if now - self._asked_s < _STOP_LOOK_S:
             return
         self._asked_s = now
+        self._hand_over()
         with contextlib.suppress(PeerLost):
             if is_asked_to_stop(self._cluster_id):
                 raise AskedToStop
@@ -136,10 +154,11 @@ class ClusterOnHosts(RunningCluster):
 
         Raises PeerLost when Ray's head has not answered for long.
         """
+        self._hand_over()
         try:
             goes_on = self._look_around()
         except PeerLost:
-            if time.monotonic() - self._heard_s > _HEAD_SILENT_S:
+            if time.monotonic() - self._heard_s > head_patience_s():
                 raise
             return True
         self._heard_s = time.monotonic()
@@ -151,30 +170,39 @@ class ClusterOnHosts(RunningCluster):
         used = (record_of(one, is_draining=node_id in draining) for node_id, one in self._members.items())
         refused = (
             NodeRecord("", node.node_id, node.address, node.hostname, problem=problem)
-            for node, problem in ((self._seen[node_id], why) for node_id, why in self._membership.refused.items())
+            for node, problem in ((self._seen[node_id], why) for node_id, why in self._left_out().items())
         )
         return ClusterRecord(
             cluster_id=self._cluster_id,
             version=own_versions(),
             model=self.served.name,
             topology=self.config.chosen_topology.value,
-            started=self._started,
+            started=self._succession.started,
             is_ready=self._is_ready,
-            nodes=(*used, *(drained_record(member) for member in self._drained.values()), *refused),
+            nodes=(*used, *(drained_record(member) for member in self._joining.drained.values()), *refused),
+            driver=self._driver_id,
         )
+
+    def _hand_over(self) -> None:
+        self._succession.hand_over(self._joining, tuple(self._members.values()), self._factory.secrets, self._actors)
+
+    def _left_out(self) -> dict[str, str]:
+        """Return the nodes that are not used, and why."""
+        released = [node_id for node_id in self._membership.released if node_id not in self._members]
+        return {**self._membership.refused, **dict.fromkeys(released, "given back, as the load does not need it")}
 
     def _look_around(self) -> bool:
         if is_asked_to_stop(self._cluster_id):
             return False
         self._seen = {node.node_id: node for node in alive_nodes()}
-        self._decide(NodesSeen({node_id: _host(node) for node_id, node in self._seen.items()}))
+        self._decide(NodesSeen({node_id: node.host for node_id, node in self._seen.items()}))
         for preparation in list(self._preparations.values()):
             self._go_on(preparation)
         self._look_at_starting()
         for name, order in take_orders(self._cluster_id):
             answer_order(self._cluster_id, name, self._obey(order))
-        for name in self._drain_watch.look(self.actors()):
-            self._drain_ended(name)
+        self._drains.look(self.actors())
+        self._scale()
         if self._has_news:
             self._announce()
         return True
@@ -190,9 +218,11 @@ class ClusterOnHosts(RunningCluster):
             case CancelPreparation(node_id):
                 self._preparations.pop(node_id).close()
             case ForgetNode(node_id):
-                self._forget(self._members.pop(node_id))
+                member = self._members.pop(node_id)
+                logger.warning("%s is lost, and with it %s", member.ray_node, member.name)
+                self._end_member(member)
             case EndNode(node_id):
-                self._end_node(node_id)
+                self._end_member(self._members.pop(node_id))
             case Announce():
                 self._has_news = True
 
@@ -224,93 +254,79 @@ class ClusterOnHosts(RunningCluster):
             raise PeerLost(f"its former actors have not ended: {error}") from error
         self._members[member.ray_node.node_id] = member
         actors = self._actors[member.name]
-        self._starting |= {actor.failure.remote(): f"{name} on {member.ray_node}" for name, actor in actors.items()}
+        self._starting |= {actor.failure.remote(): (member.ray_node, name) for name, actor in actors.items()}
         logger.info("%s has joined as %s with %s", member.ray_node, member.name, ", ".join(actors))
 
-    def _forget(self, member: Member) -> None:
-        logger.warning("%s is lost, and with it %s", member.ray_node, member.name)
+    def _end_member(self, member: Member) -> None:
         self.remove_node(member.name)
         self._joining.vacate(member)
-        if member.name in self._drains:
-            self._drains.end(member.name)
-            self._drained[member.ray_node.node_id] = member
+        self._drains.gone(member)
 
     def _obey(self, order: Order) -> Answer:
         try:
             match order:
                 case DrainNode():
-                    return Answer(self._drain(order))
+                    return Answer(self._drains.drain(order, self.record().nodes))
                 case UndoDrain(name):
-                    return Answer(self._undo_drain(name))
+                    return Answer(self._drains.undo(name, self.record().nodes))
                 case ScaleWorkers():
                     raise ResourceError("this cluster cannot be scaled yet")
         except AlignedServeError as error:
             return Answer(str(error), is_refused=True)
-
-    def _drain(self, order: DrainNode) -> str:
-        node = node_called(self.record().nodes, order.node)
-        member = self._members.get(node.node_id)
-        draining = self._membership.draining
-        others = [
-            one.prepared.share for one_id, one in self._members.items() if one_id not in (*draining, node.node_id)
-        ]
-        share = member.prepared.share if member is not None else None
-        require_drainable(node, share, others, is_forced=order.is_forced)
-        assert share is not None, "a node that cannot be drained"
-        pool = (share.pool_name,) if share.pool_name in self._actors[share.node] else ()
-        gateways = tuple(name for name, _ in share.gateways)
-        moves_s = time.monotonic() + order.within_s
-        self._drains.begin(share.node, Draining((*share.prefill, *share.decode, *pool), gateways, moves_s))
-        if node.node_id not in draining:
-            self._decide(DrainAsked(node.node_id))
-        logger.info("%s drains; what is left after %.0f s goes elsewhere", share.node, order.within_s)
-        return (
-            f"{share.node} drains: it gets nothing new, and what is left after {order.within_s:.0f} s goes elsewhere."
-        )
-
-    def _undo_drain(self, name: str) -> str:
-        node = node_called(self.record().nodes, name)
-        if not node.drain:
-            raise ResourceError(f"{node.name or node.hostname} neither drains nor has drained")
-        self._drains.end(node.name)
-        self._drained.pop(node.node_id, None)
-        self._decide(DrainUndone(node.node_id))
-        logger.info("%s is used again", node.name)
-        return f"{node.name} is used again" + ("; its processes start now." if node.drain == DRAINED else ".")
-
-    def _drain_ended(self, name: str) -> None:
-        self._drains.end(name)
-        node_id = next(node_id for node_id, member in self._members.items() if member.name == name)
-        self._decide(NodeDrained(node_id))
-
-    def _end_node(self, node_id: str) -> None:
-        member = self._drained[node_id] = self._members.pop(node_id)
-        logger.info("%s has drained", member.name)
-        self.remove_node(member.name)
-        self._joining.vacate(member)
 
     def _look_at_starting(self) -> None:
         if not self._starting:
             return
         answered, _ = ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)
         for reference in answered:
-            name = self._starting.pop(reference)
+            node, name = self._starting.pop(reference)
             try:
                 failure = ray.get(reference)
             except ray.exceptions.RayError as error:
                 failure = error
             if failure is not None:
-                logger.error("%s did not start: %s", name, str(failure).splitlines()[0])
+                logger.error("%s on %s did not start: %s", name, node, str(failure).splitlines()[0])
+
+    def _scale(self) -> None:
+        """Give nodes back that the load does not need, and let Ray add those that it does."""
+        if self._scaler is None:
+            return
+        head, *_ = self._members
+        starting = {node.node_id for node, _ in self._starting.values()}
+        released, draining = self._membership.released, self._membership.draining
+        nodes = [
+            *(
+                ScaledNode(node_id, node_id == head, is_serving=node_id not in starting)
+                for node_id in self._members
+                if node_id not in draining
+            ),
+            *(ScaledNode(node_id, is_released=True) for node_id in released),
+        ]
+        of_head = self._actors[self._members[head].name]
+        gateways = [actor for name, actor in of_head.items() if name.startswith("gateway-")]
+        for command in self._scaler.check(gateways, nodes, self._seen.__getitem__):
+            if isinstance(command, GiveBack):
+                self._drains.give_back(command.node_id)
+            else:
+                self._drains.take_again(command.node_id)
 
     def _leave_ray(self) -> None:
         for preparation in self._preparations.values():
             preparation.close()
         self._preparations.clear()
         if ray.is_initialized():
+            keepers = [member.keeper.actor for member in self._members.values()]
+            everything = [*self.actors().values(), *keepers]
+            if self._scaler is not None:
+                self._scaler.close()
+            for member in self._members.values():
+                release(member.prepared.folder.name)
             try:
                 remove_record(self._cluster_id)
+                kill_actors(everything)
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
+                end_actors(everything)
         super()._leave_ray()
         logging.getLogger("alignedserve").removeHandler(self._log)
         self._log.close()
@@ -318,10 +334,6 @@ class ClusterOnHosts(RunningCluster):
     def _announce(self) -> None:
         write_record(self.record())
         self._has_news = False
-
-
-def _host(node: RayNode) -> Host:
-    return node.hostname, node.address
 
 
 def _log_to(folder: Path) -> logging.Handler:

@@ -10,14 +10,18 @@ import msgspec
 import ray
 
 from alignedserve.cluster import preflight
-from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory
+from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets
 from alignedserve.cluster.hosts.admission import Admission, differences, start_keepers
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.adoption import adopt_cluster
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import expect_handoffs, member_of, resources_of
+from alignedserve.cluster.hosts.members import expect_handoffs, member_of, reserve_for, resources_of
+from alignedserve.cluster.hosts.node_group import release_former
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
+from alignedserve.cluster.hosts.scaler import make_scaler
+from alignedserve.cluster.hosts.succession import Succession, digest_of
 from alignedserve.cluster.ray_node import join_ray
 from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
 from alignedserve.config.sections import ClusterConfig
@@ -31,7 +35,7 @@ from alignedserve.scheduling.factory import resolve_policy
 
 logger = logging.getLogger(__name__)
 
-_FORMER_ENDS_S = 15.0  # Ray ends the actors of a driver that has died
+_FORMER_ENDS_S = 75.0  # its keepers end it when they have had no driver for a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +52,22 @@ def launch_on_hosts(
 ) -> ClusterOnHosts:
     """Start a cluster on the nodes of that Ray cluster and return it when it is up.
 
+    One that a former driver with the same configuration has left goes on instead, and one of another is ended first.
     Raises an error of the tree, with nothing left running, when it cannot.
     """
-    observer = observer or LoggingObserver()
+    observer, asked = observer or LoggingObserver(), digest_of(config)
     if config.recording.folder is not None:
         raise ConfigError("recording.folder is for a cluster of one host so far; leave it out")
     config = resolve_policy(msgspec.structs.replace(config, model=with_local_model(config.model)))
     join_ray(hosts.address, NAMESPACE)
     try:
-        cluster = _prepare_cluster(config, hosts, actor_classes, observer)
+        context = ray.get_runtime_context()
+        require_head(alive_nodes(), context.get_node_id())
+        scaler = make_scaler(config, context.gcs_address)
+        cluster = adopt_cluster(asked, actor_classes, observer, scaler)
+        if cluster is None:
+            driving = Driving(observer, Succession(asked), scaler)
+            cluster = _prepare_cluster(config, hosts, actor_classes, driving)
     except BaseException:
         ray.shutdown()
         raise
@@ -69,9 +80,8 @@ def launch_on_hosts(
 
 
 def _prepare_cluster(
-    config: ClusterConfig, hosts: Hosts, actor_classes: ActorClasses, observer: StartObserver
+    config: ClusterConfig, hosts: Hosts, actor_classes: ActorClasses, driving: Driving
 ) -> ClusterOnHosts:
-    require_head(alive_nodes(), ray.get_runtime_context().get_node_id())
     _wait_for_former()
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
     if len(nodes) < hosts.num_nodes:
@@ -96,10 +106,13 @@ def _prepare_cluster(
         ]
         expect_handoffs(members)
         admission.check({member.ray_node: member.prepared for member in members}, plan.served)
-    observer.sizes_chosen(next(iter(plan.choices.values())))
+    release_former()
+    reserve_for(members)
+    driving.observer.sizes_chosen(next(iter(plan.choices.values())))
     authority = CertificateAuthority(cluster_id) if config.links.tls else None
     joining = Joining(plan, reports[nodes[0]], cluster_id, len(members))
-    cluster = ClusterOnHosts(joining, members, ActorFactory(plan.served, actor_classes, authority), observer)
+    factory = ActorFactory(plan.served, actor_classes, ClusterSecrets(authority=authority), is_detached=True)
+    cluster = ClusterOnHosts(joining, members, factory, driving)
     for node, problem in refused.items():
         cluster.refuse(node, problem)
     return cluster

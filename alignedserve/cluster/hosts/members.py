@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper, keeper_name
+from alignedserve.cluster.hosts.node_group import NodeGroup, reserve
 from alignedserve.cluster.hosts.node_report import NodeReport
 from alignedserve.cluster.hosts.plan import NodeResources
 from alignedserve.cluster.hosts.ray_nodes import RayNode
@@ -30,10 +31,25 @@ class Member:
         """Return its name in the cluster."""
         return self.prepared.share.node
 
+    def without_keeper(self) -> "Member":
+        """Return it as it is handed from one driver to the next."""
+        return replace(self, keeper=replace(self.keeper, actor=None))
+
+    def use(self, group: NodeGroup) -> None:
+        """Place its processes in this group."""
+        self.prepared = replace(self.prepared, options_of=group.options_of)
+
 
 def member_of(node: RayNode, share: NodeShare, capacity: NodeCapacity, config: ClusterConfig, keeper: Keeper) -> Member:
     """Return the member that this node is, ready for its actors."""
-    return Member(node, PreparedNode(share, capacity, config, keeper.book, node.options), keeper)
+    return Member(node, PreparedNode(share, capacity, config, keeper.book), keeper)
+
+
+def reserve_for(members: Sequence[Member]) -> None:
+    """Reserve what the nodes' workers take. Raises ResourceError, with nothing reserved, where Ray has not as much."""
+    groups = reserve({member.ray_node: member.prepared for member in members})
+    for member in members:
+        member.use(groups[member.ray_node])
 
 
 def expect_handoffs(members: Sequence[Member]) -> None:
@@ -47,7 +63,8 @@ def expect_handoffs(members: Sequence[Member]) -> None:
 def resources_of(name: str, node: RayNode, report: NodeReport) -> NodeResources:
     """Return what this node, by its report, has for a share of this name."""
     assert report.machine is not None, "a node without a report of its memory"
-    return NodeResources(NodeCapacity(name, node.address, report.machine.num_cores, report.gpus), report.machine)
+    gpus = report.gpus[: int(node.num_gpus)]  # the others are not Ray's to give
+    return NodeResources(NodeCapacity(name, node.address, report.machine.num_cores, gpus), report.machine)
 
 
 def drained_record(member: Member) -> NodeRecord:

@@ -7,7 +7,7 @@ The life of a node:
 3. NodesSeen lacks it: a member is lost, ForgetNode; preparations end, CancelPreparation. Its share stays vacant until
    a node of that host comes.
 4. DrainAsked: a member drains. NodeDrained: EndNode, and its host stays out, also when it comes back under another id,
-   until DrainUndone.
+   until DrainUndone. A node that is given back to Ray stays out for as long as it lives.
 
 Announce follows whatever a command on any node is to see.
 """
@@ -55,6 +55,7 @@ class DrainAsked:
     """Event: a member is to drain."""
 
     node_id: str
+    is_given_back: bool = False  # to Ray, as it is not needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,8 @@ class Membership:
         self._preparing: dict[str, None] = {}
         self._postponed: dict[str, _Postponed] = {}  # also while it is prepared anew
         self._refused: dict[str, str] = {}
-        self._draining: dict[str, None] = {}  # members
+        self._draining: dict[str, bool] = {}  # members; True: to be given back
+        self._given_back: dict[str, None] = {}
         self._drained: dict[str, _Drained] = {}  # by the id of the member
         self._hosts = members  # of the nodes that are alive
 
@@ -153,9 +155,18 @@ class Membership:
         """Nodes that are not used, and why."""
         return self._refused
 
+    @property
+    def released(self) -> tuple[str, ...]:
+        """Nodes that were given back and are still there, also while they drain, in that order."""
+        return (*self._given_back, *(node_id for node_id, is_given_back in self._draining.items() if is_given_back))
+
     def refuse(self, node_id: str, problem: str) -> None:
         """Note a node that was refused before the cluster was started."""
         self._refused[node_id] = problem
+
+    def keep_out(self, node_id: str, host: Host) -> None:
+        """Note a node that had drained before this driver was started."""
+        self._drained[node_id] = _Drained(host, node_id)
 
     def on_event(self, event: MembershipEvent, now: float) -> list[MembershipCommand]:
         """Return the commands that follow. Touches nothing outside self."""
@@ -165,16 +176,20 @@ class Membership:
                 self._hosts = hosts
                 self._keep_out(hosts)
                 return [*commands, *self._prepare_new(hosts, now)]
-            case DrainAsked(node_id):
-                self._draining[node_id] = None
+            case DrainAsked(node_id, is_given_back):
+                self._draining[node_id] = is_given_back
                 return [Announce()]
             case NodeDrained(node_id):
-                del self._draining[node_id], self._members[node_id]
-                self._drained[node_id] = _Drained(self._hosts[node_id], node_id)
+                del self._members[node_id]
+                if self._draining.pop(node_id):
+                    self._given_back[node_id] = None
+                else:
+                    self._drained[node_id] = _Drained(self._hosts[node_id], node_id)
                 return [EndNode(node_id), Announce()]
             case DrainUndone(node_id):
                 self._draining.pop(node_id, None)
                 self._drained.pop(node_id, None)
+                self._given_back.pop(node_id, None)
                 return [Announce()]
             case NodeJoined(node_id):
                 del self._preparing[node_id]
@@ -203,17 +218,20 @@ class Membership:
 
     def _is_known(self, node_id: str) -> bool:
         is_drained = any(drained.node_id == node_id for drained in self._drained.values())
-        return is_drained or any(node_id in known for known in (self._members, self._preparing, self._refused))
+        return is_drained or any(node_id in known for known in self._ids())
+
+    def _ids(self) -> tuple[Mapping[str, object], ...]:
+        return self._members, self._preparing, self._refused, self._given_back
 
     def _forget_missing(self, alive: Mapping[str, Host]) -> list[MembershipCommand]:
         lost = [node_id for node_id in self._members if node_id not in alive]
         cancelled = [node_id for node_id in self._preparing if node_id not in alive]
-        left = [node_id for node_id in self._refused if node_id not in alive]
+        left = [node_id for node_id in (*self._refused, *self._given_back) if node_id not in alive]
         for node_id in [node_id for node_id in self._draining if node_id not in alive]:  # it was to go
-            del self._draining[node_id]
-            self._drained[node_id] = _Drained(self._hosts[node_id], node_id)
+            if not self._draining.pop(node_id):
+                self._drained[node_id] = _Drained(self._hosts[node_id], node_id)
         for node_id in (*lost, *cancelled, *left, *(one for one in list(self._postponed) if one not in alive)):
-            for known in (self._members, self._preparing, self._refused, self._postponed):
+            for known in (self._members, self._preparing, self._refused, self._given_back, self._postponed):
                 known.pop(node_id, None)
         commands: list[MembershipCommand] = [CancelPreparation(node_id) for node_id in cancelled]
         commands += [ForgetNode(node_id) for node_id in lost]

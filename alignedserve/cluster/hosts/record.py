@@ -55,6 +55,7 @@ class ClusterRecord(msgspec.Struct, frozen=True):
     started: float  # Unix time
     is_ready: bool
     nodes: tuple[NodeRecord, ...]
+    driver: str = ""  # drawn by each driver; a cluster may have several, one after the other
 
     @property
     def urls(self) -> list[str]:
@@ -66,6 +67,7 @@ class _Identity(msgspec.Struct, frozen=True):
     """The part of a record that every version has."""
 
     cluster_id: str
+    driver: str = ""
 
 
 def write_record(record: ClusterRecord) -> None:
@@ -89,9 +91,20 @@ def recorded_id() -> str | None:
 
     Raises PeerLost when Ray's head does not answer.
     """
+    found = _identity()
+    return found.cluster_id if found is not None else None
+
+
+def recorded_driver() -> tuple[str, str] | None:
+    """Return that id with its driver's: the next driver may go on with the same cluster. Raises as `recorded_id`."""
+    found = _identity()
+    return (found.cluster_id, found.driver) if found is not None else None
+
+
+def _identity() -> _Identity | None:
     found = ray_directory.get(_RECORD_KEY)
     try:
-        return msgspec.json.decode(found, type=_Identity).cluster_id if found is not None else None
+        return msgspec.json.decode(found, type=_Identity) if found is not None else None
     except msgspec.MsgspecError:
         return None  # it names no cluster that could be asked anything
 

@@ -15,6 +15,7 @@ from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.registry import AUTO
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.process_spec import ProcessSpec
@@ -109,7 +110,13 @@ class CandidateMemory:
         """Serve a buffer to another node, at a port of this one."""
         (address,) = self._beyond_node
         transports = (self._transport(is_far=True),)
-        return BlockServer(ArenaBuffer(arena), address, identity=self._process_spec.identity(), transports=transports)
+        return BlockServer(
+            ArenaBuffer(arena),
+            address,
+            identity=self._process_spec.identity(),
+            transports=transports,
+            open_channel=open_channel,
+        )
 
     def _serve(self, arena: Arena, name: str) -> BlockServer | None:
         transport = self._kv_transport
@@ -117,4 +124,6 @@ class CandidateMemory:
             return None
         identity: Identity = self._process_spec.identity()
         address = self._process_spec.addresses.of(name)
-        return BlockServer(ArenaBuffer(arena), address, identity=identity, transports=(transport,))
+        return BlockServer(
+            ArenaBuffer(arena), address, identity=identity, transports=(transport,), open_channel=open_channel
+        )

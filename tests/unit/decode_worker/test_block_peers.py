@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 from alignedserve.core.ids import WorkerName
 from alignedserve.messages.events import Dial, StopDialling
 from alignedserve.messages.workers import PeersChanged
-from decode_worker.dialled_peers import DialledPeers
+from decode_worker.block_peers import BlockPeers
+from tests.support.samples import POOL
 
 ONE, OTHER, THIRD = (WorkerName(f"prefill-{number}") for number in range(3))
 
 
 def test_what_joins_is_dialled_once_and_what_has_left_no_more() -> None:
-    peers = DialledPeers()
+    peers = BlockPeers(POOL)
     assert peers.changed(PeersChanged((ONE, OTHER), is_complete=True)) == [Dial(ONE), Dial(OTHER)]
     assert peers.changed(PeersChanged((OTHER, THIRD))) == [Dial(THIRD)]
     assert peers.changed(PeersChanged((), left=(ONE,))) == [StopDialling(ONE)]
@@ -21,7 +22,7 @@ def test_what_joins_is_dialled_once_and_what_has_left_no_more() -> None:
 
 
 def test_those_that_a_new_router_does_not_know_are_not_dialled() -> None:
-    peers = DialledPeers()
+    peers = BlockPeers(POOL)
     peers.changed(PeersChanged((ONE, OTHER), is_complete=True))
     assert peers.changed(PeersChanged((OTHER,), is_complete=True)) == [StopDialling(ONE)]
 
@@ -31,7 +32,7 @@ NAMES = st.lists(st.sampled_from((ONE, OTHER, THIRD)), max_size=3, unique=True).
 
 @given(st.lists(st.builds(PeersChanged, NAMES, left=NAMES, is_complete=st.booleans())))
 def test_what_is_dialled_is_what_was_announced(history: list[PeersChanged]) -> None:
-    peers, dialled, announced = DialledPeers(), set[str](), set[str]()
+    peers, dialled, announced = BlockPeers(POOL), set[str](), set[str]()
     for message in history:
         for command in peers.changed(message):
             if isinstance(command, Dial):
