@@ -223,11 +223,13 @@ class DecodeLogic:
         if message.joins is None:
             self._order.granted(WaitingBatch(batch_id, message.is_aligned, len(members), now))
         for handoff in message.handoffs:
+            self._router.observe(handoff.attempt)
             commands += self._add_candidate(Candidate.of_handoff(handoff, batch_id, now, far_pool=far_pool))
         return commands
 
     def _reserve(self, peer: str, message: ReserveBlocks) -> list[DecodeCommand]:
         request_id = message.request_id
+        self._router.observe(message.attempt)
         waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
         moving = self._batch.loading_candidate(request_id), self._evictions.get(request_id)
         known = [one.attempt for one in (waiting, running, *moving) if one is not None]

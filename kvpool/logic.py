@@ -89,6 +89,7 @@ class PoolLogic:
         self._pooled: dict[RequestId, Lease] = {}
         self._reservations: deque[Reservation] = deque()
         self._router: str | None = None
+        self._known_attempt = 0  # the latest at any request
         self._workers: dict[str, None] = {}  # linked now
         self._reported: PoolLoad | None = None
 
@@ -117,7 +118,7 @@ class PoolLogic:
         self._reservations.clear()
         commands = [command for lease in self._lease_table.all() for command in self._invalidate(lease)]
         return [
-            Send(peer, PoolRegistered(self._lease_table.num_blocks, self._arena.layout_digest)),
+            Send(peer, PoolRegistered(self._lease_table.num_blocks, self._arena.layout_digest, self._known_attempt)),
             *commands,
             *self._serve_reservations(now),
         ]
@@ -169,6 +170,7 @@ class PoolLogic:
 
     def _reserve(self, peer: str, message: ReserveBlocks, now: float) -> list[PoolCommand]:
         request_id, attempt, num_blocks = message.request_id, message.attempt, message.num_blocks
+        self._known_attempt = max(self._known_attempt, attempt)
         is_hopeless = num_blocks > self._lease_table.num_blocks or attempt < self._latest_attempt(request_id)
         must_wait = bool(self._reservations) or not self._lease_table.can_allocate(num_blocks)
         if is_hopeless or (must_wait and not message.may_wait):

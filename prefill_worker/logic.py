@@ -174,6 +174,7 @@ class PrefillLogic:
 
     def _begin(self, message: PrefillRequest) -> list[PrefillCommand]:
         request = message.request
+        self._router.observe(message.attempt)
         # What an earlier attempt left here is stale: its receiver's acknowledgement is still on the way.
         commands = self._abort(request.request_id, message.attempt - 1)
         job = PrefillJob.of(message)

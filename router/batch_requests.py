@@ -141,7 +141,7 @@ class BatchRequests:
         return sum(worker.num_requested for worker in awaiting)
 
     def _next_form(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        if worker.registered.can_prefill or worker.awaits_batch:
+        if worker.registered.can_prefill or worker.is_draining or worker.awaits_batch:
             return None
         form = self._request_batch(worker, pool, now) or self._request_joining(worker, pool, now)
         if form is not None:
@@ -189,7 +189,8 @@ class BatchRequests:
         joins: JoinedBatch | None = None,
         least_blocks: int = 0,
     ) -> FormBatch | None:
-        num_peers = sum(other.registered.can_decode for other in self._nodes[pool.name].values())
+        peers = self._nodes[pool.name].values()
+        num_peers = sum(other.registered.can_decode and not other.is_draining for other in peers)
         max_requests = min(max_requests, -(-pool.num_pooled // num_peers))  # a fair share
         max_blocks = worker.registered.num_blocks
         if worker.decoding:

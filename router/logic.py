@@ -12,12 +12,14 @@ The life of a request in the router:
 6. RequestFinished ends it and drops the pool's copy. Before that, a decode worker may return it to the pool
    (RequestPooled again), or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
 The holder of a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
-asks it (RequestInterrupted) and resumes from its answer (ResumeRequest): see request_registry.py. The router never sees
-a token or a block.
+asks it (RequestInterrupted) and resumes from its answer (ResumeRequest): see request_registry.py. DrainRequested moves
+requests in the same way, while their holder still lives. The router never sees a token or a block.
 """
 
+from collections.abc import Iterable
+
 from alignedserve.config.sections import RouterConfig
-from alignedserve.core.attempts import next_epoch
+from alignedserve.core.attempts import beyond_unreported, is_report_due, next_epoch
 from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
@@ -56,10 +58,10 @@ from router.policies.forecast import DrainForecast, OutputLengthForecast, double
 from router.policies.prefill_order import PrefillOrder
 from router.prefill_queue import PrefillQueue, QueuedPrefill
 from router.request_registry import RequestRegistry
-from router.state import DispatchedPrefill, LengthPredicted, TrackedRequest, WorkerRecord
+from router.state import DispatchedPrefill, DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord
 from router.status import RouterCounters, status_of
 
-RouterEvent = CommonEvent | LengthPredicted
+RouterEvent = CommonEvent | LengthPredicted | DrainRequested
 
 _TICKS_PER_STATUS = 4
 
@@ -79,7 +81,7 @@ class RouterLogic:
         self._bypass = bypass
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
         self._counters = RouterCounters()
-        self._last_attempt = 0
+        self._last_attempt = self._reported_attempt = 0
         self._num_ticks = 0
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
@@ -98,10 +100,14 @@ class RouterLogic:
                 commands = self._on_disconnected(peer)
             case LengthPredicted():
                 commands = self._length_predicted(event)
+            case DrainRequested():
+                commands = self._drain_workers(event)
             case Ticked():
                 commands = self._on_tick()
         if len(self._registry.queue):
             commands += self._dispatch_prefills(now)
+        if is_report_due(self._last_attempt, self._reported_attempt):
+            commands += self._report_status()
         if self._placement.num_pooled:
             commands += [Send(pool, form) for pool, form in self._placement.batches_to_form(now)]
         return commands
@@ -147,6 +153,7 @@ class RouterLogic:
         return []
 
     def _register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> list[Send]:
+        self._last_attempt = max(self._last_attempt, message.latest_attempt)
         reason = self._placement.register(peer, message)
         if reason is not None:
             return [Send(peer, RegistrationRefused(reason))]
@@ -187,6 +194,8 @@ class RouterLogic:
     def _resume(self, gateway: str, message: ResumeRequest) -> list[Send]:
         tracked = self._registry.requests.get(message.request.request_id)
         if tracked is None:  # accepted by a router before this one, or finished with tokens that never arrived
+            if message.latest_attempt:  # what an earlier attempt left somewhere must be older than the next one
+                self._last_attempt = max(self._last_attempt, beyond_unreported(message.latest_attempt))
             self._track(gateway, message.request, message.generated_token_ids)
             return []
         # A request still being served needs nothing, unless tokens that it builds on were lost with a worker.
@@ -283,6 +292,20 @@ class RouterLogic:
             return commands + announce_pool(peer, left, is_lost=True)
         return commands + announce_prefiller(worker, left, is_lost=True)
 
+    def _drain_workers(self, event: DrainRequested) -> list[Send]:
+        self._placement.set_draining(event.draining)
+        requests = self._registry.requests.values()
+        return self._registry.move([one for one in requests if self._placement.is_leaving(one, event.moved)])
+
+    def num_left(self, names: Iterable[str]) -> dict[str, int]:
+        """Return how many requests would be interrupted if each of these workers and pools were lost."""
+        requests = self._registry.requests.values()
+        left = {name: sum(self._placement.depends_on(one, name) for one in requests) for name in names}
+        for name in left:
+            worker = self._placement.workers.get(name)
+            left[name] += worker is not None and worker.pending_batch is not None  # an answer that may hold some
+        return left
+
     # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
@@ -339,5 +362,12 @@ class RouterLogic:
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []
-        status = status_of(self._registry.requests.values(), self._placement, self._counters)
+        return self._report_status()
+
+    def _report_status(self) -> list[Send]:
+        self._reported_attempt = self._last_attempt
+        num_tokens = self._registry.queue.num_tokens
+        wait_s = self._drain.seconds_for(num_tokens) if num_tokens else 0.0
+        requests = self._registry.requests.values()
+        status = status_of(requests, self._placement, self._counters, self._last_attempt, wait_s)
         return [Send(gateway, status) for gateway in self._gateways]

@@ -5,7 +5,7 @@ orders up to date: workers that can prefill by load, those with a free slot, tho
 concerns a pool looks at the workers of its node.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import RequestId
@@ -33,6 +33,7 @@ class Placement:
         self._prefillers: Ranking[tuple[int, int]] = Ranking()  # that can take a prefill now
         self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
+        self._draining: frozenset[str] = frozenset()  # workers and pools, registered or not; membership only
         self.links = LearnedLinks()  # to decode workers from pools of other nodes
         self._refused: dict[str, WorkerRecord] = {}  # perhaps more than have `refused_kinds`
         self._batch_requests = BatchRequests(
@@ -69,6 +70,7 @@ class Placement:
 
     def _add_worker(self, worker: WorkerRecord) -> None:
         registered = worker.registered
+        worker.is_draining = worker.name in self._draining
         self.workers[worker.name] = worker
         self._nodes.setdefault(registered.pool_name, {})[worker.name] = worker
         if registered.can_decode:
@@ -121,6 +123,28 @@ class Placement:
         """Return True if a request of this length fits some decode worker, or while no decode worker is registered."""
         largest = self._largest.first()
         return largest is None or max_context_len <= -largest.rank
+
+    # --- draining
+
+    def set_draining(self, names: Collection[str]) -> None:
+        """Give these workers nothing new, and no others; of pools that are named, see `is_leaving`."""
+        self._draining = frozenset(names)
+        for worker in self.workers.values():
+            if worker.is_draining != (worker.name in self._draining):
+                worker.is_draining = not worker.is_draining
+                self._rank(worker)
+
+    def is_leaving(self, tracked: TrackedRequest, moved: Collection[str]) -> bool:
+        """Return True if the request has to go elsewhere: what it needs next will not take it any more.
+
+        That is any of those named, or a pool that drains, with the workers which would take its batches.
+        """
+        if any(self.depends_on(tracked, name) for name in moved):
+            return True
+        if tracked.stage is Stage.POOLED:
+            return tracked.holder in self._draining and tracked.destination is None
+        pool = self.pool_of(tracked.holder or "") if tracked.stage is Stage.PREFILLING else None
+        return pool is not None and pool.name in self._draining and tracked.destination is None
 
     # --- reports
 
@@ -231,7 +255,7 @@ class Placement:
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
         """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
-        if not worker.registered.can_prefill:
+        if not worker.registered.can_prefill or worker.is_draining:
             return False
         if worker.registered.can_decode:
             return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running_requests

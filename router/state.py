@@ -61,6 +61,14 @@ class LengthPredicted:
     predicted_len: float
 
 
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Event: these workers get nothing new from now on, and no others. Repeated for as long as they drain."""
+
+    draining: tuple[str, ...]  # with the pools of whole nodes, whose requests go elsewhere at once
+    moved: tuple[str, ...] = ()  # of those, the ones all of whose requests go elsewhere now
+
+
 class BatchKind(enum.Enum):
     """Kinds of FormBatch that the router sends to a pool on behalf of a decode worker."""
 
@@ -100,6 +108,7 @@ class WorkerRecord:
         default_factory=set
     )  # those of other nodes that had no batch for it since the last change; membership only
     last_batch_s: float = float("-inf")  # when it last got a new batch
+    is_draining: bool = False  # it gets nothing new
 
     def start_prefill(self, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         """Add a prefill that the worker is given."""
@@ -130,6 +139,7 @@ class WorkerRecord:
         return (
             registered.can_decode
             and not registered.can_prefill
+            and not self.is_draining
             and len(self.decoding) < registered.max_running_requests
         )
 

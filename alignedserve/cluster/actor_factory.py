@@ -1,12 +1,18 @@
 """Creates the actors of a node: who they are, what they get, where Ray is to keep them."""
 
+import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alignedserve.batches.location import BatchLocation
+import ray
+from ray.exceptions import RayError
+
+from alignedserve.batches.location import SharedState
+from alignedserve.batches.remote.state_client import STATE
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.environment import api_keys
 from alignedserve.config.sections import ClusterConfig, Topology
@@ -30,6 +36,18 @@ class ActorClasses(NamedTuple):
     batches: Any  # drives files and batches
 
 
+def _on_this_host(name: str) -> Mapping[str, Any]:
+    return {"num_cpus": 0}  # Ray has no other use there
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSecrets:
+    """By what processes of one cluster know each other."""
+
+    secret: bytes = field(repr=False, default_factory=partial(secrets.token_bytes, 32))
+    authority: CertificateAuthority | None = None  # of processes on several hosts; None: all are on one
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedNode:
     """A node that is ready for its actors."""
@@ -38,7 +56,7 @@ class PreparedNode:
     capacity: NodeCapacity
     config: ClusterConfig  # with the sizes and counts of this node
     book: AddressBook  # as its processes see it
-    placed_by: Mapping[str, Any] = field(default_factory=dict)  # Ray's options
+    options_of: Callable[[str], Mapping[str, Any]] = _on_this_host  # Ray's, of a process by its name
     num_far_decode: int = 0  # decode workers of other nodes at the start, which take requests from its prefill workers
 
     @property
@@ -51,33 +69,63 @@ class ActorFactory:
     """Creates actors that belong to one cluster: they share its secret and serve its model."""
 
     def __init__(
-        self, served: ServedModel, actor_classes: ActorClasses, authority: CertificateAuthority | None = None
+        self,
+        served: ServedModel,
+        actor_classes: ActorClasses,
+        cluster_secrets: ClusterSecrets | None = None,
+        *,
+        is_detached: bool = False,
     ) -> None:
-        """`authority`: of processes on several hosts; None: all are on one."""
+        """`is_detached`: the actors outlive this process, for another that adopts them."""
         self._served = served
-        self._secret = secrets.token_bytes(32)
         self._actor_classes = actor_classes
-        self._authority = authority
+        self._secrets = cluster_secrets or ClusterSecrets()
+        self._options = {"lifetime": "detached"} if is_detached else {}
+        self._is_adopting = False
 
-    def create(self, node: PreparedNode, batches: BatchLocation | None, max_lines: int | None = None) -> dict[str, Any]:
+    @property
+    def secrets(self) -> ClusterSecrets:
+        """Return what the actors know each other by."""
+        return self._secrets
+
+    @contextlib.contextmanager
+    def adopting(self) -> Iterator[None]:
+        """Let `create` take actors that live by their names, and create those that are missing."""
+        self._is_adopting = True
+        try:
+            yield
+        finally:
+            self._is_adopting = False
+
+    def create(self, node: PreparedNode, state: SharedState, max_lines: int | None = None) -> dict[str, Any]:
         """Create all of a node's actors; return them by name.
 
-        `batches`: where this node finds files and batches; None: it has none. `max_lines`: of batches, in the cluster
-        at a time, where the driver of batches is to run; None: it is not.
+        `state`: as this node finds it. `max_lines`: of batches, in the cluster at a time, where the driver of batches
+        is to run; None: it is not.
         """
         actors: dict[str, Any] = {}
+        try:
+            self._create(actors, node, state, max_lines)
+        except BaseException:
+            for actor in actors.values():  # those that are detached would stay
+                with contextlib.suppress(RayError, ValueError):
+                    ray.kill(actor)
+            raise
+        return actors
+
+    def _create(self, actors: dict[str, Any], node: PreparedNode, state: SharedState, max_lines: int | None) -> None:
         config = node.config
         if node.share.is_head:
             routing = (config.router, config.batching, self._served)
             self._add(actors, node, RouterActor, Role.ROUTER, ROUTER, *routing)
         self._add_workers(actors, node)
         for name, port in node.share.gateways:
-            gateway = (config.gateway, port, self._served, api_keys(), batches)
+            gateway = (config.gateway, port, self._served, api_keys(), state)
             self._add(actors, node, self._actor_classes.gateway, Role.GATEWAY, name, *gateway)
-        if batches is not None and max_lines is not None:
-            driver = (config.gateway, self._served, batches, max_lines)
+        if state.batches is not None and max_lines is not None:
+            serving = (state.gateways, max(1, len(api_keys())), self._spec(node, Role.STATE_SERVER, STATE))
+            driver = (config.gateway, self._served, state.batches, max_lines, *serving)
             self._add(actors, node, self._actor_classes.batches, Role.GATEWAY, BATCHES, *driver)
-        return actors
 
     def _add_workers(self, actors: dict[str, Any], node: PreparedNode) -> None:
         config, share, served = node.config, node.share, self._served
@@ -100,21 +148,25 @@ class ActorFactory:
     def _add(
         self, actors: dict[str, Any], node: PreparedNode, actor_class: Any, role: Role, name: str, *arguments: object
     ) -> None:
-        process_spec = ProcessSpec(
+        # A dead actor is restarted for as long as its node lives.
+        options = actor_class.options(name=name, max_restarts=-1, max_task_retries=0, **node.options_of(name))
+        options = options.options(get_if_exists=self._is_adopting, **self._options)
+        actors[name] = options.remote(*arguments, self._spec(node, role, name))
+
+    def _spec(self, node: PreparedNode, role: Role, name: str) -> ProcessSpec:
+        authority = self._secrets.authority
+        return ProcessSpec(
             role=role,
             name=name,
             cluster_id=node.folder.name,
-            secret=self._secret,
+            secret=self._secrets.secret,
             peer_timeout_s=node.config.links.peer_timeout_s,
             addresses=node.book,
             log_folder=node.folder / "logs",
             recording=node.config.recording,
             pool_name=node.share.pool_name,
-            credentials=self._authority.issue(name) if self._authority is not None else None,
+            credentials=authority.issue(name) if authority is not None else None,
         )
-        # Placement is by node, not by CPU shares; a dead actor is restarted for as long as its node lives.
-        options = actor_class.options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=0, **node.placed_by)
-        actors[name] = options.remote(*arguments, process_spec)
 
 
 def max_lines_in_flight(config: ClusterConfig, num_decode: int) -> int:

@@ -5,6 +5,7 @@ import logging
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.batches.location import BatchLocation
+from alignedserve.batches.location import SharedState
 from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode, max_lines_in_flight
 from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
@@ -29,14 +30,15 @@ from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
+from alignedserve.core.errors import AlignedServeError, ConfigError, PeerLost, ResourceError
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CPU, worker_devices
-from alignedserve.runtime.engine.model_executor import hidden_block_tokens, recomputing_bytes
+from alignedserve.runtime.engine.model_executor import bytes_beside_blocks
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import AddressBook
+from alignedserve.runtime.process.loading_progress import Progress, read_progress
 from alignedserve.scheduling.factory import resolve_policy
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,10 @@ _START_TIMEOUT_S = 600.0  # without progress
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 5.0
 _RAY_EXIT_S = 3.0
+
+
+class AskedToStop(Exception):
+    """Raised by a start that somewhere else was asked to end."""
 
 
 class RunningCluster:
@@ -59,7 +65,7 @@ class RunningCluster:
         self.folder = node.folder
         self._node = node
         self._observer = observer
-        self._batch_location: BatchLocation | None = None
+        self._state = SharedState()
         self._redis: PrivateRedis | None = None
         self._state_lock: StateLock | None = None
         self._watchdogs: dict[str, Watchdog] = {}  # by node
@@ -75,23 +81,26 @@ class RunningCluster:
 
     def start(self, others: tuple[PreparedNode, ...] = ()) -> None:
         """Create every actor and wait until each is up. Raises the error of the first failing one."""
+        nodes = (self._node, *others)
+        gateways = tuple(name for node in nodes for name, _ in node.share.gateways)
+        self._state = SharedState(gateways=gateways)
         if self.config.batches.enabled:
-            self._batch_location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
+            location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
+            self._state = SharedState(location, gateways)
         if not ray.is_initialized():
             start_ray(self.folder, f"alignedserve-{self.folder.name}")
-        nodes = (self._node, *others)
         num_decode = sum(len(node.share.decode) for node in nodes)
         max_lines = max_lines_in_flight(self.config, num_decode)
-        self._actors[self._node.share.node] = self._factory.create(self._node, self._batch_location, max_lines)
+        self._actors[self._node.share.node] = self._factory.create(self._node, self._state, max_lines)
         for node in others:
-            self._actors[node.share.node] = self._factory.create(node, self._batches_of_others())
+            self._actors[node.share.node] = self._factory.create(node, self._state_of_others())
         self._wait_for_actors()
         for node in nodes:
             self._watch(node)
 
     def add_node(self, node: PreparedNode) -> None:
         """Create the actors of a node that has joined. They come up by themselves, in any order."""
-        self._actors[node.share.node] = self._factory.create(node, self._batches_of_others())
+        self._actors[node.share.node] = self._factory.create(node, self._state_of_others())
         self._watch(node)
 
     def remove_node(self, name: str) -> None:
@@ -111,13 +120,23 @@ class RunningCluster:
         """Look after the cluster; False: it was asked to stop. A cluster of one host needs nothing."""
         return True
 
+    def check_start(self) -> None:
+        """Raise AskedToStop when the start is to end. A cluster of one host is told by a signal."""
+
+    def progress(self) -> list[Progress | None]:
+        """Return how far the workers have loaded their model."""
+        names = self._actors.get(self._node.share.node, {})
+        return [read_progress(self._node.book.progress_of(name)) for name in names]
+
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until a token has passed through the whole system.
 
-        Raises PeerLost if none does within `timeout_s`, or within that of the last progress of a model that is loaded.
+        Raises PeerLost if none does within `timeout_s`, or within that of the last progress of a model that is loaded;
+        AskedToStop.
         """
         patience = self._patience(timeout_s)
         while not patience.is_over():
+            self.check_start()
             try:
                 with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0) as response:  # noqa: S310
                     if response.status == 200:
@@ -145,9 +164,11 @@ class RunningCluster:
         self._watchdogs[name] = Watchdog(self._actors[name], self.config.links.hang_timeout_s)
         self._watchdogs[name].start()
 
-    def _batches_of_others(self) -> BatchLocation | None:
-        """Return where gateways of other nodes find files and batches: nowhere while their Redis is this host's own."""
-        return self._batch_location if self._redis is None else None
+    def _state_of_others(self) -> SharedState:
+        """Return what gateways of other nodes share, as they find it."""
+        if self._state.batches is None:
+            return self._state
+        return replace(self._state, batches=self._state.batches.elsewhere())
 
     def _end_everything(self) -> None:
         for watchdog in self._watchdogs.values():
@@ -174,10 +195,14 @@ class RunningCluster:
         ray.shutdown()
 
     def _wait_for_actors(self) -> None:
-        """Wait until every actor is up, as long as models load. Raises the error of the first failing one."""
+        """Wait until every actor is up, as long as models load.
+
+        Raises the error of the first failing one, or AskedToStop.
+        """
         starting = {actor.failure.remote(): name for name, actor in self.actors().items()}
         patience = self._patience(_START_TIMEOUT_S)
         while starting:
+            self.check_start()
             answered, _ = ray.wait(list(starting), timeout=_POLL_S)
             for reference in answered:
                 failure = _result(reference, starting.pop(reference))
@@ -190,9 +215,7 @@ class RunningCluster:
                 )
 
     def _patience(self, timeout_s: float) -> Patience:
-        book = self._node.book
-        files = [book.progress_of(name) for name in self._actors.get(self._node.share.node, {})]
-        return Patience(files, timeout_s, self._observer)
+        return Patience(self.progress, timeout_s, self._observer)
 
 
 def launch_cluster(
@@ -204,6 +227,8 @@ def launch_cluster(
     nothing left running, when it cannot.
     """
     observer = observer or LoggingObserver()
+    if config.scaling.max_nodes is not None:
+        raise ConfigError("scaling.max_nodes is for a cluster of several hosts (RAY_ADDRESS); leave it out")
     config = msgspec.structs.replace(config, model=with_local_model(config.model))
     choice = _choose(resolve_policy(config))
     config, served = choice.config, choice.served
@@ -239,8 +264,7 @@ def _choose(config: ClusterConfig) -> SizeChoice:
         has_bfloat16=machine.has_bfloat16,
         has_float8=machine.has_float8,
     )
-    block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
-    beside = recomputing_bytes(served.block_layout(config.engine.block_size), block_tokens)
+    beside = bytes_beside_blocks(served, config.scheduling, config.engine.block_size)
     return choose_sizes(config, served, machine, recomputing_bytes=beside)
 
 

@@ -3,11 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from alignedserve.cluster.sizing import SizeChoice
-from alignedserve.runtime.process.loading_progress import Progress, read_progress
+from alignedserve.runtime.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +39,19 @@ class Patience:
 
     def __init__(
         self,
-        files: Sequence[Path],
+        look: Callable[[], Sequence[Progress | None]],
         timeout_s: float,
         observer: StartObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`files`: of the workers' progress."""
-        self._files, self._timeout_s, self._observer, self._clock = files, timeout_s, observer, clock
+        """`look`: returns how far each worker is; None: not begun."""
+        self._look, self._timeout_s, self._observer, self._clock = look, timeout_s, observer, clock
         self._known: list[Progress | None] = []
         self._ends_s = clock() + timeout_s
 
     def is_over(self) -> bool:
         """Look at the progress, show it, and return whether there was none for too long."""
-        found = [read_progress(path) for path in self._files]
+        found = list(self._look())
         if found != self._known:
             self._known, self._ends_s = found, self._clock() + self._timeout_s
             self._observer.model_loading(_mean([progress for progress in found if progress is not None]))

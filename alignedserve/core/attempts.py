@@ -7,14 +7,27 @@ dispatches 3 * STEPS_PER_EPOCH; the pool takes the request with step 1, a decode
 """
 
 STEPS_PER_EPOCH = 1 << 16
+_UNREPORTED_EPOCHS = 1 << 20  # at most between two reports; 17 minutes, where they follow the clock
 
 
 def next_epoch(latest: int, now: float) -> int:
-    """Return the first number of a new epoch, above `latest` and above all numbers of an earlier router process.
+    """Return the first number of a new epoch: above `latest`, and the time in milliseconds where that is more.
 
-    `now` in seconds on a clock that does not go back between routers of one host.
+    So a router that is started again on its host goes on above the one before it. On another host, or after a reboot,
+    the clock may be behind: workers and pools register with the latest number they know, and gateways resume requests
+    with the latest that they were told (`latest_attempt` in their messages).
     """
     return max(latest // STEPS_PER_EPOCH + 1, int(now * 1000)) * STEPS_PER_EPOCH
+
+
+def beyond_unreported(reported: int) -> int:
+    """Return a number above all that a lost router can have given out after it last reported its latest."""
+    return reported + _UNREPORTED_EPOCHS * STEPS_PER_EPOCH
+
+
+def is_report_due(latest: int, reported: int) -> bool:
+    """Return True if the latest number is to be reported now and not with the next regular report."""
+    return latest - reported > _UNREPORTED_EPOCHS // 2 * STEPS_PER_EPOCH
 
 
 def next_step(attempt: int) -> int:

@@ -11,6 +11,7 @@ class PoolRegistered(Message, frozen=True):
 
     num_blocks: Count
     layout_digest: Text = ""
+    latest_attempt: Attempt = 0  # it has had; a router that is new goes on above it
 
 
 class RequestPooled(Message, frozen=True):

@@ -1,5 +1,7 @@
 """Reports of a worker to its router: registration, load, ends of requests, and sums of the iteration log."""
 
+import msgspec
+
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.wire import Message
@@ -23,12 +25,17 @@ class RouterLink:
         self._registered = registered
         self._router: str | None = None
         self._reported: WorkerLoad | None = None
+        self._latest_attempt = 0
 
     def connected(self, router: str) -> list[Send]:
         """Register with a router that is new or back, and so knows nothing of this worker."""
         self._router = router
         self._reported = None
-        return self.send(self._registered)
+        return self.send(msgspec.structs.replace(self._registered, latest_attempt=self._latest_attempt))
+
+    def observe(self, attempt: int) -> None:
+        """Remember the number of an attempt that comes here, for the next router."""
+        self._latest_attempt = max(self._latest_attempt, attempt)
 
     def send(self, message: Message) -> list[Send]:
         """Send to the router, if there is one."""

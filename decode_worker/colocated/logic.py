@@ -115,6 +115,7 @@ class ColocatedLogic:
 
     def _add_candidate(self, message: PrefillRequest, now: float) -> list[ColocatedCommand]:
         request, request_id = message.request, message.request.request_id
+        self._router.observe(message.attempt)
         if blocks_for(request.max_context_len, self._registered.block_size) > self._registered.num_blocks:
             reason = "its context needs more cache blocks than a worker has"
             return [*self._router.failed(message, FailureKind.UNSERVABLE, reason)]

@@ -11,6 +11,7 @@ import pytest
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
+from alignedserve.gateway.backend import cluster as cluster_backend
 from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
 from alignedserve.gateway.backend.interface import GeneratedTokens, RequestStream
 from alignedserve.gateway.errors import GenerationError, GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
@@ -35,7 +36,7 @@ from alignedserve.runtime.process.links import Identity, Peer
 from tests.support.waiting import holds
 
 SECRET = b"s" * 32
-STATUS = ClusterStatus(1, 2, 3, 4, 1, 1, 10, 5, 20, 10, 0, 7, 0)
+STATUS = ClusterStatus(1, 2, 3, 4, 1, 1, 10, 5, 20, 10, 0, 7, 0, latest_attempt=65_538)
 
 
 @dataclass
@@ -263,17 +264,33 @@ async def test_a_lost_router(tmp_path: Path) -> None:
         harness.emit(0, 11, name="streaming")
         await anext(streaming)
         await harness.router.close()
-        assert isinstance(await failure_of(waiting), Unavailable)
-        assert harness.backend.status() is None
+        await holds(lambda: harness.backend.status() is None)
         with pytest.raises(Unavailable):
             harness.submit(name="later")
         harness.backend.abort(RequestId("unknown"))
         received = Recorder()
         harness.router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), received)
         await harness.router.listen(harness.router_address)
-        (resumed,) = await received.wait_for(ResumeRequest)
-        assert isinstance(resumed, ResumeRequest)
-        assert resumed.request.request_id == "streaming"
+        resumed = [
+            message for message in await received.wait_for(ResumeRequest, 2) if isinstance(message, ResumeRequest)
+        ]
+        assert [one.request.request_id for one in resumed] == ["waiting", "streaming"]
+        assert [one.generated_token_ids for one in resumed] == [(), (11,)]
+        assert {one.latest_attempt for one in resumed} == {STATUS.latest_attempt}
+        harness.emit(1, 12, end=True, name="streaming")
+        harness.emit(0, 21, end=True, name="waiting")
+        assert (await read(streaming))[0] == [12]
+        assert (await read(waiting))[0] == [21]
+
+
+async def test_a_router_that_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_backend, "_ROUTER_RETURNS_S", 0.1)
+    async with cluster(tmp_path) as harness:
+        waiting, streaming = harness.submit(name="waiting"), harness.submit(name="streaming")
+        harness.emit(0, 11, name="streaming")
+        await anext(streaming)
+        await harness.router.close()
+        assert isinstance(await failure_of(waiting), Unavailable)
         harness.emit(1, 12, end=True, name="streaming")
         assert (await read(streaming))[0] == [12]
 

@@ -163,6 +163,30 @@ def test_with_a_lost_router(seed: int, shape: Shape) -> None:
     replay_with_a_lost_router(seed, shape)
 
 
+def replay_with_routers_whose_clocks_are_behind(seed: int, shape: Shape) -> None:
+    """The head reboots, or another host has the router: its clock is far behind that of the router before it."""
+    rng = random.Random(seed)
+    cluster = LogicCluster(shape, seed)
+    cluster.router_ahead_s = 1e6
+    for request in make_requests(rng, 14):
+        cluster.submit(request)
+        for _ in range(rng.randrange(60)):
+            cluster.step()
+        if rng.random() < 0.15:
+            cluster.kill("router")
+            cluster.router_ahead_s /= 10
+            cluster.start_router_slowly()
+    cluster.run()
+    check_answers(cluster)
+    check_nothing_is_held(cluster)
+
+
+@settings(max_examples=FEW)
+@given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
+def test_with_routers_whose_clocks_are_behind(seed: int, shape: Shape) -> None:
+    replay_with_routers_whose_clocks_are_behind(seed, shape)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(400))
 def test_many_histories(seed: int) -> None:

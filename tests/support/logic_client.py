@@ -56,7 +56,8 @@ class Client:
         return [key for key in self.requests if key not in self.ends and key not in self.aborted]
 
     def _resumption(self, request_id: RequestId) -> ResumeRequest:
-        return ResumeRequest(self.requests[request_id], tuple(self.answers[request_id]))
+        latest_attempt = self.status.latest_attempt if self.status is not None else 0
+        return ResumeRequest(self.requests[request_id], tuple(self.answers[request_id]), latest_attempt)
 
     def _take(self, request_id: RequestId) -> None:
         answer = self.answers[request_id]

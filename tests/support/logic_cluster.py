@@ -124,6 +124,7 @@ class LogicCluster:
         self.rng = random.Random(seed)
         self.shape = shape
         self.now = 0.0
+        self.router_ahead_s = 0.0  # of the clock of the router's host
         self.client = Client()
         self.logics: dict[str, Logic] = {}
         self.engines: dict[str, FakeEngine] = {}
@@ -168,6 +169,16 @@ class LogicCluster:
         for other in list(self.logics):
             if self._do_meet(name, other):
                 self._link(name, other)
+
+    def start_router_slowly(self) -> None:
+        """Start a router to which gateway, workers and pools connect one by one, in any order, while it works."""
+        self.logics[ROUTER], _ = self._make(ROUTER)
+        others = [GATEWAY, *(other for other in self.logics if other != ROUTER)]
+        self.rng.shuffle(others)
+        for other in others:
+            self._link(other, ROUTER)
+            for _ in range(self.rng.randrange(20)):
+                self.step()
 
     def _do_meet(self, name: str, other: str) -> bool:
         """Return True if these two have a link from the start; others are linked when one of them dials."""
@@ -337,7 +348,8 @@ class LogicCluster:
             for answer in self.client.on_event(event):  # type: ignore[arg-type]
                 self._send(GATEWAY, answer.peer, answer.message)
             return
-        for command in self.logics[name].on_event(event, self.now):  # type: ignore[arg-type]
+        now = self.now + self.router_ahead_s if name == ROUTER else self.now
+        for command in self.logics[name].on_event(event, now):  # type: ignore[arg-type]
             self._perform(name, command)
 
     def _perform(self, name: str, command: object) -> None:

@@ -7,6 +7,7 @@ from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerNa
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
 from alignedserve.messages import blocks as block_messages
 from alignedserve.messages import handshake, links
+from alignedserve.messages import state as state_messages
 from alignedserve.messages.blocks import (
     BlocksAnswered,
     BlocksCopied,
@@ -70,6 +71,7 @@ from alignedserve.messages.pools import (
     PoolRegistered,
     RequestPooled,
 )
+from alignedserve.messages.state import QuotaAnswer, StateAnswer, StateCall, UseQuota
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
@@ -187,11 +189,15 @@ EXAMPLES: tuple[Message, ...] = (
     RequestRejected(R1, "the queue is full", 2.5),
     RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again"),
     RequestInterrupted(R1),
-    ResumeRequest(_FULL, (8, 9)),
-    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, TOTALS, LengthTotals(5, 4, 60, 7.5)),
+    ResumeRequest(_FULL, (8, 9), 65_538),
+    ClusterStatus(
+        1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, TOTALS, LengthTotals(5, 4, 60, 7.5), 65_538
+    ),
     TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
     PromptScored(R1, 1, _SCORES),
-    WorkerRegistered(256, 16, 64, POOL, can_prefill=True, can_decode=False, layout_digest="ab" * 32),
+    WorkerRegistered(
+        256, 16, 64, POOL, can_prefill=True, can_decode=False, layout_digest="ab" * 32, latest_attempt=65_538
+    ),
     RegistrationRefused("other blocks"),
     PrefillRequest(_FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE), predicted_output_len=6.5),
     SetPredictedLength(R1, 3, 6.5),
@@ -223,7 +229,7 @@ EXAMPLES: tuple[Message, ...] = (
     BlocksPrefetched(R1, 21, _COPY, is_refused=True),
     ReturnRequest(_FULL, 3, (8, 9), _COPY, 6.5),
     RequestReturned(R1, 3, ReturnOutcome.STAYED),
-    PoolRegistered(300, "ab" * 32),
+    PoolRegistered(300, "ab" * 32, 65_538),
     RequestPooled(R1, 3, 40, 3),
     FormBatch(_BATCH, WorkerName(DECODE), 100, 36, 12, _JOINED),
     CopyKept(R1, 3),
@@ -240,6 +246,8 @@ EXAMPLES: tuple[Message, ...] = (
     ReadBlocks((NamedBlocks(17, ((3, 2), (9, 1))),)),
     BlocksCopied(),
     BlocksAnswered((True, False)),
+    StateCall(7, UseQuota("a1", 1.5, (0.5, 2.0), 1)),
+    StateAnswer(7, QuotaAnswer(2.5, True, 0.25)),
 )
 
 
@@ -247,7 +255,7 @@ def message_types() -> set[type[Message]]:
     """Every message that is defined anywhere."""
     return {
         thing
-        for module in (links, handshake, block_messages)
+        for module in (links, handshake, block_messages, state_messages)
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, Message) and thing is not Message
     }

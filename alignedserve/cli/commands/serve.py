@@ -15,8 +15,8 @@ from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, notes, results
 from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.wiring import start_cluster
-from alignedserve.cluster.hosts.launch import ClusterOnHosts
-from alignedserve.cluster.launch import RunningCluster
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.config.environment import api_keys
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig, Topology
@@ -37,13 +37,16 @@ def serve(options: ServeOptions) -> None:
     except KeyboardInterrupt:
         notes().print("Interrupted before it was up; nothing is left running.")
         raise typer.Exit(INTERRUPTED) from None
+    except AskedToStop:
+        notes().print("Stopped before it was up; nothing is left running.")
+        return
     try:
         with notes().status("Waiting for the first token …"):
             cluster.wait_ready(_READY_TIMEOUT_S)
         results().print(_welcome(cluster, time.monotonic() - started_s))
         while not ending.is_asked_for and cluster.check():
             time.sleep(_WATCH_S)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, AskedToStop):
         notes().print("Stopping …")
     finally:
         cluster.stop()

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
+from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import notes, results
 from alignedserve.cluster.hosts.client import connected
-from alignedserve.cluster.hosts.record import ClusterRecord, read_record
+from alignedserve.cluster.hosts.record import ClusterRecord, read_record, recorded_driver
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
 from alignedserve.config.environment import API_KEYS_VARIABLE, api_keys, ray_address
 from alignedserve.config.loading import load_config
@@ -37,7 +38,7 @@ def up(options: ServeOptions) -> None:
         notes().print(f"warning: anyone who reaches the gateways may use them; set {API_KEYS_VARIABLE}", soft_wrap=True)
     with connected():
         end_supervisor()
-        former = read_record()
+        former = recorded_driver()
         supervisor = start_supervisor(driver_command(options, config), ray_address() or "auto")
         with notes().status("Starting the cluster …"):
             record = _wait_ready(former, lambda: supervisor.poll() is not None)
@@ -50,7 +51,9 @@ def urls_of(record: ClusterRecord) -> Table:
     for heading in ("node", "host", "answers at"):
         table.add_column(heading)
     for node in record.nodes:
-        table.add_row(node.name or "-", f"{node.hostname} ({node.address})", node.problem or "\n".join(node.urls))
+        table.add_row(
+            node.name or "-", f"{node.hostname} ({node.address})", escape(node.problem or "\n".join(node.urls))
+        )
     return table
 
 
@@ -92,14 +95,14 @@ def expected_nodes(bootstrap: Path) -> int:
         return 1
 
 
-def _wait_ready(former: ClusterRecord | None, has_ended: Callable[[], bool]) -> ClusterRecord:
+def _wait_ready(former: tuple[str, str] | None, has_ended: Callable[[], bool]) -> ClusterRecord:
     ends_s = time.monotonic() + _READY_S
     while time.monotonic() < ends_s:
         time.sleep(_POLL_S)
-        record = read_record()
-        is_new = record is not None and (former is None or record.cluster_id != former.cluster_id)
-        if record is not None and is_new and record.is_ready:
-            return record
+        if recorded_driver() != former:  # a former one of another version could not be read
+            record = read_record()
+            if record is not None and record.is_ready:
+                return record
         if has_ended():
             raise ResourceError(f"the driver has ended: {_last_words(driver_log())}")
     raise ResourceError(f"the cluster was not ready within {_READY_S:.0f} s; its driver writes to {driver_log()}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ from alignedserve.cluster.hosts.node_actor import NodeActor
 from alignedserve.cluster.hosts.node_report import NodeReport, NodeSurveyor
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.hosts.ray_nodes import RayNode
+from alignedserve.cluster.hosts.reachability import Place
 from alignedserve.config.sections import LinksConfig
-from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
+from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.addresses import AddressBook
 
 logger = logging.getLogger(__name__)
 
+_CLOCKS_APART_S = 30.0
 _REPORT_S = 180.0  # of a node that loads PyTorch from a cold disk
 
 
@@ -53,24 +56,102 @@ class Admission:
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(surveyor)
 
+    def ask_report(self, node: RayNode, device: str, model: Path) -> Any:
+        """Ask a node for its NodeReport; return Ray's reference to it."""
+        return self._surveyors[node].report.remote(device, model)
+
     def reports(self, device: str, model: Path) -> dict[RayNode, NodeReport]:
-        """Ask every node at once. Raises PeerLost naming the node that does not answer."""
-        asked = {node: surveyor.report.remote(device, model) for node, surveyor in self._surveyors.items()}
-        return {node: _answer(node, reference) for node, reference in asked.items()}
+        """Ask every node at once and wait. Raises PeerLost naming the node that does not answer."""
+        asked_s = time.time()
+        asked = {node: self.ask_report(node, device, model) for node in self._surveyors}
+        reports: dict[RayNode, NodeReport] = {node: _answer(node, reference) for node, reference in asked.items()}
+        warn_of_clocks(reports, asked_s, time.time())
+        return reports
+
+    def apart(self) -> dict[RayNode, str]:
+        """Let all nodes connect to each other; return why for those that cannot. Raises PeerLost."""
+        asked = {node: surveyor.open_port.remote(node.address) for node, surveyor in self._surveyors.items()}
+        ports = {node: _answer(node, reference) for node, reference in asked.items()}
+        refused = {node: str(port) for node, port in ports.items() if not isinstance(port, int)}
+        places = {node: (node.address, port) for node, port in ports.items() if isinstance(port, int)}
+        tries = {
+            node: self._surveyors[node].unreached.remote(
+                {other.node_id: place for other, place in places.items() if other is not node}
+            )
+            for node in places
+        }
+        return refused | apart(places, {node: _answer(node, reference) for node, reference in tries.items()})
+
+    def ask_check(self, node: RayNode, prepared: PreparedNode, served: ServedModel) -> Any:
+        """Ask a node to check its memory and ports; return Ray's reference to the error found, or None."""
+        ports = [port for _, port in prepared.share.gateways]
+        return self._surveyors[node].check.remote(prepared.config, served, ports)
 
     def check(self, nodes: Mapping[RayNode, PreparedNode], served: ServedModel) -> None:
         """Check memory and ports on the nodes themselves. Raises the first error found there, or PeerLost."""
         asked = {
-            node: self._surveyors[node].check.remote(
-                prepared.config, served, [port for _, port in prepared.share.gateways]
-            )
+            node: self.ask_check(node, prepared, served)
             for node, prepared in nodes.items()
             if prepared.share.num_workers
         }
         for node, reference in asked.items():
-            failure: AlignedServeError | None = _answer(node, reference)
-            if failure is not None:
-                raise type(failure)(f"{node}: {failure}") from failure
+            require(node, _answer(node, reference))
+
+
+def apart(nodes: Mapping[RayNode, Place], problems: Mapping[RayNode, Mapping[str, str]]) -> dict[RayNode, str]:
+    """Return why for each node that does not reach a node before it, or is not reached by one.
+
+    `nodes`: the head first, which is never refused for another; nor is a node for one that is refused. `problems`: what
+    `unreached` returned on each node, by node ids.
+    """
+    refused: dict[RayNode, str] = {}
+    used: list[RayNode] = []
+    for node, place in nodes.items():
+        for other in used:
+            way = problems[other].get(node.node_id)
+            if way is not None:
+                refused[node] = _sentence(other, node, place, way)
+                break
+            back = problems[node].get(other.node_id)
+            if back is not None:
+                refused[node] = _sentence(node, other, nodes[other], back)
+                break
+        else:
+            used.append(node)
+    return refused
+
+
+def _sentence(source: RayNode, target: RayNode, place: Place, problem: str) -> str:
+    return f"no connection from {source} to {target}, TCP port {place[1]} ({problem})"
+
+
+def warn_of_clocks(reports: Mapping[RayNode, NodeReport], asked_s: float, answered_s: float) -> None:
+    """Say which nodes' clocks are apart from this one's. They work: nothing here compares clocks of two hosts.
+
+    Log files and times in answers differ, and certificates are refused by clocks that are a day apart.
+    """
+    for node, apart_s in clocks_apart(reports, asked_s, answered_s).items():
+        logger.warning("the clock of %s is %.0f s %s", node, abs(apart_s), "ahead" if apart_s > 0 else "behind")
+
+
+def clocks_apart(reports: Mapping[RayNode, NodeReport], asked_s: float, answered_s: float) -> dict[RayNode, float]:
+    """Return by how much the clocks of these nodes are ahead, at least, where it is over half a minute.
+
+    `asked_s`, `answered_s`: between which they have reported, by this host's clock.
+    """
+    found = {}
+    for node, report in reports.items():
+        if report.unix_s is not None:
+            ahead_s = max(report.unix_s - answered_s, 0.0) + min(report.unix_s - asked_s, 0.0)
+            if abs(ahead_s) > _CLOCKS_APART_S:
+                found[node] = ahead_s
+    return found
+
+
+def require(node: RayNode, failure: AlignedServeError | None) -> None:
+    """Raise the error that this node has found, naming the node; None: it has found none."""
+    if failure is not None:
+        raise type(failure)(f"{node}: {failure}") from failure
 
 
 def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict[RayNode, str]:
@@ -79,6 +160,8 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
     for node, report in reports.items():
         if report.problem is not None:
             found[node] = str(report.problem)
+        elif report.gpus and not node.num_gpus:
+            found[node] = f"Ray counts none of its {len(report.gpus)} GPUs; was it started there with --num-gpus=0?"
         elif report.versions != head.versions:
             found[node] = f"it has {report.versions}, the head {head.versions}"
         elif report.model_digest is None:
@@ -89,23 +172,28 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
 
 
 def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: LinksConfig) -> dict[RayNode, Keeper]:
-    """Start the keepers of these folders, each on its node.
+    """Start the keepers of these folders, each on its node, and wait for them.
 
     Raises the error for which a folder cannot be made, or PeerLost.
     """
-    actors = {
-        node: NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(name), **node.options).remote(name)
-        for node, name in folder_names.items()
-    }
+    actors = {node: create_keeper(node, name) for node, name in folder_names.items()}
     keepers = {}
     for node, actor in actors.items():
-        failure: AlignedServeError | None = _answer(node, actor.failure.remote())
-        if failure is not None:
-            raise ResourceError(f"{node}: {failure}") from failure
-        folder: Path = _answer(node, actor.folder.remote())
-        book = AddressBook(folder, node.node_id, node.address, RayDirectory(cluster_id), has_tls=links.tls)
-        keepers[node] = Keeper(actor, book)
+        require(node, _answer(node, actor.failure.remote()))
+        keepers[node] = keeper_of(node, actor, _answer(node, actor.folder.remote()), cluster_id, links)
     return keepers
+
+
+def create_keeper(node: RayNode, folder_name: str) -> Any:
+    """Create the keeper of this folder on this node; it comes up by itself."""
+    options = NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(folder_name), lifetime="detached")
+    return options.options(**node.options).remote(folder_name)
+
+
+def keeper_of(node: RayNode, actor: Any, folder: Path, cluster_id: str, links: LinksConfig) -> Keeper:
+    """Return a keeper that is up and has made this folder."""
+    book = AddressBook(folder, node.node_id, node.address, RayDirectory(cluster_id), has_tls=links.tls)
+    return Keeper(actor, book)
 
 
 def keeper_name(folder_name: str) -> str:

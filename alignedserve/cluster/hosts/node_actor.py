@@ -1,17 +1,25 @@
 """The keeper of one node: its private folder, its logs, and what is left behind when its processes are killed."""
 
+import contextlib
 import os
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+from ray.exceptions import RayError
 
 from alignedserve.cluster.hosts.sweeper import start_sweeper
 from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
+from alignedserve.runtime.process.loading_progress import PROGRESS_SUFFIX, Progress, read_progress
 
 _MAX_READ_BYTES = 1 << 20
+_WATCH_S = 1.0
+_END_S = 3.0
 
 
 class LogPart(NamedTuple):
@@ -21,16 +29,26 @@ class LogPart(NamedTuple):
     offset: int
 
 
+class KeptState(NamedTuple):
+    """What a driver handed over, and how long ago it last did."""
+
+    number: int
+    state: bytes
+    age_s: float
+
+
 class NodeKeeper:
     """Started by Ray before the other actors of its node."""
 
     def __init__(self, folder_name: str) -> None:
+        self._kept: KeptState | None = None
+        self._heard_s = time.monotonic()
         self._failure: AlignedServeError | None = None
         self._folder = Path()
         try:
             remove_stale_arenas(arena_folder(), ARENA_PREFIX)
             self._folder = make_run_folder(folder_name)
-            start_sweeper(self._folder)
+            start_sweeper(self._folder, raylet_pid=os.getppid())
         except AlignedServeError as error:
             self._failure = error
 
@@ -57,8 +75,43 @@ class NodeKeeper:
             text = log.read(_MAX_READ_BYTES)
         return LogPart(text.decode(errors="replace"), begin + len(text))
 
+    def progress(self) -> list[Progress | None]:
+        """Return how far the workers that load a model here have come."""
+        return [read_progress(path) for path in sorted(self._folder.glob(f"*{PROGRESS_SUFFIX}"))]
+
+    def keep(self, number: int, state: bytes, actors: list[Any], patience_s: float) -> None:
+        """Keep a driver's state for the next one, unless a later one is here.
+
+        From then on a driver is to come back every so often: after `patience_s` without one, these actors of this node
+        are ended, and this one with them.
+        """
+        if self._kept is None:
+            threading.Thread(target=self._watch, name="orphans", daemon=True).start()
+        if self._kept is None or number >= self._kept.number:
+            self._kept = KeptState(number, state, 0.0)
+            self._actors, self._patience_s = actors, patience_s
+        self._heard_s = time.monotonic()
+
+    def kept(self) -> KeptState | None:
+        """Return what the last driver handed over; None: none did."""
+        age_s = time.monotonic() - self._heard_s
+        return self._kept._replace(age_s=age_s) if self._kept is not None else None
+
+    def _watch(self) -> None:
+        while time.monotonic() - self._heard_s < self._patience_s:
+            time.sleep(_WATCH_S)
+        end_actors([*self._actors, ray.get_runtime_context().current_actor])
+
     def stop(self) -> None:
         """Do nothing: the sweeper works when this process has ended."""
 
 
 NodeActor: Any = ray.remote(NodeKeeper)
+
+
+def end_actors(actors: Sequence[Any]) -> None:
+    """Let actors close their services and end, not to be restarted. Needs no answer of Ray's head."""
+    stopped = [actor.stop.remote() for actor in actors]
+    ended = [actor.__ray_terminate__.remote() for actor in actors]  # after what each was asked before
+    with contextlib.suppress(RayError, ValueError):
+        ray.wait([*stopped, *ended], num_returns=len(stopped) + len(ended), timeout=_END_S)

@@ -5,6 +5,7 @@ import msgspec
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.core.errors import ProtocolError
 
+DRAINING, DRAINED = "draining", "drained"
 _RECORD_KEY = "cluster"
 _STOP_KEY = "stop"
 
@@ -27,12 +28,19 @@ class NodeRecord(msgspec.Struct, frozen=True):
     actors: tuple[ActorRecord, ...] = ()
     urls: tuple[str, ...] = ()  # of its gateways
     problem: str = ""  # for which it is not used
+    drain: str = ""  # "draining" or "drained"
+
+    def is_called(self, name: str) -> bool:
+        """Return whether this is the node that a user means."""
+        return name in (self.name, self.hostname, self.address)
 
     @property
     def summary(self) -> str:
         """Return what runs here, in one line."""
         if self.problem:
             return f"not used: {self.problem}"
+        if self.drain == DRAINED:
+            return f"nothing; `alignedserve drain {self.name} --undo` uses it again"
         named = [f"{actor.name} ({actor.device})" if actor.device else actor.name for actor in self.actors]
         return ", ".join((*named, *self.urls))
 
@@ -47,11 +55,19 @@ class ClusterRecord(msgspec.Struct, frozen=True):
     started: float  # Unix time
     is_ready: bool
     nodes: tuple[NodeRecord, ...]
+    driver: str = ""  # drawn by each driver; a cluster may have several, one after the other
 
     @property
     def urls(self) -> list[str]:
         """Return the addresses of all gateways."""
         return [url for node in self.nodes for url in node.urls]
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    """The part of a record that every version has."""
+
+    cluster_id: str
+    driver: str = ""
 
 
 def write_record(record: ClusterRecord) -> None:
@@ -68,6 +84,29 @@ def read_record() -> ClusterRecord | None:
         return msgspec.json.decode(found, type=ClusterRecord)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the running cluster is of another version: {error}") from error
+
+
+def recorded_id() -> str | None:
+    """Return the id of the cluster that the record names, also one of another version; None: there is none.
+
+    Raises PeerLost when Ray's head does not answer.
+    """
+    found = _identity()
+    return found.cluster_id if found is not None else None
+
+
+def recorded_driver() -> tuple[str, str] | None:
+    """Return that id with its driver's: the next driver may go on with the same cluster. Raises as `recorded_id`."""
+    found = _identity()
+    return (found.cluster_id, found.driver) if found is not None else None
+
+
+def _identity() -> _Identity | None:
+    found = ray_directory.get(_RECORD_KEY)
+    try:
+        return msgspec.json.decode(found, type=_Identity) if found is not None else None
+    except msgspec.MsgspecError:
+        return None  # it names no cluster that could be asked anything
 
 
 def remove_record(cluster_id: str) -> None:

@@ -2,14 +2,17 @@
 
 The life of a request here: 1. `submit` sends it to the router. 2. Workers send deltas; they are put in order by
 `first_index`, repeats are dropped, and tokens behind a gap are held until the gap is filled. 3. It leaves the table
-with its last token, by `abort`, or by failing: rejected or failed by the router, the router lost before the first
-token, or silence past its deadline, which one task watches for all requests.
+with its last token, by `abort`, or by failing: rejected or failed by the router, or silence past its deadline, which
+one task watches for all requests. While the router is lost, requests with tokens go on, as workers need no router, and
+those without wait for the next one.
 Only the gateway knows which tokens the client has: when the router reports that a request was interrupted, or connects
 again after a loss, the gateway sends it the position to resume from.
 """
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from alignedserve.config.sections import GatewayConfig
@@ -52,6 +55,7 @@ _MAX_CHECK_PAUSE_S = 0.5
 # A request that is silent for this long is sent to the router again, which ignores it if all is well: no request waits
 # for ever, whichever message was lost.
 _RESEND_AFTER_S = 10.0
+_ROUTER_RETURNS_S = 60.0  # for which a request without a token waits for a router after a loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,9 @@ class ClusterBackend:
         self._open: dict[RequestId, _OpenRequest] = {}
         self._router: str | None = None  # its name while linked
         self._status: ClusterStatus | None = None
+        self._num_answers: Counter[str] = Counter()
+        self._latest_attempt = 0  # as a router last reported
+        self._router_lost_s = 0.0  # when, while there is none
         self._deadline_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -114,6 +121,10 @@ class ClusterBackend:
         """Return the router's last report; None while it is not connected."""
         return self._status
 
+    def num_answers(self) -> Mapping[str, int]:
+        """See CompletionBackend."""
+        return self._num_answers
+
     # --- LinkHandler
 
     def on_linked(self, peer: Peer) -> None:
@@ -122,7 +133,7 @@ class ClusterBackend:
             return
         self._router = peer.name
         for entry in self._open.values():
-            self._links.send(peer.name, entry.resumption())
+            self._links.send(peer.name, self._resumption(entry))
 
     def on_message(self, peer: Peer, message: Message) -> None:
         """Pass tokens and failures to their requests; unknown ids belong to requests that ended here."""
@@ -141,9 +152,10 @@ class ClusterBackend:
                 self._resume(peer, message.request_id)
             case ClusterStatus():
                 self._status = message
+                self._latest_attempt = max(self._latest_attempt, message.latest_attempt)
 
     def on_lost(self, peer: Peer) -> None:
-        """Fail requests without a token when the router is lost; the others continue, as workers need no router.
+        """Wait for a router that is lost: every open request is resumed at the next one.
 
         A lost worker's last tokens may not have arrived although it reported the request as finished: the router is
         asked to resume from here, which it ignores for requests that it knows to be running.
@@ -151,12 +163,10 @@ class ClusterBackend:
         if peer.name != self._router:
             for entry in self._open.values():
                 if entry.last_worker in (None, peer.name) and self._router is not None:
-                    self._links.send(self._router, entry.resumption())
+                    self._links.send(self._router, self._resumption(entry))
             return
         self._router = self._status = None
-        waiting = [request_id for request_id, entry in self._open.items() if entry.num_tokens == 0]
-        for request_id in waiting:
-            self._fail(request_id, Unavailable("The router was lost before the first token."))
+        self._router_lost_s = asyncio.get_running_loop().time()
 
     # --- inside
 
@@ -167,6 +177,7 @@ class ClusterBackend:
         entry.last_worker = worker.name
         entry.accept(delta, now)
         if entry.is_complete:
+            self._num_answers[worker.name] += 1
             del self._open[delta.request_id]
 
     def _on_prompt_logprobs(self, message: PromptScored) -> None:
@@ -179,7 +190,10 @@ class ClusterBackend:
 
     def _resume(self, router: Peer, request_id: RequestId) -> None:
         entry = self._open.get(request_id)
-        self._links.send(router.name, AbortRequest(request_id) if entry is None else entry.resumption())
+        self._links.send(router.name, AbortRequest(request_id) if entry is None else self._resumption(entry))
+
+    def _resumption(self, entry: "_OpenRequest") -> ResumeRequest:
+        return entry.resumption(self._latest_attempt)
 
     def _fail(self, request_id: RequestId, error: GenerationError) -> None:
         entry = self._open.pop(request_id, None)
@@ -196,11 +210,13 @@ class ClusterBackend:
             now = loop.time()
             for request_id, entry in tuple(self._open.items()):
                 if self._router is not None and entry.is_resend_due(now):
-                    self._links.send(self._router, entry.resumption())
+                    self._links.send(self._router, self._resumption(entry))
                 limit_s = next_s if entry.num_tokens else first_s
                 if now - entry.last_heard_s > limit_s:
                     self.abort(request_id)
                     entry.stream.fail(TimedOut(f"No token came for {limit_s:g} s."))
+                elif self._router is None and not entry.num_tokens and now - self._router_lost_s > _ROUTER_RETURNS_S:
+                    self._fail(request_id, Unavailable("The router was lost before the first token."))
 
 
 class _OpenRequest:
@@ -235,10 +251,10 @@ class _OpenRequest:
             self._last_sent_s = now
         return is_due
 
-    def resumption(self) -> ResumeRequest:
+    def resumption(self, latest_attempt: int) -> ResumeRequest:
         """Return the message to resume from here: from the start while prompt log-probabilities are missing."""
         token_ids = self._token_ids if self.stream.has_prompt_logprobs else ()
-        return ResumeRequest(self._request, tuple(token_ids))
+        return ResumeRequest(self._request, tuple(token_ids), latest_attempt)
 
     def accept(self, delta: TokenDelta, now: float) -> None:
         """Accept a delta, whether early, in order or repeated."""

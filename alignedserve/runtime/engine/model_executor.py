@@ -115,6 +115,12 @@ def recomputing_bytes(layout: BlockLayout, hidden_block_tokens: int | None) -> i
     return recomputed_blocks(hidden_block_tokens, layout.block_size) * layout.block_bytes // layout.num_layers
 
 
+def bytes_beside_blocks(served: ServedModel, scheduling: SchedulingConfig, block_size: int) -> int:
+    """Return the bytes beside each block of a decode worker, where the policy keeps hidden caches."""
+    block_tokens = hidden_block_tokens(served, scheduling, block_size)
+    return recomputing_bytes(served.block_layout(block_size), block_tokens)
+
+
 class ModelExecutor:
     """Performs RunIteration. `start_iteration` returns at once; the result goes to the callback on the loop.
 

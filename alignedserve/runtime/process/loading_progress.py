@@ -1,12 +1,14 @@
 """Progress of loading a model, written by a worker to a small file and read by the process that waits for it."""
 
 import contextlib
+import fcntl
 import os
 import struct
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+PROGRESS_SUFFIX = ".progress"
 _RECORD = struct.Struct("<4Q")
 _BETWEEN_S = 0.1  # writes
 
@@ -21,10 +23,13 @@ class Progress(NamedTuple):
 
 
 class LoadingProgress:
-    """Counts what one worker has read and packed. Without a path the counts go nowhere."""
+    """Counts what one worker has read and packed. Without a path the counts go nowhere.
+
+    Its file is locked until `finish` or the end of the process, so that others know that it is in use.
+    """
 
     def __init__(self, path: Path | None, total_bytes: int, total_layers: int) -> None:
-        self._path = path
+        self._file_descriptor = _open_locked(path) if path is not None else None
         self._done = Progress(0, total_bytes, 0, total_layers)
         self._written_s = 0.0
         self._write()
@@ -46,17 +51,39 @@ class LoadingProgress:
         done = self._done
         self._done = done._replace(read_bytes=done.total_bytes, num_layers=done.total_layers)
         self._write()
+        if self._file_descriptor is not None:
+            os.close(self._file_descriptor)
+            self._file_descriptor = None
 
     def _write(self) -> None:
         self._written_s = time.monotonic()
-        if self._path is None:
-            return
-        with contextlib.suppress(OSError):  # a full disk must not end the loading
-            file_descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if self._file_descriptor is not None:
+            with contextlib.suppress(OSError):  # a full disk must not end the loading
+                os.pwrite(self._file_descriptor, _RECORD.pack(*self._done), 0)
+
+
+def _open_locked(path: Path) -> int | None:
+    try:
+        file_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    with contextlib.suppress(BlockingIOError):  # a sweep looks at it just now
+        fcntl.flock(file_descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file_descriptor
+
+
+def remove_unused_progress(folder: Path) -> bool:
+    """Remove the files of workers that do not load any more; return whether none is left."""
+    is_empty = True
+    for path in folder.glob(f"*{PROGRESS_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             try:
-                os.pwrite(file_descriptor, _RECORD.pack(*self._done), 0)
-            finally:
-                os.close(file_descriptor)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_empty = False
+            else:
+                path.unlink(missing_ok=True)
+    return is_empty
 
 
 def read_progress(path: Path) -> Progress | None:

@@ -53,7 +53,10 @@ class Credentials:
 
 
 class CertificateAuthority:
-    """Issues the certificates of one cluster. Its key is never written anywhere."""
+    """Issues the certificates of one cluster. Its key is never written to a disk.
+
+    It can be pickled, for the memory of the processes that keep it for the cluster's next driver.
+    """
 
     def __init__(self, cluster_id: str) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -63,6 +66,16 @@ class CertificateAuthority:
         builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
         self._certificate = builder.sign(self._key, hashes.SHA256())
 
+    def __getstate__(self) -> tuple[bytes, bytes]:
+        return _private_pem(self._key), _pem(self._certificate)
+
+    def __setstate__(self, state: tuple[bytes, bytes]) -> None:
+        key = serialization.load_pem_private_key(state[0], password=None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey), "the key of another kind of authority"
+        self._key = key
+        self._certificate = x509.load_pem_x509_certificate(state[1])
+        self._name = self._certificate.subject
+
     def issue(self, process_name: str) -> Credentials:
         """Return new credentials for the process with this name."""
         key = ec.generate_private_key(ec.SECP256R1())
@@ -71,10 +84,7 @@ class CertificateAuthority:
         builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
         both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         certificate = builder.add_extension(both_ends, critical=False).sign(self._key, hashes.SHA256())
-        private_key = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        return Credentials(_pem(self._certificate), _pem(certificate), private_key)
+        return Credentials(_pem(self._certificate), _pem(certificate), _private_pem(key))
 
 
 def check_certificate(peer_certificate: dict[str, Any] | None, process_name: str) -> None:
@@ -114,3 +124,9 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

@@ -2,19 +2,24 @@
 
 import contextlib
 import itertools
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from alignedserve.cli.commands import hosts
 from alignedserve.cli.commands.options import ServeOptions
-from alignedserve.cli.commands.up import driver_command
+from alignedserve.cli.commands.up import driver_command, urls_of
 from alignedserve.cli.wiring import start_cluster
-from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.cluster.hosts import ray_directory
+from alignedserve.cluster.hosts.record import ClusterRecord, NodeRecord, read_record, recorded_id
+from alignedserve.cluster.hosts.supervisor import running_supervisor, start_supervisor
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import from_mapping
-from alignedserve.core.errors import ConfigError, ResourceError
+from alignedserve.core.errors import ConfigError, ProtocolError, ResourceError
 
 
 def settings_from(folder: Path, options: ServeOptions) -> dict[str, str]:
@@ -42,10 +47,6 @@ def test_names_of_models_stay_as_they_are(tmp_path: Path, name: str) -> None:
     assert settings_from(tmp_path, ServeOptions(model=name, nodes=1)) == {"model.path": f'"{name}"'}
 
 
-def record(cluster_id: str) -> ClusterRecord:
-    return ClusterRecord(cluster_id, "v", "pocket", "colocated", started=0.0, is_ready=True, nodes=())
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
@@ -55,25 +56,69 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def show(monkeypatch: pytest.MonkeyPatch, records: Any) -> None:
-    monkeypatch.setattr(hosts, "running_cluster", lambda: next(records))
-    monkeypatch.setattr(hosts, "read_record", lambda: next(records))
+def show(monkeypatch: pytest.MonkeyPatch, ids: list[str | None]) -> None:
+    found = iter(ids)
+    monkeypatch.setattr(hosts, "recorded_id", lambda: next(found))
 
 
 def test_a_cluster_that_a_supervisor_starts_anew_is_stopped_too(
     monkeypatch: pytest.MonkeyPatch, asked: list[str]
 ) -> None:
-    show(monkeypatch, iter([record("former"), record("former"), record("next"), None]))
+    show(monkeypatch, ["former", "former", "next", None])
     hosts.stop()
     assert asked == ["former", "former", "next"]
 
 
 def test_a_cluster_that_does_not_end_is_said_so(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
     monkeypatch.setattr(hosts, "_STOP_S", -1.0)
-    show(monkeypatch, iter([record("deaf"), record("deaf")]))
+    monkeypatch.setattr(hosts, "running_cluster", lambda: "record")
+    monkeypatch.setattr(hosts, "has_driver", lambda record: True)
+    show(monkeypatch, ["deaf", "deaf"])
     with pytest.raises(ResourceError, match="does not end"):
         hosts.stop()
     assert asked == ["deaf"]
+
+
+def test_a_cluster_whose_driver_has_died_for_good_is_ended_without_it(
+    monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(hosts, "_STOP_S", -1.0)
+    monkeypatch.setattr(hosts, "running_cluster", lambda: "record")
+    monkeypatch.setattr(hosts, "has_driver", lambda record: False)
+    monkeypatch.setattr(hosts, "end_cluster", ended.append)
+    show(monkeypatch, ["headless"])
+    hosts.stop()
+    assert (asked, ended) == (["headless"], ["record"])
+
+
+def test_a_start_that_has_no_record_yet_is_ended_with_its_supervisor(
+    monkeypatch: pytest.MonkeyPatch, asked: list[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", str(tmp_path))
+    show(monkeypatch, [None])
+    driver = start_supervisor([sys.executable, "-c", "import time; time.sleep(60)"], "auto")
+    while running_supervisor() is None:
+        time.sleep(0.01)
+    hosts.stop()
+    assert driver.wait() != 0
+    assert asked == []
+
+
+@pytest.mark.parametrize("former", [b'{"cluster_id":"c-1"}', b'{"cluster_id":"c-1","version":7,"hosts":[]}'])
+def test_a_record_of_another_version_still_names_its_cluster(monkeypatch: pytest.MonkeyPatch, former: bytes) -> None:
+    monkeypatch.setattr(ray_directory, "get", lambda key: former)
+    assert recorded_id() == "c-1"
+    with pytest.raises(ProtocolError, match="of another version"):
+        read_record()
+
+
+@pytest.mark.parametrize(("found", "known"), [(None, None), (b"no record", None), (b"[]", None)])
+def test_what_is_no_record_names_no_cluster(
+    monkeypatch: pytest.MonkeyPatch, found: bytes | None, known: str | None
+) -> None:
+    monkeypatch.setattr(ray_directory, "get", lambda key: found)
+    assert recorded_id() == known
 
 
 @pytest.mark.parametrize(("settings", "num_nodes"), [({"gateway": {"host": "node"}}, None), ({}, 2)])
@@ -83,3 +128,13 @@ def test_what_is_for_a_ray_cluster_is_refused_on_one_host(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match="is for a Ray cluster"):
         start_cluster(from_mapping(settings), num_nodes=num_nodes)
+
+
+def test_ipv6_addresses_are_no_markup() -> None:
+    node = NodeRecord("node-0", "id", "fd77::1", "host0", urls=("http://[fd77::1]:8000",))
+    record = ClusterRecord("c", "v", "pocket", "colocated", started=0.0, is_ready=True, nodes=(node,))
+    console = Console(width=120)
+    for table in (urls_of(record), hosts._nodes_table(record, set())):
+        with console.capture() as said:
+            console.print(table)
+        assert "http://[fd77::1]:8000" in said.get()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from alignedserve.cluster.hosts import supervisor
@@ -25,6 +26,7 @@ from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig,
 from alignedserve.core.errors import ConfigError, NotEnoughMemory, ResourceError
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.process.loading_progress import LoadingProgress, Progress, read_progress
 
 GIB = 1024 * MIB
 POCKET = resolve_model(ModelSectionConfig())
@@ -175,6 +177,18 @@ def test_a_sweep_removes_what_is_nobodys_and_keeps_what_is_in_use(tmp_path: Path
         other.unlink()
 
 
+def test_a_sweep_spares_what_a_worker_that_loads_reports(tmp_path: Path) -> None:
+    path = tmp_path / "decode-0.progress"
+    progress = LoadingProgress(path, 100, 2)
+    assert not sweep(tmp_path)
+    progress.layer_packed()
+    assert read_progress(path) == Progress(0, 100, 0, 2)  # written at most ten times a second
+    progress.finish()
+    assert read_progress(path) == Progress(100, 100, 2, 2)
+    assert sweep(tmp_path)
+    assert not path.exists()
+
+
 def test_a_process_too_busy_to_accept_keeps_its_socket(tmp_path: Path) -> None:
     path = tmp_path / "decode-0.sock"
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
@@ -201,9 +215,9 @@ def test_the_sweeper_outlives_the_process_that_started_it(tmp_path: Path) -> Non
     folder.mkdir()
     (folder / "decode-0.progress").touch()
     source = (
-        "import sys, time; from pathlib import Path\n"
+        "import os, sys, time; from pathlib import Path\n"
         "from alignedserve.cluster.hosts.sweeper import start_sweeper\n"
-        "start_sweeper(Path(sys.argv[1])); print('up', flush=True); time.sleep(60)"
+        "start_sweeper(Path(sys.argv[1]), os.getppid()); print('up', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", source, str(folder)], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
@@ -211,6 +225,33 @@ def test_the_sweeper_outlives_the_process_that_started_it(tmp_path: Path) -> Non
         assert (folder / "decode-0.progress").exists()
         owner.kill()
     wait_until(lambda: not (folder / "decode-0.progress").exists())
+
+
+def test_the_sweeper_kills_what_outlives_its_raylet_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster-0"
+    folder.mkdir()
+    source = (
+        "import os, subprocess, sys, time; from pathlib import Path\n"
+        "from alignedserve.cluster.hosts.sweeper import start_sweeper\n"
+        "agent = subprocess.Popen(['sleep', '60'])\n"
+        "if os.fork() == 0: start_sweeper(Path(sys.argv[1]), os.getppid()); os._exit(0)\n"
+        "os.wait(); print(agent.pid, flush=True); time.sleep(60)"
+    )
+    with (
+        subprocess.Popen(["sleep", "60"]) as stranger,
+        subprocess.Popen([sys.executable, "-c", source, str(folder)], stdout=subprocess.PIPE) as raylet,
+    ):
+        assert raylet.stdout is not None
+        agent = psutil.Process(int(raylet.stdout.readline()))
+        wait_until(lambda: (tmp_path / f"raylet-{raylet.pid}.lock").exists())
+        assert agent.is_running()
+        raylet.kill()
+        raylet.wait()
+        assert agent.status() != psutil.STATUS_ZOMBIE
+        wait_until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE)
+        assert stranger.poll() is None
+        stranger.kill()
+    wait_until(lambda: not (tmp_path / f"raylet-{raylet.pid}.lock").exists())
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ class Clock:
 def test_progress_prolongs_the_wait_and_all_workers_count(tmp_path: Path) -> None:
     files = [tmp_path / "prefill-0.progress", tmp_path / "decode-0.progress"]
     watching, clock = Watching(), Clock()
-    patience = Patience(files, 10.0, watching, clock)
+    patience = Patience(lambda: [read_progress(path) for path in files], 10.0, watching, clock)
     assert not patience.is_over()
     clock.now_s = 9.0
     first = LoadingProgress(files[0], 100, 2)

@@ -1,6 +1,14 @@
 """Attempt numbers: epochs, and steps within one."""
 
-from alignedserve.core.attempts import STEPS_PER_EPOCH, epoch_end, is_same_epoch, next_epoch, next_step
+from alignedserve.core.attempts import (
+    STEPS_PER_EPOCH,
+    beyond_unreported,
+    epoch_end,
+    is_report_due,
+    is_same_epoch,
+    next_epoch,
+    next_step,
+)
 
 
 def test_an_epoch_begins_above_the_latest() -> None:
@@ -41,3 +49,11 @@ def test_the_end_of_an_epoch_is_behind_all_its_steps_and_before_the_next() -> No
 
 def test_a_year_of_milliseconds_fits_into_a_message() -> None:
     assert epoch_end(next_epoch(0, now=365 * 86_400.0)) <= 1 << 53
+
+
+def test_what_a_router_gave_out_since_its_last_report_is_below_the_next_ones_numbers() -> None:
+    reported, latest = 0, 0
+    for now in (1e6, 1e6, 1e6 + 500, 1e6 + 2000):
+        latest = next_epoch(latest, now)
+        reported = latest if is_report_due(latest, reported) else reported
+        assert latest < beyond_unreported(reported)

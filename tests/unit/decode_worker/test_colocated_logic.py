@@ -1,5 +1,6 @@
 """The colocated worker, decision by decision: twenty blocks of four tokens, requests named by its script."""
 
+import msgspec
 import pytest
 
 from alignedserve.core.ids import RequestId
@@ -313,7 +314,8 @@ def test_a_prediction_for_a_later_attempt_that_waits_is_kept_for_it() -> None:
 
 def test_a_router_that_comes_back_empties_the_worker() -> None:
     made = decoding()
-    assert made.do(PeerConnected(Role.ROUTER, ROUTER)) == [to_router(made.registered)]
+    registered = msgspec.structs.replace(made.registered, latest_attempt=1)
+    assert made.do(PeerConnected(Role.ROUTER, ROUTER)) == [to_router(registered)]
     assert made.loads[-1] == WorkerLoad(num_free_blocks=20)
 
 

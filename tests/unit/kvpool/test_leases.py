@@ -328,7 +328,7 @@ def test_a_router_that_comes_back_knows_nothing_so_all_but_grants_go() -> None:
     made.reserve("r4", 6)
     made.lose(ROUTER)
     assert made.link(ROUTER, Role.ROUTER) == [
-        Send(ROUTER, PoolRegistered(8, "digest")),
+        Send(ROUTER, PoolRegistered(8, "digest", latest_attempt=epoch(1))),
         freed(0),
         freed(2),
         freed(3, 4, 5, 6, 7),

@@ -4,7 +4,7 @@ from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestRejected
+from alignedserve.messages.gateways import AbortRequest, ClusterStatus, RequestFailed, RequestRejected
 from alignedserve.messages.pools import (
     BatchFormed,
     BatchReceived,
@@ -53,6 +53,26 @@ def test_attempts_are_at_least_the_time_in_milliseconds() -> None:
     made.now = 12.5
     assert made.submit(request()) == [given(request(), 12_500)]
     assert made.submit(request("r2")) == [given(request("r2"), 12_501)]
+
+
+def test_attempts_go_on_above_those_that_workers_and_pools_have_had() -> None:
+    made = connected_router()
+    made.hear(DECODE, worker(latest_attempt=epoch(7) + 2))
+    assert made.submit(request()) == [given(request(), 8)]
+    made.hear(POOL, PoolRegistered(100, latest_attempt=epoch(20)))
+    made.hear(POOL, PoolRegistered(100, latest_attempt=epoch(10)))
+    assert made.submit(request("r2")) == [given(request("r2"), 21)]
+
+
+def test_the_first_attempt_of_a_router_on_a_host_that_runs_for_long_is_reported_at_once() -> None:
+    made = connected_router()
+    made.now = 1e6
+    sent = made.submit(request())
+    assert sent[0] == given(request(), 10**9)
+    (status,) = (send.message for send in sent[1:])
+    assert isinstance(status, ClusterStatus)
+    assert status.latest_attempt == epoch(10**9)
+    assert made.submit(request("r2")) == [given(request("r2"), 10**9 + 1)]
 
 
 def test_a_request_that_is_being_served_is_not_accepted_again() -> None:

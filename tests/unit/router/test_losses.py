@@ -4,11 +4,19 @@ from typing import Any
 
 import pytest
 
+from alignedserve.core.attempts import beyond_unreported
 from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import AbortRequest, ClusterStatus, RequestFailed, ResumeRequest, SubmitRequest
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    ClusterStatus,
+    Demand,
+    RequestFailed,
+    ResumeRequest,
+    SubmitRequest,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
     BatchFormed,
@@ -24,6 +32,7 @@ from alignedserve.messages.workers import (
     AttemptFailed,
     PeersChanged,
     PrefillCompleted,
+    PrefillRequest,
     RequestFinished,
     RequestPreempted,
     WorkerLoad,
@@ -320,6 +329,20 @@ def test_tokens_that_a_lost_worker_took_with_it_are_made_again() -> None:
     ]
 
 
+def test_a_request_that_an_earlier_router_accepted_goes_on_above_all_that_it_may_have_had() -> None:
+    made = connected_router()
+    (sent,) = (one for one in made.hear(GATEWAY, ResumeRequest(request(), (7,), epoch(1000))) if one.peer == PREFILL)
+    assert isinstance(sent.message, PrefillRequest)
+    assert sent.message.attempt == beyond_unreported(epoch(1000)) + epoch(1)
+
+
+def test_a_request_that_this_router_knows_takes_no_other_number() -> None:
+    made = decoding()
+    made.lose(DECODE)
+    resumed = made.hear(GATEWAY, ResumeRequest(request(), (7,), epoch(1000)))
+    assert [one.message.attempt for one in resumed if isinstance(one.message, PrefillRequest)] == [epoch(2)]
+
+
 # --- status
 
 
@@ -345,6 +368,8 @@ def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
         num_handoffs_refused=0,
         num_evictions=4,
         num_pool_blocks_kept=2,
+        latest_attempt=epoch(2),
+        demand=Demand(num_real_time=2, num_decode_places=4),
     )
     assert [made.tick(), made.tick(), made.tick()] == [[], [], []]
     assert made.tick() == [Send(GATEWAY, status), Send("gateway-1", status)]

@@ -1,0 +1,93 @@
+"""Takes over the cluster that a former driver has left: what lives goes on, what is missing is started."""
+
+import logging
+import time
+from dataclasses import replace
+
+import ray
+
+from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory
+from alignedserve.cluster.hosts.admission import keeper_name
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
+from alignedserve.cluster.hosts.joining import Joining
+from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
+from alignedserve.cluster.hosts.ray_directory import NAMESPACE
+from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
+from alignedserve.cluster.hosts.record import ClusterRecord, read_record, remove_record
+from alignedserve.cluster.hosts.scaler import NodeScaler
+from alignedserve.cluster.hosts.succession import ClusterState, Succession, end_by_name, left_by_former
+from alignedserve.cluster.start_observer import StartObserver
+from alignedserve.core.errors import AlignedServeError, PeerLost, ProtocolError, ResourceError
+
+logger = logging.getLogger(__name__)
+
+_STEP_S = 0.1
+
+
+def adopt_cluster(
+    asked: str, actor_classes: ActorClasses, observer: StartObserver, scaler: NodeScaler | None = None
+) -> ClusterOnHosts | None:
+    """Take over what a former driver has left; None: there is nothing, or it was of another kind and has been ended.
+
+    `asked`: what this driver is to serve, by `digest_of`. Raises ResourceError when the former driver still runs, or
+    its processes do not end.
+    """
+    try:
+        record = read_record()
+    except ProtocolError as error:  # of another version; its keepers end it
+        logger.warning("the former cluster cannot be taken over: %s", error)
+        return None
+    if record is None:
+        return None
+    state = left_by_former(record)
+    if state is not None and state.asked == asked:
+        try:
+            return _adopt(state, actor_classes, Driving(observer, Succession(asked, state), scaler))
+        except AlignedServeError as error:
+            logger.warning("the former cluster cannot be taken over, and is ended: %s", error)
+    end_cluster(record)
+    return None
+
+
+def end_cluster(record: ClusterRecord) -> None:
+    """End all processes of a recorded cluster without a driver. Raises ResourceError when they do not end."""
+    actors = [actor.name for node in record.nodes for actor in node.actors if actor.name != DRIVER]
+    end_by_name([*actors, *(node.keeper for node in record.nodes if node.keeper)])
+    remove_record(record.cluster_id)
+
+
+def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -> ClusterOnHosts:
+    nodes = alive_nodes()
+    alive = {node.node_id for node in nodes}
+    lost = [member for member in state.members if member.ray_node.node_id not in alive]
+    for member in lost:
+        logger.warning("%s was lost with the former driver", member.ray_node)
+        names = [actor.name for actor in record_of(member).actors if actor.name != DRIVER]
+        end_by_name([*names, keeper_name(member.prepared.folder.name)])
+        state.joining.keep_share(member)
+    members = [_with_keeper(member) for member in state.members if member not in lost]
+    if not any(member.prepared.share.is_head for member in members):
+        members.insert(0, _prepared_head(state.joining, nodes[0]))
+    served = state.joining.plan.served
+    factory = ActorFactory(served, actor_classes, state.secrets, is_detached=True)
+    logger.info("the cluster of a former driver goes on, on %d nodes", len(members))
+    return ClusterOnHosts(state.joining, members, factory, driving)
+
+
+def _with_keeper(member: Member) -> Member:
+    name = keeper_name(member.prepared.folder.name)
+    try:
+        return replace(member, keeper=replace(member.keeper, actor=ray.get_actor(name, NAMESPACE)))
+    except ValueError as error:
+        raise PeerLost(f"the keeper of {member.ray_node} is gone") from error
+
+
+def _prepared_head(joining: Joining, node: RayNode) -> Member:
+    """Prepare the host of the head, which has come back, as a node of the cluster that has gone on without it."""
+    preparation = joining.begin(node)
+    while (member := preparation.advance()) is None:
+        time.sleep(_STEP_S)
+    if not member.prepared.share.is_head:
+        joining.vacate(member)
+        raise ResourceError("Ray's head is on another host than before")
+    return member

@@ -1,0 +1,347 @@
+"""A running cluster of several nodes, looked after by its driver: nodes join, and are lost."""
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from alignedserve.cluster.actor_factory import ActorFactory
+from alignedserve.cluster.hosts.joining import Joining, Preparation
+from alignedserve.cluster.hosts.members import DRIVER, Member, drained_record, record_of
+from alignedserve.cluster.hosts.membership import (
+    Announce,
+    CancelPreparation,
+    EndNode,
+    ForgetNode,
+    Membership,
+    MembershipCommand,
+    MembershipEvent,
+    NodeJoined,
+    NodePostponed,
+    NodeRefused,
+    NodesSeen,
+    PrepareNode,
+)
+from alignedserve.cluster.hosts.node_actor import end_actors
+from alignedserve.cluster.hosts.node_drains import NodeDrains
+from alignedserve.cluster.hosts.node_group import release
+from alignedserve.cluster.hosts.node_report import own_versions
+from alignedserve.cluster.hosts.orders import (
+    Answer,
+    DrainNode,
+    Order,
+    ScaleWorkers,
+    UndoDrain,
+    answer_order,
+    take_orders,
+)
+from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
+from alignedserve.cluster.hosts.record import (
+    ClusterRecord,
+    NodeRecord,
+    is_asked_to_stop,
+    remove_record,
+    write_record,
+)
+from alignedserve.cluster.hosts.scaler import NodeScaler
+from alignedserve.cluster.hosts.scaling import GiveBack, ScaledNode
+from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
+from alignedserve.cluster.launch import AskedToStop, RunningCluster
+from alignedserve.cluster.start_observer import StartObserver
+from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
+from alignedserve.runtime.process.loading_progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_STOP_LOOK_S = 0.5  # between looks during a start
+
+
+@dataclass(frozen=True, slots=True)
+class Driving:
+    """What a driver brings along to its cluster."""
+
+    observer: StartObserver
+    succession: Succession
+    scaler: NodeScaler | None = None  # None: the number of nodes is left as it is
+
+
+class ClusterOnHosts(RunningCluster):
+    """A started cluster of several nodes, for a driver that calls `check` about once a second."""
+
+    def __init__(
+        self,
+        joining: Joining,
+        members: Sequence[Member],
+        factory: ActorFactory,
+        driving: Driving,
+    ) -> None:
+        super().__init__(members[0].prepared, joining.plan.served, factory, driving.observer)
+        self._members = {member.ray_node.node_id: member for member in members}
+        self._membership = Membership({node_id: one.ray_node.host for node_id, one in self._members.items()})
+        self._drains = NodeDrains(self._members, self._membership, joining, self._decide)
+        self._seen = {member.ray_node.node_id: member.ray_node for member in members}
+        # Actors of nodes that joined, by the call that says how it went.
+        self._starting: dict[Any, tuple[RayNode, str]] = {}
+        self._joining = joining
+        self._preparations: dict[str, Preparation] = {}
+        self._scaler = driving.scaler
+        self._cluster_id = joining.cluster_id
+        self._succession = driving.succession
+        self._driver_id = secrets.token_hex(4)
+        self._is_ready = False
+        self._has_news = False  # that the record does not have
+        self._loading: dict[Any, str] = {}  # nodes whose progress is asked for, by the call
+        self._progress_of: dict[str, list[Progress | None]] = {}  # of nodes that answered
+        self._asked_s = 0.0  # when it was last asked whether to stop
+        self._heard_s = time.monotonic()  # from Ray's head
+        self._log = _log_to(self.folder / "logs")
+
+    def refuse(self, node: RayNode, problem: str) -> None:
+        """Note a node that is not used, and why."""
+        self._seen[node.node_id] = node
+        self._membership.refuse(node.node_id, problem)
+        logger.error("%s is not used: %s", node, problem)
+
+    def start_all(self) -> None:
+        """Start the actors of all nodes; those of a former driver are taken over. Raises the error of the first failing
+        one."""
+        self._announce()
+        self._hand_over()
+        taking_over = self._factory.adopting() if self._succession.is_adopted else contextlib.nullcontext()
+        with taking_over:
+            self.start(tuple(member.prepared for member in self._members.values())[1:])
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """See RunningCluster; then every command finds the cluster."""
+        super().wait_ready(timeout_s)
+        self._is_ready = True
+        self._announce()
+        self._heard_s = time.monotonic()
+
+    def check_start(self) -> None:
+        """See RunningCluster."""
+        now = time.monotonic()
+        if now - self._asked_s < _STOP_LOOK_S:
+            return
+        self._asked_s = now
+        self._hand_over()
+        with contextlib.suppress(PeerLost):
+            if is_asked_to_stop(self._cluster_id):
+                raise AskedToStop
+
+    def progress(self) -> list[Progress | None]:
+        """See RunningCluster; of all nodes."""
+        answered = ray.wait(list(self._loading), num_returns=len(self._loading), timeout=0)[0] if self._loading else []
+        for reference in answered:
+            name = self._loading.pop(reference)
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._progress_of[name] = ray.get(reference)
+        others = [member for member in self._members.values() if member.prepared.folder != self.folder]
+        asked = set(self._loading.values())
+        for member in others:
+            if member.name not in asked:
+                self._loading[member.keeper.actor.progress.remote()] = member.name
+        return [*super().progress(), *(one for member in others for one in self._progress_of.get(member.name, ()))]
+
+    def check(self) -> bool:
+        """Take in nodes that have come and give up those that are gone; False: the cluster was asked to stop.
+
+        Raises PeerLost when Ray's head has not answered for long.
+        """
+        self._hand_over()
+        try:
+            goes_on = self._look_around()
+        except PeerLost:
+            if time.monotonic() - self._heard_s > head_patience_s():
+                raise
+            return True
+        self._heard_s = time.monotonic()
+        return goes_on
+
+    def record(self) -> ClusterRecord:
+        """Return what the cluster consists of now."""
+        draining = self._membership.draining
+        used = (record_of(one, is_draining=node_id in draining) for node_id, one in self._members.items())
+        refused = (
+            NodeRecord("", node.node_id, node.address, node.hostname, problem=problem)
+            for node, problem in ((self._seen[node_id], why) for node_id, why in self._left_out().items())
+        )
+        return ClusterRecord(
+            cluster_id=self._cluster_id,
+            version=own_versions(),
+            model=self.served.name,
+            topology=self.config.chosen_topology.value,
+            started=self._succession.started,
+            is_ready=self._is_ready,
+            nodes=(*used, *(drained_record(member) for member in self._joining.drained.values()), *refused),
+            driver=self._driver_id,
+        )
+
+    def _hand_over(self) -> None:
+        self._succession.hand_over(self._joining, tuple(self._members.values()), self._factory.secrets, self._actors)
+
+    def _left_out(self) -> dict[str, str]:
+        """Return the nodes that are not used, and why."""
+        released = [node_id for node_id in self._membership.released if node_id not in self._members]
+        return {**self._membership.refused, **dict.fromkeys(released, "given back, as the load does not need it")}
+
+    def _look_around(self) -> bool:
+        if is_asked_to_stop(self._cluster_id):
+            return False
+        self._seen = {node.node_id: node for node in alive_nodes()}
+        self._decide(NodesSeen({node_id: node.host for node_id, node in self._seen.items()}))
+        for preparation in list(self._preparations.values()):
+            self._go_on(preparation)
+        self._look_at_starting()
+        for name, order in take_orders(self._cluster_id):
+            answer_order(self._cluster_id, name, self._obey(order))
+        self._drains.look(self.actors())
+        self._scale()
+        if self._has_news:
+            self._announce()
+        return True
+
+    def _decide(self, event: MembershipEvent) -> None:
+        for command in self._membership.on_event(event, time.monotonic()):
+            self._perform(command)
+
+    def _perform(self, command: MembershipCommand) -> None:
+        match command:
+            case PrepareNode(node_id):
+                self._preparations[node_id] = self._joining.begin(self._seen[node_id])
+            case CancelPreparation(node_id):
+                self._preparations.pop(node_id).close()
+            case ForgetNode(node_id):
+                member = self._members.pop(node_id)
+                logger.warning("%s is lost, and with it %s", member.ray_node, member.name)
+                self._end_member(member)
+            case EndNode(node_id):
+                self._end_member(self._members.pop(node_id))
+            case Announce():
+                self._has_news = True
+
+    def _go_on(self, preparation: Preparation) -> None:
+        node = preparation.node
+        try:
+            member = preparation.advance()
+            if member is None:
+                return
+            self._admit(member)
+        except PeerLost as error:
+            logger.warning("%s joins later: %s", node, error)
+            del self._preparations[node.node_id]
+            self._decide(NodePostponed(node.node_id))
+        except AlignedServeError as error:
+            logger.error("%s is not used: %s", node, error)
+            del self._preparations[node.node_id]
+            self._decide(NodeRefused(node.node_id, str(error)))
+        else:
+            del self._preparations[node.node_id]
+            self._decide(NodeJoined(node.node_id))
+
+    def _admit(self, member: Member) -> None:
+        """Create the actors of a node. Raises PeerLost while Ray has not given up those that had their names."""
+        try:
+            self.add_node(member.prepared)
+        except ValueError as error:
+            self._joining.vacate(member)
+            raise PeerLost(f"its former actors have not ended: {error}") from error
+        self._members[member.ray_node.node_id] = member
+        actors = self._actors[member.name]
+        self._starting |= {actor.failure.remote(): (member.ray_node, name) for name, actor in actors.items()}
+        logger.info("%s has joined as %s with %s", member.ray_node, member.name, ", ".join(actors))
+
+    def _end_member(self, member: Member) -> None:
+        self.remove_node(member.name)
+        self._joining.vacate(member)
+        self._drains.gone(member)
+
+    def _obey(self, order: Order) -> Answer:
+        try:
+            match order:
+                case DrainNode():
+                    return Answer(self._drains.drain(order, self.record().nodes))
+                case UndoDrain(name):
+                    return Answer(self._drains.undo(name, self.record().nodes))
+                case ScaleWorkers():
+                    raise ResourceError("this cluster cannot be scaled yet")
+        except AlignedServeError as error:
+            return Answer(str(error), is_refused=True)
+
+    def _look_at_starting(self) -> None:
+        if not self._starting:
+            return
+        answered, _ = ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)
+        for reference in answered:
+            node, name = self._starting.pop(reference)
+            try:
+                failure = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                failure = error
+            if failure is not None:
+                logger.error("%s on %s did not start: %s", name, node, str(failure).splitlines()[0])
+
+    def _scale(self) -> None:
+        """Give nodes back that the load does not need, and let Ray add those that it does."""
+        if self._scaler is None:
+            return
+        head, *_ = self._members
+        starting = {node.node_id for node, _ in self._starting.values()}
+        released, draining = self._membership.released, self._membership.draining
+        nodes = [
+            *(
+                ScaledNode(node_id, node_id == head, is_serving=node_id not in starting)
+                for node_id in self._members
+                if node_id not in draining
+            ),
+            *(ScaledNode(node_id, is_released=True) for node_id in released),
+        ]
+        of_head = self._actors[self._members[head].name]
+        gateways = [actor for name, actor in of_head.items() if name.startswith("gateway-")]
+        for command in self._scaler.check(gateways, nodes, self._seen.__getitem__):
+            if isinstance(command, GiveBack):
+                self._drains.give_back(command.node_id)
+            else:
+                self._drains.take_again(command.node_id)
+
+    def _leave_ray(self) -> None:
+        for preparation in self._preparations.values():
+            preparation.close()
+        self._preparations.clear()
+        if ray.is_initialized():
+            keepers = [member.keeper.actor for member in self._members.values()]
+            everything = [*self.actors().values(), *keepers]
+            if self._scaler is not None:
+                self._scaler.close()
+            for member in self._members.values():
+                release(member.prepared.folder.name)
+            try:
+                remove_record(self._cluster_id)
+                kill_actors(everything)
+            except PeerLost:
+                logger.warning("Ray's head is gone, and with it the record of this cluster")
+                end_actors(everything)
+        super()._leave_ray()
+        logging.getLogger("alignedserve").removeHandler(self._log)
+        self._log.close()
+
+    def _announce(self) -> None:
+        write_record(self.record())
+        self._has_news = False
+
+
+def _log_to(folder: Path) -> logging.Handler:
+    """Write what the driver says beside the logs of the head's other processes, until the handler is removed."""
+    folder.mkdir(exist_ok=True)
+    handler = logging.FileHandler(folder / f"{DRIVER}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    package = logging.getLogger("alignedserve")
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    return handler

@@ -1,0 +1,174 @@
+"""What a driver leaves to the next one, so that a cluster goes on while its driver is started again.
+
+Every node's keeper has a copy, in its memory alone: the cluster's secret and its certificate authority are in it. A
+driver hands it over about once a second, which is also how keepers know that there is a driver. The next driver takes
+the latest copy of those that are left, from keepers that the cluster's record names, over Ray's authenticated channel.
+"""
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError
+
+from alignedserve.cluster.actor_factory import ClusterSecrets
+from alignedserve.cluster.hosts.joining import Joining
+from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.node_actor import KeptState
+from alignedserve.cluster.hosts.node_report import own_versions
+from alignedserve.cluster.hosts.ray_directory import NAMESPACE
+from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.config.environment import api_keys, redis_url
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.core.errors import ResourceError
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+_PERIOD_S = 1.0
+_HEAD_SILENT_S = 20.0
+_ORPHANED_S = 60.0  # as long as Ray's nodes wait for a head
+_HEAD_RETURNS_S = 600.0  # where Ray's state is in a Redis that outlives its head
+_SILENT_S = 4.0  # after which a driver that hands over every second has ended
+_POLL_S = 0.5
+_PATIENCE_S = 15.0  # with a driver that does not end
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """All that the next driver of a cluster has to know."""
+
+    number: int  # counts what was handed over
+    asked: str  # what it serves, by `digest_of`
+    started: float  # Unix time
+    secrets: ClusterSecrets
+    joining: Joining  # with the plan
+    members: tuple[Member, ...]  # the head first
+
+
+def digest_of(config: ClusterConfig) -> str:
+    """Return a digest of all that a driver is started with: a driver with another one starts a cluster of its own."""
+    parts = (own_versions(), repr(config), *sorted(api_keys()), redis_url() or "")
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+class Succession:
+    """Hands the state of a cluster over to its keepers, again and again."""
+
+    def __init__(self, asked: str, former: ClusterState | None = None) -> None:
+        """`former`: left by the driver before this one, which has its cluster; None: this one starts its own."""
+        self.is_adopted = former is not None
+        self.started = former.started if former is not None else time.time()
+        self._asked = asked
+        self._number = former.number if former is not None else 0
+        self._handed_s = float("-inf")
+
+    def hand_over(
+        self,
+        joining: Joining,
+        members: Sequence[Member],
+        cluster_secrets: ClusterSecrets,
+        actors: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Give a copy to the keepers of all members, about once a second, without waiting for them.
+
+        `actors`: by node and name; keepers end those of their node when they have had no driver for long.
+        """
+        now = time.monotonic()
+        if now - self._handed_s < _PERIOD_S:
+            return
+        self._handed_s = now
+        self._number += 1
+        portable = tuple(one.without_keeper() for one in members)
+        state = ClusterState(self._number, self._asked, self.started, cluster_secrets, joining, portable)
+        copy: bytes = cloudpickle.dumps(state)  # type: ignore[no-untyped-call]
+        for member in members:
+            of_node = list(actors.get(member.name, {}).values())
+            with contextlib.suppress(RayError, ValueError):
+                member.keeper.actor.keep.remote(self._number, copy, of_node, orphans_patience_s())
+
+
+def head_patience_s() -> float:
+    """Return for how long a driver waits for Ray's head."""
+    return _HEAD_RETURNS_S if redis_url() is not None else _HEAD_SILENT_S
+
+
+def orphans_patience_s() -> float:
+    """Return for how long a node's actors go on without a driver."""
+    return _HEAD_RETURNS_S if redis_url() is not None else _ORPHANED_S
+
+
+def left_by_former(record: ClusterRecord | None) -> ClusterState | None:
+    """Return what the last driver of this cluster has left; None: nothing is left, or it is of another version.
+
+    Raises ResourceError when that driver has not ended.
+    """
+    if record is None or record.version != own_versions():
+        return None
+    keepers = [node.keeper for node in record.nodes if node.keeper]
+    ends_s = time.monotonic() + _PATIENCE_S
+    while kept := _kept_by(keepers):
+        if min(one.age_s for one in kept) > _SILENT_S:
+            latest = max(kept, key=lambda one: one.number)
+            # As every result of an actor, it was pickled by a process of this cluster and came over Ray's channel.
+            state: ClusterState = cloudpickle.loads(latest.state)
+            return state
+        if time.monotonic() > ends_s:
+            raise ResourceError("a cluster serves on these hosts already; end it with `alignedserve stop`")
+        time.sleep(_POLL_S)
+    return None
+
+
+def has_driver(record: ClusterRecord) -> bool:
+    """Return whether a driver looks after this cluster."""
+    kept = _kept_by([node.keeper for node in record.nodes if node.keeper])
+    return any(one.age_s < _SILENT_S for one in kept)
+
+
+def _kept_by(keepers: Sequence[str]) -> list[KeptState]:
+    asked: list[Any] = []
+    for name in keepers:
+        try:
+            asked.append(ray.get_actor(name, NAMESPACE).kept.remote())
+        except ValueError:
+            logger.info("%s is gone", name)
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+    found = []
+    for reference in answered:
+        try:
+            kept = ray.get(reference)
+        except RayError:
+            continue  # its node is gone
+        if kept is not None:
+            found.append(kept)
+    return found
+
+
+def kill_actors(actors: Iterable[Any]) -> None:
+    """End actors that are not to be restarted, through Ray's head."""
+    for actor in actors:
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(actor, no_restart=True)
+
+
+def end_by_name(names: Sequence[str]) -> None:
+    """End all actors with these names, and wait until others may have the names. Raises ResourceError."""
+    ends_s = time.monotonic() + _PATIENCE_S
+    while left := [actor for name in names if (actor := _actor(name)) is not None]:
+        if time.monotonic() > ends_s:
+            raise ResourceError(f"{len(left)} processes of a former cluster do not end; see `ray list actors`")
+        kill_actors(left)
+        time.sleep(_POLL_S)
+
+
+def _actor(name: str) -> Any:
+    try:
+        return ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return None
