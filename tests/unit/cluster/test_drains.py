@@ -9,10 +9,10 @@ import pytest
 from ray.exceptions import RayError
 
 from alignedserve.cluster.hosts import ray_directory
-from alignedserve.cluster.hosts.drain_rules import node_called, require_drainable
-from alignedserve.cluster.hosts.drain_watch import DrainWatch
-from alignedserve.cluster.hosts.drains import MOVING_S, Draining, Drains
-from alignedserve.cluster.hosts.orders import (
+from alignedserve.cluster.hosts.operations.drain_rules import node_called, require_drainable
+from alignedserve.cluster.hosts.operations.drain_watch import DrainWatch
+from alignedserve.cluster.hosts.operations.drains import MOVING_S, Draining, Drains
+from alignedserve.cluster.hosts.operations.orders import (
     Answer,
     DrainNode,
     Order,
@@ -139,7 +139,7 @@ def test_an_order_is_taken_and_answered_once(
             seen.append(taken)
             answer_order("c", name, Answer("done"))
 
-    monkeypatch.setattr("alignedserve.cluster.hosts.orders.time.sleep", drive)
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
     assert give_order("c", order) == Answer("done")
     assert seen == [order]
     assert store == {}
@@ -150,13 +150,13 @@ def test_a_refused_order_raises_its_reason(store: dict[str, bytes], monkeypatch:
         for name, _order in take_orders("c"):
             answer_order("c", name, Answer("it is the head", is_refused=True))
 
-    monkeypatch.setattr("alignedserve.cluster.hosts.orders.time.sleep", drive)
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
     with pytest.raises(ResourceError, match="it is the head"):
         give_order("c", UndoDrain("node-0"))
 
 
 def test_an_order_without_an_answer_is_withdrawn(store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignedserve.cluster.hosts.orders._ANSWER_S", -1.0)
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders._ANSWER_S", -1.0)
     with pytest.raises(PeerLost, match="driver of the cluster has not answered"):
         give_order("c", UndoDrain("node-0"))
     assert store == {}
@@ -193,8 +193,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> tuple[Drains, DrainWatch]:
             raise reference
         return reference
 
-    monkeypatch.setattr("alignedserve.cluster.hosts.drain_watch.ray.wait", lambda asked, timeout: (asked, []))
-    monkeypatch.setattr("alignedserve.cluster.hosts.drain_watch.ray.get", get)
+    monkeypatch.setattr(
+        "alignedserve.cluster.hosts.operations.drain_watch.ray.wait", lambda asked, timeout: (asked, [])
+    )
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.drain_watch.ray.get", get)
     going_on = Drains()
     return going_on, DrainWatch(going_on)
 

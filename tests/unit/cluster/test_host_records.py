@@ -19,12 +19,12 @@ from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.node_report import NodeReport, own_versions
-from alignedserve.cluster.hosts.orders import Answer, DrainNode, Order, ScaleWorkers, UndoDrain
+from alignedserve.cluster.hosts.operations.orders import Answer, DrainNode, Order, ScaleWorkers, UndoDrain
+from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.cluster.hosts.succession import ClusterState, Succession, digest_of
-from alignedserve.cluster.hosts.worker_scaling import WorkerActors
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.start_observer import LoggingObserver
@@ -128,7 +128,7 @@ def test_a_node_drains_stays_out_and_is_used_again(
     assert answers[-1].is_refused is False
     text, _ = after(UndoDrain("host-1"))
     assert (text, answers[-1].is_refused) == ("node-1 neither drains nor has drained", True)
-    monkeypatch.setattr("alignedserve.cluster.hosts.drains.MOVING_S", 0.0)
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.drains.MOVING_S", 0.0)
     assert after(DrainNode("10.0.0.1", 0.0))[1] == ["", "drained"]
     assert announced[-1].nodes[1].actors == ()
     begun: list[RayNode] = []
@@ -175,7 +175,9 @@ def test_more_workers_have_new_names_and_fewer_are_those_with_the_least_work(
         member.keeper = Keeper(free, member.keeper.book)
     actors = WorkerActors(lambda node, name: created.append(name), lambda node, name: ended.append(name))
     monkeypatch.setattr(cluster._workers, "_workers", actors)
-    monkeypatch.setattr("alignedserve.cluster.hosts.worker_scaling.ray.get", lambda reference, timeout: reference)
+    monkeypatch.setattr(
+        "alignedserve.cluster.hosts.operations.worker_scaling.ray.get", lambda reference, timeout: reference
+    )
     said = cluster._workers.scale(ScaleWorkers({"decode": 3}), router)
     assert (said, created) == ("decode-2 starts on node-0.", ["decode-2"])
     assert [actor.name for actor in cluster.record().nodes[0].actors][-2:] == ["decode-0", "decode-2"]

@@ -12,11 +12,11 @@ import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import PreparedNode
-from alignedserve.cluster.hosts.drains import Draining, Drains
 from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.orders import ScaleWorkers
+from alignedserve.cluster.hosts.operations.drains import Draining, Drains
+from alignedserve.cluster.hosts.operations.orders import ScaleWorkers
+from alignedserve.cluster.hosts.operations.resizing import Resize, RunningNode, plan_resize
 from alignedserve.cluster.hosts.plan import ClusterPlan
-from alignedserve.cluster.hosts.resizing import Resize, RunningNode, plan_resize
 from alignedserve.cluster.placement import NodeShare, engines_of
 from alignedserve.config.sections import MIB, Topology
 from alignedserve.core.errors import NotEnoughMemory, PeerLost
