@@ -317,13 +317,13 @@ class ClusterOnHosts(RunningCluster):
         if ray.is_initialized():
             keepers = [member.keeper.actor for member in self._members.values()]
             everything = [*self.actors().values(), *keepers]
-            if self._scaler is not None:
-                self._scaler.close()
-            for member in self._members.values():
-                release(member.prepared.folder.name)
             try:
                 remove_record(self._cluster_id)
                 kill_actors(everything)
+                for member in self._members.values():
+                    release(member.prepared.folder.name)
+                if self._scaler is not None:
+                    self._scaler.close()
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
                 end_actors(everything)

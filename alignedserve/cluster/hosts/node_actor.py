@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.hosts.node_group import release
 from alignedserve.cluster.hosts.sweeper import start_sweeper
 from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.core.errors import AlignedServeError
@@ -100,7 +101,11 @@ class NodeKeeper:
     def _watch(self) -> None:
         while time.monotonic() - self._heard_s < self._patience_s:
             time.sleep(_WATCH_S)
-        end_actors([*self._actors, ray.get_runtime_context().current_actor])
+        end_actors(self._actors)
+        releasing = threading.Thread(target=release, args=(self._folder.name,), daemon=True)  # asks Ray's head
+        releasing.start()
+        releasing.join(_END_S)
+        end_actors([ray.get_runtime_context().current_actor])
 
     def stop(self) -> None:
         """Do nothing: the sweeper works when this process has ended."""
