@@ -12,6 +12,10 @@ REDIS_URL_VARIABLE = "ALIGNEDSERVE_REDIS_URL"
 DATA_VARIABLE = "ALIGNEDSERVE_DATA"
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 WAIT_POLICY_VARIABLE = "OMP_WAIT_POLICY"
+_AWS_VARIABLES = (
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"),
+)
 
 # About ten microseconds: longer than from one product to the next, shorter than anyone else notices.
 SHORT_SPINS = "1000"
@@ -62,6 +66,14 @@ def state_root() -> Path:
 def redis_url() -> str | None:
     """Return the Redis that keeps the state of batches (it may hold a password); None: start a private one."""
     return os.environ.get(REDIS_URL_VARIABLE) or None
+
+
+def object_store_settings() -> dict[str, str]:
+    """Return what the usual AWS_ variables say of an object store: credentials, region, endpoint.
+
+    Without any, each host asks its own environment and the cloud's metadata service.
+    """
+    return {name: os.environ[name] for name in _AWS_VARIABLES if os.environ.get(name)}
 
 
 def limit_thread_spinning() -> None:

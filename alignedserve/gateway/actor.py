@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import msgspec
 import ray
 
-from alignedserve.batches.location import BatchLocation
+from alignedserve.batches.location import SharedState
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.backend.cluster import ClusterLinks
 from alignedserve.gateway.model_card import ModelCard
@@ -44,7 +44,7 @@ class GatewayActor(ActorHost):
         port: int,
         served: ServedModel,
         keys: tuple[str, ...],
-        batches: BatchLocation | None,
+        state: SharedState,
         process_spec: ProcessSpec,
     ) -> None:
         async def build() -> _Hosted:
@@ -53,7 +53,8 @@ class GatewayActor(ActorHost):
                 model=ModelCard.of(served),
                 config=msgspec.structs.replace(config, port=port),
                 api_keys=keys,
-                batches=batches,
+                state=state,
+                is_first_process=not ray.get_runtime_context().was_current_actor_reconstructed,
             )
             await server.start()
             return _Hosted(server)

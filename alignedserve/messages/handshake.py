@@ -19,6 +19,7 @@ class Role(enum.Enum):
     KV_POOL = "kv_pool"
     PREFILL_WORKER = "prefill_worker"
     DECODE_WORKER = "decode_worker"
+    STATE_SERVER = "state_server"  # beside the driver of batches
 
 
 class Challenge(Message, frozen=True):

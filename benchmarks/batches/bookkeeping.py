@@ -11,7 +11,7 @@ import psutil
 
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.interfaces import ClusterTotals, LineRequest, LineResponse
-from alignedserve.batches.location import BatchStores, stores_in
+from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.records import BatchKey, BatchRecord, Endpoint, FileId, FileRecord, Progress
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.stores.redis_records import RedisRecords
@@ -92,7 +92,7 @@ def _used_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def _submit(stores: BatchStores, num_lines: int, content: bytes) -> None:
+async def _submit(stores: DriverStores, num_lines: int, content: bytes) -> None:
     writer = await stores.blobs.begin(_FILES[0])
     await writer.write(content)
     await writer.commit()

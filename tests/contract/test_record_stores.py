@@ -7,21 +7,28 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignedserve.batches.interfaces import AddToIndex, DeleteValue, RecordStore, RemoveFromIndex, SetValue
+from alignedserve.batches.interfaces import RecordStore
+from alignedserve.batches.remote.remote_stores import RemoteRecords
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import StoreUnavailable
+from alignedserve.messages.state import AddToIndex, DeleteValue, RemoveFromIndex, SetValue
+from tests.support.state_links import state_hosts
 
 
 def private_redis(folder: Path) -> PrivateRedis:
     return PrivateRedis(folder=folder / "data", socket_path=folder / "redis.sock", log_path=folder / "redis.log")
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "head"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RecordStore]:
     if request.param == "memory":
         yield MemoryRecords()
+        return
+    if request.param == "head":
+        async with state_hosts(tmp_path) as hosts:
+            yield RemoteRecords(hosts.client())
         return
     server = private_redis(tmp_path)
     server.start()

@@ -49,7 +49,7 @@ class DrainedCluster(LogicCluster):
         return single + (whole if self.shape.num_nodes > 1 else [])
 
     def _is_like(self, one: str, other: str) -> bool:
-        return one.split("-")[0] == other.split("-")[0] and self._pool_of(one) == self._pool_of(other)
+        return one.split("-")[0] == other.split("-")[0] and self.pool_of(one) == self.pool_of(other)
 
     def _send(self, source: str, target: str, message: Message) -> None:
         if source == ROUTER:

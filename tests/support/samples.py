@@ -7,6 +7,7 @@ from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerNa
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
 from alignedserve.messages import blocks as block_messages
 from alignedserve.messages import handshake, links
+from alignedserve.messages import state as state_messages
 from alignedserve.messages.blocks import (
     BlocksAnswered,
     BlocksCopied,
@@ -70,6 +71,7 @@ from alignedserve.messages.pools import (
     PoolRegistered,
     RequestPooled,
 )
+from alignedserve.messages.state import QuotaAnswer, StateAnswer, StateCall, UseQuota
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
@@ -244,6 +246,8 @@ EXAMPLES: tuple[Message, ...] = (
     ReadBlocks((NamedBlocks(17, ((3, 2), (9, 1))),)),
     BlocksCopied(),
     BlocksAnswered((True, False)),
+    StateCall(7, UseQuota("a1", 1.5, (0.5, 2.0), 1)),
+    StateAnswer(7, QuotaAnswer(2.5, True, 0.25)),
 )
 
 
@@ -251,7 +255,7 @@ def message_types() -> set[type[Message]]:
     """Every message that is defined anywhere."""
     return {
         thing
-        for module in (links, handshake, block_messages)
+        for module in (links, handshake, block_messages, state_messages)
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, Message) and thing is not Message
     }

@@ -13,8 +13,9 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import RedisError, WatchError
 from redis.exceptions import TimeoutError as TimeoutExpired
 
-from alignedserve.batches.interfaces import AddToIndex, Change, DeleteValue, Page, RemoveFromIndex, SetValue
+from alignedserve.batches.interfaces import Page
 from alignedserve.core.errors import StoreUnavailable
+from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
 
 _TIMEOUT_S = 2.0  # a write is on the disk when it is answered
 # One immediate retry: a connection from before the server's restart is lost, a new one may work. Further retries are

@@ -15,6 +15,7 @@ from alignedserve.cluster.hosts.admission import (
     differences,
     keeper_of,
     require,
+    warn_of_clocks,
 )
 from alignedserve.cluster.hosts.drains import Drains
 from alignedserve.cluster.hosts.members import Member, group_for, member_of, resources_of
@@ -64,7 +65,9 @@ class Joining:
         """Examine the node. Raises an error of the tree when it cannot be used."""
         engine, served = self.plan.config.engine, self.plan.served
         with Admission([node]) as admission:
+            asked_s = time.time()
             (report,) = yield [admission.ask_report(node, engine.device, served.folder)]
+            warn_of_clocks({node: report}, asked_s, time.time())
             found = differences({node: report}, self._head)
             if found:
                 raise ResourceError(found[node])

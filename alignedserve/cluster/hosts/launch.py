@@ -89,7 +89,7 @@ def _prepare_cluster(
     with Admission(nodes) as admission:
         folder = resolve_model(config.model, config.engine.device, config.engine.kv_cache_dtype).folder
         reports = admission.reports(config.engine.device, folder)
-        refused = differences(reports, reports[nodes[0]])
+        refused = admission.apart() | differences(reports, reports[nodes[0]])
         if nodes[0] in refused:
             raise ResourceError(f"{nodes[0]}: {refused[nodes[0]]}")
         found = {

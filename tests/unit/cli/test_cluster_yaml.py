@@ -62,10 +62,12 @@ def test_ray_starts_as_on_one_machine(any_cluster: dict[str, Any]) -> None:
         variables, _, command = start.partition("&&")
         found = dict(re.findall(r"(\w+)=(\S+)", variables))
         assert stop == "ray stop"
-        assert found == RAY_ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_enable_autoscaler_v2": "0"}
+        no_pages = {"AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"} if kind == "head" else {}
+        assert found == RAY_ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_enable_autoscaler_v2": "0"} | no_pages
         assert "--object-store-memory=83886080" in command
+        assert "--include-log-monitor=false" in command
     command = any_cluster["head_start_ray_commands"][1]
-    assert "--dashboard-host=127.0.0.1" in command
+    assert "--include-dashboard=false" in command
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in command
 
 
