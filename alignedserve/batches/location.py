@@ -1,6 +1,6 @@
 """Location of the files and the state of a cluster's batches, and the stores opened there by one process."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from alignedserve.batches.interfaces import BlobStore, ContentStore, RecordStore, ResultLogs
@@ -10,7 +10,7 @@ from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.batches.repository import BatchRepository
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.batches.stores.object_blobs import ObjectBlobs, ObjectStoreLocation
-from alignedserve.batches.stores.redis_records import RedisRecords
+from alignedserve.batches.stores.redis_records import RedisLocation, RedisRecords
 from alignedserve.config.sections import BatchesConfig
 
 
@@ -20,12 +20,12 @@ class BatchLocation:
 
     config: BatchesConfig
     folder: Path | None  # on this host; None: on the head, behind its state server
-    redis_url: str | None = field(repr=False)  # it may hold a password; None: behind the state server
+    redis: RedisLocation | None  # None: behind the state server
     objects: ObjectStoreLocation | None = None  # where contents are; None: in the folder
 
-    def elsewhere(self, *, has_own_redis: bool) -> "BatchLocation":
-        """Return the location as other nodes have it. `has_own_redis`: it listens on this host alone."""
-        return replace(self, folder=None, redis_url=None if has_own_redis else self.redis_url)
+    def elsewhere(self) -> "BatchLocation":
+        """Return the location as other nodes have it."""
+        return replace(self, folder=None, redis=None if self.redis is None or self.redis.is_local else self.redis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def open_stores(location: BatchLocation, client: StateClient) -> BatchStores:
     if location.folder is not None:
         return open_driver_stores(location)
     records: RecordStore = RemoteRecords(client)
-    if location.redis_url is not None:
-        records = RedisRecords(location.redis_url, namespace=location.config.namespace)
+    if location.redis is not None:
+        records = RedisRecords(location.redis, namespace=location.config.namespace)
     blobs: ContentStore = RemoteBlobs(client) if location.objects is None else ObjectBlobs(location.objects)
     return BatchStores(BatchRepository(records), blobs, RemoteLogs(client))
 
@@ -69,8 +69,8 @@ def open_stores(location: BatchLocation, client: StateClient) -> BatchStores:
 def open_driver_stores(location: BatchLocation) -> DriverStores:
     """Open the stores on the head, without connecting yet. Raises StorageError where the folder cannot be used."""
     assert location.folder is not None, "the head's stores without their folder"
-    assert location.redis_url is not None, "the head's stores without a Redis"
-    records = RedisRecords(location.redis_url, namespace=location.config.namespace)
+    assert location.redis is not None, "the head's stores without a Redis"
+    records = RedisRecords(location.redis, namespace=location.config.namespace)
     blobs = None if location.objects is None else ObjectBlobs(location.objects)
     return stores_in(location.folder, records, blobs)
 

@@ -130,6 +130,16 @@ def stop() -> None:
     run()
 
 
+@app.command("ray-storage")
+def ray_storage(
+    name: Annotated[str, typer.Option("--name", help="Of the cluster, among those that share the Redis.")] = "ray",
+) -> None:
+    """Print the shell commands by which `ray start --head "$@"` uses the Redis of ALIGNEDSERVE_REDIS_URL."""
+    from alignedserve.cli.commands.hosts import print_ray_storage as run
+
+    run(name)
+
+
 @app.command()
 def pull(
     model: Annotated[

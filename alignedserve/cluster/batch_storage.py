@@ -8,10 +8,18 @@ from typing import NamedTuple
 from alignedserve.batches.location import BatchLocation
 from alignedserve.batches.stores.disk import lock_file
 from alignedserve.batches.stores.object_blobs import ObjectBlobs, ObjectStoreLocation
+from alignedserve.batches.stores.redis_records import RedisLocation, check_redis
 from alignedserve.cluster.private_redis import PrivateRedis
-from alignedserve.config.environment import STATE_DIR_VARIABLE, object_store_settings, redis_url, state_root
+from alignedserve.config.environment import (
+    REDIS_URL_VARIABLE,
+    STATE_DIR_VARIABLE,
+    object_store_settings,
+    redis_authority,
+    redis_url,
+    state_root,
+)
 from alignedserve.config.sections import BatchesConfig, ClusterConfig
-from alignedserve.core.errors import ResourceError, StorageError
+from alignedserve.core.errors import ConfigError, ResourceError, StorageError
 
 
 class StateLock:
@@ -42,9 +50,9 @@ class BatchStorage(NamedTuple):
 def open_batch_storage(config: ClusterConfig, run_folder: Path) -> BatchStorage:
     """Prepare the state folder and start Redis unless one is configured. Raises ResourceError."""
     folder, objects = _state_folder(config), _object_store(config.batches)
-    url = redis_url()
-    if url is not None:
-        return BatchStorage(BatchLocation(config.batches, folder, url, objects), None, None)
+    named = _named_redis()
+    if named is not None:
+        return BatchStorage(BatchLocation(config.batches, folder, named, objects), None, None)
     lock = StateLock(folder)
     redis = PrivateRedis(
         folder=folder / "redis", socket_path=run_folder / "redis.sock", log_path=run_folder / "logs" / "redis.log"
@@ -54,7 +62,25 @@ def open_batch_storage(config: ClusterConfig, run_folder: Path) -> BatchStorage:
     except BaseException:
         lock.release()
         raise
-    return BatchStorage(BatchLocation(config.batches, folder, redis.address, objects), redis, lock)
+    return BatchStorage(BatchLocation(config.batches, folder, redis.location, objects), redis, lock)
+
+
+def _named_redis() -> RedisLocation | None:
+    """Return the Redis that the environment names. Raises ConfigError, or ResourceError where it lets no one in."""
+    url = redis_url()
+    if url is None:
+        return None
+    scheme = url.partition("://")[0]
+    if scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(f"{REDIS_URL_VARIABLE} must begin with redis://, rediss:// or unix://")
+    location = RedisLocation(url, redis_authority() if scheme == "rediss" else None, is_local=scheme == "unix")
+    try:
+        problem = check_redis(location)
+    except ValueError as error:
+        raise ConfigError(f"{REDIS_URL_VARIABLE} is no URL of a Redis") from error
+    if problem is not None:
+        raise ResourceError(f"the Redis of {REDIS_URL_VARIABLE} cannot be used: {problem}")
+    return location
 
 
 def _object_store(config: BatchesConfig) -> ObjectStoreLocation | None:

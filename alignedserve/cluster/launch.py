@@ -168,7 +168,7 @@ class RunningCluster:
         """Return what gateways of other nodes share, as they find it."""
         if self._state.batches is None:
             return self._state
-        return replace(self._state, batches=self._state.batches.elsewhere(has_own_redis=self._redis is not None))
+        return replace(self._state, batches=self._state.batches.elsewhere())
 
     def _end_everything(self) -> None:
         for watchdog in self._watchdogs.values():

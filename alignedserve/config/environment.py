@@ -3,12 +3,15 @@
 import os
 from pathlib import Path
 
+from alignedserve.core.errors import ConfigError
+
 API_KEYS_VARIABLE = "ALIGNEDSERVE_API_KEYS"
 RUN_DIR_VARIABLE = "ALIGNEDSERVE_RUN_DIR"
 CLIENT_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
 RAY_ADDRESS_VARIABLE = "RAY_ADDRESS"
 STATE_DIR_VARIABLE = "ALIGNEDSERVE_STATE_DIR"
 REDIS_URL_VARIABLE = "ALIGNEDSERVE_REDIS_URL"
+REDIS_CA_VARIABLE = "ALIGNEDSERVE_REDIS_CA"
 DATA_VARIABLE = "ALIGNEDSERVE_DATA"
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 WAIT_POLICY_VARIABLE = "OMP_WAIT_POLICY"
@@ -66,6 +69,20 @@ def state_root() -> Path:
 def redis_url() -> str | None:
     """Return the Redis that keeps the state of batches (it may hold a password); None: start a private one."""
     return os.environ.get(REDIS_URL_VARIABLE) or None
+
+
+def redis_authority() -> str | None:
+    """Return the certificates (PEM) that sign that of the Redis, from the file named by ALIGNEDSERVE_REDIS_CA.
+
+    None: those that this system trusts. Raises ConfigError when the file cannot be read.
+    """
+    named = os.environ.get(REDIS_CA_VARIABLE)
+    if not named:
+        return None
+    try:
+        return Path(named).read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{REDIS_CA_VARIABLE} names {named}, which cannot be read") from error
 
 
 def object_store_settings() -> dict[str, str]:

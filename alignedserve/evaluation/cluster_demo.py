@@ -80,6 +80,15 @@ class Verdict:
         return not self.lost and not self.num_corrupted
 
 
+@dataclass(frozen=True, slots=True)
+class FaultReport:
+    """What came of a trace with a fault in the middle of it."""
+
+    verdict: Verdict
+    noticed_s: float | None  # until the driver gave a host up; None: it did not
+    used_again_s: float | None  # from the end of the fault
+
+
 class Rehearsal:
     """The hosts and the cluster on them."""
 
@@ -158,7 +167,9 @@ class Rehearsal:
 
     def num_answers(self, index: int) -> dict[str, int]:
         """Return how many requests each worker has answered for this host's gateway."""
-        with urllib.request.urlopen(f"{self.urls()[index]}/metrics", timeout=_ANSWER_S) as response:  # noqa: S310
+        request = urllib.request.Request(f"{self.urls()[index]}/metrics")  # noqa: S310
+        request.add_header("Authorization", f"Bearer {self.api_key}")
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:  # noqa: S310
             text = response.read().decode()
         return {name: int(float(count)) for name, count in _ANSWERS.findall(text)}
 
@@ -298,12 +309,12 @@ async def chat_with_another_host(rehearsal: Rehearsal) -> None:
     raise ResourceError(f"in {_MAX_CHATS} rounds no worker of another host has answered")
 
 
-def replay_with_fault(rehearsal: Rehearsal, options: argparse.Namespace) -> Verdict:
+def replay_with_fault(rehearsal: Rehearsal, options: argparse.Namespace) -> FaultReport:
     """Replay the trace with the chosen fault, print what came of it, and have all hosts back."""
     fault = FAULTS[options.fault](rehearsal.hosts)
     verdict, times = asyncio.run(_replay_with_fault(rehearsal, options, fault))
     _print_verdict(verdict)
-    noticed_s = rehearsal.noticed_s(times[0])
+    noticed_s, used_again_s = rehearsal.noticed_s(times[0]), None
     print(f"{'a host was given up after':<32}{'-' if noticed_s is None else f'{noticed_s:.1f} s'}")
     print(rehearsal.on_host(0, "alignedserve status"), flush=True)
     if not options.heal_after:
@@ -311,8 +322,9 @@ def replay_with_fault(rehearsal: Rehearsal, options: argparse.Namespace) -> Verd
         times.append(time.time())
     if noticed_s is not None:
         rehearsal.wait_until_used(rehearsal.hosts.hosts[-1])
-        print(f"{'it is used again after':<32}{time.time() - times[-1]:.0f} s, without a command", flush=True)
-    return verdict
+        used_again_s = time.time() - times[-1]
+        print(f"{'it is used again after':<32}{used_again_s:.0f} s, without a command", flush=True)
+    return FaultReport(verdict, noticed_s, used_again_s)
 
 
 def _print_verdict(verdict: Verdict) -> None:
@@ -326,7 +338,7 @@ def _print_verdict(verdict: Verdict) -> None:
         print(f"  lost: {reason}")
 
 
-def _clear(base: Path) -> None:
+def clear_former(base: Path) -> None:
     """Remove what a former rehearsal left. Raises ResourceError for any other folder: this runs as root."""
     if base.exists() and any(base.iterdir()) and not (base / "bin" / "alignedserve").exists():
         raise ResourceError(f"{base} is not empty, and not of a former rehearsal; choose another --base")
@@ -335,7 +347,7 @@ def _clear(base: Path) -> None:
 
 def run(options: argparse.Namespace) -> bool:
     """Run the rehearsal and print it; return whether nothing was lost, corrupted or left behind."""
-    _clear(options.base)
+    clear_former(options.base)
     settings = (*SETTINGS, *options.set)
     kept = [Path(entry) for entry in sys.path if Path(entry).is_dir()]
     hosts = NamespaceHosts(options.hosts, options.base, kept)
@@ -353,7 +365,7 @@ def run(options: argparse.Namespace) -> bool:
         print(f"`ray up` took {time.monotonic() - began_s:.1f} s, until the cluster answered", flush=True)
         print(rehearsal.on_host(1, "alignedserve status"), flush=True)
         asyncio.run(chat_with_another_host(rehearsal))
-        verdict = replay_with_fault(rehearsal, options)
+        verdict = replay_with_fault(rehearsal, options).verdict
         rehearsal.ray("down")
         time.sleep(options.settle)
         left = [line for host in hosts.hosts for line in host.processes()]

@@ -20,7 +20,7 @@ _LINE = re.compile(r'^LISTEN\s+\d+\s+\d+\s+(\S+):(\d+)\s.*?(?:users:\(\("([^"]*)
 _RAY_METHODS = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
     "/ray.rpc.NodeManagerService/GetNodeStats",
-    "/ray.rpc.ObjectManagerService/FreeObjects",
+    "/ray.rpc.ObjectManagerService/Pull",
     "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
     "/ray.rpc.LogService/ListLogs",
     "/ray.rpc.RayletDriver/ClusterInfo",

@@ -43,10 +43,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
+def rehearsal(hosts_folder: Path) -> Iterator[Rehearsal]:
     """Two hosts with a worker each."""
-    base = Path("/run") / f"alignedserve-{tmp_path_factory.getbasetemp().name}"
-    hosts = NamespaceHosts(2, base, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
+    hosts = NamespaceHosts(2, hosts_folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
     made = Rehearsal(hosts, SETTINGS)
     made.prepare()
     with hosts:
@@ -74,7 +73,7 @@ def wait_until(holds: Callable[[], bool], timeout_s: float, seen: object = "it n
 
 def hurt(rehearsal: Rehearsal, fault: str, heal_after: float) -> Verdict:
     options = argparse.Namespace(fault=fault, fault_at=4.0, heal_after=heal_after, duration=15.0, rate=1.0)
-    return replay_with_fault(rehearsal, options)
+    return replay_with_fault(rehearsal, options).verdict
 
 
 def test_hosts_serve_together(rehearsal: Rehearsal) -> None:

@@ -1,4 +1,4 @@
-"""A cluster of two hosts that have nothing but IPv6 addresses: `ray start` on each and `alignedserve up`."""
+"""A cluster of two hosts that have nothing but IPv6 addresses: `ray start` on each, and `alignedserve up`."""
 
 import asyncio
 import secrets
@@ -26,10 +26,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
+def rehearsal(hosts_folder: Path) -> Iterator[Rehearsal]:
     """Two hosts without any IPv4 address but the loopback's."""
-    base = Path("/run") / f"alignedserve-{tmp_path_factory.getbasetemp().name}"
-    hosts = NamespaceHosts(2, base, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
+    hosts = NamespaceHosts(2, hosts_folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
     made = Rehearsal(hosts, SETTINGS)
     made.prepare()
     with hosts:

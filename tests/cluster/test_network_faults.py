@@ -24,9 +24,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NamespaceHosts]:
-    base = Path("/run") / f"alignedserve-{tmp_path_factory.getbasetemp().name}"
-    with NamespaceHosts(2, base, [Path(entry) for entry in sys.path if Path(entry).is_dir()]) as made:
+def hosts(hosts_folder: Path) -> Iterator[NamespaceHosts]:
+    with NamespaceHosts(2, hosts_folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()]) as made:
         yield made
 
 
@@ -56,6 +55,20 @@ def test_a_dropped_port_is_silent_and_no_other(hosts: NamespaceHosts) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host.address, SSH + 1), 1.0)
     heal(host)
+
+
+def test_a_firewall_between_hosts_is_named_before_a_start(hosts: NamespaceHosts) -> None:
+    first, second = hosts.hosts
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from alignedserve.cluster.hosts.reachability import unreached\n"
+        f"print(unreached({{'closed': ({second.address!r}, {SSH + 1}), 'open': ({second.address!r}, {SSH})}}))"
+    )
+    assert first.run(sys.executable, "-c", code).stdout.strip() == "{'closed': 'Connection refused'}"
+    drop_port(second, SSH)
+    said = first.run(sys.executable, "-c", code).stdout
+    heal(second)
+    assert "'open': 'no answer in 5 s: a firewall on the way?'" in said
 
 
 def test_a_share_of_packets_is_lost(hosts: NamespaceHosts) -> None:

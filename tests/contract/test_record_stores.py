@@ -32,7 +32,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         return
     server = private_redis(tmp_path)
     server.start()
-    records = RedisRecords(server.address, namespace="test")
+    records = RedisRecords(server.location, namespace="test")
     try:
         yield records
     finally:
@@ -116,7 +116,7 @@ def _server_process(folder: Path) -> psutil.Process:
 async def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
     server = private_redis(tmp_path)
     server.start()
-    records = RedisRecords(server.address, namespace="test")
+    records = RedisRecords(server.location, namespace="test")
     try:
         for number in range(50):
             await records.commit([SetValue(f"key-{number}", b"kept")], unchanged={})
@@ -133,14 +133,14 @@ async def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
 async def test_data_outlives_a_restart_and_an_orphan_is_ended(tmp_path: Path) -> None:
     first = private_redis(tmp_path)
     first.start()
-    records = RedisRecords(first.address, namespace="test")
+    records = RedisRecords(first.location, namespace="test")
     await records.commit([SetValue("a", b"1")], unchanged={})
     await records.close()
     orphan = _server_process(tmp_path)
     first._is_stopping.set()  # as when its cluster is killed: it keeps running, and is not restarted
     second = private_redis(tmp_path)
     second.start()
-    records = RedisRecords(second.address, namespace="test")
+    records = RedisRecords(second.location, namespace="test")
     try:
         assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
         assert await records.read(["a"]) == [b"1"]
@@ -153,7 +153,7 @@ async def test_data_outlives_a_restart_and_an_orphan_is_ended(tmp_path: Path) ->
 async def test_no_scripts_and_no_administration(tmp_path: Path) -> None:
     server = private_redis(tmp_path)
     server.start()
-    records = RedisRecords(server.address, namespace="test")
+    records = RedisRecords(server.location, namespace="test")
     try:
         for command in (("EVAL", "return 1", "0"), ("CONFIG", "GET", "dir"), ("FLUSHALL",), ("DEBUG", "SLEEP", "0")):
             with pytest.raises(StoreUnavailable):

@@ -4,13 +4,17 @@ import asyncio
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from alignedserve.batches.location import stores_in
 from alignedserve.batches.log.log_format import LineOutcome, ResultRecord
 from alignedserve.batches.records import FileId, ResultKind
 from alignedserve.batches.remote import state_client
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
+from alignedserve.batches.stores.redis_records import RedisRecords
+from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.core.quotas import LEASE_S, QuotaPool
 from alignedserve.gateway.errors import QuotaExceeded
@@ -157,3 +161,44 @@ async def test_without_the_server_each_gateway_has_its_share(tmp_path: Path) -> 
         await asyncio.sleep(0.1)
         assert await let_in(counted, 2) == 2
         counted.stop()
+
+
+# --- the Redis behind it
+
+
+@pytest.mark.slow
+async def test_a_redis_that_is_stopped_and_killed(tmp_path: Path) -> None:
+    redis = PrivateRedis(
+        folder=tmp_path / "redis", socket_path=tmp_path / "redis.sock", log_path=tmp_path / "redis.log"
+    )
+    redis.start()
+    stores = stores_in(tmp_path / "state", RedisRecords(redis.location, namespace="test"))
+    try:
+        async with state_hosts(tmp_path, stores=stores) as hosts:
+            records = RemoteRecords(hosts.client())
+            await records.commit([SetValue("a", b"1")], unchanged={})
+            server = psutil.Process(int((tmp_path / "redis" / "redis.pid").read_text()))
+            server.suspend()
+            began_s = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                await records.read(["a"])
+            assert time.monotonic() - began_s < 4.0
+            server.resume()
+            await _answers(records)
+            server.kill()
+            await _answers(records)
+            assert await records.read(["a"]) == [b"1"]
+    finally:
+        await stores.repository.close()
+        redis.stop()
+
+
+async def _answers(records: RemoteRecords) -> None:
+    async with asyncio.timeout(20.0):
+        while True:
+            try:
+                await records.read(["a"])
+            except StoreUnavailable:
+                await asyncio.sleep(0.05)
+            else:
+                return

@@ -71,7 +71,7 @@ class RemoteBlobs:
         """See ContentStore."""
         offset = start
         while chunk := (
-            await self._client.call(ReadContent(file_id, offset, _PART_BYTES), ChunkRead, _CONTENT_S)
+            await self._client.call(ReadContent(file_id, offset, MAX_CHUNK_BYTES), ChunkRead, _CONTENT_S)
         ).chunk:
             yield chunk
             offset += len(chunk)

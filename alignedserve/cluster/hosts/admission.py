@@ -17,7 +17,7 @@ from alignedserve.cluster.hosts.node_actor import NodeActor
 from alignedserve.cluster.hosts.node_report import NodeReport, NodeSurveyor
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.hosts.ray_nodes import RayNode
-from alignedserve.cluster.hosts.reachability import apart
+from alignedserve.cluster.hosts.reachability import Place
 from alignedserve.config.sections import LinksConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.runtime.model.served_model import ServedModel
@@ -96,6 +96,33 @@ class Admission:
         }
         for node, reference in asked.items():
             require(node, _answer(node, reference))
+
+
+def apart(nodes: Mapping[RayNode, Place], problems: Mapping[RayNode, Mapping[str, str]]) -> dict[RayNode, str]:
+    """Return why for each node that does not reach a node before it, or is not reached by one.
+
+    `nodes`: the head first, which is never refused for another; nor is a node for one that is refused. `problems`: what
+    `unreached` returned on each node, by node ids.
+    """
+    refused: dict[RayNode, str] = {}
+    used: list[RayNode] = []
+    for node, place in nodes.items():
+        for other in used:
+            way = problems[other].get(node.node_id)
+            if way is not None:
+                refused[node] = _sentence(other, node, place, way)
+                break
+            back = problems[node].get(other.node_id)
+            if back is not None:
+                refused[node] = _sentence(node, other, nodes[other], back)
+                break
+        else:
+            used.append(node)
+    return refused
+
+
+def _sentence(source: RayNode, target: RayNode, place: Place, problem: str) -> str:
+    return f"no connection from {source} to {target}, TCP port {place[1]} ({problem})"
 
 
 def warn_of_clocks(reports: Mapping[RayNode, NodeReport], asked_s: float, answered_s: float) -> None:

@@ -8,8 +8,6 @@ import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from alignedserve.cluster.hosts.ray_nodes import RayNode
-
 _CONNECT_S = 5.0
 _MAX_AT_ONCE = 64
 
@@ -39,30 +37,3 @@ def _problem(place: Place) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-def apart(nodes: Mapping[RayNode, Place], problems: Mapping[RayNode, Mapping[str, str]]) -> dict[RayNode, str]:
-    """Return why for each node that does not reach a node before it, or is not reached by one.
-
-    `nodes`: the head first, which is never refused for another; nor is a node for one that is refused. `problems`: what
-    `unreached` returned on each node, by node ids.
-    """
-    refused: dict[RayNode, str] = {}
-    used: list[RayNode] = []
-    for node, place in nodes.items():
-        for other in used:
-            way = problems[other].get(node.node_id)
-            if way is not None:
-                refused[node] = _sentence(other, node, place, way)
-                break
-            back = problems[node].get(other.node_id)
-            if back is not None:
-                refused[node] = _sentence(node, other, nodes[other], back)
-                break
-        else:
-            used.append(node)
-    return refused
-
-
-def _sentence(source: RayNode, target: RayNode, place: Place, problem: str) -> str:
-    return f"no connection from {source} to {target}, TCP port {place[1]} ({problem})"

@@ -125,6 +125,12 @@ def left_by_former(record: ClusterRecord | None) -> ClusterState | None:
     return None
 
 
+def has_driver(record: ClusterRecord) -> bool:
+    """Return whether a driver looks after this cluster."""
+    kept = _kept_by([node.keeper for node in record.nodes if node.keeper])
+    return any(one.age_s < _SILENT_S for one in kept)
+
+
 def _kept_by(keepers: Sequence[str]) -> list[KeptState]:
     asked: list[Any] = []
     for name in keepers:

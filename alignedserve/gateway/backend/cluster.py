@@ -83,9 +83,9 @@ class ClusterBackend:
         self._open: dict[RequestId, _OpenRequest] = {}
         self._router: str | None = None  # its name while linked
         self._status: ClusterStatus | None = None
+        self._num_answers: Counter[str] = Counter()
         self._latest_attempt = 0  # as a router last reported
         self._router_lost_s = 0.0  # when, while there is none
-        self._num_answers: Counter[str] = Counter()
         self._deadline_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from alignedserve.cli.commands import hosts
 from alignedserve.cli.commands.options import ServeOptions
-from alignedserve.cli.commands.up import driver_command
+from alignedserve.cli.commands.up import driver_command, urls_of
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.hosts import ray_directory
-from alignedserve.cluster.hosts.record import read_record, recorded_id
+from alignedserve.cluster.hosts.record import ClusterRecord, NodeRecord, read_record, recorded_id
 from alignedserve.cluster.hosts.supervisor import running_supervisor, start_supervisor
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import from_mapping
@@ -70,10 +71,25 @@ def test_a_cluster_that_a_supervisor_starts_anew_is_stopped_too(
 
 def test_a_cluster_that_does_not_end_is_said_so(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
     monkeypatch.setattr(hosts, "_STOP_S", -1.0)
+    monkeypatch.setattr(hosts, "running_cluster", lambda: "record")
+    monkeypatch.setattr(hosts, "has_driver", lambda record: True)
     show(monkeypatch, ["deaf", "deaf"])
     with pytest.raises(ResourceError, match="does not end"):
         hosts.stop()
     assert asked == ["deaf"]
+
+
+def test_a_cluster_whose_driver_has_died_for_good_is_ended_without_it(
+    monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(hosts, "_STOP_S", -1.0)
+    monkeypatch.setattr(hosts, "running_cluster", lambda: "record")
+    monkeypatch.setattr(hosts, "has_driver", lambda record: False)
+    monkeypatch.setattr(hosts, "end_cluster", ended.append)
+    show(monkeypatch, ["headless"])
+    hosts.stop()
+    assert (asked, ended) == (["headless"], ["record"])
 
 
 def test_a_start_that_has_no_record_yet_is_ended_with_its_supervisor(
@@ -112,3 +128,13 @@ def test_what_is_for_a_ray_cluster_is_refused_on_one_host(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match="is for a Ray cluster"):
         start_cluster(from_mapping(settings), num_nodes=num_nodes)
+
+
+def test_ipv6_addresses_are_no_markup() -> None:
+    node = NodeRecord("node-0", "id", "fd77::1", "host0", urls=("http://[fd77::1]:8000",))
+    record = ClusterRecord("c", "v", "pocket", "colocated", started=0.0, is_ready=True, nodes=(node,))
+    console = Console(width=120)
+    for table in (urls_of(record), hosts._nodes_table(record, set())):
+        with console.capture() as said:
+            console.print(table)
+        assert "http://[fd77::1]:8000" in said.get()

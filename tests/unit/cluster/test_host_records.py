@@ -112,13 +112,13 @@ def test_the_log_of_the_driver_is_closed_with_it(cluster: ClusterOnHosts) -> Non
 def test_a_rehearsal_removes_no_folder_but_that_of_a_former_one(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ResourceError, match="not of a former rehearsal"):
-        cluster_demo._clear(tmp_path)
+        cluster_demo.clear_former(tmp_path)
     assert (tmp_path / "file").exists()
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "alignedserve").touch()
-    cluster_demo._clear(tmp_path)
+    cluster_demo.clear_former(tmp_path)
     assert not tmp_path.exists()
-    cluster_demo._clear(tmp_path)
+    cluster_demo.clear_former(tmp_path)
 
 
 def test_only_one_set_of_hosts_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import socket
 import threading
+from collections import Counter
 from pathlib import Path
 
 from alignedserve.core.errors import PeerError, ProtocolError
@@ -21,7 +22,8 @@ from alignedserve.runtime.process.links import Identity, Peer, real_address
 
 logger = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS = 256
+_MAX_CONNECTIONS = 256  # of peers
+_MAX_STRANGERS = 64  # beside them: connections that have yet to prove what they are
 
 
 class BlockServer:
@@ -46,6 +48,7 @@ class BlockServer:
         self._transports = transports
         self._lock = threading.Lock()
         self._connections: dict[ControlSocket, str] = {}  # with the peer's name, empty until it is authenticated
+        self._strangers: dict[ControlSocket, None] = {}  # those in their handshake, the oldest first
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
         self._context = identity.trusted().listener_context() if address.startswith("tls:") else None
@@ -86,15 +89,32 @@ class BlockServer:
                 return
             keep_alive(connection, self._identity.peer_timeout_s)
             control = ControlSocket(connection, self._identity.peer_timeout_s)
+            self._make_room(control.peer_host)
             thread = threading.Thread(target=self._serve, args=(control,), name="block peer", daemon=True)
             with self._lock:
-                is_served = len(self._connections) < _MAX_CONNECTIONS and not self._is_closed
+                is_served = len(self._connections) < _MAX_CONNECTIONS + _MAX_STRANGERS and not self._is_closed
                 if is_served:
                     self._connections[control] = ""
+                    self._strangers[control] = None
                     self._threads.add(thread)
                     thread.start()
             if not is_served:
                 control.close()
+
+    def _make_room(self, host: str) -> None:
+        """Drop a connection in its handshake when there are too many: the oldest of the host that has most of them.
+
+        So a host that opens connections without end keeps out only itself.
+        """
+        with self._lock:
+            if len(self._strangers) < _MAX_STRANGERS:
+                return
+            hosts = Counter([host, *(one.peer_host for one in self._strangers)])
+            worst = max(hosts, key=lambda name: hosts[name])
+            oldest = next((one for one in self._strangers if one.peer_host == worst), next(iter(self._strangers)))
+            del self._strangers[oldest]
+        logger.warning("too many connections in their handshake: the oldest from %s is dropped", worst or "here")
+        oldest.disconnect()
 
     def _serve(self, control: ControlSocket) -> None:
         name = "unknown peer"
@@ -118,6 +138,7 @@ class BlockServer:
                 session.close()
             with self._lock:
                 del self._connections[control]
+                self._strangers.pop(control, None)
                 self._threads.discard(threading.current_thread())
 
     def _replace_older(self, control: ControlSocket, peer: Peer) -> None:
@@ -125,6 +146,7 @@ class BlockServer:
         with self._lock:
             older = [one for one, name in self._connections.items() if name == peer.name]
             self._connections[control] = peer.name
+            self._strangers.pop(control, None)
         for one in older:
             one.disconnect()
 

