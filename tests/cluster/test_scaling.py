@@ -105,10 +105,11 @@ def test_a_node_comes_with_the_load_and_goes_with_it(cloud: dict[str, str], serv
         came_s = wait_until(lambda found: found["load"]["num_decode_workers"] == 2, cloud)
         wait_until(lambda found: found["load"]["num_decoding"] > 2, cloud)  # more than one worker decodes
         assert used(cloud) == [[{"CPU": 1.0}] * 2, 2.0]
-    nodes = status(cloud)["nodes"]
-    assert [sorted(node["actors"]) for node in nodes][1] == ["decode-1", "gateway-1"]
-    wait_until(lambda found: found["nodes"][-1]["problem"] == "given back, as the load does not need it", cloud)
+        assert [sorted(node["actors"]) for node in status(cloud)["nodes"]][1] == ["decode-1", "gateway-1"]
     gone_s = wait_until(lambda found: len(found["nodes"]) == 1, cloud)
     assert used(cloud) == [[{"CPU": 1.0}], 1.0]
+    logs = served.logs()
+    assert "is not needed" in logs
+    assert "has drained" in logs
     assert set(clients.answers) == {(200, "o t t e r")}
-    print(f"the node served after {came_s:.1f} s and was removed {gone_s:.1f} s after it was given back")
+    print(f"the node served after {came_s:.1f} s, and was removed {gone_s:.1f} s after the load")
