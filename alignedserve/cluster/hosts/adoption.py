@@ -21,6 +21,7 @@ from alignedserve.core.errors import AlignedServeError, PeerLost, ProtocolError,
 logger = logging.getLogger(__name__)
 
 _STEP_S = 0.1
+_SETTLED_S = 30.0
 
 
 def adopt_cluster(asked: str, actor_classes: ActorClasses, observer: StartObserver) -> ClusterOnHosts | None:
@@ -54,7 +55,7 @@ def end_cluster(record: ClusterRecord) -> None:
 
 
 def _adopt(state: ClusterState, actor_classes: ActorClasses, observer: StartObserver) -> ClusterOnHosts:
-    nodes = alive_nodes()
+    nodes = _settled_nodes()
     alive = {node.node_id for node in nodes}
     lost = [member for member in state.members if member.ray_node.node_id not in alive]
     for member in lost:
@@ -70,6 +71,16 @@ def _adopt(state: ClusterState, actor_classes: ActorClasses, observer: StartObse
     factory = ActorFactory(served, actor_classes, state.secrets, is_detached=True)
     logger.info("the cluster of a former driver goes on, on %d nodes", len(members))
     return ClusterOnHosts(state.joining, members, factory, observer, succession)
+
+
+def _settled_nodes() -> list[RayNode]:
+    """Return the nodes as soon as one alone is the head: Ray takes a moment to miss the former. Raises PeerLost."""
+    ends_s = time.monotonic() + _SETTLED_S
+    while sum(node.is_head for node in alive_nodes()) > 1:
+        if time.monotonic() > ends_s:
+            raise PeerLost("Ray still counts a former head among its nodes")
+        time.sleep(_STEP_S)
+    return alive_nodes()
 
 
 def _with_keeper(member: Member) -> Member:

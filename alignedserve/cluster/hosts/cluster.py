@@ -87,9 +87,15 @@ class ClusterOnHosts(RunningCluster):
         one."""
         self._announce()
         self._hand_over()
-        taking_over = self._factory.adopting() if self._succession.is_adopted else contextlib.nullcontext()
-        with taking_over:
-            self.start(tuple(member.prepared for member in self._members.values())[1:])
+        others = tuple(member.prepared for member in self._members.values())[1:]
+        if not self._succession.is_adopted:
+            self.start(others)
+            return
+        with self._factory.adopting():
+            self.create(others)
+        self._starting = {actor.failure.remote(): name for name, actor in self.actors().items()}
+        for name in self._actors:
+            self._watch(name)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster; then every command finds the cluster."""
