@@ -160,9 +160,9 @@ class ActorFactory:
             credentials=authority.issue(name) if authority is not None else None,
         )
         # Placement is by node, not by CPU shares; a dead actor is restarted for as long as its node lives.
-        options = actor_class.options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=0, **node.placed_by)
-        options = options.options(get_if_exists=self._is_adopting, **self._options)
-        actors[name] = options.remote(*arguments, process_spec)
+        options = {"name": name, "get_if_exists": self._is_adopting, **self._options, **node.placed_by}
+        made = actor_class.options(num_cpus=0, max_restarts=-1, max_task_retries=0, **options)
+        actors[name] = made.remote(*arguments, process_spec)
 
 
 def max_lines_in_flight(config: ClusterConfig, num_decode: int) -> int:
