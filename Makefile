@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo cluster-demo chat eval test test-all faults check format bench install install-dev clean
+.PHONY: serve demo cluster-demo chat eval test test-all faults check check-types check-style format bench install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -34,17 +34,22 @@ eval: install  ## the pocket model's accuracy per skill, through the running sys
 test: install-dev  ## the default tests: under two minutes on two cores, no GPU, no network
 	@$(BIN)/python -m pytest
 
-test-all: install-dev  ## the longer ones as well; clusters first and alone, as their time-outs are real
-	@$(BIN)/python -m pytest -m "slow and not gpu" tests/cluster
+test-all: install-dev  ## the longer ones as well; clusters first and by two, as their time-outs are real
+	@$(BIN)/python -m pytest -m "slow and not gpu" -n 2 tests/cluster
 	@$(BIN)/python -m pytest -m "slow and not gpu" --ignore=tests/cluster
 
 faults: install-dev  ## deliberate faults, each of which the default tests must catch: about ten minutes
 	@$(BIN)/python -m tests.faults.run --output benchmarks/results/faults_after.json
 
-check: install-dev  ## format, lint, types, import contracts
+check: install-dev  ## format, lint, types, import contracts; types beside the others
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target check-types check-style
+
+check-types:
+	@$(BIN)/mypy
+
+check-style:
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
 format: install-dev

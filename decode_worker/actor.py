@@ -27,11 +27,9 @@ class DecodeWorkerActor(ActorHost):
         batching: BatchingConfig,
         scheduling: SchedulingConfig,
         engine_config: EngineConfig,
-        prefillers: tuple[str, ...],
         served: ServedModel,
         process_spec: ProcessSpec,
     ) -> None:
-        """`prefillers`: names of the prefill workers."""
         layout = served.block_layout(engine_config.block_size)
         sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
         pool_name = process_spec.pool_name
@@ -53,11 +51,10 @@ class DecodeWorkerActor(ActorHost):
             worker = DecodeWorker(
                 make=make,
                 executor=executor,
-                pool_name=pool_name,
                 process_spec=process_spec,
                 transport=engine_config.kv_transport,
             )
-            await worker.start(router_at=ROUTER, pool_at=pool_name, prefillers_at=prefillers)
+            await worker.start(router_at=ROUTER, pool_at=pool_name)
             return worker
 
         super().__init__(process_spec, build)

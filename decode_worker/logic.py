@@ -27,7 +27,17 @@ from alignedserve.messages.caches import (
     ReservationRefused,
     ReserveBlocks,
 )
-from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.events import (
+    CommonEvent,
+    Dial,
+    PeerConnected,
+    PeerDisconnected,
+    Received,
+    Send,
+    SendTo,
+    StopDialling,
+    Ticked,
+)
 from alignedserve.messages.fields import NO_BATCH, FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
@@ -44,7 +54,7 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import SetPredictedLength, WorkerRegistered
+from alignedserve.messages.workers import PeersChanged, SetPredictedLength, WorkerRegistered
 from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
@@ -53,6 +63,7 @@ from decode_worker.batching.batch_order import BatchOrder, SwitchLimits, Waiting
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.block_peers import BlockPeers
 from decode_worker.load import LoadCounter, LoadCounts
 from decode_worker.state import (
     CacheLocation,
@@ -64,7 +75,7 @@ from decode_worker.state import (
 
 DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
 WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | MapArena | UnmapArena
-DecodeCommand = Send | SendTo | WorkCommand
+DecodeCommand = Send | SendTo | Dial | StopDialling | WorkCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,7 @@ class DecodeLogic:
             scheduler=scheduler,
         )
         self._candidates = Candidates(registered.pool_name)
+        self._peers = BlockPeers(registered.pool_name)
         self._order = BatchOrder(limits.switch, scheduler.is_mixing_cheaper if scheduler is not None else None)
         self._evictions = Evictions(self._batch, self._candidates, self._order)
         self._aborted: list[RunningRequest] = []  # dropped at the end of the iteration
@@ -142,6 +154,7 @@ class DecodeLogic:
     # --- peers and messages
 
     def _on_connected(self, role: Role, peer: str) -> list[DecodeCommand]:
+        self._peers.connected(role, peer)
         if role is not Role.ROUTER:
             return []
         # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
@@ -153,8 +166,8 @@ class DecodeLogic:
         return [*self._router.connected(peer), *dropped]
 
     def _on_disconnected(self, role: Role, peer: str) -> list[DecodeCommand]:
-        if peer == self._registered.pool_name:
-            lost = self._candidates.pool_disconnected()
+        if role is Role.KV_POOL:
+            lost = self._candidates.pool_disconnected(peer)
             return [UnmapArena(peer), *self._preempted(*lost, is_refused=True)]
         if role is not Role.PREFILL_WORKER:
             return []
@@ -164,7 +177,7 @@ class DecodeLogic:
     def _on_message(self, peer: str, message: Message, now: float) -> list[DecodeCommand]:
         match message:
             case BatchGranted():
-                return self._granted(message, now)
+                return self._granted(peer, message, now)
             case SetPredictedLength(request_id=request_id):
                 known = (self._candidates.get(request_id), self._batch.get(request_id))
                 if set_predicted_length(known, message) and self._scheduler is not None:
@@ -173,10 +186,7 @@ class DecodeLogic:
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
             case ArenaOffered():
-                if peer != self._registered.pool_name:
-                    is_far = message.pool_name not in ("", self._registered.pool_name)
-                    self._candidates.space.opened(peer, message.num_blocks, is_far=is_far)
-                return [MapArena(peer, message)]
+                return self._offered(peer, message)
             case BlocksPrefetched():
                 missed = self._candidates.prefetched(message)
                 if missed is None:
@@ -187,6 +197,8 @@ class DecodeLogic:
                 return self._preempted(candidate) if candidate is not None else []
             case ReserveBlocks():
                 return self._reserve(peer, message)
+            case PeersChanged():
+                return [*self._peers.changed(message)]
             case CancelReservation():
                 self._candidates.cancel_reservation(message.request_id, message.attempt)
                 return []
@@ -194,16 +206,25 @@ class DecodeLogic:
                 return self._written(peer, message, now)
         raise AssertionError(f"a decode worker does not take {type(message).__name__}")
 
-    def _granted(self, message: BatchGranted, now: float) -> list[DecodeCommand]:
+    def _offered(self, peer: str, message: ArenaOffered) -> list[DecodeCommand]:
+        """Use a pool's arena, or a candidate buffer at a prefill worker."""
+        is_buffer = not self._peers.is_pool(peer)
+        if is_buffer:
+            self._candidates.buffer_offered(peer, message)
+        return [MapArena(peer, message, stamps=is_buffer)]
+
+    def _granted(self, pool: str, message: BatchGranted, now: float) -> list[DecodeCommand]:
         self._router.await_load()
+        far_pool = pool if pool != self._registered.pool_name else None
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in message.handoffs)
-        commands: list[DecodeCommand] = [*self._router.send(BatchReceived(message.batch_id, members))]
+        received = BatchReceived(message.batch_id, members, far_pool or "")
+        commands: list[DecodeCommand] = [*self._router.send(received)]
         batch_id = message.batch_id if message.joins is None else message.joins
         if message.joins is None:
             self._order.granted(WaitingBatch(batch_id, message.is_aligned, len(members), now))
         for handoff in message.handoffs:
             self._router.observe(handoff.attempt)
-            commands += self._add_candidate(Candidate.of_handoff(handoff, batch_id, now))
+            commands += self._add_candidate(Candidate.of_handoff(handoff, batch_id, now, far_pool=far_pool))
         return commands
 
     def _reserve(self, peer: str, message: ReserveBlocks) -> list[DecodeCommand]:
@@ -291,7 +312,8 @@ class DecodeLogic:
         return [LoadBlocks(source, tuple(parts)) for source, parts in loads.items()]
 
     def _loaded(self, event: BlocksLoaded, now: float) -> list[DecodeCommand]:
-        commands: list[DecodeCommand] = []
+        fetched = self._peers.fetched(event)
+        commands: list[DecodeCommand] = [*self._router.send(fetched)] if fetched is not None else []
         for load in event.loads:
             entry = self._batch.loaded(load.request_id)
             candidate = entry.candidate

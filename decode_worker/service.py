@@ -1,6 +1,5 @@
 """The decode worker's process: its logic, its links and its engine, joined."""
 
-from collections.abc import Sequence
 from functools import partial
 
 from alignedserve.messages.events import CommonEvent
@@ -24,7 +23,6 @@ class DecodeWorker:
         *,
         make: "partial[DecodeLogic]",
         executor: ModelExecutor,
-        pool_name: str,
         process_spec: ProcessSpec,
         transport: str = AUTO,
     ) -> None:
@@ -32,17 +30,16 @@ class DecodeWorker:
         logic = make()
         self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
-        self._pool_name = pool_name
         self._copier: BlockCopier = executor.copier(process_spec.identity(), transport=transport)
         self.iteration_log = logic.iteration_log
         self._driver: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
             logic, process_spec, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
-    async def start(self, *, router_at: str, pool_at: str, prefillers_at: Sequence[str]) -> None:
-        """Connect to the pool, every prefill worker and the router."""
-        for address in (pool_at, *prefillers_at, router_at):
-            self._driver.links.dial(address)
+    async def start(self, *, router_at: str, pool_at: str) -> None:
+        """Connect to the pool and the router, which names the prefill workers to connect to."""
+        self._driver.links.dial(pool_at)
+        self._driver.links.dial(router_at)
 
     async def close(self) -> None:
         """Close the links, stop the threads and write the iteration log."""
@@ -58,7 +55,7 @@ class DecodeWorker:
                 self._copier.start_load(command, self._driver.dispatch)
             case OffloadBlocks():
                 self._copier.start_offload(command, self._driver.dispatch)
-            case MapArena(peer, offered):
-                self._copier.map_arena(peer, offered, stamps=peer != self._pool_name)
+            case MapArena(peer, offered, stamps):
+                self._copier.map_arena(peer, offered, stamps=stamps)
             case UnmapArena(peer):
                 self._copier.unmap_arena(peer)

@@ -85,10 +85,11 @@ class Candidate(WorkerRequest):
     must_stay: bool = False  # the pool had no free blocks for it, or is not beside its buffer
     has_lost_pool: bool = False  # while it was on its way back there
     may_prefetch: bool = True  # a prefill worker that has lost the pool answers at once, again and again
+    far_pool: str | None = None  # the pool of another node that granted it; None: that of this node
 
     @classmethod
-    def of_handoff(cls, handoff: Handoff, batch_id: BatchId, now: float) -> "Candidate":
-        """Build the candidate that the pool granted."""
+    def of_handoff(cls, handoff: Handoff, batch_id: BatchId, now: float, *, far_pool: str | None = None) -> "Candidate":
+        """Build the candidate that the pool granted. One of another node's pool is not copied into buffers of this."""
         return cls(
             handoff.request,
             handoff.attempt,
@@ -99,6 +100,8 @@ class Candidate(WorkerRequest):
             handoff.copy,
             granted_s=now,
             predicted_output_len=handoff.predicted_output_len,
+            may_prefetch=far_pool is None,
+            far_pool=far_pool,
         )
 
     @property

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from alignedserve.core.attempts import next_step
 from alignedserve.core.block_allocator import blocks_for
-from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.caches import (
     ArenaOffered,
     BatchGranted,
@@ -36,6 +36,7 @@ from alignedserve.messages.caches import (
     ReserveBlocks,
 )
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, Ticked
+from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
     BatchFormed,
@@ -136,7 +137,8 @@ class PoolLogic:
                 commands += self._end(lease)
             elif lease.stage is LeaseStage.GRANTED:
                 # The router finds out whether it was used; the blocks here are intact.
-                commands += self._to_router(CopyLost(lease.request_id, lease.attempt)) + self._release(lease)
+                lost = CopyLost(lease.request_id, lease.attempt, lease.holder, lease.batch_id)
+                commands += self._to_router(lost) + self._release(lease)
         return commands + self._serve_reservations(now)
 
     # --- messages
@@ -244,7 +246,8 @@ class PoolLogic:
         batch = self._choose(message, now) if message.worker in self._workers else None
         if batch is None:
             return self._to_router(BatchFormed(message.batch_id, message.worker, ()))
-        handoffs = tuple(self._grant(self._pooled[request_id], message.worker) for request_id in batch.request_ids)
+        leases = [self._pooled[request_id] for request_id in batch.request_ids]
+        handoffs = tuple(self._grant(lease, message.worker, message.batch_id) for lease in leases)
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in handoffs)
         formed = BatchFormed(message.batch_id, message.worker, members)
         joins = message.joins.batch_id if message.joins is not None else None
@@ -257,12 +260,12 @@ class PoolLogic:
             return self._former.form(limits, now)
         return self._former.join(LengthRange(message.joins.start, message.joins.stop), limits, now)
 
-    def _grant(self, lease: Lease, worker: str) -> Handoff:
+    def _grant(self, lease: Lease, worker: str, batch_id: BatchId = NO_BATCH) -> Handoff:
         if lease.stage is LeaseStage.POOLED:
             self._unindex(lease)
             lease.attempt = next_step(lease.attempt)
         self._lease_table.move(lease, LeaseStage.GRANTED)
-        lease.holder = worker
+        lease.holder, lease.batch_id = worker, batch_id
         content = lease.content
         assert content is not None, "a grant of nothing"
         return Handoff(

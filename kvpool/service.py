@@ -12,11 +12,14 @@ from alignedserve.messages.events import CommonEvent
 from alignedserve.messages.links import PoolInbound
 from alignedserve.messages.wire import Codec
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from kvpool.factory import make_logic
 from kvpool.logic import SetBlockGeneration
 
+_BEYOND_NODE = "tcp"  # the transport to other nodes
 _MAX_FIRST_LEASE = 1 << 39  # half of what a message can carry
 
 
@@ -38,7 +41,16 @@ class KvPool:
                 f"pool.memory_bytes is {config.memory_bytes}, but one block of this model takes {layout.block_bytes}"
             )
         self._arena = Arena.create(arena_path, layout, num_blocks)
-        offered = ArenaOffered(str(arena_path), num_blocks, layout.block_bytes, layout.digest().hex())
+        self._server = _serve_beyond_node(self._arena, process_spec)
+        offered = ArenaOffered(
+            str(arena_path),
+            num_blocks,
+            layout.block_bytes,
+            layout.digest().hex(),
+            served_at=self._server.address if self._server is not None else "",
+            transports=("shm",) if self._server is None else ("shm", _BEYOND_NODE),
+            file_id=self._arena.file_id,
+        )
         make = partial(
             make_logic,
             config=config,
@@ -59,7 +71,17 @@ class KvPool:
     async def close(self) -> None:
         """Drop the links and free the memory."""
         await self._driver.close()
+        if self._server is not None:
+            self._server.close()
         self._arena.close(unlink=True)
 
     def _perform(self, command: SetBlockGeneration) -> None:
         self._arena.stamp(command.block_ids, command.generation)
+
+
+def _serve_beyond_node(arena: Arena, process_spec: ProcessSpec) -> BlockServer | None:
+    """Serve the blocks to decode workers of other nodes, at a port of this one; None: there are no others."""
+    for address in process_spec.addresses.beyond_node():
+        buffer = ArenaBuffer(arena, writer_stamps=False)
+        return BlockServer(buffer, address, identity=process_spec.identity(), transports=(_BEYOND_NODE,))
+    return None

@@ -3,9 +3,10 @@
 import enum
 from dataclasses import dataclass
 
-from alignedserve.core.ids import BlockId, LeaseId, RequestId
+from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import BlocksWritten
+from alignedserve.messages.fields import NO_BATCH
 
 
 class LeaseStage(enum.Enum):
@@ -31,6 +32,7 @@ class Lease:
     is_copy: bool = False  # to be kept, never indexed
     is_void: bool = False  # granted, but the request has ended: freed, not kept, when released
     content: BlocksWritten | None = None  # once written
+    batch_id: BatchId = NO_BATCH  # that it was last granted in
 
     @property
     def reclaim_key(self) -> tuple[bool, float, LeaseId]:

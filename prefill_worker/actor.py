@@ -6,14 +6,15 @@ import ray
 
 from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, SchedulingConfig
 from alignedserve.runtime.engine.model_executor import ModelExecutor, engine_sizes
-from alignedserve.runtime.kv.candidate_memory import BufferSizes, CandidateMemory
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
 from alignedserve.worker_core.registration import registration_of
-from prefill_worker.factory import buffer_blocks_of, make_logic
+from prefill_worker.factory import make_logic
 from prefill_worker.service import PrefillWorker
 
 
@@ -31,14 +32,16 @@ class PrefillWorkerActor(ActorHost):
         served: ServedModel,
         process_spec: ProcessSpec,
     ) -> None:
-        """`decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have."""
+        """`decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have, at first."""
         sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
         layout = served.block_layout(engine_config.block_size)
         pool_name = process_spec.pool_name
-        # Those of other nodes together have as much as one of this node.
-        buffer_blocks = buffer_blocks_of(config, layout, len(decoders) + min(num_far_decoders, 1))
-        far_blocks = buffer_blocks // max(num_far_decoders, 1)
-        buffers = BufferSizes(buffer_blocks, engine_config.kv_transport, frozenset(decoders), far_blocks)
+        budget = BufferBudget(
+            layout.blocks_in(config.candidate_buffer_bytes),
+            decoders,
+            num_others=num_far_decoders,
+            may_grow=bool(process_spec.addresses.beyond_node()),
+        )
 
         async def build() -> PrefillWorker:
             executor = ModelExecutor(served, sizes, process_spec.progress_path())
@@ -56,7 +59,7 @@ class PrefillWorkerActor(ActorHost):
             worker = PrefillWorker(
                 make=make,
                 executor=executor,
-                memory=CandidateMemory(layout, buffers, process_spec),
+                memory=CandidateMemory(layout, budget, process_spec, transport=engine_config.kv_transport),
                 pool_name=pool_name,
                 process_spec=process_spec,
             )

@@ -58,8 +58,8 @@ class PrefillWorker:
                 self._copier.start_offload(command, self._driver.dispatch)
             case RelayBlocks():
                 self._copier.start_relay(command, self._buffer_of(command), self._driver.dispatch)
-            case MapArena(peer, offered):
-                self._copier.map_arena(peer, offered, stamps=False)
+            case MapArena(peer, offered, stamps):
+                self._copier.map_arena(peer, offered, stamps=stamps)
             case OpenBuffer(peer, link_epoch):
                 self._open_buffer(peer, link_epoch)
             case CloseBuffer(peer):

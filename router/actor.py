@@ -3,6 +3,7 @@
 import ray
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
+from alignedserve.core.errors import PeerLost
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.process_spec import ProcessSpec
@@ -22,3 +23,13 @@ class RouterActor(ActorHost):
             return router
 
         super().__init__(process_spec, build)
+
+    def drain(self, draining: tuple[str, ...], moved: tuple[str, ...]) -> dict[str, int]:
+        """Drain these workers and pools, and no others (see DrainRequested); return what each still has.
+
+        Raises PeerLost while the router is not up.
+        """
+        router = self._service
+        if not isinstance(router, Router):
+            raise PeerLost("the router is not up")
+        return self.call(router.drain(draining, moved))

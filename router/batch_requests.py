@@ -1,4 +1,7 @@
-"""Decides which pools are asked for batches, and for which of their decode workers.
+"""Decides which pools are asked for batches, and for which decode workers.
+
+A decode worker gets batches of its own node's pool, which shares its memory. When that has nothing for it, it takes
+from another node's pool what no worker there can take now: over the link that has lately been the fastest.
 
 Nothing is decided twice from the same facts: a pool is looked at when something has changed there (`note_change`), and
 when the time is up that one of its workers or large requests had to wait.
@@ -8,8 +11,10 @@ from collections.abc import Iterable, Mapping
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import BatchId, WorkerName
+from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
+from router.far_batches import choose_far_batches, is_spare, num_left
 from router.ranking import Ranking
 from router.state import BatchKind, PoolRecord, WorkerRecord
 
@@ -20,14 +25,25 @@ class BatchRequests:
     """The FormBatch messages to pools. Reads the records of pools and nodes, which belong to the placement."""
 
     def __init__(
-        self, *, pools: Mapping[str, PoolRecord], nodes: Nodes, max_candidate_requests: int, batching: BatchingConfig
+        self,
+        *,
+        pools: Mapping[str, PoolRecord],
+        nodes: Nodes,
+        links: LearnedLinks,
+        max_candidate_requests: int,
+        batching: BatchingConfig,
     ) -> None:
+        """`links`: to decode workers from pools of other nodes."""
         self._pools = pools
         self._nodes = nodes
         self._max_candidate_requests = max_candidate_requests
         self._batching = batching
+        self._links = links
         self._next_batch = 1
         self._changed: dict[str, None] = {}  # pools to look at
+        self._spare: dict[str, WorkerRecord] = {}  # decode workers for which their own pool has nothing
+        self._surplus: dict[str, None] = {}  # pools with requests that no worker of their node can take now
+        self._asked_far: dict[str, dict[str, WorkerRecord]] = {}  # workers of other nodes, by the pool that was asked
         self._waiting: Ranking[float] = Ranking()  # pools by the begin of the wait that is over next
 
     def note_change(self, pool: str) -> None:
@@ -42,11 +58,11 @@ class BatchRequests:
         self._note_waited(now)
         if not self._changed:
             return []
-        pools = [self._pools[name] for name in self._changed if name in self._pools]
-        self._changed.clear()
+        changed, self._changed = self._changed, {}
+        pools = [self._pools[name] for name in changed if name in self._pools]
         num_requested = {pool.name: self._num_requested(pool) for pool in pools}  # by FormBatch without an answer
         workers = [worker for pool in pools if pool.num_pooled for worker in self._nodes.get(pool.name, {}).values()]
-        asked = []
+        asked: list[tuple[str, FormBatch]] = []
         for worker in sorted(workers, key=lambda worker: (len(worker.decoding), worker.name)):
             pool = self._pools[worker.registered.pool_name]
             if num_requested[pool.name] >= pool.num_pooled:
@@ -57,11 +73,16 @@ class BatchRequests:
                 asked.append((pool.name, form))
         for pool in pools:
             self._wait(pool, now)
-        return asked
+        for name in changed:
+            self._note_spare(name)
+        return asked + self._far_forms()
 
     def close(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
         """Note the answer to the worker's FormBatch."""
         self.cancel(worker)
+        if is_empty and worker.asked_pool != worker.registered.pool_name:
+            worker.refusing_pools.add(worker.asked_pool)
+            return
         if is_empty:
             worker.refused_kinds.add(worker.requested_kind)
             return
@@ -72,7 +93,23 @@ class BatchRequests:
     def cancel(self, worker: WorkerRecord) -> None:
         """Expect no answer to the worker's FormBatch."""
         worker.pending_batch = None
+        self._asked_far.get(worker.asked_pool, {}).pop(worker.name, None)
         self.note_change(worker.registered.pool_name)
+        self.note_change(worker.asked_pool)
+
+    def pool_lost(self, pool: str) -> None:
+        """Expect no answer of this pool any more."""
+        near = self._nodes.get(pool, {}).values()
+        for worker in (*near, *self._asked_far.get(pool, {}).values()):
+            if worker.asked_pool == pool:
+                self.cancel(worker)
+        self._asked_far.pop(pool, None)
+        self._surplus.pop(pool, None)
+
+    def worker_lost(self, worker: WorkerRecord) -> None:
+        """Ask for nothing more for this worker."""
+        self.cancel(worker)
+        self._spare.pop(worker.name, None)
 
     def least_share(self, pool: str) -> int:
         """Return the fewest blocks that a batch for a busy decode worker of this pool may have."""
@@ -99,17 +136,21 @@ class BatchRequests:
     # --- what to ask for
 
     def _num_requested(self, pool: PoolRecord) -> int:
-        workers = self._nodes.get(pool.name, {}).values()
-        return sum(worker.num_requested for worker in workers if worker.pending_batch is not None)
+        workers = (*self._nodes.get(pool.name, {}).values(), *self._asked_far.get(pool.name, {}).values())
+        awaiting = (one for one in workers if one.pending_batch is not None and one.asked_pool == pool.name)
+        return sum(worker.num_requested for worker in awaiting)
 
     def _next_form(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        if worker.registered.can_prefill or worker.pending_batch is not None or worker.is_load_stale:
+        if worker.registered.can_prefill or worker.is_draining or worker.awaits_batch:
             return None
         form = self._request_batch(worker, pool, now) or self._request_joining(worker, pool, now)
         if form is not None:
-            worker.pending_batch, worker.num_requested = form.batch_id, form.max_requests
-            worker.requested_kind = BatchKind.BATCH if form.joins is None else BatchKind.JOIN
+            self._note_asked(worker, pool, form)
         return form
+
+    def _note_asked(self, worker: WorkerRecord, pool: PoolRecord, form: FormBatch) -> None:
+        worker.pending_batch, worker.num_requested, worker.asked_pool = form.batch_id, form.max_requests, pool.name
+        worker.requested_kind = BatchKind.BATCH if form.joins is None else BatchKind.JOIN
 
     def _request_batch(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
         """Request the next batch; while the worker has enough to run, only one worth a switch, or after a long time."""
@@ -148,7 +189,8 @@ class BatchRequests:
         joins: JoinedBatch | None = None,
         least_blocks: int = 0,
     ) -> FormBatch | None:
-        num_peers = sum(other.registered.can_decode for other in self._nodes[pool.name].values())
+        peers = self._nodes[pool.name].values()
+        num_peers = sum(other.registered.can_decode and not other.is_draining for other in peers)
         max_requests = min(max_requests, -(-pool.num_pooled // num_peers))  # a fair share
         max_blocks = worker.registered.num_blocks
         if worker.decoding:
@@ -156,12 +198,45 @@ class BatchRequests:
             max_blocks = max(self._share(worker) - candidate_blocks, least_blocks)
         if max_requests < 1 or max_blocks < 1:
             return None
-        batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
         name = WorkerName(worker.name)
-        return FormBatch(batch_id, name, max_blocks, max_requests, min(min_requests, max_requests), joins)
+        return FormBatch(self._batch_id(), name, max_blocks, max_requests, min(min_requests, max_requests), joins)
+
+    def _batch_id(self) -> BatchId:
+        batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
+        return batch_id
 
     def _share(self, worker: WorkerRecord) -> int:
         return int(self._batching.max_block_share * worker.registered.num_blocks)
+
+    # --- of other nodes' pools
+
+    def _note_spare(self, pool_name: str) -> None:
+        """Note which workers of this pool's node are spare, and whether the pool has more than they can take."""
+        pool, near = self._pools.get(pool_name), self._nodes.get(pool_name, {})
+        for worker in near.values():
+            if is_spare(worker, pool):
+                self._spare[worker.name] = worker
+            else:
+                self._spare.pop(worker.name, None)
+        if pool is not None and num_left(pool, near.values(), self._num_requested(pool)):
+            self._surplus[pool_name] = None
+        else:
+            self._surplus.pop(pool_name, None)
+
+    def _far_forms(self) -> list[tuple[str, FormBatch]]:
+        if not self._spare or not self._surplus:
+            return []
+        left = {name: self._pools[name].num_pooled - self._num_requested(self._pools[name]) for name in self._surplus}
+        asked = []
+        chosen = choose_far_batches(self._spare.values(), left, self._pools, self._links, self._batching)
+        for worker, pool, limits in chosen:
+            form = FormBatch(self._batch_id(), WorkerName(worker.name), **limits._asdict())
+            self._note_asked(worker, pool, form)
+            self._asked_far.setdefault(pool.name, {})[worker.name] = worker
+            self.note_change(worker.registered.pool_name)
+            self.note_change(pool.name)
+            asked.append((pool.name, form))
+        return asked
 
 
 def _largest_that_fits(worker: WorkerRecord, sizes: Iterable[int]) -> int:

@@ -12,9 +12,11 @@ The life of a request in the router:
 6. RequestFinished ends it and drops the pool's copy. Before that, a decode worker may return it to the pool
    (RequestPooled again), or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
 The holder of a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
-asks it (RequestInterrupted) and resumes from its answer (ResumeRequest): see request_registry.py. The router never sees
-a token or a block.
+asks it (RequestInterrupted) and resumes from its answer (ResumeRequest): see request_registry.py. DrainRequested moves
+requests in the same way, while their holder still lives. The router never sees a token or a block.
 """
+
+from collections.abc import Iterable
 
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.attempts import beyond_unreported, is_report_due, next_epoch
@@ -37,6 +39,7 @@ from alignedserve.messages.pools import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
+    BlocksFetched,
     IterationLogReport,
     PrefillCompleted,
     PrefillRequest,
@@ -48,16 +51,17 @@ from alignedserve.messages.workers import (
     WorkerRegistered,
 )
 from router.ownership import OwnershipTransitions
+from router.peer_announcements import announce_all, announce_pool, announce_prefiller
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
 from router.policies.prefill_order import PrefillOrder
 from router.prefill_queue import PrefillQueue, QueuedPrefill
 from router.request_registry import RequestRegistry
-from router.state import DispatchedPrefill, LengthPredicted, TrackedRequest, WorkerRecord
+from router.state import DispatchedPrefill, DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord
 from router.status import RouterCounters, status_of
 
-RouterEvent = CommonEvent | LengthPredicted
+RouterEvent = CommonEvent | LengthPredicted | DrainRequested
 
 _TICKS_PER_STATUS = 4
 
@@ -96,6 +100,8 @@ class RouterLogic:
                 commands = self._on_disconnected(peer)
             case LengthPredicted():
                 commands = self._length_predicted(event)
+            case DrainRequested():
+                commands = self._drain_workers(event)
             case Ticked():
                 commands = self._on_tick()
         if len(self._registry.queue):
@@ -117,9 +123,7 @@ class RouterLogic:
             case AbortRequest():
                 return self._abort(message.request_id)
             case WorkerRegistered() | PoolRegistered():
-                self._last_attempt = max(self._last_attempt, message.latest_attempt)
-                reason = self._placement.register(peer, message)
-                return [Send(peer, RegistrationRefused(reason))] if reason is not None else []
+                return self._register(peer, message)
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():
@@ -140,11 +144,25 @@ class RouterLogic:
                 return self._failed(message)
             case WorkerLoad():
                 self._placement.update_load(peer, message)
+            case BlocksFetched(source, num_blocks, duration_s):
+                self._placement.links.observe(peer, source, num_blocks, duration_s)
             case IterationLogReport():
                 self._counters.add_iteration_log(message.gained)
             case _:
                 raise AssertionError(f"the router does not take {type(message).__name__}")
         return []
+
+    def _register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> list[Send]:
+        self._last_attempt = max(self._last_attempt, message.latest_attempt)
+        reason = self._placement.register(peer, message)
+        if reason is not None:
+            return [Send(peer, RegistrationRefused(reason))]
+        workers, pools = self._placement.workers, self._placement.pools
+        if peer in pools:
+            return announce_pool(peer, workers.values())
+        return announce_all(workers[peer], workers.values(), pools) + announce_prefiller(
+            workers[peer], workers.values()
+        )
 
     def _submit(self, gateway: str, request: Request) -> list[Send]:
         rejection = self._rejection(request)
@@ -267,8 +285,26 @@ class RouterLogic:
             return commands
         lost = [tracked for tracked in self._registry.requests.values() if self._placement.depends_on(tracked, peer)]
         commands += self._registry.interrupt(lost)
+        worker = self._placement.workers.get(peer)
         self._placement.remove(peer)
-        return commands
+        left = self._placement.workers.values()
+        if worker is None:
+            return commands + announce_pool(peer, left, is_lost=True)
+        return commands + announce_prefiller(worker, left, is_lost=True)
+
+    def _drain_workers(self, event: DrainRequested) -> list[Send]:
+        self._placement.set_draining(event.draining)
+        requests = self._registry.requests.values()
+        return self._registry.move([one for one in requests if self._placement.is_leaving(one, event.moved)])
+
+    def num_left(self, names: Iterable[str]) -> dict[str, int]:
+        """Return how many requests would be interrupted if each of these workers and pools were lost."""
+        requests = self._registry.requests.values()
+        left = {name: sum(self._placement.depends_on(one, name) for one in requests) for name in names}
+        for name in left:
+            worker = self._placement.workers.get(name)
+            left[name] += worker is not None and worker.pending_batch is not None  # an answer that may hold some
+        return left
 
     # --- placement
 
@@ -330,5 +366,8 @@ class RouterLogic:
 
     def _report_status(self) -> list[Send]:
         self._reported_attempt = self._last_attempt
-        status = status_of(self._registry.requests.values(), self._placement, self._counters, self._last_attempt)
+        num_tokens = self._registry.queue.num_tokens
+        wait_s = self._drain.seconds_for(num_tokens) if num_tokens else 0.0
+        requests = self._registry.requests.values()
+        status = status_of(requests, self._placement, self._counters, self._last_attempt, wait_s)
         return [Send(gateway, status) for gateway in self._gateways]

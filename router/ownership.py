@@ -79,7 +79,7 @@ class OwnershipTransitions:
                 tracked.attempt = attempt
                 self._placement.set_decoding(tracked, worker)
                 if message.batch_id != NO_BATCH:
-                    commands += self._move_copy(tracked, worker.registered.pool_name)
+                    commands += self._move_copy(tracked, message.pool_name or worker.registered.pool_name)
         return commands
 
     def _move_copy(self, tracked: TrackedRequest, pool: str) -> list[Send]:
@@ -111,7 +111,13 @@ class OwnershipTransitions:
         return []
 
     def copy_lost(self, pool: str, message: CopyLost) -> list[Send]:
-        """Interrupt a request that was on its way to a worker which the pool has lost."""
+        """Interrupt a request that was on its way to a worker which the pool has lost.
+
+        The batch is not waited for, even if the request has moved on since: all of it was lost with the link.
+        """
+        asked = self._placement.workers.get(message.worker)
+        if asked is not None and message.batch_id != NO_BATCH and asked.pending_batch == message.batch_id:
+            self._placement.cancel_batch_request(asked)
         if message.request_id not in self._registry.requests:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
         tracked = self._registry.current(message.request_id, message.attempt)

@@ -5,11 +5,12 @@ orders up to date: workers that can prefill by load, those with a free slot, tho
 concerns a pool looks at the workers of its node.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
+from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from router.batch_requests import BatchRequests
@@ -32,10 +33,13 @@ class Placement:
         self._prefillers: Ranking[tuple[int, int]] = Ranking()  # that can take a prefill now
         self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
+        self._draining: frozenset[str] = frozenset()  # workers and pools, registered or not; membership only
+        self.links = LearnedLinks()  # to decode workers from pools of other nodes
         self._refused: dict[str, WorkerRecord] = {}  # perhaps more than have `refused_kinds`
         self._batch_requests = BatchRequests(
             pools=self.pools,
             nodes=self._nodes,
+            links=self.links,
             max_candidate_requests=max_candidate_requests,
             batching=batching,
         )
@@ -66,6 +70,7 @@ class Placement:
 
     def _add_worker(self, worker: WorkerRecord) -> None:
         registered = worker.registered
+        worker.is_draining = worker.name in self._draining
         self.workers[worker.name] = worker
         self._nodes.setdefault(registered.pool_name, {})[worker.name] = worker
         if registered.can_decode:
@@ -74,6 +79,7 @@ class Placement:
 
     def remove(self, peer: str) -> None:
         """Remove a worker or pool."""
+        self.links.forget(peer)
         worker = self.workers.pop(peer, None)
         if worker is not None:
             self._remove_worker(worker)
@@ -81,8 +87,7 @@ class Placement:
         if pool is None:
             return
         self._num_pooled -= pool.num_pooled
-        for worker in self._nodes.get(peer, {}).values():
-            worker.pending_batch = None  # the pool will never answer it
+        self._batch_requests.pool_lost(peer)
         self._rank_node(peer)
         self.clear_refusals()
 
@@ -95,7 +100,7 @@ class Placement:
             ranking.discard(name)
         for records in (self._free, self._refused):
             records.pop(name, None)
-        self._batch_requests.note_change(pool)
+        self._batch_requests.worker_lost(worker)
 
     def __contains__(self, peer: str) -> bool:
         return peer in self.workers or peer in self.pools
@@ -119,6 +124,28 @@ class Placement:
         largest = self._largest.first()
         return largest is None or max_context_len <= -largest.rank
 
+    # --- draining
+
+    def set_draining(self, names: Collection[str]) -> None:
+        """Give these workers nothing new, and no others; of pools that are named, see `is_leaving`."""
+        self._draining = frozenset(names)
+        for worker in self.workers.values():
+            if worker.is_draining != (worker.name in self._draining):
+                worker.is_draining = not worker.is_draining
+                self._rank(worker)
+
+    def is_leaving(self, tracked: TrackedRequest, moved: Collection[str]) -> bool:
+        """Return True if the request has to go elsewhere: what it needs next will not take it any more.
+
+        That is any of those named, or a pool that drains, with the workers which would take its batches.
+        """
+        if any(self.depends_on(tracked, name) for name in moved):
+            return True
+        if tracked.stage is Stage.POOLED:
+            return tracked.holder in self._draining and tracked.destination is None
+        pool = self.pool_of(tracked.holder or "") if tracked.stage is Stage.PREFILLING else None
+        return pool is not None and pool.name in self._draining and tracked.destination is None
+
     # --- reports
 
     def update_load(self, peer: str, load: WorkerLoad | PoolLoad) -> None:
@@ -139,6 +166,7 @@ class Placement:
 
     def _clear_refusal(self, worker: WorkerRecord) -> None:
         worker.refused_kinds.clear()
+        worker.refusing_pools.clear()
         self._refused.pop(worker.name, None)
         self._rank(worker)
 
@@ -227,7 +255,7 @@ class Placement:
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
         """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
-        if not worker.registered.can_prefill:
+        if not worker.registered.can_prefill or worker.is_draining:
             return False
         if worker.registered.can_decode:
             return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running_requests

@@ -56,6 +56,14 @@ class RequestRegistry:
                 commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
         return commands
 
+    def move(self, leaving: Iterable[TrackedRequest]) -> list[Send]:
+        """Take requests from holders that drain; their gateways then tell from where they go on, which is no retry."""
+        commands = []
+        for tracked in leaving:
+            commands += self._revoke(tracked)
+            commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
+        return commands
+
     def resume_from(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...]) -> list[Send]:
         """Queue a request again, to be recomputed up to these tokens; its holder, if any, releases it."""
         commands = self._revoke(tracked)

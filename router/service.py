@@ -13,7 +13,7 @@ from router.async_predictor import AsyncLengthPredictor, PredictingLogic
 from router.factory import make_logic
 from router.logic import RouterEvent
 from router.prediction import make_length_predictor
-from router.state import LengthPredicted
+from router.state import DrainRequested, LengthPredicted
 
 
 class Router:
@@ -24,7 +24,7 @@ class Router:
     ) -> None:
         """Raise ConfigError or ModelError if the configured policies cannot be built."""
         make = partial(make_logic, config=config, batching=batching)
-        logic = make()
+        logic = self._logic = make()
         predictor = make_length_predictor(config, served)
         self._predictor = AsyncLengthPredictor(predictor, self._predicted) if predictor is not None else None
         decides = logic if self._predictor is None else PredictingLogic(logic, self._predictor)
@@ -35,6 +35,11 @@ class Router:
     async def start(self, *, listen_at: str) -> None:
         """Accept gateways, workers and pools."""
         await self._driver.links.listen(listen_at)
+
+    async def drain(self, draining: tuple[str, ...], moved: tuple[str, ...]) -> dict[str, int]:
+        """Pass a DrainRequested to the logic; return how many requests each of those draining still has."""
+        self._driver.dispatch(DrainRequested(draining, moved))
+        return self._logic.num_left(draining)
 
     async def close(self) -> None:
         """Drop the links."""

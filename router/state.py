@@ -61,6 +61,14 @@ class LengthPredicted:
     predicted_len: float
 
 
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Event: these workers get nothing new from now on, and no others. Repeated for as long as they drain."""
+
+    draining: tuple[str, ...]  # with the pools of whole nodes, whose requests go elsewhere at once
+    moved: tuple[str, ...] = ()  # of those, the ones all of whose requests go elsewhere now
+
+
 class BatchKind(enum.Enum):
     """Kinds of FormBatch that the router sends to a pool on behalf of a decode worker."""
 
@@ -89,13 +97,18 @@ class WorkerRecord:
     num_real_time_tokens: int = 0  # those of real-time requests
     decoding: set[RequestId] = field(default_factory=set)  # running or candidate; membership only
     pending_batch: BatchId | None = None  # of a FormBatch without an answer
+    asked_pool: str = ""  # that was asked for it, or for the last one
     requested_kind: BatchKind = BatchKind.BATCH  # of that FormBatch, or the last one
     num_requested: int = 0  # its `max_requests`
     is_load_stale: bool = False  # the worker got a batch since its last report
     refused_kinds: set[BatchKind] = field(
         default_factory=set
     )  # answered with an empty batch since the last change; membership only
+    refusing_pools: set[str] = field(
+        default_factory=set
+    )  # those of other nodes that had no batch for it since the last change; membership only
     last_batch_s: float = float("-inf")  # when it last got a new batch
+    is_draining: bool = False  # it gets nothing new
 
     def start_prefill(self, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         """Add a prefill that the worker is given."""
@@ -126,8 +139,14 @@ class WorkerRecord:
         return (
             registered.can_decode
             and not registered.can_prefill
+            and not self.is_draining
             and len(self.decoding) < registered.max_running_requests
         )
+
+    @property
+    def awaits_batch(self) -> bool:
+        """True if a batch may be on its way to it, or has arrived since it last told its load."""
+        return self.pending_batch is not None or self.is_load_stale
 
     @property
     def num_blocks_used(self) -> int:

@@ -5,9 +5,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from alignedserve.core.lifecycle import Stage
-from alignedserve.messages.gateways import ClusterStatus, LengthTotals
+from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals
 from alignedserve.messages.iteration_log import IterationLogTotals
 from router.placement import Placement
+from router.policies.prefill_order import first_token_s
 from router.state import TrackedRequest
 
 
@@ -39,10 +40,26 @@ class RouterCounters:
         )
 
 
+def demand_of(requests: Collection[TrackedRequest], placement: Placement, queue_wait_s: float) -> Demand:
+    """Return what clients ask; `queue_wait_s`: the forecast for the whole queue, 0 when it is empty."""
+    queued = (tracked.request for tracked in requests if tracked.stage is Stage.QUEUED)
+    decoders = (worker.registered for worker in placement.workers.values() if worker.registered.can_decode)
+    return Demand(
+        num_real_time=sum(tracked.is_real_time for tracked in requests),
+        num_decode_places=sum(registered.max_running_requests for registered in decoders),
+        queue_wait_s=queue_wait_s,
+        num_at_risk=sum(first_token_s(request) < queue_wait_s for request in queued),
+    )
+
+
 def status_of(
-    requests: Collection[TrackedRequest], placement: Placement, counters: RouterCounters, latest_attempt: int = 0
+    requests: Collection[TrackedRequest],
+    placement: Placement,
+    counters: RouterCounters,
+    latest_attempt: int = 0,
+    queue_wait_s: float = 0.0,
 ) -> ClusterStatus:
-    """Return the current counts of the cluster."""
+    """Return the current counts of the cluster; `queue_wait_s` as for `demand_of`."""
     workers, pools = placement.workers.values(), placement.pools.values()
     stages = Counter(tracked.stage for tracked in requests)
     return ClusterStatus(
@@ -66,4 +83,5 @@ def status_of(
         iteration_log=counters.iteration_log,
         lengths=counters.lengths,
         latest_attempt=latest_attempt,
+        demand=demand_of(requests, placement, queue_wait_s),
     )

@@ -1,6 +1,9 @@
 """Settings and fixtures of every test, and how tests are spread over processes."""
 
+import functools
+import gc
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +25,7 @@ if not Path("/dev/nvidiactl").exists():
 # As in a cluster, whose processes share the cores with others.
 limit_thread_spinning()
 
+_TAKES_CLUSTER = re.compile(r"def test_\w+\([^)]*\bcluster: Serving")
 _MAX_PROCESSES = 4  # a gigabyte each
 
 # How long an example takes says how busy the machine is, not whether the code is right.
@@ -30,11 +34,31 @@ settings.load_profile("alignedserve")
 
 
 class FileScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
-    """Keeps the tests of a file in one process, and those of a served cluster, which they share, as well."""
+    """Keeps the tests of a file in one process, and with them those of files that use the same cluster or hosts."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "tests/cluster" if file.startswith("tests/cluster/") else file
+        return _cluster_scope(file) if file.startswith("tests/cluster/") else file
+
+
+@functools.cache
+def _cluster_scope(file: str) -> str:
+    """Return what the tests of this file share: the one cluster, the one set of hosts, or nothing with others."""
+    source = Path(file).read_text(encoding="utf-8")
+    if "namespace_hosts" in source or "cluster_demo" in source:
+        return "hosts of namespaces"
+    return "shared cluster" if _TAKES_CLUSTER.search(source) else file
+
+
+def pytest_configure() -> None:
+    """Collect no garbage while modules are imported: nothing of theirs is."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there now, a million objects that stay, out of every later collection."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:

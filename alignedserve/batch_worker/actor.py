@@ -2,7 +2,7 @@
 
 import ray
 
-from alignedserve.batch_worker.service import BatchService
+from alignedserve.batch_worker.service import BatchService, StateServing
 from alignedserve.batches.location import BatchLocation
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.backend.cluster import ClusterLinks
@@ -22,8 +22,13 @@ class BatchActor(ActorHost):
         served: ServedModel,
         location: BatchLocation,
         max_in_flight: int,
+        gateways: tuple[str, ...],
+        num_keys: int,
+        state_spec: ProcessSpec,
         process_spec: ProcessSpec,
     ) -> None:
+        """`gateways`, `num_keys`, `state_spec`: see StateServing."""
+
         async def build() -> BatchService:
             service = BatchService(
                 links=ClusterLinks.of(process_spec),
@@ -31,6 +36,7 @@ class BatchActor(ActorHost):
                 config=config,
                 location=location,
                 max_in_flight=max_in_flight,
+                state=StateServing(state_spec, gateways, num_keys),
             )
             await service.start()
             return service

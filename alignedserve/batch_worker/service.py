@@ -2,23 +2,37 @@
 
 import asyncio
 import logging
+import time
+from dataclasses import dataclass
 
 import msgspec
 
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.location import BatchLocation, BatchStores, open_stores
+from alignedserve.batches.location import BatchLocation, DriverStores, open_driver_stores
+from alignedserve.batches.remote.state_server import StateServer
 from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.quotas import QuotaPool
 from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
 from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.services import build_services
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.process.background_tasks import start_background
+from alignedserve.runtime.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
 
 # Best-effort requests may be paused for long; lost messages are sent again long before.
 _TOKEN_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StateServing:
+    """What the state server beside the driver needs to serve gateways."""
+
+    process_spec: ProcessSpec
+    gateways: tuple[str, ...]  # that are there from the start, and share the limits of keys
+    num_keys: int
 
 
 class BatchService:
@@ -32,7 +46,9 @@ class BatchService:
         config: GatewayConfig,
         location: BatchLocation,
         max_in_flight: int,
+        state: StateServing | None = None,
     ) -> None:
+        """`state`: None: no gateway needs what is kept here."""
         self._links = links
         self._model = model
         # A line may have many choices; only the number of lines in flight bounds this process.
@@ -44,14 +60,17 @@ class BatchService:
         )
         self._location = location
         self._max_in_flight = max_in_flight
+        self._state = state
+        self._state_server: StateServer | None = None
         self._backend: ClusterBackend | None = None
-        self._stores: BatchStores | None = None
+        self._stores: DriverStores | None = None
         self._driver_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Connect to the cluster and start the driver. Raises ModelError or StorageError."""
         tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder, self._model.vocab_size)
-        self._stores = open_stores(self._location)
+        self._stores = open_driver_stores(self._location)
+        await self._start_state_server(self._stores)
         self._backend = ClusterBackend(self._links, self._config)
         services = build_services(
             backend=self._backend,
@@ -71,8 +90,25 @@ class BatchService:
         self._driver_task = start_background(driver.run(), "the driver of batches")
         logger.info("%s drives the batches of %s", self._links.identity.name, self._location.folder)
 
+    async def _start_state_server(self, stores: DriverStores) -> None:
+        if self._state is None:
+            return
+        now, per_minute = time.monotonic(), self._config.requests_per_minute
+        self._state_server = StateServer(
+            self._state.process_spec.identity(),
+            self._state.process_spec.addresses,
+            records=stores.records,
+            blobs=stores.blobs,
+            logs=stores.logs,
+            quotas=QuotaPool(per_minute, self._state.num_keys, self._state.gateways, now) if per_minute else None,
+        )
+        await self._state_server.start()
+
     async def close(self) -> None:
         """Stop; the next driver resumes the lines that run. May be repeated."""
+        server, self._state_server = self._state_server, None
+        if server is not None:
+            await server.close()
         task, self._driver_task = self._driver_task, None
         if task is not None:
             task.cancel()

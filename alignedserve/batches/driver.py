@@ -20,7 +20,7 @@ from alignedserve.batches.garbage_collection import collect_garbage
 from alignedserve.batches.interfaces import LineRunner
 from alignedserve.batches.line_executor import RunContext
 from alignedserve.batches.line_scheduling import MeanLineDuration, by_slack
-from alignedserve.batches.location import BatchStores
+from alignedserve.batches.location import DriverStores
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.run import BatchRun
 from alignedserve.batches.statistics import BatchStatistics
@@ -47,7 +47,7 @@ class BatchDriver:
     def __init__(
         self,
         *,
-        stores: BatchStores,
+        stores: DriverStores,
         runner: LineRunner,
         config: BatchesConfig,
         models: tuple[str, ...],

@@ -2,7 +2,7 @@
 
 import logging
 
-from alignedserve.batches.location import BatchStores
+from alignedserve.batches.location import BatchStores, DriverStores
 from alignedserve.batches.records import BatchRecord, FileRecord, ResultKind
 from alignedserve.batches.repository import BatchRepository
 from alignedserve.core.errors import StorageError
@@ -23,7 +23,7 @@ async def delete_file(stores: BatchStores, record: FileRecord) -> bool:
         return True
     snapshot = await stores.repository.batch(record.view.batch_id)
     if snapshot is None or not await _has_results(stores.repository, snapshot.record):
-        stores.logs.remove(record.view.batch_id)
+        await stores.logs.remove(record.view.batch_id)
     return True
 
 
@@ -32,14 +32,14 @@ def is_used_by(file: FileRecord, record: BatchRecord) -> bool:
     return file.file_id in (record.input_file_id, record.output_file_id, record.error_file_id)
 
 
-async def collect_garbage(stores: BatchStores, now: float, *, batch_lifetime_s: float) -> None:
+async def collect_garbage(stores: DriverStores, now: float, *, batch_lifetime_s: float) -> None:
     """Remove expired unused files, old batches without results, and contents without a record. Raises StorageError."""
     await _remove_expired_files(stores, now)
     await _remove_old_batches(stores, now - batch_lifetime_s)
     await _remove_orphaned_blobs(stores)
 
 
-async def _remove_expired_files(stores: BatchStores, now: float) -> None:
+async def _remove_expired_files(stores: DriverStores, now: float) -> None:
     expired = [file for file in await stores.repository.expiring_files(_MAX_AT_ONCE) if file.is_expired(now)]
     if not expired:
         return
@@ -54,16 +54,16 @@ async def _remove_expired_files(stores: BatchStores, now: float) -> None:
             logger.exception("%s cannot be removed", file.file_id)
 
 
-async def _remove_old_batches(stores: BatchStores, before_s: float) -> None:
+async def _remove_old_batches(stores: DriverStores, before_s: float) -> None:
     """Remove batches that were over by then and have no result file any more."""
     for snapshot in await stores.repository.oldest_over(_MAX_AT_ONCE):
         record = snapshot.record
         if record.over_s < before_s and not await _has_results(stores.repository, record):
-            stores.logs.remove(record.batch_id)
+            await stores.logs.remove(record.batch_id)
             await stores.repository.remove_batch(record)
 
 
-async def _remove_orphaned_blobs(stores: BatchStores) -> None:
+async def _remove_orphaned_blobs(stores: DriverStores) -> None:
     """Remove what a gateway left that died during an upload: a part of the content, or a content without a record."""
     if num_abandoned := await stores.blobs.remove_abandoned(_ABANDONED_S):
         logger.info("%d unfinished uploads are removed", num_abandoned)

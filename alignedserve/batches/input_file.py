@@ -46,9 +46,9 @@ class InputFile:
         problems = self._validator.finish()
         return ValidationFailed(problems) if problems else Validated(len(self._validator.index), self._validator.model)
 
-    def open(self) -> None:
+    async def open(self) -> None:
         """Open the file for reading single lines. Raises StorageDamaged."""
-        self._reader = self._blobs.open(self._record.input_file_id)
+        self._reader = await self._blobs.open(self._record.input_file_id)
 
     def line(self, line: int) -> ParsedLine:
         """Read a line, counted from 0."""

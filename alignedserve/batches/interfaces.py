@@ -4,46 +4,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from alignedserve.batches.records import Endpoint, FileId
+from alignedserve.batches.records import BatchKey, Endpoint, FileId, ResultKind
 from alignedserve.core.errors import AlignedServeError
+from alignedserve.messages.state import Change
 
 # --- state --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SetValue:
-    """Store a value under a key, for a limited time or forever."""
-
-    key: str
-    value: bytes
-    lifetime_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteValue:
-    """Delete a key. Deleting a missing key is no error."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class AddToIndex:
-    """Add a member to an ordered list, or move it; members with equal scores are ordered by name."""
-
-    index: str
-    member: str
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveFromIndex:
-    """Remove a member from an ordered list."""
-
-    index: str
-    member: str
-
-
-Change = SetValue | DeleteValue | AddToIndex | RemoveFromIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +55,8 @@ class BlobWriter(Protocol):
         """Remove what was written, unless it was committed."""
 
 
-class BlobStore(Protocol):
-    """Files by id. A blob never changes once it is committed."""
+class ContentStore(Protocol):
+    """Files by id, as gateways use them. A blob never changes once it is committed."""
 
     async def begin(self, file_id: FileId) -> BlobWriter:
         """Start a new blob. Raises StorageFull."""
@@ -99,11 +64,15 @@ class BlobStore(Protocol):
     def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
         """Yield the blob's bytes from `start` on. Raises StorageDamaged for a missing blob."""
 
-    def open(self, file_id: FileId) -> "BlobReader":
-        """Open a blob for random access. Raises StorageDamaged for a missing blob."""
-
     async def remove(self, file_id: FileId) -> None:
         """Delete a blob; may be repeated."""
+
+
+class BlobStore(ContentStore, Protocol):
+    """Files by id, as the driver of batches uses them."""
+
+    async def open(self, file_id: FileId) -> "BlobReader":
+        """Open a blob for random access. Raises StorageDamaged for a missing blob."""
 
     async def committed_before(self, age_s: float) -> list[FileId]:
         """List blobs that are at least this old."""
@@ -120,6 +89,17 @@ class BlobReader(Protocol):
 
     def close(self) -> None:
         """Close the file."""
+
+
+class ResultLogs(Protocol):
+    """Result logs as files of results, for their readers."""
+
+    def chunks(self, batch_id: BatchKey, kind: ResultKind, log_bytes: int, start: int = 0) -> AsyncIterator[bytes]:
+        """Yield one result file, from its byte `start` on, as the log's first `log_bytes` show it. Raises
+        StorageDamaged at a damaged record, after everything before it."""
+
+    async def remove(self, batch_id: BatchKey) -> None:
+        """Delete a batch's log; may be repeated."""
 
 
 # --- running a line -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from alignedserve.batches.input_file import InputFile
 from alignedserve.batches.interfaces import LineFailed, LineRejected, LineRequest, LineRunner
 from alignedserve.batches.line_scheduling import MeanLineDuration, line_deadline_s
 from alignedserve.batches.line_tracker import LineTracker
-from alignedserve.batches.location import BatchStores
+from alignedserve.batches.location import DriverStores
 from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.records import BatchRecord
 from alignedserve.batches.result_writer import ResultWriter
@@ -37,7 +37,7 @@ class RunListener(Protocol):
 class RunContext:
     """Stores, line runner and limits of all runs, and the driver that listens to them."""
 
-    stores: BatchStores
+    stores: DriverStores
     runner: LineRunner
     config: BatchesConfig
     models: tuple[str, ...]  # served here

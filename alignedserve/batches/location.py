@@ -1,41 +1,85 @@
 """Location of the files and the state of a cluster's batches, and the stores opened there by one process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from alignedserve.batches.interfaces import BlobStore, RecordStore
+from alignedserve.batches.interfaces import BlobStore, ContentStore, RecordStore, ResultLogs
 from alignedserve.batches.log.disk_log import DiskLogs
+from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
+from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.batches.repository import BatchRepository
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
-from alignedserve.batches.stores.redis_records import RedisRecords
+from alignedserve.batches.stores.object_blobs import ObjectBlobs, ObjectStoreLocation
+from alignedserve.batches.stores.redis_records import RedisLocation, RedisRecords
 from alignedserve.config.sections import BatchesConfig
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLocation:
-    """A state folder and a Redis: plain values that can be sent to every process."""
+    """Where one node's processes find records, contents and results: plain values that can be sent to each of them."""
 
-    folder: Path
-    redis_url: str
     config: BatchesConfig
+    folder: Path | None  # on this host; None: on the head, behind its state server
+    redis: RedisLocation | None  # None: behind the state server
+    objects: ObjectStoreLocation | None = None  # where contents are; None: in the folder
+
+    def elsewhere(self) -> "BatchLocation":
+        """Return the location as other nodes have it."""
+        return replace(self, folder=None, redis=None if self.redis is None or self.redis.is_local else self.redis)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """What the gateways of a cluster share."""
+
+    batches: BatchLocation | None = None  # None: no files and batches, and no state server
+    gateways: tuple[str, ...] = ()  # that are there from the start
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStores:
-    """Records, file contents and result logs of one process."""
+    """Records, file contents and results of a gateway."""
 
     repository: BatchRepository
+    blobs: ContentStore
+    logs: ResultLogs
+
+
+@dataclass(frozen=True, slots=True)
+class DriverStores(BatchStores):
+    """Those of the process that drives the batches."""
+
     blobs: BlobStore
     logs: DiskLogs
+    records: RecordStore  # of the repository
     lock_path: Path  # the process that holds this lock drives the batches
 
 
-def open_stores(location: BatchLocation) -> BatchStores:
-    """Open the stores without connecting yet. Raises StorageError where the folder cannot be used."""
-    return stores_in(location.folder, RedisRecords(location.redis_url, namespace=location.config.namespace))
+def open_stores(location: BatchLocation, client: StateClient) -> BatchStores:
+    """Open a gateway's stores without connecting yet. Raises StorageError where the folder cannot be used."""
+    if location.folder is not None:
+        return open_driver_stores(location)
+    records: RecordStore = RemoteRecords(client)
+    if location.redis is not None:
+        records = RedisRecords(location.redis, namespace=location.config.namespace)
+    blobs: ContentStore = RemoteBlobs(client) if location.objects is None else ObjectBlobs(location.objects)
+    return BatchStores(BatchRepository(records), blobs, RemoteLogs(client))
 
 
-def stores_in(folder: Path, records: RecordStore) -> BatchStores:
-    """Open stores in a folder, over any record store. Raises StorageError where the folder cannot be used."""
-    blobs, logs = DiskBlobs(folder / "files"), DiskLogs(folder / "results")
-    return BatchStores(BatchRepository(records), blobs, logs, folder / "driver.lock")
+def open_driver_stores(location: BatchLocation) -> DriverStores:
+    """Open the stores on the head, without connecting yet. Raises StorageError where the folder cannot be used."""
+    assert location.folder is not None, "the head's stores without their folder"
+    assert location.redis is not None, "the head's stores without a Redis"
+    records = RedisRecords(location.redis, namespace=location.config.namespace)
+    blobs = None if location.objects is None else ObjectBlobs(location.objects)
+    return stores_in(location.folder, records, blobs)
+
+
+def stores_in(folder: Path, records: RecordStore, blobs: BlobStore | None = None) -> DriverStores:
+    """Open stores in a folder, over any record store. Raises StorageError where the folder cannot be used.
+
+    `blobs`: where contents are; None: in the folder.
+    """
+    logs = DiskLogs(folder / "results")
+    blobs = blobs or DiskBlobs(folder / "files")
+    return DriverStores(BatchRepository(records), blobs, logs, records, folder / "driver.lock")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from alignedserve.batches.eta import ThroughputEstimate
-from alignedserve.batches.interfaces import AddToIndex, Change, DeleteValue, RecordStore, RemoveFromIndex, SetValue
+from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.records import (
     BatchKey,
     BatchRecord,
@@ -35,6 +35,7 @@ from alignedserve.batches.records import (
     parsed_batch_key,
 )
 from alignedserve.core.errors import StorageDamaged, StoreUnavailable
+from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
 
 logger = logging.getLogger(__name__)
 

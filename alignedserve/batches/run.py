@@ -174,7 +174,7 @@ class BatchRun:
                 self._is_dirty = True
 
     async def _open_lines(self) -> LineExecutor:
-        self._input_file.open()
+        await self._input_file.open()
         log, recovered = await self._open_log()
         if recovered.num_dropped:
             logger.error("%s: %d damaged records were dropped", self.record.batch_id, recovered.num_dropped)

@@ -104,6 +104,25 @@ def logs(
 
 
 @app.command()
+def drain(
+    node: Annotated[str, typer.Argument(help="Its name, host name or address (see `alignedserve status`).")],
+    undo: Annotated[bool, typer.Option("--undo", help="Use it again.")] = False,
+    within: Annotated[
+        float, typer.Option(min=0.0, max=86400.0, help="Seconds in which requests may finish where they are.")
+    ] = 60.0,
+    force: Annotated[bool, typer.Option("--force", help="Also the last node with workers of a kind.")] = False,
+    wait: Annotated[bool, typer.Option(help="Return when it has drained.")] = True,
+) -> None:
+    """Let the work of a node finish or go elsewhere, then end its processes; it stays out until --undo."""
+    from alignedserve.cli.commands import hosts
+
+    if undo:
+        hosts.undo_drain(node)
+    else:
+        hosts.drain(node, within, is_forced=force, waits=wait)
+
+
+@app.command()
 def stop() -> None:
     """Stop the cluster that `up` started. Ray itself goes on."""
     from alignedserve.cli.commands.hosts import stop as run

@@ -2,7 +2,7 @@
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.batches.location import BatchLocation
+from alignedserve.batches.location import SharedState
+from alignedserve.batches.remote.state_client import STATE
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.environment import api_keys
 from alignedserve.config.sections import ClusterConfig, Topology
@@ -35,6 +36,10 @@ class ActorClasses(NamedTuple):
     batches: Any  # drives files and batches
 
 
+def _on_this_host(name: str) -> Mapping[str, Any]:
+    return {"num_cpus": 0}  # Ray has no other use there
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSecrets:
     """By what processes of one cluster know each other."""
@@ -51,9 +56,8 @@ class PreparedNode:
     capacity: NodeCapacity
     config: ClusterConfig  # with the sizes and counts of this node
     book: AddressBook  # as its processes see it
-    placed_by: Mapping[str, Any] = field(default_factory=dict)  # Ray's options
-    far_prefill: tuple[str, ...] = ()  # prefill workers of other nodes that hand requests over to its decode workers
-    num_far_decode: int = 0  # decode workers of other nodes that take requests from its prefill workers
+    options_of: Callable[[str], Mapping[str, Any]] = _on_this_host  # Ray's, of a process by its name
+    num_far_decode: int = 0  # decode workers of other nodes at the start, which take requests from its prefill workers
 
     @property
     def folder(self) -> Path:
@@ -93,15 +97,15 @@ class ActorFactory:
         finally:
             self._is_adopting = False
 
-    def create(self, node: PreparedNode, batches: BatchLocation | None, max_lines: int | None = None) -> dict[str, Any]:
+    def create(self, node: PreparedNode, state: SharedState, max_lines: int | None = None) -> dict[str, Any]:
         """Create all of a node's actors; return them by name.
 
-        `batches`: where this node finds files and batches; None: it has none. `max_lines`: of batches, in the cluster
-        at a time, where the driver of batches is to run; None: it is not.
+        `state`: as this node finds it. `max_lines`: of batches, in the cluster at a time, where the driver of batches
+        is to run; None: it is not.
         """
         actors: dict[str, Any] = {}
         try:
-            self._create(actors, node, batches, max_lines)
+            self._create(actors, node, state, max_lines)
         except BaseException:
             for actor in actors.values():  # those that are detached would stay
                 with contextlib.suppress(RayError, ValueError):
@@ -109,19 +113,18 @@ class ActorFactory:
             raise
         return actors
 
-    def _create(
-        self, actors: dict[str, Any], node: PreparedNode, batches: BatchLocation | None, max_lines: int | None
-    ) -> None:
+    def _create(self, actors: dict[str, Any], node: PreparedNode, state: SharedState, max_lines: int | None) -> None:
         config = node.config
         if node.share.is_head:
             routing = (config.router, config.batching, self._served)
             self._add(actors, node, RouterActor, Role.ROUTER, ROUTER, *routing)
         self._add_workers(actors, node)
         for name, port in node.share.gateways:
-            gateway = (config.gateway, port, self._served, api_keys(), batches)
+            gateway = (config.gateway, port, self._served, api_keys(), state)
             self._add(actors, node, self._actor_classes.gateway, Role.GATEWAY, name, *gateway)
-        if batches is not None and max_lines is not None:
-            driver = (config.gateway, self._served, batches, max_lines)
+        if state.batches is not None and max_lines is not None:
+            serving = (state.gateways, max(1, len(api_keys())), self._spec(node, Role.STATE_SERVER, STATE))
+            driver = (config.gateway, self._served, state.batches, max_lines, *serving)
             self._add(actors, node, self._actor_classes.batches, Role.GATEWAY, BATCHES, *driver)
 
     def _add_workers(self, actors: dict[str, Any], node: PreparedNode) -> None:
@@ -139,15 +142,20 @@ class ActorFactory:
             prefill = (config.prefill, config.scheduling, engines[name], share.decode, node.num_far_decode, served)
             self._add(actors, node, PrefillWorkerActor, Role.PREFILL_WORKER, name, *prefill)
         for name in share.decode:
-            prefillers = (*share.prefill, *node.far_prefill)
-            decode = (config.decode, config.batching, config.scheduling, engines[name], prefillers, served)
+            decode = (config.decode, config.batching, config.scheduling, engines[name], served)
             self._add(actors, node, DecodeWorkerActor, Role.DECODE_WORKER, name, *decode)
 
     def _add(
         self, actors: dict[str, Any], node: PreparedNode, actor_class: Any, role: Role, name: str, *arguments: object
     ) -> None:
+        # A dead actor is restarted for as long as its node lives.
+        options = {"name": name, "get_if_exists": self._is_adopting, **self._options, **node.options_of(name)}
+        made = actor_class.options(max_restarts=-1, max_task_retries=0, **options)
+        actors[name] = made.remote(*arguments, self._spec(node, role, name))
+
+    def _spec(self, node: PreparedNode, role: Role, name: str) -> ProcessSpec:
         authority = self._secrets.authority
-        process_spec = ProcessSpec(
+        return ProcessSpec(
             role=role,
             name=name,
             cluster_id=node.folder.name,
@@ -159,10 +167,6 @@ class ActorFactory:
             pool_name=node.share.pool_name,
             credentials=authority.issue(name) if authority is not None else None,
         )
-        # Placement is by node, not by CPU shares; a dead actor is restarted for as long as its node lives.
-        options = {"name": name, "get_if_exists": self._is_adopting, **self._options, **node.placed_by}
-        made = actor_class.options(num_cpus=0, max_restarts=-1, max_task_retries=0, **options)
-        actors[name] = made.remote(*arguments, process_spec)
 
 
 def max_lines_in_flight(config: ClusterConfig, num_decode: int) -> int:

@@ -1,4 +1,5 @@
-"""Storage of a cluster's files and batches: a state folder, and a Redis of its own unless one is configured."""
+"""Storage of a cluster's files and batches: a state folder on the head, a Redis of its own unless one is configured,
+and a bucket for contents where one is."""
 
 import os
 from pathlib import Path
@@ -6,10 +7,19 @@ from typing import NamedTuple
 
 from alignedserve.batches.location import BatchLocation
 from alignedserve.batches.stores.disk import lock_file
+from alignedserve.batches.stores.object_blobs import ObjectBlobs, ObjectStoreLocation
+from alignedserve.batches.stores.redis_records import RedisLocation, check_redis
 from alignedserve.cluster.private_redis import PrivateRedis
-from alignedserve.config.environment import STATE_DIR_VARIABLE, redis_url, state_root
-from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import ResourceError
+from alignedserve.config.environment import (
+    REDIS_URL_VARIABLE,
+    STATE_DIR_VARIABLE,
+    object_store_settings,
+    redis_authority,
+    redis_url,
+    state_root,
+)
+from alignedserve.config.sections import BatchesConfig, ClusterConfig
+from alignedserve.core.errors import ConfigError, ResourceError, StorageError
 
 
 class StateLock:
@@ -39,10 +49,10 @@ class BatchStorage(NamedTuple):
 
 def open_batch_storage(config: ClusterConfig, run_folder: Path) -> BatchStorage:
     """Prepare the state folder and start Redis unless one is configured. Raises ResourceError."""
-    folder = _state_folder(config)
-    url = redis_url()
-    if url is not None:
-        return BatchStorage(BatchLocation(folder, url, config.batches), None, None)
+    folder, objects = _state_folder(config), _object_store(config.batches)
+    named = _named_redis()
+    if named is not None:
+        return BatchStorage(BatchLocation(config.batches, folder, named, objects), None, None)
     lock = StateLock(folder)
     redis = PrivateRedis(
         folder=folder / "redis", socket_path=run_folder / "redis.sock", log_path=run_folder / "logs" / "redis.log"
@@ -52,11 +62,42 @@ def open_batch_storage(config: ClusterConfig, run_folder: Path) -> BatchStorage:
     except BaseException:
         lock.release()
         raise
-    return BatchStorage(BatchLocation(folder, redis.address, config.batches), redis, lock)
+    return BatchStorage(BatchLocation(config.batches, folder, redis.location, objects), redis, lock)
+
+
+def _named_redis() -> RedisLocation | None:
+    """Return the Redis that the environment names. Raises ConfigError, or ResourceError where it lets no one in."""
+    url = redis_url()
+    if url is None:
+        return None
+    scheme = url.partition("://")[0]
+    if scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(f"{REDIS_URL_VARIABLE} must begin with redis://, rediss:// or unix://")
+    location = RedisLocation(url, redis_authority() if scheme == "rediss" else None, is_local=scheme == "unix")
+    try:
+        problem = check_redis(location)
+    except ValueError as error:
+        raise ConfigError(f"{REDIS_URL_VARIABLE} is no URL of a Redis") from error
+    if problem is not None:
+        raise ResourceError(f"the Redis of {REDIS_URL_VARIABLE} cannot be used: {problem}")
+    return location
+
+
+def _object_store(config: BatchesConfig) -> ObjectStoreLocation | None:
+    """Return the bucket of the files' contents, if they are in one. Raises ResourceError where it lets no one in."""
+    if not config.is_in_bucket or config.folder is None:
+        return None
+    settings = object_store_settings()
+    location = ObjectStoreLocation(config.folder, config.s3_endpoint or settings.get("AWS_ENDPOINT_URL"), settings)
+    try:
+        ObjectBlobs(location).check()
+    except StorageError as error:
+        raise ResourceError(f"batches.folder {config.folder}: {error}") from error
+    return location
 
 
 def _state_folder(config: ClusterConfig) -> Path:
-    named = config.batches.folder
+    named = None if config.batches.is_in_bucket else config.batches.folder
     folder = Path(named).expanduser().absolute() if named else state_root() / str(config.gateway.port)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

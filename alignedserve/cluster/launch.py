@@ -5,6 +5,7 @@ import logging
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.batches.location import BatchLocation
+from alignedserve.batches.location import SharedState
 from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode, max_lines_in_flight
 from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
@@ -29,7 +30,7 @@ from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
+from alignedserve.core.errors import AlignedServeError, ConfigError, PeerLost, ResourceError
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CPU, worker_devices
 from alignedserve.runtime.engine.model_executor import bytes_beside_blocks
@@ -64,7 +65,7 @@ class RunningCluster:
         self.folder = node.folder
         self._node = node
         self._observer = observer
-        self._batch_location: BatchLocation | None = None
+        self._state = SharedState()
         self._redis: PrivateRedis | None = None
         self._state_lock: StateLock | None = None
         self._watchdogs: dict[str, Watchdog] = {}  # by node
@@ -87,20 +88,23 @@ class RunningCluster:
 
     def create(self, others: tuple[PreparedNode, ...] = ()) -> None:
         """Create every actor; they come up by themselves, in any order."""
+        nodes = (self._node, *others)
+        gateways = tuple(name for node in nodes for name, _ in node.share.gateways)
+        self._state = SharedState(gateways=gateways)
         if self.config.batches.enabled:
-            self._batch_location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
+            location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
+            self._state = SharedState(location, gateways)
         if not ray.is_initialized():
             start_ray(self.folder, f"alignedserve-{self.folder.name}")
-        nodes = (self._node, *others)
         num_decode = sum(len(node.share.decode) for node in nodes)
         max_lines = max_lines_in_flight(self.config, num_decode)
-        self._actors[self._node.share.node] = self._factory.create(self._node, self._batch_location, max_lines)
+        self._actors[self._node.share.node] = self._factory.create(self._node, self._state, max_lines)
         for node in others:
-            self._actors[node.share.node] = self._factory.create(node, self._batches_of_others())
+            self._actors[node.share.node] = self._factory.create(node, self._state_of_others())
 
     def add_node(self, node: PreparedNode) -> None:
         """Create the actors of a node that has joined. They come up by themselves, in any order."""
-        self._actors[node.share.node] = self._factory.create(node, self._batches_of_others())
+        self._actors[node.share.node] = self._factory.create(node, self._state_of_others())
         self._watch(node.share.node)
 
     def remove_node(self, name: str) -> None:
@@ -163,9 +167,11 @@ class RunningCluster:
         self._watchdogs[name] = Watchdog(self._actors[name], self.config.links.hang_timeout_s)
         self._watchdogs[name].start()
 
-    def _batches_of_others(self) -> BatchLocation | None:
-        """Return where gateways of other nodes find files and batches: nowhere while their Redis is this host's own."""
-        return self._batch_location if self._redis is None else None
+    def _state_of_others(self) -> SharedState:
+        """Return what gateways of other nodes share, as they find it."""
+        if self._state.batches is None:
+            return self._state
+        return replace(self._state, batches=self._state.batches.elsewhere())
 
     def _end_everything(self) -> None:
         for watchdog in self._watchdogs.values():
@@ -224,6 +230,8 @@ def launch_cluster(
     nothing left running, when it cannot.
     """
     observer = observer or LoggingObserver()
+    if config.scaling.max_nodes is not None:
+        raise ConfigError("scaling.max_nodes is for a cluster of several hosts (RAY_ADDRESS); leave it out")
     config = msgspec.structs.replace(config, model=with_local_model(config.model))
     choice = _choose(resolve_policy(config))
     config, served = choice.config, choice.served

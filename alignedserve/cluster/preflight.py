@@ -1,5 +1,6 @@
 """Checks a configuration before anything is started, so that a mistake is reported at once and in one line."""
 
+import errno
 import os
 import socket
 from collections.abc import Iterable
@@ -102,10 +103,13 @@ def _check_ports(host: str, ports: Iterable[int]) -> None:
             try:
                 probe.bind((host, port))
             except OSError as error:
-                raise AddressInUse(
-                    f"cannot listen on {host}:{port} ({error.strerror}); "
-                    "is another server running there? Choose another with --port or --set gateway.port=N"
-                ) from error
+                raise AddressInUse(f"cannot listen on {host}:{port} ({error.strerror}); {_advice(error)}") from error
+
+
+def _advice(error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return "no such address is on this host; gateway.host=node stands for each host's own"
+    return "is another server running there? Choose another with --port or --set gateway.port=N"
 
 
 def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int | None) -> None:

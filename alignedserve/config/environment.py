@@ -3,15 +3,22 @@
 import os
 from pathlib import Path
 
+from alignedserve.core.errors import ConfigError
+
 API_KEYS_VARIABLE = "ALIGNEDSERVE_API_KEYS"
 RUN_DIR_VARIABLE = "ALIGNEDSERVE_RUN_DIR"
 CLIENT_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
 RAY_ADDRESS_VARIABLE = "RAY_ADDRESS"
 STATE_DIR_VARIABLE = "ALIGNEDSERVE_STATE_DIR"
 REDIS_URL_VARIABLE = "ALIGNEDSERVE_REDIS_URL"
+REDIS_CA_VARIABLE = "ALIGNEDSERVE_REDIS_CA"
 DATA_VARIABLE = "ALIGNEDSERVE_DATA"
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 WAIT_POLICY_VARIABLE = "OMP_WAIT_POLICY"
+_AWS_VARIABLES = (
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"),
+)
 
 # About ten microseconds: longer than from one product to the next, shorter than anyone else notices.
 SHORT_SPINS = "1000"
@@ -62,6 +69,28 @@ def state_root() -> Path:
 def redis_url() -> str | None:
     """Return the Redis that keeps the state of batches (it may hold a password); None: start a private one."""
     return os.environ.get(REDIS_URL_VARIABLE) or None
+
+
+def redis_authority() -> str | None:
+    """Return the certificates (PEM) that sign that of the Redis, from the file named by ALIGNEDSERVE_REDIS_CA.
+
+    None: those that this system trusts. Raises ConfigError when the file cannot be read.
+    """
+    named = os.environ.get(REDIS_CA_VARIABLE)
+    if not named:
+        return None
+    try:
+        return Path(named).read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{REDIS_CA_VARIABLE} names {named}, which cannot be read") from error
+
+
+def object_store_settings() -> dict[str, str]:
+    """Return what the usual AWS_ variables say of an object store: credentials, region, endpoint.
+
+    Without any, each host asks its own environment and the cloud's metadata service.
+    """
+    return {name: os.environ[name] for name in _AWS_VARIABLES if os.environ.get(name)}
 
 
 def limit_thread_spinning() -> None:

@@ -12,6 +12,7 @@ import msgspec
 from alignedserve.core.errors import ConfigError
 
 MIB = 1024 * 1024
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.=-]+)*/?")
 
 
 class Topology(enum.Enum):
@@ -279,11 +280,14 @@ class RecordingConfig(Section, frozen=True):
 
 
 class BatchesConfig(Section, frozen=True):
-    """Files and batches of best-effort lines. Their Redis is private to this machine unless ALIGNEDSERVE_REDIS_URL
-    names one."""
+    """Files and batches of best-effort lines. Their Redis is the cluster's own unless ALIGNEDSERVE_REDIS_URL names
+    one."""
 
     enabled: bool = True
-    folder: str | None = None  # state that outlives restarts; when unset one per port, under the user's state folder
+    # State that outlives restarts, on the head; when unset one per port, under the user's state folder.
+    # s3://BUCKET/PREFIX: contents of files are there, and all else in that folder.
+    folder: str | None = None
+    s3_endpoint: str | None = None  # of a bucket that is not Amazon's, http(s)://HOST:PORT
     namespace: str = "alignedserve"  # what keys in a shared Redis begin with
     max_file_bytes: int = 200_000_000
     max_files_bytes: int = 10_000_000_000  # of all input files of one key
@@ -298,10 +302,41 @@ class BatchesConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         self._require(self.folder is None or bool(self.folder), "folder", "must name a folder")
+        is_place = "://" not in (self.folder or "") or bool(_BUCKET.fullmatch(self.folder or ""))
+        self._require(is_place, "folder", "must be a folder or s3://BUCKET/PREFIX")
+        is_url = self.s3_endpoint is None or bool(re.fullmatch(r"https?://[^/\s@]+/?", self.s3_endpoint))
+        self._require(is_url, "s3_endpoint", "must be http(s)://HOST:PORT, without credentials")
+        self._require(self.s3_endpoint is None or self.is_in_bucket, "s3_endpoint", "needs a bucket in batches.folder")
         self._require(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace)), "namespace", "must be a plain word")
         self._require_positive("max_file_bytes", "max_files_bytes", "max_files", "max_lines", "max_line_bytes")
         self._require_positive("max_active", "max_attempts", "file_lifetime_s", "assumed_tokens_per_s")
         self._require(self.max_in_flight is None or self.max_in_flight > 0, "max_in_flight", "must be above 0")
+
+    @property
+    def is_in_bucket(self) -> bool:
+        """Return whether contents of files are objects in a bucket."""
+        return self.folder is not None and self.folder.startswith("s3://")
+
+
+class ScalingConfig(Section, frozen=True):
+    """Nodes that Ray's autoscaler adds and removes with the load, on a cluster of several hosts."""
+
+    max_nodes: int | None = None  # with the head; unset: the nodes are those that there are
+    min_nodes: int = 1
+    target_load: float = 0.8  # real-time requests per place of a decode worker; above it nodes are added
+    max_wait_s: float = 5.0  # forecast for the queue; above it nodes are added
+    up_after_s: float = 3.0  # nodes are added when they were wanted for this long
+    down_after_s: float = 300.0  # a node is given back when it was not wanted for this long
+
+    def __post_init__(self) -> None:
+        self._require(1 <= self.min_nodes <= 10_000, "min_nodes", "must be between 1 and 10000")
+        is_range = self.max_nodes is None or self.min_nodes <= self.max_nodes <= 10_000
+        self._require(is_range, "max_nodes", "must be between scaling.min_nodes and 10000")
+        self._require(0.0 < self.target_load <= 10.0, "target_load", "must be above 0 and at most 10")
+        self._require(1.0 <= self.max_wait_s <= 120.0, "max_wait_s", "must be between 1 and 120")
+        self._require(0.0 <= self.up_after_s <= 3600.0, "up_after_s", "must be between 0 and 3600")
+        is_later = self.up_after_s <= self.down_after_s <= 86_400.0
+        self._require(is_later, "down_after_s", "must be between scaling.up_after_s and 86400")
 
 
 class ClusterConfig(Section, frozen=True):
@@ -320,6 +355,7 @@ class ClusterConfig(Section, frozen=True):
     links: LinksConfig = msgspec.field(default_factory=LinksConfig)
     recording: RecordingConfig = msgspec.field(default_factory=RecordingConfig)
     batches: BatchesConfig = msgspec.field(default_factory=BatchesConfig)
+    scaling: ScalingConfig = msgspec.field(default_factory=ScalingConfig)
 
     @property
     def chosen_topology(self) -> Topology:

@@ -7,15 +7,21 @@ the file system is one.
 
 import argparse
 import asyncio
+import contextlib
 import itertools
+import json
 import os
+import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +29,28 @@ import yaml
 
 from alignedserve.core.errors import AlignedServeError, ResourceError
 from alignedserve.evaluation.checked_trace import plan_checked_trace
-from alignedserve.evaluation.namespace_hosts import NamespaceHosts
+from alignedserve.evaluation.namespace_hosts import NamespaceHost, NamespaceHosts
+from alignedserve.evaluation.network_faults import FAULTS, HostFault
 from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
-from alignedserve.loadgen.client import CompletionOutcome, OpenAiClient
+from alignedserve.loadgen.client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
 from alignedserve.loadgen.load_generator import LoadGenerator
 from alignedserve.loadgen.load_plan import LoadRequest
 from alignedserve.pocket.tasks import is_correct
 from alignedserve.workload.traces import shipped_trace
 
 _MODEL = "pocket"
-_PORT = 8000
+PORT = 8000
 _CLUSTER_NAME = "alignedserve-rehearsal"
 _RAY_UP_S = 400.0
 _NUM_UPS = 3
 _MIN_HOSTS, _MAX_HOSTS = 3, 16  # two whose gateways are asked, and the one that is lost
+_ANSWER_S = 5.0
+_USED_AGAIN_S = 240.0
+_POLL_S = 0.5
+_MAX_CHATS = 10
+_NUM_ASKED = 2  # gateways that are asked
+_ANSWERS = re.compile(r'^alignedserve_answers_total{worker="([^"]+)"} (\S+)$', re.MULTILINE)
+_STAMP = "2026-01-31 12:00:00,000"  # as logs begin
 _RAY_WAS_SLOW = "timed out during startup"
 # Small, as all hosts share the cores of one machine.
 SETTINGS = (
@@ -66,11 +80,21 @@ class Verdict:
         return not self.lost and not self.num_corrupted
 
 
+@dataclass(frozen=True, slots=True)
+class FaultReport:
+    """What came of a trace with a fault in the middle of it."""
+
+    verdict: Verdict
+    noticed_s: float | None  # until the driver gave a host up; None: it did not
+    used_again_s: float | None  # from the end of the fault
+
+
 class Rehearsal:
     """The hosts and the cluster on them."""
 
     def __init__(self, hosts: NamespaceHosts, settings: Sequence[str]) -> None:
         self.hosts = hosts
+        self.api_key = secrets.token_hex(16)  # without which no gateway answers
         self._settings = settings
         self._file = hosts.base / "cluster.yaml"
 
@@ -83,7 +107,9 @@ class Rehearsal:
             (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} {inside}"$@"\n', encoding="utf-8")
             (commands / name).chmod(0o755)
         (base / "bashrc").write_text(
-            f"export PATH={commands}:$PATH RAY_AUTH_MODE=token PYTHONPATH={Path.cwd()}\n", encoding="utf-8"
+            f"export PATH={commands}:$PATH RAY_AUTH_MODE=token PYTHONPATH={Path.cwd()}\n"
+            f"export ALIGNEDSERVE_API_KEYS={self.api_key}\n",
+            encoding="utf-8",
         )
         for kept in Path("/tmp/ray").glob(f"cluster-{_CLUSTER_NAME}.*"):  # noqa: S108  (what Ray remembers of a former one)
             kept.unlink()
@@ -139,17 +165,64 @@ class Rehearsal:
         done = self.hosts.hosts[index].run("bash", "-c", f". ~/.bashrc; {command}", timeout_s=timeout_s)
         return done.stdout + done.stderr
 
+    def num_answers(self, index: int) -> dict[str, int]:
+        """Return how many requests each worker has answered for this host's gateway."""
+        request = urllib.request.Request(f"{self.urls()[index]}/metrics")  # noqa: S310
+        request.add_header("Authorization", f"Bearer {self.api_key}")
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:  # noqa: S310
+            text = response.read().decode()
+        return {name: int(float(count)) for name, count in _ANSWERS.findall(text)}
+
+    def status(self) -> dict[str, Any]:
+        """Return what `alignedserve status --json` says on the first host."""
+        output = self.on_host(0, "alignedserve status --json")
+        found: dict[str, Any] = json.loads(output[output.index("{") : output.rindex("}") + 1])
+        return found
+
+    def host_of(self, process: str) -> str | None:
+        """Return the name of the host on which this process runs."""
+        return next((node["hostname"] for node in self.status()["nodes"] if process in node["actors"]), None)
+
+    def noticed_s(self, since: float) -> float | None:
+        """Return how long after this Unix time the driver gave the last host up; None: it did not."""
+        for line in self.on_host(0, "alignedserve logs driver").splitlines():
+            if f"{self.hosts.hosts[-1]} is lost" in line:
+                at = datetime.strptime(line[: len(_STAMP)], "%Y-%m-%d %H:%M:%S,%f").astimezone().timestamp()
+                if at >= since:
+                    return at - since
+        return None
+
+    def wait_until_used(self, host: NamespaceHost) -> None:
+        """Wait until the cluster has the host and its gateway answers. Raises ResourceError when that does not come."""
+        ends_s = time.monotonic() + _USED_AGAIN_S
+        while time.monotonic() < ends_s:
+            if any(node["hostname"] == host.name and node["actors"] for node in self.status()["nodes"]):
+                ready = f"{_url(host)}/ready"
+                with contextlib.suppress(OSError), urllib.request.urlopen(ready, timeout=_ANSWER_S):  # noqa: S310
+                    return
+            time.sleep(_POLL_S)
+        raise ResourceError(f"{host} is not used again after {_USED_AGAIN_S:.0f} s")
+
+    def clients(self) -> list[OpenAiClient]:
+        """Return a client of each gateway of the hosts that are up."""
+        return [OpenAiClient(url=url, api_key=self.api_key) for url in self.urls()]
+
     def urls(self) -> list[str]:
         """Return the addresses of the gateways of the hosts that are up."""
-        return [f"http://{host.address}:{_PORT}" for host in self.hosts.hosts if host.process is not None]
+        return [_url(host) for host in self.hosts.hosts if host.process is not None]
 
 
-async def replay(urls: Sequence[str], duration_s: float, rate: float, at_s: float, hurt: "asyncio.Event") -> Verdict:
+def _url(host: NamespaceHost) -> str:
+    return f"http://{host.address}:{PORT}"
+
+
+async def replay(
+    clients: Sequence[OpenAiClient], duration_s: float, rate: float, at_s: float, hurt: "asyncio.Event"
+) -> Verdict:
     """Replay the trace through these gateways in turn, set the event at that time, and judge every answer."""
     count_tokens = pocket_tokenizer()
     checked = plan_checked_trace(shipped_trace(), duration_s=duration_s, rate=rate, seed=0, count_tokens=count_tokens)
     calls = [task_call(task, _MODEL, count_tokens) for task in checked.tasks]
-    clients = [OpenAiClient(url=url) for url in urls]
     for client in clients:
         await client.__aenter__()
 
@@ -184,23 +257,74 @@ def _longest_pause(outcome: CompletionOutcome) -> float:
     return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
-async def _lose_a_host(rehearsal: Rehearsal, options: argparse.Namespace) -> Verdict:
+async def _replay_with_fault(
+    rehearsal: Rehearsal, options: argparse.Namespace, fault: HostFault
+) -> tuple[Verdict, list[float]]:
+    """Replay the trace with the fault in the middle of it.
+
+    Return what came of it, and when the fault began and, if it did before the last answer, ended, in Unix time.
+    """
     hurt = asyncio.Event()
-    lost = rehearsal.hosts.hosts[-1]
+    times: list[float] = []
 
-    async def kill() -> None:
+    async def bring_about() -> None:
         await hurt.wait()
-        print(f"{options.kill_at:.0f} s: {lost.name} ({lost.address}) is killed with all its processes", flush=True)
-        rehearsal.hosts.kill(lost)
+        times.append(time.time())
+        print(f"{options.fault_at:.0f} s: {await asyncio.to_thread(fault.begin)}", flush=True)
+        if options.heal_after:
+            await asyncio.sleep(options.heal_after)
+            await asyncio.to_thread(fault.end)
+            times.append(time.time())
+            print(f"{options.fault_at + options.heal_after:.0f} s: that is over", flush=True)
 
-    killing = asyncio.create_task(kill())
+    faulty = asyncio.create_task(bring_about())
     try:
-        verdict = await replay(rehearsal.urls()[:2], options.duration, options.rate, options.kill_at, hurt)
+        clients = rehearsal.clients()[:-1][:_NUM_ASKED]  # never of the last host, to which the faults happen
+        verdict = await replay(clients, options.duration, options.rate, options.fault_at, hurt)
+        if not times:
+            raise ResourceError(f"the last answer came before --fault-at {options.fault_at:g}")
+        if options.heal_after:
+            await faulty
+        return verdict, times
     finally:
-        killing.cancel()
-    if lost.process is not None:
-        raise ResourceError(f"{lost.name} was not killed: the last answer came before --kill-at {options.kill_at:g}")
-    return verdict
+        faulty.cancel()
+
+
+async def chat_with_another_host(rehearsal: Rehearsal) -> None:
+    """Ask the head's gateway until a worker of another host has answered, and print what was said."""
+    url, head = rehearsal.urls()[0], rehearsal.hosts.hosts[0]
+    prompt = "spell otter"
+    message = {"model": _MODEL, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
+    async with rehearsal.clients()[0] as client:
+        for _ in range(_MAX_CHATS):
+            before = rehearsal.num_answers(0)
+            call = CompletionCall(CompletionApi.CHAT, message)
+            outcomes = await asyncio.gather(*(client.complete(call, CompletionOutcome()) for _ in rehearsal.urls()))
+            for worker, count in rehearsal.num_answers(0).items():
+                host = rehearsal.host_of(worker)
+                if count > before.get(worker, 0) and host != head.name:
+                    print(f"asked {url} (gateway-0 on {head.name}): {prompt!r}; answer: {outcomes[0].text!r}")
+                    print(f"answered by {worker} on {host}, by alignedserve_answers_total of gateway-0", flush=True)
+                    return
+    raise ResourceError(f"in {_MAX_CHATS} rounds no worker of another host has answered")
+
+
+def replay_with_fault(rehearsal: Rehearsal, options: argparse.Namespace) -> FaultReport:
+    """Replay the trace with the chosen fault, print what came of it, and have all hosts back."""
+    fault = FAULTS[options.fault](rehearsal.hosts)
+    verdict, times = asyncio.run(_replay_with_fault(rehearsal, options, fault))
+    _print_verdict(verdict)
+    noticed_s, used_again_s = rehearsal.noticed_s(times[0]), None
+    print(f"{'a host was given up after':<32}{'-' if noticed_s is None else f'{noticed_s:.1f} s'}")
+    print(rehearsal.on_host(0, "alignedserve status"), flush=True)
+    if not options.heal_after:
+        fault.end()
+        times.append(time.time())
+    if noticed_s is not None:
+        rehearsal.wait_until_used(rehearsal.hosts.hosts[-1])
+        used_again_s = time.time() - times[-1]
+        print(f"{'it is used again after':<32}{used_again_s:.0f} s, without a command", flush=True)
+    return FaultReport(verdict, noticed_s, used_again_s)
 
 
 def _print_verdict(verdict: Verdict) -> None:
@@ -214,7 +338,7 @@ def _print_verdict(verdict: Verdict) -> None:
         print(f"  lost: {reason}")
 
 
-def _clear(base: Path) -> None:
+def clear_former(base: Path) -> None:
     """Remove what a former rehearsal left. Raises ResourceError for any other folder: this runs as root."""
     if base.exists() and any(base.iterdir()) and not (base / "bin" / "alignedserve").exists():
         raise ResourceError(f"{base} is not empty, and not of a former rehearsal; choose another --base")
@@ -223,7 +347,7 @@ def _clear(base: Path) -> None:
 
 def run(options: argparse.Namespace) -> bool:
     """Run the rehearsal and print it; return whether nothing was lost, corrupted or left behind."""
-    _clear(options.base)
+    clear_former(options.base)
     settings = (*SETTINGS, *options.set)
     kept = [Path(entry) for entry in sys.path if Path(entry).is_dir()]
     hosts = NamespaceHosts(options.hosts, options.base, kept)
@@ -240,10 +364,8 @@ def run(options: argparse.Namespace) -> bool:
             raise
         print(f"`ray up` took {time.monotonic() - began_s:.1f} s, until the cluster answered", flush=True)
         print(rehearsal.on_host(1, "alignedserve status"), flush=True)
-        verdict = asyncio.run(_lose_a_host(rehearsal, options))
-        _print_verdict(verdict)
-        print(rehearsal.on_host(0, "alignedserve status"), flush=True)
-        hosts.boot(hosts.hosts[-1])
+        asyncio.run(chat_with_another_host(rehearsal))
+        verdict = replay_with_fault(rehearsal, options).verdict
         rehearsal.ray("down")
         time.sleep(options.settle)
         left = [line for host in hosts.hosts for line in host.processes()]
@@ -262,7 +384,9 @@ def main() -> int:
     parser.add_argument("--base", type=Path, default=Path("/run/alignedserve-rehearsal"))
     parser.add_argument("--duration", type=float, default=40.0, help="seconds of the trace")
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second")
-    parser.add_argument("--kill-at", type=float, default=15.0, help="seconds into the trace")
+    parser.add_argument("--fault", choices=sorted(FAULTS), default="kill", help="what happens on the way")
+    parser.add_argument("--fault-at", type=float, default=15.0, help="seconds into the trace")
+    parser.add_argument("--heal-after", type=float, default=0.0, help="seconds of the fault; 0: until the trace ends")
     parser.add_argument("--settle", type=float, default=90.0, help="seconds after `ray down`")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the hosts are removed then, too

@@ -25,7 +25,7 @@ from alignedserve.core.errors import ResourceError
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "sshd", "ssh", "ssh-keygen", "rsync")
 _UP_S = 10.0
 _NETWORK = "10.77"
-_BRIDGE = "alsv"
+BRIDGE = "alsv"
 _TURN = Path("/run/alsv.lock")  # one set of hosts at a time: all have the same bridge and addresses
 
 # Inside the new namespaces, as the first process of the host. $KEPT: folders under /tmp or home that it must still see.
@@ -73,6 +73,9 @@ class NamespaceHost:
     address: str
     process: "subprocess.Popen[bytes] | None" = None
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
     def run(self, *command: str, timeout_s: float = 60.0) -> "subprocess.CompletedProcess[str]":
         """Run a command on the host and return its result."""
         assert self.process is not None, "a host that is down"
@@ -106,12 +109,12 @@ class NamespaceHosts:
         try:
             self.base.mkdir(mode=0o700, parents=True, exist_ok=True)
             for name in ("key", "host_key"):
-                _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.base / name))
+                call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.base / name))
             (self.base / "sshd_config").write_text(_SSHD_CONFIG.format(base=self.base), encoding="ascii")
             self._remove_network()
-            _call("ip", "link", "add", _BRIDGE, "type", "bridge")
-            _call("ip", "address", "add", f"{_NETWORK}.0.254/24", "dev", _BRIDGE)
-            _call("ip", "link", "set", _BRIDGE, "up")
+            call("ip", "link", "add", BRIDGE, "type", "bridge")
+            call("ip", "address", "add", f"{_NETWORK}.0.254/24", "dev", BRIDGE)
+            call("ip", "link", "set", BRIDGE, "up")
             for host in self.hosts:
                 self.boot(host)
         except BaseException:
@@ -161,21 +164,21 @@ class NamespaceHosts:
     def _connect(self, host: NamespaceHost) -> None:
         """Give the host its interface, an address and a default route, without which Ray takes the loopback's."""
         assert host.process is not None, "a host that is down"
-        outer, pid = f"{_BRIDGE}-{host.name}", host.process.pid
+        outer, pid = f"{BRIDGE}-{host.name}", host.process.pid
         _wait(lambda: bool(_children(pid)), f"{host.name} did not start")
         (first,) = _children(pid)
         _try("ip", "link", "delete", outer)
         # The same hardware address after every boot: the others remember it.
         own = f"02:00:00:00:00:{int(host.address.rpartition('.')[2]):02x}"
-        _call("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "address", own, "netns", str(first))
-        _call("ip", "link", "set", outer, "master", _BRIDGE, "up")
+        call("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "address", own, "netns", str(first))
+        call("ip", "link", "set", outer, "master", BRIDGE, "up")
         inside = ("nsenter", "--target", str(first), "--net", "ip")
-        _call(*inside, "address", "add", f"{host.address}/24", "dev", "eth0")
-        _call(*inside, "link", "set", "eth0", "up")
-        _call(*inside, "route", "add", "default", "via", f"{_NETWORK}.0.254")
+        call(*inside, "address", "add", f"{host.address}/24", "dev", "eth0")
+        call(*inside, "link", "set", "eth0", "up")
+        call(*inside, "route", "add", "default", "via", f"{_NETWORK}.0.254")
 
     def _remove_network(self) -> None:
-        for name in (*(f"{_BRIDGE}-{host.name}" for host in self.hosts), _BRIDGE):
+        for name in (*(f"{BRIDGE}-{host.name}" for host in self.hosts), BRIDGE):
             _try("ip", "link", "delete", name)
 
 
@@ -209,7 +212,8 @@ def _try(*command: str) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
 
 
-def _call(*command: str) -> None:
+def call(*command: str) -> None:
+    """Run a command. Raises ResourceError with its words when it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         raise ResourceError(f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import msgspec
 import ray
 
-from alignedserve.batches.location import BatchLocation
+from alignedserve.batches.location import SharedState
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.backend.cluster import ClusterLinks
 from alignedserve.gateway.model_card import ModelCard
@@ -33,13 +33,18 @@ class GatewayActor(ActorHost):
         hosted = self._service
         return hosted.server.cluster_status() if isinstance(hosted, _Hosted) else None
 
+    def drain(self, is_draining: bool) -> int:
+        """Let /ready send requests elsewhere, or no more; return how many are open here. All are still served."""
+        hosted = self._service
+        return hosted.server.drain(is_draining) if isinstance(hosted, _Hosted) else 0
+
     def __init__(
         self,
         config: GatewayConfig,
         port: int,
         served: ServedModel,
         keys: tuple[str, ...],
-        batches: BatchLocation | None,
+        state: SharedState,
         process_spec: ProcessSpec,
     ) -> None:
         async def build() -> _Hosted:
@@ -48,7 +53,8 @@ class GatewayActor(ActorHost):
                 model=ModelCard.of(served),
                 config=msgspec.structs.replace(config, port=port),
                 api_keys=keys,
-                batches=batches,
+                state=state,
+                is_first_process=not ray.get_runtime_context().was_current_actor_reconstructed,
             )
             await server.start()
             return _Hosted(server)

@@ -9,13 +9,16 @@ from collections.abc import Iterator, Sequence
 
 import uvicorn
 
-from alignedserve.batches.location import BatchLocation, BatchStores, open_stores
+from alignedserve.batches.location import BatchStores, SharedState, open_stores
+from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import AddressInUse, ConfigError
+from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.model.tokenizer import Tokenizer
@@ -39,13 +42,18 @@ class GatewayServer:
         model: ModelCard,
         config: GatewayConfig,
         api_keys: Sequence[str] = (),
-        batches: BatchLocation | None = None,
+        state: SharedState | None = None,
+        is_first_process: bool = True,
     ) -> None:
+        """`state`: None: it shares nothing with other gateways. `is_first_process`: none of its name ran before."""
         self._links = links
         self._model = model
         self._config = config
         self._api_keys = tuple(api_keys)
-        self._batches = batches
+        self._state = state or SharedState()
+        self._is_first_process = is_first_process
+        self._client: StateClient | None = None
+        self._quotas: RequestQuotas | None = None
         self._stores: BatchStores | None = None
         self._backend: ClusterBackend | None = None
         self._http: HttpServer | None = None
@@ -60,13 +68,17 @@ class GatewayServer:
         """Return the router's last report; None while no router is connected."""
         return self._backend.status() if self._backend is not None else None
 
+    def drain(self, is_draining: bool) -> int:
+        """Say at /ready whether requests are to go elsewhere; return how many are open here. All are still served."""
+        return self._http.drain(is_draining) if self._http is not None else 0
+
     async def start(self) -> None:
         """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse or ConfigError."""
         tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder, self._model.vocab_size)
         listener = bind(self._config.host, self._config.port)
         self._backend = ClusterBackend(self._links, self._config)
-        if self._batches is not None:
-            self._stores = open_stores(self._batches)
+        self._open_shared_state()
+        batches = self._state.batches
         services = build_services(
             backend=self._backend,
             tokenizer=tokenizer,
@@ -74,7 +86,8 @@ class GatewayServer:
             config=self._config,
             api_keys=self._api_keys,
             reply_to=self._links.own_address,
-            files_api=FilesApi(self._stores, self._batches.config) if self._batches and self._stores else None,
+            files_api=FilesApi(self._stores, batches.config) if batches and self._stores else None,
+            quotas=self._quotas,
         )
         self._http = HttpServer(services, listener)
         try:
@@ -85,6 +98,26 @@ class GatewayServer:
             raise
         logger.info("gateway %s serves %s at %s", self._links.identity.name, self._model.name, self.url)
 
+    def _open_shared_state(self) -> None:
+        """Open the stores and the count of requests, and dial the state server where one of them needs it."""
+        batches, name = self._state.batches, self._links.identity.name
+        if batches is not None:
+            client = StateClient(self._links.identity, self._links.book)
+            self._stores = open_stores(batches, client)
+            is_limited_elsewhere = self._config.requests_per_minute is not None and self._state.gateways != (name,)
+            if batches.folder is None or is_limited_elsewhere:
+                self._client = client
+                client.start()
+        self._quotas = RequestQuotas(
+            self._config.requests_per_minute,
+            ApiKeys(self._api_keys).num_owners,
+            gateway=name,
+            gateways=self._state.gateways,
+            client=self._client,
+            is_first_process=self._is_first_process,
+        )
+        self._quotas.start()
+
     async def stop(self) -> None:
         """Close every connection and link; open requests fail. May be repeated."""
         backend, self._backend = self._backend, None
@@ -93,9 +126,14 @@ class GatewayServer:
             await backend.stop()
         if http is not None:
             await http.stop()
+        if self._quotas is not None:
+            self._quotas.stop()
         stores, self._stores = self._stores, None
         if stores is not None:
             await stores.repository.close()
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
 
 
 class HttpServer:
@@ -123,6 +161,11 @@ class HttpServer:
     def port(self) -> int:
         """The port listened on."""
         return int(self._listener.getsockname()[1])
+
+    def drain(self, is_draining: bool) -> int:
+        """See GatewayServer."""
+        self._services.readiness_probe.is_draining = is_draining
+        return self._services.limiter.num_open
 
     async def start(self) -> None:
         """Serve in the background; return when connections are accepted."""

@@ -1,6 +1,5 @@
 """The objects that every request of one gateway (or batch worker) shares. No HTTP here."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from alignedserve.gateway.errors import Overloaded, UnknownModel
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.runtime.model.tokenizer import Tokenizer
 
 
@@ -44,6 +44,7 @@ class Services:
     config: GatewayConfig
     reply_to: str  # address where workers send tokens
     api_keys: ApiKeys
+    quotas: RequestQuotas
     metrics: GatewayMetrics
     limiter: RequestLimiter
     readiness_probe: ReadinessProbe
@@ -64,8 +65,10 @@ def build_services(
     api_keys: Sequence[str] = (),
     reply_to: str = "",
     files_api: FilesApi | None = None,
+    quotas: RequestQuotas | None = None,
 ) -> Services:
-    """Build the shared objects around one backend."""
+    """Build the shared objects around one backend. `quotas`: None: this process alone counts requests."""
+    keys = ApiKeys(api_keys)
     probe_token_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0
     return Services(
         backend=backend,
@@ -73,8 +76,9 @@ def build_services(
         model=model,
         config=config,
         reply_to=reply_to,
-        api_keys=ApiKeys(api_keys, requests_per_minute=config.requests_per_minute, clock=time.monotonic),
-        metrics=GatewayMetrics(model.name, backend.status),
+        api_keys=keys,
+        quotas=quotas or RequestQuotas(config.requests_per_minute, keys.num_owners),
+        metrics=GatewayMetrics(model.name, backend.status, backend.num_answers),
         limiter=RequestLimiter(config.max_concurrent_requests),
         readiness_probe=ReadinessProbe(backend, token_id=probe_token_id, reply_to=reply_to),
         files_api=files_api,

@@ -4,11 +4,13 @@ The only time of another process that a message carries is the arrival of its re
 comes in from another host, so that every logic sees its own clock alone.
 """
 
+import math
 from collections import deque
 from dataclasses import replace
 
 import msgspec
 
+from alignedserve.core.errors import ProtocolError
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import BatchGranted, BlocksWritten, CopyGranted, Handoff, ReturnRequest
 from alignedserve.messages.gateways import ResumeRequest, SubmitRequest
@@ -35,7 +37,10 @@ class ClockOffset:
 
 
 def on_this_clock(message: Message, offset_s: float) -> Message:
-    """Return the message with the arrival of its requests on this host's clock."""
+    """Return the message with the arrival of its requests on this host's clock.
+
+    Raises ProtocolError when such an arrival is no time: no order could be made of it.
+    """
     match message:
         case SubmitRequest() | ResumeRequest() | PrefillRequest() | BlocksWritten() | ReturnRequest():
             return msgspec.structs.replace(message, request=_moved(message.request, offset_s))
@@ -53,4 +58,6 @@ def _moved_handoff(handoff: Handoff, offset_s: float) -> Handoff:
 
 
 def _moved(request: Request, offset_s: float) -> Request:
+    if not math.isfinite(request.arrival_s):
+        raise ProtocolError("a request that arrived at no time")
     return replace(request, arrival_s=request.arrival_s + offset_s)

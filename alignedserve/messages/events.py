@@ -58,6 +58,18 @@ class SendTo(_Event, frozen=True):
     message: Message
 
 
+class Dial(_Event, frozen=True):
+    """Command: keep a link to this address or process from now on, redialling it whenever it is lost."""
+
+    address: str
+
+
+class StopDialling(_Event, frozen=True):
+    """Command: dial this address or process no more. The link to it, if there is one, stays until it is lost."""
+
+    address: str
+
+
 CommonEvent = PeerConnected | PeerDisconnected | Received | Ticked
 
 EventT = TypeVar("EventT", contravariant=True)
@@ -67,5 +79,5 @@ CommandT = TypeVar("CommandT", covariant=True)
 class Logic(Protocol[EventT, CommandT]):
     """The decisions of one component. Touches nothing outside itself, not even a clock."""
 
-    def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | CommandT]:
+    def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | Dial | StopDialling | CommandT]:
         """Return the commands for an event at this time (seconds, monotonic); same history, same commands."""

@@ -61,6 +61,15 @@ class LengthTotals(msgspec.Struct, frozen=True, array_like=True):
     error_tokens: NonNegative = 0.0  # sum of |predicted - generated|
 
 
+class Demand(msgspec.Struct, frozen=True, array_like=True):
+    """What clients ask of the cluster now, by which it grows and shrinks."""
+
+    num_real_time: Count = 0  # accepted and not finished
+    num_decode_places: Count = 0  # requests that all decode workers run together at most
+    queue_wait_s: Seconds = 0.0  # forecast for the last of the queue
+    num_at_risk: Count = 0  # queued requests whose first token is due before that
+
+
 class ClusterStatus(Message, frozen=True):
     """Router to every gateway, about once a second: counts for /metrics and /ready."""
 
@@ -84,6 +93,7 @@ class ClusterStatus(Message, frozen=True):
     iteration_log: IterationLogTotals = IterationLogTotals()  # of all decode workers, since the router started
     lengths: LengthTotals = LengthTotals()  # since the router started
     latest_attempt: Attempt = 0  # that it gave out
+    demand: Demand = Demand()
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ class Role(enum.Enum):
     KV_POOL = "kv_pool"
     PREFILL_WORKER = "prefill_worker"
     DECODE_WORKER = "decode_worker"
+    STATE_SERVER = "state_server"  # beside the driver of batches
 
 
 class Challenge(Message, frozen=True):
@@ -36,6 +37,7 @@ class Hello(Message, frozen=True):
     name: Name  # unique in the cluster, the same after a restart
     proof: Nonce  # HMAC-SHA256(secret, "dialler" + listener's nonce + name)
     nonce: Nonce
+    dialled: Annotated[str, msgspec.Meta(max_length=128)] = ""  # the process that it means to reach; empty: any
 
 
 class Welcome(Message, frozen=True):

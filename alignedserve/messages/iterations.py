@@ -117,6 +117,7 @@ class BlocksLoaded:
     source: str
     loads: tuple[Load, ...]
     refused: frozenset[RequestId]
+    duration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,7 @@ class MapArena:
 
     peer: str
     offered: ArenaOffered
+    stamps: bool = False  # it is a candidate buffer, whose blocks the writer stamps
 
 
 @dataclass(frozen=True, slots=True)

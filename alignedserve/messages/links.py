@@ -54,7 +54,9 @@ from alignedserve.messages.pools import (
 )
 from alignedserve.messages.workers import (
     AttemptFailed,
+    BlocksFetched,
     IterationLogReport,
+    PeersChanged,
     PrefillCompleted,
     PrefillRequest,
     RegistrationRefused,
@@ -76,6 +78,7 @@ RouterInbound = (
     | RequestPreempted
     | WorkerLoad
     | IterationLogReport
+    | BlocksFetched
     | PoolRegistered
     | RequestPooled
     | BatchFormed
@@ -127,6 +130,7 @@ DecodeWorkerInbound = (
     | BlocksWritten
     | BlocksPrefetched
     | RequestReturned
+    | PeersChanged
     | RegistrationRefused
     | Ping
 )

@@ -1,7 +1,7 @@
 """Messages between the router and the pools."""
 
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
-from alignedserve.messages.fields import Attempt, Count, Text
+from alignedserve.messages.fields import NO_BATCH, Attempt, Count, Text
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import JoinedBatch
 
@@ -54,6 +54,7 @@ class BatchReceived(Message, frozen=True):
 
     batch_id: BatchId  # NO_BATCH: straight from a prefill worker
     members: tuple[tuple[RequestId, Attempt], ...]  # with their attempts
+    pool_name: Text = ""  # the pool of another node that granted them; empty: that of its own node, or none
 
 
 class CopyLost(Message, frozen=True):
@@ -61,6 +62,8 @@ class CopyLost(Message, frozen=True):
 
     request_id: RequestId
     attempt: Attempt
+    worker: Text = ""
+    batch_id: BatchId = NO_BATCH  # that it was granted in, which may never arrive
 
 
 class PoolLoad(Message, frozen=True):

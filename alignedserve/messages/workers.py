@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
-from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Text, TokenIds
+from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Text, TokenIds
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.wire import Message
 
@@ -26,6 +26,15 @@ class RegistrationRefused(Message, frozen=True):
     """Router to a worker or pool that cannot work with the others: it gets no work."""
 
     reason: Text
+
+
+class PeersChanged(Message, frozen=True):
+    """Router to decode worker, when it has registered and whenever they change: the prefill workers of all nodes and
+    the pools of other nodes, to which it keeps links."""
+
+    joined: tuple[WorkerName, ...]
+    left: tuple[WorkerName, ...] = ()  # not to be dialled any more; a link that holds is kept
+    is_complete: bool = False  # there are no others than those that joined
 
 
 class PrefillRequest(Message, frozen=True):
@@ -105,6 +114,14 @@ class WorkerLoad(Message, frozen=True):
     num_reused_tokens: Count = 0  # of retried requests: taken from the pool's copies
     num_recomputed_tokens: Count = 0  # of retried requests: computed again
     running: JoinedBatch | None = None  # None: no batch runs, or one of unaligned lengths
+
+
+class BlocksFetched(Message, frozen=True):
+    """Decode worker to router: blocks came from another node's pool, for the cost of that link."""
+
+    pool_name: Text
+    num_blocks: Count
+    duration_s: Seconds
 
 
 class IterationLogReport(Message, frozen=True):

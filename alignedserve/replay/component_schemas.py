@@ -17,7 +17,7 @@ from kvpool import factory as pool_factory
 from prefill_worker import factory as prefill_factory
 from prefill_worker.candidate_buffers import BufferOpened
 from router import factory as router_factory
-from router.state import LengthPredicted
+from router.state import DrainRequested, LengthPredicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ComponentSchema:
 _SCHEMAS: dict[str, ComponentSchema] = {
     f"{kind.make.__module__}.{kind.make.__name__}": kind
     for kind in (
-        ComponentSchema(router_factory.make_logic, RouterInbound, (LengthPredicted,)),
+        ComponentSchema(router_factory.make_logic, RouterInbound, (LengthPredicted, DrainRequested)),
         ComponentSchema(pool_factory.make_logic, PoolInbound),
         ComponentSchema(
             prefill_factory.make_logic,

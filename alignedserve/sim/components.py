@@ -6,7 +6,18 @@ from typing import Any
 
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import ArenaOffered
-from alignedserve.messages.events import TICK_S, Logic, PeerConnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.events import (
+    TICK_S,
+    Dial,
+    Logic,
+    PeerConnected,
+    PeerDisconnected,
+    Received,
+    Send,
+    SendTo,
+    StopDialling,
+    Ticked,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     IterationCompleted,
@@ -28,6 +39,7 @@ from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuff
 
 Performers = Mapping[type, Callable[[Any], None]]
 _TICK = Ticked()
+_DIALLING = (Dial, StopDialling)  # the simulated cluster is linked when it is built
 
 
 AnyLogic = Logic[Any, Any]
@@ -45,6 +57,7 @@ class Network:
         self.message_s = message_s
         self._dispatch_of: dict[str, Callable[[Any], None]] = {}
         self._roles: dict[str, Role] = {}
+        self._linked: dict[str, list[str]] = {}  # every component's peers, in the order of their links
         self.to_gateway: Callable[[Any], None] = _no_gateway  # takes what workers send to the address of a gateway
 
     def add(self, name: str, role: Role, dispatch: Callable[[Any], None]) -> None:
@@ -54,6 +67,21 @@ class Network:
 
     def link(self, one: str, other: str) -> None:
         """Link two components, which get PeerConnected now."""
+        self._linked.setdefault(one, []).append(other)
+        self._linked.setdefault(other, []).append(one)
+        self._introduce(one, other)
+
+    def lose(self, name: str) -> None:
+        """Break all links of a component that is lost; its peers get PeerDisconnected after what it has sent."""
+        for peer in self._linked[name]:
+            self.deliver(peer, PeerDisconnected(self._roles[name], name))
+
+    def link_again(self, name: str) -> None:
+        """Link a component that is back with all its former peers, the latest first."""
+        for peer in reversed(self._linked[name]):
+            self._introduce(peer, name)
+
+    def _introduce(self, one: str, other: str) -> None:
         self._event_queue.after(0.0, self._dispatch_of[one], PeerConnected(self._roles[other], other))
         self._event_queue.after(0.0, self._dispatch_of[other], PeerConnected(self._roles[one], one))
 
@@ -90,7 +118,7 @@ class SimulatedComponent:
                 self._network.send(self.name, command.peer, command.message)
             elif kind is SendTo:
                 self._network.to_gateway(command.message)
-            else:
+            elif kind not in _DIALLING:
                 self.performers[kind](command)
 
     def tick_from(self, time_s: float) -> None:

@@ -29,6 +29,20 @@ class SimMechanisms:
 
 
 @dataclass(frozen=True, slots=True)
+class SimRouters:
+    """The routers. Nodes are shared out among them; gateways choose one for each request (routers.py)."""
+
+    count: int = 1
+    event_s: float = 0.0  # a router's own time for each event; 0: none
+    lost_at_s: float | None = None  # when the first is lost, in seconds of the workload
+    restart_s: float = 2.0  # until it is back
+
+    def __post_init__(self) -> None:
+        if self.event_s < 0.0 or self.restart_s <= 0.0:
+            raise ConfigError("event_s of routers must be at least 0, restart_s above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class SimConfig:
     """One simulated cluster. Numbers of blocks are computed as in the live system: memory over bytes of a block."""
 
@@ -41,6 +55,7 @@ class SimConfig:
     learns_costs: bool = False  # policies learn the cost of iterations, as live ones do; False: they know it
     core_slowdown: float = 0.0  # share by which each other busy worker prolongs an iteration (shared_cores.py)
     num_pools: int = 1  # nodes: prefill and decode workers are distributed over them
+    routers: SimRouters = SimRouters()
     seed: int = 0
     duration_s: float | None = None  # end of the simulation; None: when every request has ended
     timeline_of: str | None = None  # the worker whose iterations are all recorded
@@ -50,6 +65,8 @@ class SimConfig:
         num_workers = decode if self.is_colocated else min(decode, prefill)
         if not 1 <= self.num_pools <= num_workers:
             raise ConfigError(f"num_pools must be between 1 and {num_workers}: every node needs workers of each kind")
+        if not 1 <= self.routers.count <= self.num_pools:
+            raise ConfigError(f"routers must be between 1 and {self.num_pools}, the number of nodes")
 
     @property
     def colocated_memory(self) -> DeviceMemory:

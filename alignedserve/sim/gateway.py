@@ -2,20 +2,38 @@
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
-from alignedserve.messages.events import PeerConnected, Received
-from alignedserve.messages.gateways import ClusterStatus, RequestFailed, RequestRejected, SubmitRequest, TokensEmitted
+from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received
+from alignedserve.messages.gateways import (
+    ClusterStatus,
+    RequestFailed,
+    RequestInterrupted,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+    TokensEmitted,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.sim.components import Network
 from alignedserve.sim.engine import TOKEN
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.records import Ending, GapSample, OpenRequest, RequestRecord
+from alignedserve.sim.routers import RouterChoice
 from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
 from router.state import LengthPredicted
 
-GATEWAY, ROUTER = "gateway-0", "router"
+GATEWAY = "gateway-0"
+
+
+@dataclass(slots=True)
+class _SentRequest(OpenRequest):
+    """An open request, and the router that has it."""
+
+    request: Request
+    router: str
 
 
 class _Prompts:
@@ -42,22 +60,30 @@ class SimulatedGateway:
     """Sends requests and receives tokens. `on_idle` is called when all requests are sent and have ended."""
 
     def __init__(
-        self, workload: Workload, event_queue: EventQueue, network: Network, *, on_idle: Callable[[], None]
+        self,
+        workload: Workload,
+        event_queue: EventQueue,
+        network: Network,
+        routers: RouterChoice,
+        *,
+        on_idle: Callable[[], None],
     ) -> None:
         self._event_queue = event_queue
         self._network = network
+        self._routers = routers
         self._on_idle = on_idle
         self._timed = iter(workload.requests)
         self._loops = ClosedLoopRun(workload)
         self._origin_s = 0.0
         self._num_to_come = 0  # scheduled requests
         self._num_sent = 0
-        self._open: dict[RequestId, OpenRequest] = {}
+        self._open: dict[RequestId, _SentRequest] = {}
         self._prompts = _Prompts()
         self.output_lens: dict[RequestId, int] = {}  # of open requests
         self.gaps: dict[str, GapSample] = {}  # by class
         self.records: list[RequestRecord] = []
-        self.status: ClusterStatus | None = None
+        self.statuses: dict[str, ClusterStatus] = {}  # the latest of each router
+        self.max_open = 0  # requests at a time
         network.add(GATEWAY, Role.GATEWAY, self.dispatch)
 
     def start(self, time_s: float) -> None:
@@ -67,18 +93,24 @@ class SimulatedGateway:
         self._plan_all(self._loops.first())
         self._note_idle()
 
-    def dispatch(self, event: PeerConnected | Received) -> None:
-        """Take a message of the router."""
-        if isinstance(event, PeerConnected):
+    def dispatch(self, event: PeerConnected | PeerDisconnected | Received) -> None:
+        """Take a message of a router, or note that it is lost or back."""
+        if not isinstance(event, Received):
+            self._routers.set_lost(event.peer, is_lost=isinstance(event, PeerDisconnected))
+            if isinstance(event, PeerConnected):
+                self._resume([key for key, open_request in self._open.items() if open_request.router == event.peer])
             return
         message = event.message
         match message:
+            case RequestInterrupted():
+                self._resume([message.request_id])
             case RequestRejected():
                 self._end(message.request_id, Ending.REJECTED, self._event_queue.now)
             case RequestFailed():
                 self._end(message.request_id, Ending.FAILED, self._event_queue.now)
             case ClusterStatus():
-                self.status = message
+                self.statuses[event.peer] = message
+                self._routers.observe(event.peer, message)
             case _:
                 raise AssertionError(f"the simulated gateway does not take {type(message).__name__}")
 
@@ -129,13 +161,28 @@ class SimulatedGateway:
             timed.slo,
             timed.priority,
         )
-        self._open[request_id] = OpenRequest(self._num_sent, timed, now, array("d"))
+        router = self._routers.choose(request_id)
+        self._open[request_id] = _SentRequest(self._num_sent, timed, now, array("d"), request, router)
+        self.max_open = max(self.max_open, len(self._open))
         self.output_lens[request_id] = timed.output_len
         self._num_sent += 1
         self._num_to_come -= 1
-        self._network.send(GATEWAY, ROUTER, SubmitRequest(request))
-        if timed.predicted_len is not None:  # as live: after the request, which does not wait for it
-            self._network.deliver(ROUTER, LengthPredicted(request_id, float(timed.predicted_len)))
+        self._network.send(GATEWAY, router, SubmitRequest(request))
+        self._predict(self._open[request_id])
+
+    def _predict(self, under_way: _SentRequest) -> None:
+        """Send the prediction, if there is one; as live after the request, which does not wait for it."""
+        predicted_len = under_way.timed.predicted_len
+        if predicted_len is not None:
+            predicted = LengthPredicted(under_way.request.request_id, float(predicted_len))
+            self._network.deliver(under_way.router, predicted)
+
+    def _resume(self, request_ids: Sequence[RequestId]) -> None:
+        """Ask the requests' routers to go on after the tokens that have come."""
+        for under_way in [self._open[request_id] for request_id in request_ids if request_id in self._open]:
+            tokens = (TOKEN,) * len(under_way.token_times_s)
+            self._network.send(GATEWAY, under_way.router, ResumeRequest(under_way.request, tokens))
+            self._predict(under_way)
 
     # --- ends
 

@@ -11,6 +11,7 @@ from alignedserve.messages.gateways import LengthTotals
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.sim.engine import IterationLine, SimulatedEngine
 from alignedserve.sim.records import Ending, GapSample, RequestRecord
+from alignedserve.sim.routers import SimulatedRouter
 
 ALL = "all"  # every class together
 CURVE_PERCENTS = (*range(100), 99.5, 99.9, 100)
@@ -62,12 +63,30 @@ class WorkerResult:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterResult:
+    """Result of one router."""
+
+    name: str
+    num_events: int  # that it decided
+    utilisation: float  # share of the run in which it decided; 0 where decisions take no time
+    max_behind_s: float  # longest time that an event waited for its decision
+
+    @classmethod
+    def of(cls, router: SimulatedRouter, duration_s: float) -> "RouterResult":
+        """Summarise a router's run."""
+        utilisation = router.busy_s / duration_s if duration_s > 0 else 0.0
+        return cls(router.name, router.num_events, utilisation, router.max_behind_s)
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationResult:
     """Result of one run. The same configuration, workload and seed give an equal record."""
 
     duration_s: float  # simulated, from the first request sent to the last ended
     classes: dict[str, ClassResult]  # "all", and each class that occurred
     workers: tuple[WorkerResult, ...]
+    routers: tuple[RouterResult, ...]
+    max_in_flight: int  # requests sent and not ended, at a time
     num_preemptions: int
     num_evictions: int
     num_handoffs_verified: int

@@ -5,13 +5,16 @@ messages arrive and the counts are final.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
+
+import msgspec
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.events import TICK_S
-from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.messages.gateways import ClusterStatus, LengthTotals
 from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import require_policy
@@ -21,8 +24,9 @@ from alignedserve.sim.config import SimConfig
 from alignedserve.sim.copies import MemoryLinks, SimulatedCopier
 from alignedserve.sim.engine import EOS, SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
-from alignedserve.sim.gateway import GATEWAY, ROUTER, SimulatedGateway
-from alignedserve.sim.result import SimulationResult, classes_of, worker_of
+from alignedserve.sim.gateway import GATEWAY, SimulatedGateway
+from alignedserve.sim.result import RouterResult, SimulationResult, classes_of, worker_of
+from alignedserve.sim.routers import RouterChoice, SimulatedRouter
 from alignedserve.sim.shared_cores import SharedCores
 from alignedserve.worker_core.registration import registration_of
 from alignedserve.workload.requests import Workload
@@ -39,6 +43,7 @@ _SETTLE_S = 2.5  # after the last end; the router's counts come every second
 _EOS_TOKEN_IDS = frozenset({EOS})
 _MAX_FIRST_LEASE = 1 << 39  # as in a live pool
 _PROGRESS_S = 5.0
+_COUNTS = [name for name in ClusterStatus.__struct_fields__ if name not in ("iteration_log", "lengths")]
 
 
 class Simulation:
@@ -51,7 +56,10 @@ class Simulation:
         _check_policy(config, workload)
         self._event_queue = EventQueue()
         self._network = Network(self._event_queue, config.links.message_s)
-        self._gateway = SimulatedGateway(workload, self._event_queue, self._network, on_idle=self._settle)
+        self._routers: dict[str, SimulatedRouter] = {}
+        names = [_router(number, config.routers.count) for number in range(config.routers.count)]
+        choice = RouterChoice(names)
+        self._gateway = SimulatedGateway(workload, self._event_queue, self._network, choice, on_idle=self._settle)
         self._network.to_gateway = self._gateway.emitted
         self._components: list[SimulatedComponent] = []
         self._workers: dict[str, SimulatedWorker] = {}
@@ -60,7 +68,7 @@ class Simulation:
         buffer_blocks = prefill_factory.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
         cores = SharedCores(self._event_queue, config.core_slowdown) if config.core_slowdown else None
         self._memory = SharedMemory(block_bytes=config.layout.block_bytes, buffer_blocks=buffer_blocks, cores=cores)
-        self._build()
+        self._build(names)
 
     def run(self, progress: Progress | None = None) -> SimulationResult:
         """Simulate from the first request to the last; may be called once."""
@@ -69,6 +77,9 @@ class Simulation:
         for number, component in enumerate(self._components):
             component.tick_from(TICK_S * (number + 1) / len(self._components))
         self._gateway.start(_BEGIN_S)
+        if self._config.routers.lost_at_s is not None:
+            first = next(iter(self._routers.values()))
+            self._event_queue.at(_BEGIN_S + self._config.routers.lost_at_s, self._lose, first)
         if progress is not None:
             self._event_queue.at(_BEGIN_S, self._report, progress)
         num_events = self._event_queue.run()
@@ -81,11 +92,13 @@ class Simulation:
 
     # --- building
 
-    def _build(self) -> None:
+    def _build(self, routers: list[str]) -> None:
         cluster = self._config.cluster
-        router = router_factory.make_logic(config=cluster.router, batching=cluster.batching)
-        self._add_component(ROUTER, Role.ROUTER, router)
-        self._network.link(GATEWAY, ROUTER)
+        for name in routers:
+            router = self._make_router(name)
+            self._routers[name] = router
+            self._components.append(router)
+            self._network.link(GATEWAY, name)
         for node in range(self._config.num_pools):
             decoders = range(node, cluster.decode.count, self._config.num_pools)
             if self._config.is_colocated:
@@ -98,6 +111,14 @@ class Simulation:
                 [self._add_prefill_worker(number, node) for number in prefillers],
                 [self._add_decode_worker(number, node) for number in decoders],
             )
+
+    def _make_router(self, name: str) -> SimulatedRouter:
+        event_s = self._config.routers.event_s
+        return SimulatedRouter(name, self._router_logic(), self._event_queue, self._network, event_s=event_s)
+
+    def _router_logic(self) -> AnyLogic:
+        cluster = self._config.cluster
+        return router_factory.make_logic(config=cluster.router, batching=cluster.batching)
 
     def _add_component(self, name: str, role: Role, logic: AnyLogic) -> SimulatedComponent:
         component = SimulatedComponent(name, role, logic, self._event_queue, self._network)
@@ -189,7 +210,18 @@ class Simulation:
             for peer in ([_pool(node)] if prefillers else []) + prefillers:
                 self._network.link(decoder, peer)
         for name in ([_pool(node)] if prefillers else []) + prefillers + decoders:
-            self._network.link(name, ROUTER)
+            self._network.link(name, _router(node % self._config.routers.count, self._config.routers.count))
+
+    # --- the loss of a router
+
+    def _lose(self, router: SimulatedRouter) -> None:
+        router.lose()
+        self._network.lose(router.name)
+        self._event_queue.after(self._config.routers.restart_s, self._restart, router)
+
+    def _restart(self, router: SimulatedRouter) -> None:
+        router.restart(self._router_logic())
+        self._network.link_again(router.name)
 
     # --- the end
 
@@ -201,7 +233,7 @@ class Simulation:
         self._event_queue.after(_PROGRESS_S, self._report, progress)
 
     def _result(self, num_events: int) -> SimulationResult:
-        gateway, status = self._gateway, self._gateway.status or ClusterStatus()
+        gateway, status = self._gateway, _total(self._gateway.statuses.values())
         ended_s = max((record.ended_s for record in gateway.records), default=_BEGIN_S)
         duration_s = ended_s - _BEGIN_S
         workers = self._workers.items()
@@ -210,6 +242,8 @@ class Simulation:
             duration_s=duration_s,
             classes=classes_of(gateway.records, gateway.gaps, duration_s),
             workers=tuple(worker_of(name, worker.engine, duration_s) for name, worker in workers),
+            routers=tuple(RouterResult.of(router, duration_s) for router in self._routers.values()),
+            max_in_flight=gateway.max_open,
             num_preemptions=status.num_preemptions,
             num_evictions=status.num_evictions,
             num_handoffs_verified=status.num_handoffs_verified,
@@ -242,6 +276,24 @@ def _check_policy(config: SimConfig, workload: Workload) -> None:
     are_known = all(timed.predicted_len == timed.output_len for timed in workload.requests)
     known = frozenset({Mechanism.KNOWN_LENGTHS}) if are_known else frozenset()
     require_policy(config.cluster.scheduling, config.cluster.chosen_topology, config.available | known)
+
+
+def _total(statuses: Collection[ClusterStatus]) -> ClusterStatus:
+    """Add up the counts of all routers."""
+    total = ClusterStatus()
+    for status in statuses:
+        counts = {name: getattr(total, name) + getattr(status, name) for name in _COUNTS}
+        lengths = LengthTotals(*(a + b for a, b in zip(_fields(total.lengths), _fields(status.lengths), strict=True)))
+        total = ClusterStatus(**counts, iteration_log=total.iteration_log.plus(status.iteration_log), lengths=lengths)
+    return total
+
+
+def _fields(struct: msgspec.Struct) -> tuple[Any, ...]:
+    return msgspec.structs.astuple(struct)
+
+
+def _router(number: int, count: int) -> str:
+    return "router" if count == 1 else f"router-{number}"
 
 
 def _pool(node: int) -> str:

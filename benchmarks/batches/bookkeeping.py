@@ -11,10 +11,10 @@ import psutil
 
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.interfaces import ClusterTotals, LineRequest, LineResponse
-from alignedserve.batches.location import BatchStores, stores_in
+from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.records import BatchKey, BatchRecord, Endpoint, FileId, FileRecord, Progress
 from alignedserve.batches.repository import BatchSnapshot
-from alignedserve.batches.stores.redis_records import RedisRecords
+from alignedserve.batches.stores.redis_records import RedisLocation, RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.config.sections import BatchesConfig
 
@@ -51,13 +51,13 @@ def measure_bookkeeping(num_lines: int, content: bytes) -> dict[str, float]:
         server = PrivateRedis(folder=folder / "redis", socket_path=folder / "redis.sock", log_path=folder / "log")
         server.start()
         try:
-            return asyncio.run(_measure(folder, server.address, num_lines, content))
+            return asyncio.run(_measure(folder, server.location, num_lines, content))
         finally:
             server.stop()
 
 
-async def _measure(folder: Path, address: str, num_lines: int, content: bytes) -> dict[str, float]:
-    stores = stores_in(folder, RedisRecords(address, namespace="bench"))
+async def _measure(folder: Path, location: RedisLocation, num_lines: int, content: bytes) -> dict[str, float]:
+    stores = stores_in(folder, RedisRecords(location, namespace="bench"))
     await _submit(stores, num_lines, content)
     config = BatchesConfig(max_lines=num_lines, max_line_bytes=1 << 22, file_lifetime_s=1e6)
     driver = BatchDriver(stores=stores, runner=_AtOnce(), config=config, models=("pocket",), max_in_flight=64)
@@ -92,7 +92,7 @@ def _used_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def _submit(stores: BatchStores, num_lines: int, content: bytes) -> None:
+async def _submit(stores: DriverStores, num_lines: int, content: bytes) -> None:
     writer = await stores.blobs.begin(_FILES[0])
     await writer.write(content)
     await writer.commit()

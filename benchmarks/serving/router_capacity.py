@@ -1,6 +1,8 @@
 """The load that one router carries: requests per second and core, from admission to end, with 10 000 in its queue.
 
-    python -m benchmarks.serving.router_capacity [--nodes 8] [--queued 10000] [--seconds 10]  # target: 2 000 requests/s
+    python -m benchmarks.serving.router_capacity [--nodes 8,128] [--queued 10000] [--seconds 10]
+
+The target is 2 000 requests/s and core, with any number of nodes.
 
 The router runs as in a cluster (links, logic, length predictor), alone in its process, whose processor time counts. A
 second process speaks for all the others: a gateway that keeps the queue full, and on each node a pool, a prefill worker
@@ -10,6 +12,7 @@ and over TLS as between hosts; `saturated_at` is the inverse of the processor ti
 
 import argparse
 import asyncio
+import itertools
 import multiprocessing
 import resource
 import tempfile
@@ -260,18 +263,20 @@ class Decoder(Peers):
         self.send(WorkerLoad(num_free_blocks=NUM_BLOCKS, num_handoffs_verified=self._fleet.num_finished))
 
 
-async def drive(connection: Connection, transport: Transport, arguments: argparse.Namespace) -> dict[str, Any]:
+async def drive(
+    connection: Connection, transport: Transport, num_nodes: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Fill the queue, let it run, and measure."""
     fleet = Fleet()
     gateway = Gateway(transport, fleet)
     await gateway.is_linked.wait()
-    for _ in range(arguments.queued):
-        gateway.submit()
     peers: list[Peers] = [gateway]
-    for index in range(arguments.nodes):
+    for index in range(num_nodes):
         pool = Pool(transport, index)
         peers += [pool, Prefiller(transport, index, pool), Decoder(transport, index, pool, fleet)]
-        await asyncio.gather(*(peer.is_linked.wait() for peer in peers))
+        await asyncio.gather(*(peer.is_linked.wait() for peer in peers[-3:]))
+    for _ in range(arguments.queued):
+        gateway.submit()
     await asyncio.sleep(WARM_S)
     before_s, before, started_s = await used(connection), fleet.num_finished, time.perf_counter()
     await asyncio.sleep(arguments.seconds)
@@ -281,7 +286,7 @@ async def drive(connection: Connection, transport: Transport, arguments: argpars
         await peer.close()
     return {
         "transport": transport.kind,
-        "nodes": arguments.nodes,
+        "nodes": num_nodes,
         "queued": arguments.queued,
         "requests_per_s": round(num_finished / elapsed_s),
         "router_share_of_a_core": round((after_s - before_s) / elapsed_s, 3),
@@ -297,7 +302,7 @@ async def used(connection: Connection) -> float:
     return answer
 
 
-def measure(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(kind: str, num_nodes: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure with links of this kind."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{Path(folder)}/r.sock" if kind == "unix" else f"tls:127.0.0.1:{arguments.port}"
@@ -309,26 +314,31 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
         )
         process.start()
         here.recv()
-        row = uvloop.run(drive(here, transport, arguments))
+        row = uvloop.run(drive(here, transport, num_nodes, arguments))
         here.send("end")
         process.join(10)
         process.kill()
         return row
 
 
+def _counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
+
+
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--nodes", type=_counts, default=[8, 32, 128, 1000])
     parser.add_argument("--queued", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--kinds", default="unix,tls", help="of links")
     parser.add_argument("--port", type=int, default=29471)
     arguments = parser.parse_args()
     rows = []
     for _ in range(arguments.rounds):
-        for kind in ("unix", "tls"):
-            rows.append(measure(kind, arguments))
+        for num_nodes, kind in itertools.product(arguments.nodes, arguments.kinds.split(",")):
+            rows.append(measure(kind, num_nodes, arguments))
             print(rows[-1], flush=True)
     write_result("router_capacity", rows)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from alignedserve.core.attempts import next_step
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.messages.caches import (
+    ArenaOffered,
     BlockCopy,
     BlocksPrefetched,
     BlocksReserved,
@@ -74,7 +75,7 @@ class Candidates:
         commands: list[Send] = []
         if candidate.location is CacheLocation.PREFETCHING and candidate.slot is not None:
             commands.append(_cancel(candidate, candidate.slot))
-        return commands + self._release(candidate.lease_id)
+        return commands + self._release(candidate)
 
     def abort(self, request_id: RequestId) -> list[Send]:
         """Remove a candidate whose request has ended, and free what it holds."""
@@ -85,8 +86,17 @@ class Candidates:
             return []
         return self.release(candidate)
 
-    def _release(self, lease_id: LeaseId | None) -> list[Send]:
-        return [Send(self._pool_name, LeasesReleased((lease_id,)))] if lease_id is not None else []
+    def _release(self, candidate: Candidate) -> list[Send]:
+        lease_id = candidate.lease_id
+        return [Send(self._granted_by(candidate), LeasesReleased((lease_id,)))] if lease_id is not None else []
+
+    def _granted_by(self, candidate: Candidate) -> str:
+        return candidate.far_pool or self._pool_name
+
+    def buffer_offered(self, peer: str, offered: ArenaOffered) -> None:
+        """Add the empty candidate buffer at a prefill worker."""
+        is_far = offered.pool_name not in ("", self._pool_name)
+        self.space.opened(peer, offered.num_blocks, is_far=is_far)
 
     # --- prefetch
 
@@ -141,7 +151,7 @@ class Candidates:
 
     def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
         """Return the peer to load its cache from, and the copy there."""
-        source, copy = self._pool_name, candidate.pool_copy
+        source, copy = self._granted_by(candidate), candidate.pool_copy
         if candidate.location is CacheLocation.BUFFER and candidate.slot is not None:
             source, copy = candidate.slot.peer, candidate.buffer_copy
         assert copy is not None, "a candidate without a copy"
@@ -166,7 +176,7 @@ class Candidates:
             lease_id, candidate.lease_id = candidate.lease_id, None
             del self._entries[candidate.request.request_id]
             self._returned[candidate.request.request_id] = candidate
-            return [*self.release(candidate), Send(self._pool_name, LeasesReturned((lease_id,)))]
+            return [*self.release(candidate), Send(self._granted_by(candidate), LeasesReturned((lease_id,)))]
         if candidate.location is not CacheLocation.BUFFER or candidate.slot is None or candidate.buffer_copy is None:
             return []
         candidate.location = CacheLocation.RETURNING
@@ -270,14 +280,15 @@ class Candidates:
                 lost.append(self._entries.pop(candidate.request.request_id))
         return lost
 
-    def pool_disconnected(self) -> list[Candidate]:
-        """Remove and return candidates that lay only in the pool; prefetched ones stay."""
+    def pool_disconnected(self, pool: str) -> list[Candidate]:
+        """Remove and return candidates that lay only in this pool; prefetched ones stay."""
         self.version += 1
-        lost = list(self._returned.values())
-        self._returned.clear()
-        for candidate in self._returning.values():
-            candidate.has_lost_pool = True
-        for candidate in list(self._entries.values()):
+        lost = [candidate for candidate in self._returned.values() if self._granted_by(candidate) == pool]
+        for candidate in lost:
+            del self._returned[candidate.request.request_id]
+        for candidate in self._returning.values():  # out of buffers here, to the pool beside them
+            candidate.has_lost_pool |= pool == self._pool_name
+        for candidate in [candidate for candidate in self._entries.values() if self._granted_by(candidate) == pool]:
             candidate.lease_id = None
             if candidate.location in (CacheLocation.POOL, CacheLocation.PREFETCHING):
                 lost.append(self._entries.pop(candidate.request.request_id))

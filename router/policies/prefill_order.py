@@ -51,10 +51,11 @@ class LeastSlackOrder:
 
     def key(self, request: Request) -> OrderKey:
         """See PrefillOrder."""
-        return (request.arrival_s + _first_token_s(request) + PRIORITY_STEP_S * request.priority,)
+        return (request.arrival_s + first_token_s(request) + PRIORITY_STEP_S * request.priority,)
 
 
-def _first_token_s(request: Request) -> float:
+def first_token_s(request: Request) -> float:
+    """Return the seconds after its arrival within which a request's first token is due."""
     slo = request.slo
     if slo.ttft_s is not None:
         return slo.ttft_s

@@ -5,25 +5,36 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.serving import COMMAND, free_port
+from tests.cluster.warm_command import WarmCommand
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 CONFIG_ERROR, FAILURE = 2, 1
 RANDOM = "model.random_weights=true"
+Run = Callable[[list[str], dict[str, str]], "subprocess.CompletedProcess[str]"]
 
 
-def refused(model: Path, *overrides: str, run_dir: Path) -> tuple[int, str]:
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommand]:
+    with WarmCommand(tmp_path_factory.mktemp("printed")) as command:
+        yield command
+
+
+def cold(arguments: list[str], environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=200)
+
+
+def refused(run: Run, model: Path, *overrides: str, run_dir: Path) -> tuple[int, str]:
     """Exit code and the one line on stderr; nothing was started."""
-    command = [str(COMMAND), "serve", str(model), "--set", f"gateway.port={free_port()}"]
-    command += [part for override in overrides for part in ("--set", override)]
-    environment = {**os.environ, "ALIGNEDSERVE_RUN_DIR": str(run_dir)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    arguments = ["serve", str(model), "--set", f"gateway.port={free_port()}"]
+    arguments += [part for override in overrides for part in ("--set", override)]
+    done = run(arguments, {**os.environ, "ALIGNEDSERVE_RUN_DIR": str(run_dir)})
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1, done.stderr
@@ -58,14 +69,14 @@ NO_MODEL = json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalL
 @pytest.mark.slow
 def test_half_a_file(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(HALF)
-    code, line = refused(model, run_dir=tmp_path / "run")
+    code, line = refused(cold, model, run_dir=tmp_path / "run")
     assert "model.safetensors is truncated or not a safetensors file" in line
     assert code == FAILURE
 
 
 @pytest.mark.slow
-def test_too_little_room(model: Path, tmp_path: Path) -> None:
-    code, line = refused(model, RANDOM, "pool.memory_bytes=1MiB", run_dir=tmp_path / "run")
+def test_too_little_room(warm: WarmCommand, model: Path, tmp_path: Path) -> None:
+    code, line = refused(warm.run, model, RANDOM, "pool.memory_bytes=1MiB", run_dir=tmp_path / "run")
     assert "pool.memory_bytes is 1 MiB, but one request of 2048 tokens needs" in line
     assert code == CONFIG_ERROR
 
@@ -88,9 +99,11 @@ def test_too_little_room(model: Path, tmp_path: Path) -> None:
         (write("model.safetensors.index.json", OUTSIDE), "'../model.safetensors' is not the name of"),
     ],
 )
-def test_model_folders(model: Path, tmp_path: Path, change: Callable[[Path], object], problem: str) -> None:
+def test_model_folders(
+    warm: WarmCommand, model: Path, tmp_path: Path, change: Callable[[Path], object], problem: str
+) -> None:
     change(model)
-    code, line = refused(model, run_dir=tmp_path / "run")
+    code, line = refused(warm.run, model, run_dir=tmp_path / "run")
     assert problem in line
     assert code == FAILURE
 
@@ -116,8 +129,8 @@ def test_model_folders(model: Path, tmp_path: Path, change: Callable[[Path], obj
         ("gateway.host=203.0.113.7", FAILURE, "cannot listen on 203.0.113.7"),
     ],
 )
-def test_options(model: Path, tmp_path: Path, override: str, code: int, problem: str) -> None:
-    got, line = refused(model, RANDOM, override, run_dir=tmp_path / "run")
+def test_options(warm: WarmCommand, model: Path, tmp_path: Path, override: str, code: int, problem: str) -> None:
+    got, line = refused(warm.run, model, RANDOM, override, run_dir=tmp_path / "run")
     assert problem in line
     assert got == code
 
@@ -125,7 +138,9 @@ def test_options(model: Path, tmp_path: Path, override: str, code: int, problem:
 def test_a_privileged_port(model: Path, tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may listen on any port")
-    assert "cannot listen on 127.0.0.1:80" in refused(model, RANDOM, "gateway.port=80", run_dir=tmp_path / "run")[1]
+    assert (
+        "cannot listen on 127.0.0.1:80" in refused(cold, model, RANDOM, "gateway.port=80", run_dir=tmp_path / "run")[1]
+    )
 
 
 @pytest.mark.slow
@@ -133,9 +148,9 @@ def test_a_privileged_port(model: Path, tmp_path: Path) -> None:
     ("run_dir", "problem"),
     [("/proc/none/run", "cannot hold sockets and logs"), (f"/tmp/{'x' * 90}", "too long a path for Unix sockets")],
 )
-def test_folders_for_sockets(model: Path, run_dir: str, problem: str) -> None:
+def test_folders_for_sockets(warm: WarmCommand, model: Path, run_dir: str, problem: str) -> None:
     try:
-        code, line = refused(model, RANDOM, run_dir=Path(run_dir))
+        code, line = refused(warm.run, model, RANDOM, run_dir=Path(run_dir))
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)
     assert problem in line

@@ -39,18 +39,22 @@ async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_cop
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
-async def test_evicted_requests_come_back_unchanged(tmp_path: Path, random_model: Path, transport: str) -> None:
+async def test_evicted_requests_come_back_unchanged(
+    cluster: Serving, tmp_path: Path, random_model: Path, transport: str
+) -> None:
     """Half of the requests fit the decode worker at a time: they take turns, by way of the candidate buffers."""
-    settings = ("model.max_context_len=1280", f"engine.kv_transport={transport}")
-    options = (str(random_model), *EXACT, *(part for setting in settings for part in ("--set", setting)))
-    with serving(tmp_path / "roomy", *options) as roomy:
-        roomy.wait_ready()
-        undisturbed = await stream_all(roomy.url, PROMPTS, MAX_TOKENS)
+    undisturbed = await stream_all(cluster.url, PROMPTS, MAX_TOKENS)
     num_tokens = sum(len(prompt) + MAX_TOKENS for prompt in PROMPTS)
-    small = f"decode.kv_cache_bytes={num_tokens // 2 // 16 * BLOCK_BYTES}"
-    with serving(tmp_path / "tight", *options, "--set", small) as tight:
+    settings = (
+        "model.max_context_len=1280",
+        f"engine.kv_transport={transport}",
+        f"decode.kv_cache_bytes={num_tokens // 2 // 16 * BLOCK_BYTES}",
+    )
+    options = (str(random_model), *EXACT, *(part for setting in settings for part in ("--set", setting)))
+    with serving(tmp_path / "tight", *options) as tight:
         tight.wait_ready()
         streams = await stream_all(tight.url, PROMPTS, MAX_TOKENS)
         tight.wait_idle()
         await asyncio.to_thread(tight.wait_for, EVICTIONS, lambda value: value > 0)
+    assert all(stream.is_done and stream.error is None for stream in streams)
     assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]

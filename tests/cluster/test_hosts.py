@@ -1,5 +1,7 @@
 """A cluster of two hosts of namespaces: `ray up`, answers across hosts, the loss of one, its return, `ray down`."""
 
+import argparse
+import asyncio
 import json
 import sys
 import time
@@ -11,11 +13,27 @@ from typing import Any
 
 import pytest
 
-from alignedserve.evaluation.cluster_demo import SETTINGS, Rehearsal
+from alignedserve.evaluation.cluster_demo import (
+    PORT,
+    SETTINGS,
+    Rehearsal,
+    Verdict,
+    chat_with_another_host,
+    replay_with_fault,
+)
 from alignedserve.evaluation.namespace_hosts import NamespaceHosts, obstacle
+from alignedserve.evaluation.port_scan import (
+    GATEWAY,
+    LINKS,
+    LOGIN,
+    LOOPBACK,
+    RAY_WORKERS,
+    listeners_of,
+    probe,
+    purpose_of,
+)
 
 REASON = obstacle()
-RAYS_OWN = "site-packages/ray"
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
@@ -25,10 +43,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
+def rehearsal(hosts_folder: Path) -> Iterator[Rehearsal]:
     """Two hosts with a worker each."""
-    base = Path("/run") / f"alignedserve-{tmp_path_factory.getbasetemp().name}"
-    hosts = NamespaceHosts(2, base, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
+    hosts = NamespaceHosts(2, hosts_folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
     made = Rehearsal(hosts, SETTINGS)
     made.prepare()
     with hosts:
@@ -36,20 +53,15 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
         yield made
 
 
-def complete(url: str) -> str:
+def complete(url: str, api_key: str) -> str:
     body = {"model": "pocket", "messages": [{"role": "user", "content": "spell otter"}], "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
+    request.add_header("Authorization", f"Bearer {api_key}")
     with urllib.request.urlopen(request, timeout=60.0) as response:
         document: dict[str, Any] = json.load(response)
     return str(document["choices"][0]["message"]["content"])
-
-
-def status(rehearsal: Rehearsal) -> dict[str, Any]:
-    output = rehearsal.on_host(0, "alignedserve status --json")
-    found: dict[str, Any] = json.loads(output[output.index("{") : output.rindex("}") + 1])
-    return found
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float, seen: object = "it never came to hold") -> None:
@@ -59,35 +71,68 @@ def wait_until(holds: Callable[[], bool], timeout_s: float, seen: object = "it n
         time.sleep(1.0)
 
 
-def answers(url: str) -> bool:
-    try:
-        return bool(complete(url))
-    except (OSError, urllib.error.URLError):
-        return False
+def hurt(rehearsal: Rehearsal, fault: str, heal_after: float) -> Verdict:
+    options = argparse.Namespace(fault=fault, fault_at=4.0, heal_after=heal_after, duration=15.0, rate=1.0)
+    return replay_with_fault(rehearsal, options).verdict
 
 
-def test_hosts_serve_together_and_one_is_lost_and_comes_back(rehearsal: Rehearsal) -> None:
+def test_hosts_serve_together(rehearsal: Rehearsal) -> None:
     first, second = rehearsal.urls()
-    assert complete(first) == complete(second) == "o t t e r"
-    found = status(rehearsal)
+    assert complete(first, rehearsal.api_key) == complete(second, rehearsal.api_key) == "o t t e r"
+    found = rehearsal.status()
     assert [node["hostname"] for node in found["nodes"]] == ["host0", "host1"]
     assert found["load"]["num_decode_workers"] == 2
     assert "gateway gateway-1 serves" in rehearsal.on_host(0, "alignedserve logs gateway-1")
+    asyncio.run(chat_with_another_host(rehearsal))
 
-    rehearsal.hosts.kill(rehearsal.hosts.hosts[1])
-    wait_until(lambda: len(status(rehearsal)["nodes"]) == 1, 30.0)
-    assert complete(first) == "o t t e r"
 
-    rehearsal.hosts.boot(rehearsal.hosts.hosts[1])
-    wait_until(lambda: answers(second), 240.0)
-    assert status(rehearsal)["nodes"][1]["name"] == "node-1"
+def test_every_port_has_a_purpose_and_refuses_those_without_credentials(rehearsal: Rehearsal) -> None:
+    for host in rehearsal.hosts.hosts:
+        listeners = listeners_of(host.run("ss", "-ltnpH").stdout)
+        purposes = {listener: purpose_of(listener, host.address, PORT) for listener in listeners}
+        assert [listener for listener, purpose in purposes.items() if purpose is None] == []
+        assert {LINKS, GATEWAY, RAY_WORKERS} <= set(purposes.values())
+        probed = {one: one.port for one, purpose in purposes.items() if purpose not in (GATEWAY, LOGIN, LOOPBACK)}
+        answered = [(one, tried) for one, port in probed.items() for tried in probe(host.address, port)]
+        assert [(one, tried) for one, tried in answered if not tried.is_refused] == []
+        refused = {one.port for one, tried in answered if "UNAUTHENTICATED" in tried.answer}
+        assert {6381, 6382, 6383} <= refused
+    for url in rehearsal.urls():
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            complete(url, "no-such-key")
+        assert complete(url, rehearsal.api_key) == "o t t e r"
 
+
+def test_a_wrong_token_a_second_cluster_and_a_process_of_another_cluster_are_refused(rehearsal: Rehearsal) -> None:
+    said = rehearsal.on_host(1, "RAY_AUTH_TOKEN=wrong alignedserve status")
+    assert "cannot join the Ray cluster" in said
+    assert "token" in said
+    said = rehearsal.on_host(0, "RAY_ADDRESS=auto alignedserve serve --set gateway.port=8100", timeout_s=120.0)
+    assert "a cluster serves on these hosts already; end it with `alignedserve stop`" in said
+
+
+@pytest.mark.parametrize("fault", ["loss", "delay"])
+def test_answers_arrive_whole_over_a_bad_network(rehearsal: Rehearsal, fault: str) -> None:
+    verdict = hurt(rehearsal, fault, 8.0)
+    assert verdict.is_passed, verdict
+    rehearsal.wait_until_used(rehearsal.hosts.hosts[1])
+
+
+def test_a_host_that_was_cut_off_and_one_that_was_killed_are_used_again(rehearsal: Rehearsal) -> None:
+    for fault, heal_after in (("cut", 10.0), ("kill", 0.0)):
+        verdict = hurt(rehearsal, fault, heal_after)
+        assert verdict.is_passed, (fault, verdict)
+        rehearsal.wait_until_used(rehearsal.hosts.hosts[1])
+        assert [node["name"] for node in rehearsal.status()["nodes"]] == ["node-0", "node-1"]
+        assert complete(rehearsal.urls()[1], rehearsal.api_key) == "o t t e r"
+
+
+def test_nothing_is_left_of_it(rehearsal: Rehearsal) -> None:
     rehearsal.ray("down")
     left: list[str] = []
 
     def nothing_is_left() -> bool:
-        """Nothing of the cluster; an agent of Ray's own may stay on the other host (docs/hosts.md)."""
-        left[:] = [line for host in rehearsal.hosts.hosts for line in host.processes() if RAYS_OWN not in line]
+        left[:] = [line for host in rehearsal.hosts.hosts for line in host.processes()]
         left.extend(line for host in rehearsal.hosts.hosts for line in host.run("ls", "/dev/shm").stdout.split())
         return not left
 

@@ -45,59 +45,68 @@ def busy_processes(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def test_starved_processes_go_on(tmp_path: Path, random_model: Path) -> None:
-    with serving(tmp_path / "run", str(random_model), *EXACT, *HANG_TIMEOUT) as cluster:
-        cluster.wait_ready()
-        before = processes(cluster)
-        with busy_processes(LOAD):
-            ends_s = time.monotonic() + 15.0
-            while time.monotonic() < ends_s:
-                asyncio.run(stream_all(cluster.url, PROMPTS, 50))
-        assert processes(cluster) == before
-
-
-def test_memory_that_other_programs_use_ends_no_actor(tmp_path: Path, random_model: Path) -> None:
-    """Ray would count the whole machine's, and kill every actor above this share."""
+@pytest.fixture(scope="module")
+def watched_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
+    """A cluster that soon takes a process for hung, on a machine whose memory Ray would take for full."""
     full = {"RAY_memory_usage_threshold": "0.001"}
-    with serving(tmp_path / "run", str(random_model), *EXACT, environment=full) as cluster:
-        cluster.wait_ready()
-        before = processes(cluster)
-        time.sleep(3.0)
-        assert cluster.complete()[0] == 200
-        assert processes(cluster) == before
+    options = (str(random_model), *EXACT, *HANG_TIMEOUT)
+    with serving(tmp_path_factory.mktemp("watched"), *options, environment=full) as served:
+        served.wait_ready()
+        yield served
 
 
-def test_a_cluster_that_is_stopped_as_a_whole_goes_on(tmp_path: Path, random_model: Path) -> None:
-    with serving(tmp_path / "run", str(random_model), *EXACT, *HANG_TIMEOUT) as cluster:
-        cluster.wait_ready()
-        before = processes(cluster)
-        everything = [psutil.Process(cluster.pid), *psutil.Process(cluster.pid).children(recursive=True)]
-        for process in everything:
-            process.suspend()
-        time.sleep(10.0)
-        for process in reversed(everything):
-            process.resume()
-        cluster.wait_ready()
-        assert cluster.complete()[0] == 200
-        assert processes(cluster) == before
+@pytest.fixture
+def watched(watched_cluster: Serving) -> Serving:
+    """The cluster of this module, whole and idle."""
+    watched_cluster.wait_ready()
+    watched_cluster.wait_idle()
+    return watched_cluster
+
+
+def test_memory_that_other_programs_use_ends_no_actor(watched: Serving) -> None:
+    """Ray would count the whole machine's, and kill every actor above its share."""
+    before = processes(watched)
+    time.sleep(3.0)
+    assert watched.complete()[0] == 200
+    assert processes(watched) == before
+
+
+def test_starved_processes_go_on(watched: Serving) -> None:
+    before = processes(watched)
+    with busy_processes(LOAD):
+        ends_s = time.monotonic() + 15.0
+        while time.monotonic() < ends_s:
+            asyncio.run(stream_all(watched.url, PROMPTS, 50))
+    assert processes(watched) == before
+
+
+def test_a_cluster_that_is_stopped_as_a_whole_goes_on(watched: Serving) -> None:
+    before = processes(watched)
+    everything = [psutil.Process(watched.pid), *psutil.Process(watched.pid).children(recursive=True)]
+    for process in everything:
+        process.suspend()
+    time.sleep(10.0)
+    for process in reversed(everything):
+        process.resume()
+    watched.wait_ready()
+    assert watched.complete()[0] == 200
+    assert processes(watched) == before
 
 
 @pytest.mark.parametrize("kind", ["Gateway", "Router"])
 def test_an_actor_that_is_stopped_for_less_than_the_time_out_goes_on_and_for_longer_is_replaced(
-    tmp_path: Path, random_model: Path, kind: str
+    watched: Serving, kind: str
 ) -> None:
-    with serving(tmp_path / "run", str(random_model), *EXACT, *HANG_TIMEOUT) as cluster:
-        cluster.wait_ready()
-        before = processes(cluster)
-        stopped = cluster.actor(kind)
-        stopped.suspend()
-        time.sleep(2.0)
-        stopped.resume()
-        cluster.wait_ready()
-        time.sleep(4.0)
-        assert processes(cluster) == before
-        stopped.suspend()
-        assert psutil.wait_procs([stopped], timeout=60.0)[1] == []
-        cluster.wait_ready()
-        assert cluster.complete()[0] == 200
-        assert processes(cluster)[kind] != before[kind]
+    before = processes(watched)
+    stopped = watched.actor(kind)
+    stopped.suspend()
+    time.sleep(2.0)
+    stopped.resume()
+    watched.wait_ready()
+    time.sleep(4.0)
+    assert processes(watched) == before
+    stopped.suspend()
+    assert psutil.wait_procs([stopped], timeout=60.0)[1] == []
+    watched.wait_ready()
+    assert watched.complete()[0] == 200
+    assert processes(watched)[kind] != before[kind]

@@ -1,6 +1,8 @@
 """Links between processes: proof of the secret, order, loss, silence, malformed input."""
 
 import asyncio
+import contextlib
+import math
 import ssl
 import struct
 import sys
@@ -223,6 +225,37 @@ async def test_a_silent_peer_is_lost_within_its_timeout(tmp_path: Path) -> None:
         while await reader.read(1024):
             pass
     writer.close()
+    await listener.close()
+
+
+async def test_a_handshake_that_is_not_completed_is_ended_however_much_is_said(tmp_path: Path) -> None:
+    here = Recorder()
+    listener = board("listener", here, peer_timeout_s=0.5)
+    await listener.listen(f"unix:{tmp_path}/a.sock")
+    reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/a.sock")
+    writer.write(struct.pack("<I", 4000))
+    while not reader.at_eof():  # one byte at a time, never silent
+        writer.write(b"x")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(reader.read(1024), 0.05)
+    writer.close()
+    assert here.events == []
+    await listener.close()
+
+
+async def test_a_clock_that_shows_no_time_ends_the_link(unused_tcp_port: int, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"tcp:127.0.0.1:{unused_tcp_port}"
+    here, there = Recorder(), Recorder()
+    listener, dialler = board("listener", here), board("dialler", there)
+    await listener.listen(address)
+    dialler.dial(address)
+    await there.wait_for(("linked", "listener"))
+    dialler.send("listener", Ping(math.nan))
+    await here.wait_for(("lost", "dialler"))
+    here.events.clear()
+    await here.wait_for(("linked", "dialler"))  # it comes back, as after any loss
+    assert "message refused" in caplog.text
+    await dialler.close()
     await listener.close()
 
 

@@ -227,3 +227,91 @@ async def test_a_listener_that_closes_every_connection_is_dialled_with_growing_p
     assert linked.events == []
     await dialler.close()
     server.close()
+
+
+async def test_a_peer_that_is_not_wanted_any_more_keeps_its_link_and_is_not_dialled_again(
+    here: AddressBook, there: AddressBook, directory: SharedDirectory
+) -> None:
+    listener, heard = manager("prefill-0", here)
+    dialler, linked = manager("decode-0", there)
+    await listener.listen("prefill-0")
+    dialler.dial("prefill-0")
+    await heard.wait_for(("linked", "decode-0"))
+    await linked.wait_for(("linked", "prefill-0"))
+    dialler.stop_dialling("prefill-0")
+    assert dialler.send("prefill-0", AbortRequest(RequestId("r1")))
+    await heard.wait_for(("message", "r1"))
+    listener.disconnect("decode-0")
+    await linked.wait_for(("lost", "prefill-0"))
+    num_asked = directory.num_asked
+    await asyncio.sleep(0.1)
+    assert directory.num_asked == num_asked
+    linked.events.clear()
+    dialler.dial("prefill-0")
+    await linked.wait_for(("linked", "prefill-0"))
+    await dialler.close()
+    await listener.close()
+
+
+async def test_a_peer_that_is_wanted_again_before_its_link_is_lost_is_dialled_on(
+    here: AddressBook, there: AddressBook
+) -> None:
+    listener, heard = manager("prefill-0", here)
+    dialler, linked = manager("decode-0", there)
+    await listener.listen("prefill-0")
+    dialler.dial("prefill-0")
+    await linked.wait_for(("linked", "prefill-0"))
+    dialler.stop_dialling("prefill-0")
+    dialler.dial("prefill-0")
+    await heard.wait_for(("linked", "decode-0"))
+    listener.disconnect("decode-0")
+    await linked.wait_for(("lost", "prefill-0"))
+    linked.events.clear()
+    await linked.wait_for(("linked", "prefill-0"))
+    await dialler.close()
+    await listener.close()
+
+
+async def test_a_lost_host_is_not_looked_up_for_ever(there: AddressBook, directory: SharedDirectory) -> None:
+    dialler, _ = manager("decode-0", there)
+    dialler.dial("prefill-0")
+    await holds(lambda: directory.num_asked > 1)
+    dialler.stop_dialling("prefill-0")
+    await asyncio.sleep(0.05)
+    num_asked = directory.num_asked
+    await asyncio.sleep(0.2)
+    assert directory.num_asked == num_asked
+    await dialler.close()
+
+
+async def test_a_gateway_that_does_not_answer_is_given_up_until_there_is_something_to_send_again(
+    here: AddressBook, there: AddressBook, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_manager, "_GIVE_UP_S", 0.05)
+    dialler, _ = manager("decode-0", there)
+    dialler.send_to("gateway-0", AbortRequest(RequestId("lost")))
+    await holds(lambda: "decode-0: gateway-0 is given up" in caplog.text)
+    gateway, heard = manager("gateway-0", here)
+    await gateway.listen("gateway-0")
+    dialler.send_to("gateway-0", AbortRequest(RequestId("r1")))
+    await heard.wait_for(("message", "r1"))
+    assert ("message", "lost") not in heard.events
+    await dialler.close()
+    await gateway.close()
+
+
+async def test_a_mistaken_dial_leaves_the_true_link_alone(
+    here: AddressBook, there: AddressBook, directory: SharedDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, heard = manager("pool-0", here)
+    await pool.listen("pool-0")
+    dialler, linked = manager("decode-0", there)
+    dialler.dial("pool-0")
+    await linked.wait_for(("linked", "pool-0"))
+    directory.entries["router"] = directory.entries["pool-0"]  # the router's former port
+    dialler.dial("router")
+    await holds(lambda: caplog.text.count("router was dialled and pool-0 answered") > 1)
+    assert linked.events == [("linked", "pool-0")]
+    assert heard.events == [("linked", "decode-0")]
+    await dialler.close()
+    await pool.close()

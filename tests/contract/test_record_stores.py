@@ -7,25 +7,32 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignedserve.batches.interfaces import AddToIndex, DeleteValue, RecordStore, RemoveFromIndex, SetValue
+from alignedserve.batches.interfaces import RecordStore
+from alignedserve.batches.remote.remote_stores import RemoteRecords
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import StoreUnavailable
+from alignedserve.messages.state import AddToIndex, DeleteValue, RemoveFromIndex, SetValue
+from tests.support.state_links import state_hosts
 
 
 def private_redis(folder: Path) -> PrivateRedis:
     return PrivateRedis(folder=folder / "data", socket_path=folder / "redis.sock", log_path=folder / "redis.log")
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "head"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RecordStore]:
     if request.param == "memory":
         yield MemoryRecords()
         return
+    if request.param == "head":
+        async with state_hosts(tmp_path) as hosts:
+            yield RemoteRecords(hosts.client())
+        return
     server = private_redis(tmp_path)
     server.start()
-    records = RedisRecords(server.address, namespace="test")
+    records = RedisRecords(server.location, namespace="test")
     try:
         yield records
     finally:
@@ -109,7 +116,7 @@ def _server_process(folder: Path) -> psutil.Process:
 async def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
     server = private_redis(tmp_path)
     server.start()
-    records = RedisRecords(server.address, namespace="test")
+    records = RedisRecords(server.location, namespace="test")
     try:
         for number in range(50):
             await records.commit([SetValue(f"key-{number}", b"kept")], unchanged={})
@@ -126,14 +133,14 @@ async def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
 async def test_data_outlives_a_restart_and_an_orphan_is_ended(tmp_path: Path) -> None:
     first = private_redis(tmp_path)
     first.start()
-    records = RedisRecords(first.address, namespace="test")
+    records = RedisRecords(first.location, namespace="test")
     await records.commit([SetValue("a", b"1")], unchanged={})
     await records.close()
     orphan = _server_process(tmp_path)
     first._is_stopping.set()  # as when its cluster is killed: it keeps running, and is not restarted
     second = private_redis(tmp_path)
     second.start()
-    records = RedisRecords(second.address, namespace="test")
+    records = RedisRecords(second.location, namespace="test")
     try:
         assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
         assert await records.read(["a"]) == [b"1"]
@@ -146,7 +153,7 @@ async def test_data_outlives_a_restart_and_an_orphan_is_ended(tmp_path: Path) ->
 async def test_no_scripts_and_no_administration(tmp_path: Path) -> None:
     server = private_redis(tmp_path)
     server.start()
-    records = RedisRecords(server.address, namespace="test")
+    records = RedisRecords(server.location, namespace="test")
     try:
         for command in (("EVAL", "return 1", "0"), ("CONFIG", "GET", "dir"), ("FLUSHALL",), ("DEBUG", "SLEEP", "0")):
             with pytest.raises(StoreUnavailable):

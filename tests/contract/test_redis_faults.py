@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignedserve.batches.interfaces import SetValue
 from alignedserve.batches.records import Progress
 from alignedserve.batches.repository import BatchRepository, BatchSnapshot
 from alignedserve.batches.stores import redis_records
-from alignedserve.batches.stores.redis_records import RedisRecords
+from alignedserve.batches.stores.redis_records import RedisLocation, RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import ResourceError, StorageDamaged, StoreUnavailable
+from alignedserve.messages.state import SetValue
 from tests.support.batch_samples import BATCH, batch_record, file_record
 from tests.support.marks import slow
 
@@ -31,7 +31,7 @@ def private_redis(folder: Path) -> PrivateRedis:
 async def stored(folder: Path, address: str | None = None) -> AsyncIterator[RedisRecords]:
     server = private_redis(folder)
     server.start()
-    records = RedisRecords(address or server.address, namespace="test")
+    records = RedisRecords(RedisLocation(address) if address else server.location, namespace="test")
     try:
         yield records
     finally:

@@ -33,6 +33,7 @@ from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, dial
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.requests import negotiate
 from tests.harnesses.transfer import (
     BLOCK_SIZE,
@@ -328,7 +329,9 @@ def _dial_while_answered(path: str, listener: socket.socket) -> None:
 def impatient(tmp_path: Path) -> Iterator[BlockServer]:
     arena = Arena.create(tmp_path / "a.arena", layout_of("float32"), NUM_POOL_BLOCKS)
     owner = replace(OWNER, peer_timeout_s=0.5)
-    server = BlockServer(ArenaBuffer(arena), f"unix:{tmp_path}/b.sock", identity=owner, transports=("gloo",))
+    server = BlockServer(
+        ArenaBuffer(arena), f"unix:{tmp_path}/b.sock", identity=owner, transports=("gloo",), open_channel=open_channel
+    )
     yield server
     server.close()
     arena.close(unlink=True)

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.location import BatchStores, stores_in
+from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.request import Request
@@ -42,7 +42,7 @@ class BatchGateway:
     client: httpx.AsyncClient
     backend: ScriptedBackend
     records: MemoryRecords
-    stores: BatchStores
+    stores: DriverStores
     config: BatchesConfig
     runner: ClusterLineRunner
     max_in_flight: int = 8

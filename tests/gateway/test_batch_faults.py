@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from alignedserve.batches import driver
-from alignedserve.batches.interfaces import Change, SetValue
 from alignedserve.batches.records import FileId
 from alignedserve.core.errors import StorageError, StoreUnavailable
+from alignedserve.messages.state import Change, SetValue
 from tests.gateway.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.core.quotas import OwnShare
 from alignedserve.gateway.backend.scripted import IDLE_STATUS, Script
-from alignedserve.gateway.errors import QuotaExceeded, Unavailable
+from alignedserve.gateway.errors import Unavailable
 from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
 from tests.support.waiting import holds
 
@@ -50,15 +50,11 @@ async def test_a_quota_is_429_with_the_time_to_come_back() -> None:
 
 
 def test_a_quota_refills() -> None:
-    now = [0.0]
-    api_keys = ApiKeys((), requests_per_minute=60, clock=lambda: now[0])
+    share = OwnShare(60.0, 1, "a process", 0.0)
     for _ in range(60):
-        api_keys.count_request(0)
-    with pytest.raises(QuotaExceeded) as caught:
-        api_keys.count_request(0)
-    assert caught.value.retry_after_s == pytest.approx(1.0)
-    now[0] = 1.0
-    api_keys.count_request(0)
+        assert not share.take(0, 0.0)
+    assert share.take(0, 0.0) == pytest.approx(1.0)
+    assert not share.take(0, 1.0)
 
 
 async def test_ready_only_after_a_token_came_through() -> None:
@@ -85,6 +81,11 @@ async def test_ready_only_after_a_token_came_through() -> None:
         served.backend.set_status(IDLE_STATUS)
         assert "since the cluster changed" in (served.services.readiness_probe.missing() or "")
         await holds(lambda: served.services.readiness_probe.missing() is None)
+        assert (await served.client.get("/ready")).status_code == 200
+        served.services.readiness_probe.is_draining = True
+        assert "draining" in error_of(await served.client.get("/ready"), 503)["message"]
+        assert (await served.client.get("/v1/models")).status_code == 200  # what comes all the same is served
+        served.services.readiness_probe.is_draining = False
         assert (await served.client.get("/ready")).status_code == 200
         canary.cancel()
         await asyncio.gather(canary, return_exceptions=True)
@@ -115,6 +116,7 @@ async def test_metrics_have_the_names_that_dashboards_read() -> None:
         "alignedserve_handoffs_verified_total 0.0",
         "alignedserve_handoffs_refused_total 0.0",
         'alignedserve_rejected_total{reason="model_not_found"} 1.0',
+        'alignedserve_answers_total{worker="scripted"} 1.0',
     ):
         assert name in text
     assert not re.search(r"[0-9a-f]{32}", text)

@@ -25,6 +25,7 @@ from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.process.links import Identity
 
 LAYOUT = BlockLayout(block_size=16, num_layers=8, num_kv_heads=8, head_dim=64, dtype="float32")  # 512 KiB
@@ -44,7 +45,9 @@ class Owner:
     def __init__(self, folder: Path, address: str, timeout_s: float) -> None:
         self.arena = Arena.create(folder / "candidates.arena", LAYOUT, NUM_BLOCKS)
         who = identity("prefill-0", timeout_s)
-        self.server = BlockServer(ArenaBuffer(self.arena), address, identity=who, transports=("gloo", "tcp"))
+        self.server = BlockServer(
+            ArenaBuffer(self.arena), address, identity=who, transports=("gloo", "tcp"), open_channel=open_channel
+        )
 
     def close(self) -> None:
         self.server.close()

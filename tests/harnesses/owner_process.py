@@ -23,6 +23,7 @@ from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
+from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.process.links import Identity
 
 SECRET = b"t" * 32
@@ -42,7 +43,9 @@ class Owner:
             self._buffer = DeviceBuffer(layout, num_blocks, torch.device(device))
             self._blocks = self._buffer.blocks
         address = f"unix:{folder}/b.sock"
-        self._server = BlockServer(self._buffer, address, identity=OWNER, transports=(transport,))
+        self._server = BlockServer(
+            self._buffer, address, identity=OWNER, transports=(transport,), open_channel=open_channel
+        )
 
     def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
         self._buffer.stamp(block_ids, generation)

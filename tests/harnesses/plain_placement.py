@@ -9,8 +9,10 @@ from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
+from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad, WorkerRegistered
+from router.far_batches import choose_far_batches, is_spare, num_left
 from router.placement import Placement
 from router.state import BatchKind, DispatchedPrefill, PoolRecord, TrackedRequest, WorkerRecord
 
@@ -25,6 +27,7 @@ class PlainPlacement(Placement):
         self._batching = batching
         self._next_batch = 1
         self._num_pool_epochs = 0
+        self.links = LearnedLinks()
 
     # --- registration
 
@@ -44,11 +47,12 @@ class PlainPlacement(Placement):
 
     def remove(self, peer: str) -> None:
         """Remove a worker or pool."""
+        self.links.forget(peer)
         self.workers.pop(peer, None)
         if self.pools.pop(peer, None) is None:
             return
         for worker in self.workers.values():
-            if worker.registered.pool_name == peer:
+            if worker.asked_pool == peer:
                 worker.pending_batch = None  # the pool will never answer it
         self.clear_refusals()
 
@@ -76,11 +80,13 @@ class PlainPlacement(Placement):
             worker = self.workers[peer]
             worker.load, worker.is_load_stale = load, False
             worker.refused_kinds.clear()
+            worker.refusing_pools.clear()
 
     def clear_refusals(self) -> None:
         """Allow every FormBatch again: something has changed that may let a batch be formed."""
         for worker in self.workers.values():
             worker.refused_kinds.clear()
+            worker.refusing_pools.clear()
 
     def start_prefill(self, worker: WorkerRecord, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         """See Placement."""
@@ -129,6 +135,7 @@ class PlainPlacement(Placement):
             worker.end_prefill(request_id)
             worker.decoding.discard(request_id)
             worker.refused_kinds.clear()
+            worker.refusing_pools.clear()
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
             self.pools[tracked.holder].num_pooled -= 1
             self.pools[tracked.holder].large_requests.pop(request_id, None)
@@ -165,7 +172,7 @@ class PlainPlacement(Placement):
         num_requested = dict.fromkeys(self.pools, 0)  # by FormBatch messages without an answer
         for worker in self.workers.values():
             if worker.pending_batch is not None:
-                num_requested[worker.registered.pool_name] += worker.num_requested
+                num_requested[worker.asked_pool] += worker.num_requested
         for worker in sorted(self.workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
             pool = self.pools.get(worker.registered.pool_name)
             if pool is None or pool.num_pooled == 0 or worker.registered.can_prefill:
@@ -176,13 +183,31 @@ class PlainPlacement(Placement):
             if form is not None:
                 worker.pending_batch, worker.num_requested = form.batch_id, form.max_requests
                 worker.requested_kind = BatchKind.BATCH if form.joins is None else BatchKind.JOIN
+                worker.asked_pool = pool.name
                 num_requested[pool.name] += form.max_requests
                 asked.append((pool.name, form))
+        return asked + self._far_batches(num_requested)
+
+    def _far_batches(self, num_requested: dict[str, int]) -> list[tuple[str, FormBatch]]:
+        left = {}
+        for name, pool in self.pools.items():
+            near = [worker for worker in self.workers.values() if worker.registered.pool_name == name]
+            left[name] = num_left(pool, near, num_requested[name])
+        spare = [one for one in self.workers.values() if is_spare(one, self.pools.get(one.registered.pool_name))]
+        asked = []
+        for worker, pool, limits in choose_far_batches(spare, left, self.pools, self.links, self._batching):
+            batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
+            worker.pending_batch, worker.num_requested, worker.asked_pool = batch_id, limits.max_requests, pool.name
+            worker.requested_kind = BatchKind.BATCH
+            asked.append((pool.name, FormBatch(batch_id, WorkerName(worker.name), **limits._asdict())))
         return asked
 
     def close_batch_request(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
         """Note the answer to the worker's FormBatch."""
         worker.pending_batch = None
+        if is_empty and worker.asked_pool != worker.registered.pool_name:
+            worker.refusing_pools.add(worker.asked_pool)
+            return
         if is_empty:
             worker.refused_kinds.add(worker.requested_kind)
             return

@@ -23,6 +23,7 @@ from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks, Device
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
+from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.tls import CertificateAuthority
@@ -90,7 +91,7 @@ class ServedMedium(ShmMedium):
         super().__init__(folder, layout, writer_stamps=writer_stamps)
         self._transport = transport
         buffer = ArenaBuffer(self._arena, writer_stamps=writer_stamps)
-        self.server = BlockServer(buffer, address, identity=OWNER, transports=(transport,))
+        self.server = BlockServer(buffer, address, identity=OWNER, transports=(transport,), open_channel=open_channel)
         self._transfers: list[ChannelTransfer] = []
 
     def transfer(self, storage: BlockStorage) -> KVTransfer:
@@ -117,7 +118,9 @@ class DeviceMedium:
     def __init__(self, folder: Path, layout: BlockLayout, *, transport: str) -> None:
         self._transport = transport
         self._buffer = DeviceBuffer(layout, NUM_POOL_BLOCKS, torch.device("cpu"))
-        self.server = BlockServer(self._buffer, f"unix:{folder}/b.sock", identity=OWNER, transports=(transport,))
+        self.server = BlockServer(
+            self._buffer, f"unix:{folder}/b.sock", identity=OWNER, transports=(transport,), open_channel=open_channel
+        )
         self._transfers: list[KVTransfer] = []
 
     def transfer(self, storage: BlockStorage) -> KVTransfer:

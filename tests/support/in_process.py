@@ -27,7 +27,8 @@ from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor, hidden_block_tokens
 from alignedserve.runtime.kv.arena_files import arena_folder
-from alignedserve.runtime.kv.candidate_memory import BufferSizes, CandidateMemory
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.links import Identity
@@ -150,7 +151,8 @@ class RoomCluster:
         section = self.config.prefill
         executor = self._engine(section.kv_cache_bytes, section.max_running_requests)
         layout = self.served.block_layout(self.config.engine.block_size)
-        num_blocks = section.candidate_buffer_bytes // layout.block_bytes // self.config.decode.count
+        decoders = [f"decode-{index}" for index in range(self.config.decode.count)]
+        budget = BufferBudget(section.candidate_buffer_bytes // layout.block_bytes, decoders)
         process_spec = self._process_spec(Role.PREFILL_WORKER, name)
         self.engines[name] = executor
         make = partial(
@@ -164,7 +166,7 @@ class RoomCluster:
         worker = PrefillWorker(
             make=make,
             executor=executor,
-            memory=CandidateMemory(layout, BufferSizes(num_blocks, self.config.engine.kv_transport), process_spec),
+            memory=CandidateMemory(layout, budget, process_spec, transport=self.config.engine.kv_transport),
             pool_name="pool-0",
             process_spec=process_spec,
         )
@@ -192,14 +194,10 @@ class RoomCluster:
         worker = DecodeWorker(
             make=make,
             executor=executor,
-            pool_name="pool-0",
             process_spec=self._process_spec(Role.DECODE_WORKER, name),
             transport=self.config.engine.kv_transport,
         )
-        prefillers = [self.addresses.of(f"prefill-{index}") for index in range(self.config.prefill.count)]
-        await worker.start(
-            router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0"), prefillers_at=prefillers
-        )
+        await worker.start(router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0"))
         self.components[name] = worker
 
     async def _start_colocated(self, name: str) -> None:

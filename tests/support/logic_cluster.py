@@ -19,7 +19,17 @@ from alignedserve.config.sections import (
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import ArenaOffered
-from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.events import (
+    CommonEvent,
+    Dial,
+    PeerConnected,
+    PeerDisconnected,
+    Received,
+    Send,
+    SendTo,
+    StopDialling,
+    Ticked,
+)
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
@@ -121,6 +131,7 @@ class LogicCluster:
         self.links: dict[tuple[str, str], deque[Message]] = {}
         self.pending: list[tuple[str, Callable[[], WorkDone]]] = []
         self.computing: set[str] = set()
+        self.dialled: dict[tuple[str, str], None] = {}  # (decode worker, prefill worker that it wants a link to)
         self.offered: dict[str, FakeArena] = {}  # by path
         self.pool_arenas: dict[str, FakeArena] = {}
         self.roles = {GATEWAY: Role.GATEWAY, ROUTER: Role.ROUTER}
@@ -170,46 +181,51 @@ class LogicCluster:
                 self.step()
 
     def _do_meet(self, name: str, other: str) -> bool:
-        """Return True if these two have a link, beside those to the router."""
+        """Return True if these two have a link from the start; others are linked when one of them dials."""
         kinds = {name.split("-")[0], other.split("-")[0]}
-        if kinds == {"prefill", "decode"}:
-            return True
-        return kinds in ({"pool", "prefill"}, {"pool", "decode"}) and self._pool_of(name) == self._pool_of(other)
+        return kinds in ({"pool", "prefill"}, {"pool", "decode"}) and self.pool_of(name) == self.pool_of(other)
 
-    def _pool_of(self, name: str) -> str:
+    def pool_of(self, name: str) -> str:
+        """Return the pool of this process's node."""
         return f"pool-{int(name.rpartition('-')[2]) % self.shape.num_nodes}"
 
     def node_of(self, name: str) -> list[str]:
         """Return everything that runs on the node of this process."""
-        return [other for other in self.logics if "-" in other and self._pool_of(other) == self._pool_of(name)]
+        return [other for other in self.logics if "-" in other and self.pool_of(other) == self.pool_of(name)]
 
     def kill(self, name: str) -> None:
         """SIGKILL: what it was computing and sending is gone; its peers notice."""
         del self.logics[name]
         self.pending = [entry for entry in self.pending if entry[0] != name]
         self.computing.discard(name)
+        self.dialled = {key: None for key in self.dialled if key[0] != name}
+        linked = [target for source, target in self.links if source == name]
         for source, target in [key for key in self.links if name in key]:
             del self.links[source, target]
         for other in [*self.logics, GATEWAY]:
-            if ROUTER in (name, other) or self._do_meet(name, other) or other == GATEWAY:
+            if other in linked or other == GATEWAY:
                 self._deliver(other, PeerDisconnected(self.roles[name], name))
 
     def cut(self, one: str, other: str) -> None:
-        """The link between these two breaks: what was under way on it is gone. At once it is there again."""
+        """The link between these two breaks: what was under way on it is gone. It is there again, at once or soon."""
         for source, target in ((one, other), (other, one)):
             del self.links[source, target]
         for source, target in ((one, other), (other, one)):
             self._deliver(target, PeerDisconnected(self.roles[source], source))
-        self._link(one, other)
+        if self._do_meet(one, other) or ROUTER in (one, other):
+            self._link(one, other)
 
     def step(self) -> bool:
         """Let one random thing happen; False when nothing is left to happen."""
         self.now += 0.01
         ready = [key for key, queue in self.links.items() if queue]
-        if not ready and not self.pending:
+        dials = [pair for pair in self.dialled if pair not in self.links and pair[1] in self.logics]
+        if not ready and not self.pending and not dials:
             return False
-        choice = self.rng.randrange(len(ready) + len(self.pending))
-        if choice < len(ready):
+        choice = self.rng.randrange(len(ready) + len(self.pending) + len(dials))
+        if choice >= len(ready) + len(self.pending):
+            self._link(*dials[choice - len(ready) - len(self.pending)])
+        elif choice < len(ready):
             source, target = ready[choice]
             self._deliver(target, Received(source, self.links[source, target].popleft()))
         else:
@@ -304,7 +320,7 @@ class LogicCluster:
             num_blocks=self.shape.worker_blocks,
             block_size=BLOCK_SIZE,
             max_running_requests=max_running_requests,
-            pool_name=self._pool_of(name),
+            pool_name=self.pool_of(name),
             can_prefill=can_prefill,
             can_decode=can_decode,
         )
@@ -342,6 +358,10 @@ class LogicCluster:
                 self._send(name, peer, message)
             case SendTo(_, message):
                 self._send(name, GATEWAY, message)
+            case Dial(peer):
+                self.dialled[name, peer] = None
+            case StopDialling(peer):
+                del self.dialled[name, peer]
             case RunIteration():
                 assert name not in self.computing, "two iterations at a time"
                 self.computing.add(name)
@@ -365,7 +385,7 @@ class LogicCluster:
             case OpenBuffer(peer, link_epoch):
                 engine.arenas[peer] = arena = FakeArena(is_buffer=True)
                 num_blocks = self.shape.buffer_blocks
-                made = self._offer(arena, num_blocks, self._pool_of(name)) if num_blocks else None
+                made = self._offer(arena, num_blocks, self.pool_of(name)) if num_blocks else None
                 self.pending.append((name, lambda: BufferOpened(peer, link_epoch, made)))
             case SetBlockGeneration(block_ids, generation):
                 self.pool_arenas[name].stamps.update(dict.fromkeys(block_ids, generation))

@@ -7,6 +7,7 @@ from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerNa
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
 from alignedserve.messages import blocks as block_messages
 from alignedserve.messages import handshake, links
+from alignedserve.messages import state as state_messages
 from alignedserve.messages.blocks import (
     BlocksAnswered,
     BlocksCopied,
@@ -70,11 +71,14 @@ from alignedserve.messages.pools import (
     PoolRegistered,
     RequestPooled,
 )
+from alignedserve.messages.state import QuotaAnswer, StateAnswer, StateCall, UseQuota
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
+    BlocksFetched,
     IterationLogReport,
     JoinedBatch,
+    PeersChanged,
     PrefillCompleted,
     PrefillRequest,
     RegistrationRefused,
@@ -177,7 +181,7 @@ _JOINED = JoinedBatch(BatchId(2), 32, 48)
 # One example of every message, with every field away from its default.
 EXAMPLES: tuple[Message, ...] = (
     Challenge(1, _NONCE),
-    Hello(1, Role.PREFILL_WORKER, PREFILL, bytes(32), _NONCE),
+    Hello(1, Role.PREFILL_WORKER, PREFILL, bytes(32), _NONCE, POOL),
     Welcome(Role.ROUTER, ROUTER, bytes(32)),
     Ping(1.5),
     SubmitRequest(_FULL),
@@ -206,6 +210,8 @@ EXAMPLES: tuple[Message, ...] = (
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),
     IterationLogReport(TOTALS),
+    BlocksFetched(POOL, 12, 0.5),
+    PeersChanged((WorkerName(PREFILL),), left=(WorkerName("prefill-1"),), is_complete=True),
     ReserveBlocks(R1, 3, 2, is_copy=True, may_wait=False),
     CancelReservation(R1, 3),
     BlocksReserved(R1, 3, _LEASE, 17, blocks(3, 4, 9)),
@@ -229,7 +235,7 @@ EXAMPLES: tuple[Message, ...] = (
     CopyKept(R1, 3),
     BatchFormed(_BATCH, WorkerName(DECODE), ((R1, 3), (R2, 4))),
     BatchReceived(_BATCH, ((R1, 3), (R2, 4))),
-    CopyLost(R1, 3),
+    CopyLost(R1, 3, DECODE, BatchId(4)),
     PoolLoad(7, 2, 1, 3),
     DropRequest(R1, 3),
     OpenTransfer("gloo", "ab" * 32),
@@ -240,6 +246,8 @@ EXAMPLES: tuple[Message, ...] = (
     ReadBlocks((NamedBlocks(17, ((3, 2), (9, 1))),)),
     BlocksCopied(),
     BlocksAnswered((True, False)),
+    StateCall(7, UseQuota("a1", 1.5, (0.5, 2.0), 1)),
+    StateAnswer(7, QuotaAnswer(2.5, True, 0.25)),
 )
 
 
@@ -247,7 +255,7 @@ def message_types() -> set[type[Message]]:
     """Every message that is defined anywhere."""
     return {
         thing
-        for module in (links, handshake, block_messages)
+        for module in (links, handshake, block_messages, state_messages)
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, Message) and thing is not Message
     }

@@ -9,7 +9,7 @@ import asyncio
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,8 +78,16 @@ class DiskLogs:
                 view = LogView(batch_id, kind, os.fstat(file.fileno()).st_ino)
                 yield from read_view(file, view, self._index, start=start, log_bytes=log_bytes)
 
-    def remove(self, batch_id: BatchKey) -> None:
-        """Delete a batch's log; may be repeated."""
+    async def chunks(
+        self, batch_id: BatchKey, kind: ResultKind, log_bytes: int, start: int = 0
+    ) -> AsyncIterator[bytes]:
+        """See ResultLogs. Each chunk is read in a thread: finding one may take a read of the whole log."""
+        lines = self.lines(batch_id, kind, log_bytes, start)
+        while chunk := await asyncio.to_thread(next, lines, b""):
+            yield chunk
+
+    async def remove(self, batch_id: BatchKey) -> None:
+        """See ResultLogs."""
         with disk_errors("a result log"):
             self._path(batch_id).unlink(missing_ok=True)
 

@@ -30,7 +30,7 @@ class DiskBlobs:
 
     async def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
         """See BlobStore."""
-        reader = self.open(file_id)
+        reader = await self.open(file_id)
         try:
             offset = start
             while chunk := await asyncio.to_thread(reader.read_at, offset, CHUNK_BYTES):
@@ -39,7 +39,7 @@ class DiskBlobs:
         finally:
             reader.close()
 
-    def open(self, file_id: FileId) -> BlobReader:
+    async def open(self, file_id: FileId) -> BlobReader:
         """See BlobStore."""
         return _DiskReader(self._path(file_id))
 

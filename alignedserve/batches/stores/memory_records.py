@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from alignedserve.batches.interfaces import AddToIndex, Change, DeleteValue, Page, RemoveFromIndex, SetValue
+from alignedserve.batches.interfaces import Page
 from alignedserve.core.errors import StoreUnavailable
+from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
 
 
 class MemoryRecords:

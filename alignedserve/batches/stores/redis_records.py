@@ -3,18 +3,22 @@
 Values come back as bytes only, no script is ever sent, and keys are generated here.
 """
 
+import ssl
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import redis as blocking_redis
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError, WatchError
 from redis.exceptions import ConnectionError as ConnectionLost
-from redis.exceptions import RedisError, WatchError
 from redis.exceptions import TimeoutError as TimeoutExpired
 
-from alignedserve.batches.interfaces import AddToIndex, Change, DeleteValue, Page, RemoveFromIndex, SetValue
+from alignedserve.batches.interfaces import Page
 from alignedserve.core.errors import StoreUnavailable
+from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
 
 _TIMEOUT_S = 2.0  # a write is on the disk when it is answered
 # One immediate retry: a connection from before the server's restart is lost, a new one may work. Further retries are
@@ -22,14 +26,26 @@ _TIMEOUT_S = 2.0  # a write is on the disk when it is answered
 _RETRY = Retry(NoBackoff(), 1, supported_errors=(ConnectionLost,))
 
 
-class RedisRecords:
-    """Implements RecordStore. `address`: a redis:// or unix:// URL. Connects when first used, and after every loss."""
+@dataclass(frozen=True, slots=True)
+class RedisLocation:
+    """Where a Redis is, with its password if it has one: plain values that can be sent to every process."""
 
-    def __init__(self, address: str, *, namespace: str) -> None:
+    url: str = field(repr=False)  # redis://, rediss:// (TLS) or unix://
+    authority: str | None = None  # certificates that sign the server's, in PEM; None: the system's
+    is_local: bool = False  # no other host reaches it
+
+    def options(self) -> dict[str, Any]:
+        """Return what a client is made with, beside the URL."""
+        timeouts = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
+        return timeouts if self.authority is None else {**timeouts, "ssl_ca_data": self.authority}
+
+
+class RedisRecords:
+    """Implements RecordStore. Connects when first used, and after every loss."""
+
+    def __init__(self, location: RedisLocation, *, namespace: str) -> None:
         self._prefix = f"{namespace}:"
-        self._client: Any = redis.Redis.from_url(
-            address, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S, retry=_RETRY
-        )
+        self._client: Any = redis.Redis.from_url(location.url, retry=_RETRY, **location.options())
 
     async def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """See RecordStore."""
@@ -96,3 +112,20 @@ class RedisRecords:
             return await command
         except (TimeoutError, RedisError, OSError) as error:
             raise StoreUnavailable("The state of batches cannot be reached now.") from error
+
+
+def check_redis(location: RedisLocation) -> str | None:
+    """Return why no process will be able to use this Redis; None: it answers, or may when it is started."""
+    client: Any = blocking_redis.Redis.from_url(location.url, **location.options())
+    try:
+        client.ping()
+    except (AuthenticationError, ResponseError) as error:
+        return f"it refuses the user or password ({str(error)[:100]})"
+    except (RedisError, OSError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ssl.SSLError):
+            cause = cause.__cause__ or cause.__context__
+        return None if cause is None else f"no TLS connection: {str(cause)[:150]}"
+    finally:
+        client.close()
+    return None

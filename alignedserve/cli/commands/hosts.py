@@ -1,14 +1,18 @@
-"""`alignedserve status`, `logs` and `stop`: the cluster of several hosts that runs, from any of them."""
+"""`alignedserve status`, `logs`, `drain` and `stop`: the cluster of several hosts that runs, from any of them."""
 
 import time
 
+from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.console import notes, print_json, results
 from alignedserve.cluster.hosts.adoption import end_cluster
 from alignedserve.cluster.hosts.client import call_actor, connected, lost_nodes, node_of, running_cluster
+from alignedserve.cluster.hosts.drain_rules import node_called
+from alignedserve.cluster.hosts.drains import MOVING_S
+from alignedserve.cluster.hosts.orders import DrainNode, UndoDrain, give_order
 from alignedserve.cluster.hosts.ray_storage import ray_storage
-from alignedserve.cluster.hosts.record import ClusterRecord, ask_to_stop, recorded_id
+from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, ask_to_stop, recorded_id
 from alignedserve.cluster.hosts.succession import has_driver
 from alignedserve.cluster.hosts.supervisor import end_supervisor, running_supervisor
 from alignedserve.config.environment import redis_url
@@ -18,6 +22,7 @@ from alignedserve.messages.gateways import ClusterStatus
 _TAIL_BYTES = 4096
 _FOLLOW_S = 0.5
 _STOP_S = 60.0
+_DRAIN_ENDS_S = 20.0  # beyond what it was given
 
 
 def status(json_output: bool) -> bool:
@@ -75,6 +80,31 @@ def stop() -> None:
     notes().print("Stopped the cluster.")
 
 
+def drain(node: str, within_s: float, *, is_forced: bool, waits: bool) -> None:
+    """Drain a node; with `waits` return when it has drained. Raises ResourceError when it may not be."""
+    with connected():
+        record = running_cluster()
+        results().print(give_order(record.cluster_id, DrainNode(node, within_s, is_forced)).text)
+        name = node_called(record.nodes, node).name
+        ends_s = time.monotonic() + within_s + MOVING_S + _DRAIN_ENDS_S
+        while waits:
+            state = next((one.drain for one in running_cluster().nodes if one.name == name), DRAINED)
+            if state == DRAINED:
+                results().print(f"{name} has drained.")
+                return
+            if not state:
+                raise ResourceError(f"the drain of {name} was undone")
+            if time.monotonic() > ends_s:
+                raise ResourceError(f"{name} has not drained in time; see `alignedserve logs driver`")
+            time.sleep(_FOLLOW_S)
+
+
+def undo_drain(node: str) -> None:
+    """Use a node again. Raises ResourceError when it neither drains nor has drained."""
+    with connected():
+        results().print(give_order(running_cluster().cluster_id, UndoDrain(node)).text)
+
+
 def _end_without_driver() -> None:
     """End a cluster whose driver has died for good. Raises ResourceError when it lives, or processes do not end."""
     record = running_cluster()
@@ -116,8 +146,8 @@ def _nodes_table(record: ClusterRecord, lost: set[str]) -> Table:
     for heading in ("node", "host", "state", "runs"):
         table.add_column(heading)
     for node in record.nodes:
-        state = "lost" if node.node_id in lost else "refused" if node.problem else "up"
-        table.add_row(node.name or "-", f"{node.hostname}\n{node.address}", state, node.summary)
+        state = "lost" if node.node_id in lost else "refused" if node.problem else node.drain or "up"
+        table.add_row(node.name or "-", f"{node.hostname}\n{node.address}", state, escape(node.summary))
     return table
 
 
@@ -145,6 +175,7 @@ def _as_document(record: ClusterRecord, lost: set[str], load: ClusterStatus | No
                 "address": node.address,
                 "is_lost": node.node_id in lost,
                 "problem": node.problem,
+                "drain": node.drain,
                 "urls": list(node.urls),
                 "actors": {actor.name: actor.device for actor in node.actors},
             }

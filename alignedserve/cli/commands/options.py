@@ -264,6 +264,13 @@ class SimulateOptions:
         ),
     ] = None
     num_pools: Annotated[int, typer.Option("--pools", min=1, help="Nodes that the workers are shared out among.")] = 1
+    num_nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, max=10_000, help="Nodes with so many workers each.")
+    ] = None
+    num_routers: Annotated[int, typer.Option("--routers", min=1, help="Routers that nodes are shared out among.")] = 1
+    router_us: Annotated[
+        float, typer.Option(min=0.0, help="Microseconds that a router needs for an event.", show_default="0: at once")
+    ] = 0.0
     costs: Annotated[
         str,
         typer.Option(

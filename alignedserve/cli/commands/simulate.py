@@ -144,6 +144,7 @@ def _case_as_json(done: _Done) -> dict[str, Any]:
         "mechanisms": asdict(config.mechanisms),
         "links": asdict(config.links),
         "num_pools": config.num_pools,
+        "routers": asdict(config.routers),
         "error": outcome.error,
         "traceback": outcome.traceback,
         "result": plain,
@@ -159,6 +160,11 @@ def _print_table(report: Report) -> None:
     for row in whole.rows:
         table.add_row(*map(printable, row))
     results().print(table)
+    for run in report.runs:
+        for router in run.result.routers if run.result is not None else ():
+            if router.utilisation:
+                behind = f"{router.utilisation:.0%} busy, at most {router.max_behind_s:.3f} s behind"
+                notes().print(f"{run.policy} at {run.rate:g}/s: {router.name} {behind}", markup=False, soft_wrap=True)
     for run in report.runs:
         if run.error is not None:
             notes().print(f"{run.policy} at {run.rate:g}/s: {run.error}", markup=False, soft_wrap=True)

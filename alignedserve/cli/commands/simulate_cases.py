@@ -17,7 +17,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED, WorkerSpec
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimConfig
+from alignedserve.sim.config import SimConfig, SimRouters
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.sweep import Case, WorkloadLine
 from alignedserve.workload.feasibility import require_feasible
@@ -87,6 +87,8 @@ class PlannedCase(NamedTuple):
 
 def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
     """Plan every policy at every rate. Raises ConfigError for whatever could never run."""
+    if options.num_nodes is not None and options.num_pools != 1:
+        raise ConfigError("--nodes gives each node its own workers, --pools shares them out: choose one")
     cluster = _cluster(options)
     machines = _machines(options)
     variants = [_variant(text) for text in options.policies] or _default_variants(options, cluster)
@@ -149,7 +151,13 @@ def _configured(
     chosen = with_policy(cluster, variant.name, variant.settings, topology=_topology(options, cluster))
     chosen = _sized(options, chosen, cluster.topology)
     config = simulated_policy(machines, chosen)
-    return replace(config, num_pools=options.num_pools, seed=options.seed, timeline_of=_TIMELINE_OF)
+    return replace(
+        config,
+        num_pools=options.num_nodes or options.num_pools,
+        routers=SimRouters(options.num_routers, options.router_us * 1e-6),
+        seed=options.seed,
+        timeline_of=_TIMELINE_OF,
+    )
 
 
 def _topology(options: SimulateOptions, cluster: ClusterConfig) -> Topology | None:
@@ -172,10 +180,11 @@ def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology | N
     if cluster.chosen_topology is Topology.COLOCATED:
         num_together = num_decode if given is Topology.COLOCATED else num_prefill + num_decode
         num_decode = options.num_colocated or num_together
+    num_alike = options.num_nodes or 1
     return changed(
         cluster,
-        prefill=changed(cluster.prefill, count=num_prefill),
-        decode=changed(cluster.decode, count=num_decode),
+        prefill=changed(cluster.prefill, count=num_prefill * num_alike),
+        decode=changed(cluster.decode, count=num_decode * num_alike),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
+from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.commands.options import ServeOptions
@@ -50,7 +51,9 @@ def urls_of(record: ClusterRecord) -> Table:
     for heading in ("node", "host", "answers at"):
         table.add_column(heading)
     for node in record.nodes:
-        table.add_row(node.name or "-", f"{node.hostname} ({node.address})", node.problem or "\n".join(node.urls))
+        table.add_row(
+            node.name or "-", f"{node.hostname} ({node.address})", escape(node.problem or "\n".join(node.urls))
+        )
     return table
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from alignedserve.cluster.hosts.node_actor import NodeActor
 from alignedserve.cluster.hosts.node_report import NodeReport, NodeSurveyor
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.hosts.ray_nodes import RayNode
+from alignedserve.cluster.hosts.reachability import Place
 from alignedserve.config.sections import LinksConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.runtime.model.served_model import ServedModel
@@ -23,6 +25,7 @@ from alignedserve.runtime.process.addresses import AddressBook
 
 logger = logging.getLogger(__name__)
 
+_CLOCKS_APART_S = 30.0
 _REPORT_S = 180.0  # of a node that loads PyTorch from a cold disk
 
 
@@ -59,8 +62,25 @@ class Admission:
 
     def reports(self, device: str, model: Path) -> dict[RayNode, NodeReport]:
         """Ask every node at once and wait. Raises PeerLost naming the node that does not answer."""
+        asked_s = time.time()
         asked = {node: self.ask_report(node, device, model) for node in self._surveyors}
-        return {node: _answer(node, reference) for node, reference in asked.items()}
+        reports: dict[RayNode, NodeReport] = {node: _answer(node, reference) for node, reference in asked.items()}
+        warn_of_clocks(reports, asked_s, time.time())
+        return reports
+
+    def apart(self) -> dict[RayNode, str]:
+        """Let all nodes connect to each other; return why for those that cannot. Raises PeerLost."""
+        asked = {node: surveyor.open_port.remote(node.address) for node, surveyor in self._surveyors.items()}
+        ports = {node: _answer(node, reference) for node, reference in asked.items()}
+        refused = {node: str(port) for node, port in ports.items() if not isinstance(port, int)}
+        places = {node: (node.address, port) for node, port in ports.items() if isinstance(port, int)}
+        tries = {
+            node: self._surveyors[node].unreached.remote(
+                {other.node_id: place for other, place in places.items() if other is not node}
+            )
+            for node in places
+        }
+        return refused | apart(places, {node: _answer(node, reference) for node, reference in tries.items()})
 
     def ask_check(self, node: RayNode, prepared: PreparedNode, served: ServedModel) -> Any:
         """Ask a node to check its memory and ports; return Ray's reference to the error found, or None."""
@@ -78,6 +98,56 @@ class Admission:
             require(node, _answer(node, reference))
 
 
+def apart(nodes: Mapping[RayNode, Place], problems: Mapping[RayNode, Mapping[str, str]]) -> dict[RayNode, str]:
+    """Return why for each node that does not reach a node before it, or is not reached by one.
+
+    `nodes`: the head first, which is never refused for another; nor is a node for one that is refused. `problems`: what
+    `unreached` returned on each node, by node ids.
+    """
+    refused: dict[RayNode, str] = {}
+    used: list[RayNode] = []
+    for node, place in nodes.items():
+        for other in used:
+            way = problems[other].get(node.node_id)
+            if way is not None:
+                refused[node] = _sentence(other, node, place, way)
+                break
+            back = problems[node].get(other.node_id)
+            if back is not None:
+                refused[node] = _sentence(node, other, nodes[other], back)
+                break
+        else:
+            used.append(node)
+    return refused
+
+
+def _sentence(source: RayNode, target: RayNode, place: Place, problem: str) -> str:
+    return f"no connection from {source} to {target}, TCP port {place[1]} ({problem})"
+
+
+def warn_of_clocks(reports: Mapping[RayNode, NodeReport], asked_s: float, answered_s: float) -> None:
+    """Say which nodes' clocks are apart from this one's. They work: nothing here compares clocks of two hosts.
+
+    Log files and times in answers differ, and certificates are refused by clocks that are a day apart.
+    """
+    for node, apart_s in clocks_apart(reports, asked_s, answered_s).items():
+        logger.warning("the clock of %s is %.0f s %s", node, abs(apart_s), "ahead" if apart_s > 0 else "behind")
+
+
+def clocks_apart(reports: Mapping[RayNode, NodeReport], asked_s: float, answered_s: float) -> dict[RayNode, float]:
+    """Return by how much the clocks of these nodes are ahead, at least, where it is over half a minute.
+
+    `asked_s`, `answered_s`: between which they have reported, by this host's clock.
+    """
+    found = {}
+    for node, report in reports.items():
+        if report.unix_s is not None:
+            ahead_s = max(report.unix_s - answered_s, 0.0) + min(report.unix_s - asked_s, 0.0)
+            if abs(ahead_s) > _CLOCKS_APART_S:
+                found[node] = ahead_s
+    return found
+
+
 def require(node: RayNode, failure: AlignedServeError | None) -> None:
     """Raise the error that this node has found, naming the node; None: it has found none."""
     if failure is not None:
@@ -90,6 +160,8 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
     for node, report in reports.items():
         if report.problem is not None:
             found[node] = str(report.problem)
+        elif report.gpus and not node.num_gpus:
+            found[node] = f"Ray counts none of its {len(report.gpus)} GPUs; was it started there with --num-gpus=0?"
         elif report.versions != head.versions:
             found[node] = f"it has {report.versions}, the head {head.versions}"
         elif report.model_digest is None:

@@ -8,12 +8,14 @@ import ray
 
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory
 from alignedserve.cluster.hosts.admission import keeper_name
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
+from alignedserve.cluster.hosts.node_group import release, release_former
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, remove_record
+from alignedserve.cluster.hosts.scaler import NodeScaler
 from alignedserve.cluster.hosts.succession import ClusterState, Succession, end_by_name, left_by_former
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost, ProtocolError, ResourceError
@@ -24,7 +26,9 @@ _STEP_S = 0.1
 _SETTLED_S = 30.0
 
 
-def adopt_cluster(asked: str, actor_classes: ActorClasses, observer: StartObserver) -> ClusterOnHosts | None:
+def adopt_cluster(
+    asked: str, actor_classes: ActorClasses, observer: StartObserver, scaler: NodeScaler | None = None
+) -> ClusterOnHosts | None:
     """Take over what a former driver has left; None: there is nothing, or it was of another kind and has been ended.
 
     `asked`: what this driver is to serve, by `digest_of`. Raises ResourceError when the former driver still runs, or
@@ -40,7 +44,7 @@ def adopt_cluster(asked: str, actor_classes: ActorClasses, observer: StartObserv
     state = left_by_former(record)
     if state is not None and state.asked == asked:
         try:
-            return _adopt(state, actor_classes, observer)
+            return _adopt(state, actor_classes, Driving(observer, Succession(asked, state), scaler))
         except AlignedServeError as error:
             logger.warning("the former cluster cannot be taken over, and is ended: %s", error)
     end_cluster(record)
@@ -51,10 +55,11 @@ def end_cluster(record: ClusterRecord) -> None:
     """End all processes of a recorded cluster without a driver. Raises ResourceError when they do not end."""
     actors = [actor.name for node in record.nodes for actor in node.actors if actor.name != DRIVER]
     end_by_name([*actors, *(node.keeper for node in record.nodes if node.keeper)])
+    release_former()
     remove_record(record.cluster_id)
 
 
-def _adopt(state: ClusterState, actor_classes: ActorClasses, observer: StartObserver) -> ClusterOnHosts:
+def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -> ClusterOnHosts:
     nodes = _settled_nodes()
     alive = {node.node_id for node in nodes}
     lost = [member for member in state.members if member.ray_node.node_id not in alive]
@@ -62,15 +67,15 @@ def _adopt(state: ClusterState, actor_classes: ActorClasses, observer: StartObse
         logger.warning("%s was lost with the former driver", member.ray_node)
         names = [actor.name for actor in record_of(member).actors if actor.name != DRIVER]
         end_by_name([*names, keeper_name(member.prepared.folder.name)])
+        release(member.prepared.folder.name)
         state.joining.keep_share(member)
     members = [_with_keeper(member) for member in state.members if member not in lost]
     if not any(member.prepared.share.is_head for member in members):
         members.insert(0, _prepared_head(state.joining, nodes[0]))
-    succession = Succession(state.asked, state)
     served = state.joining.plan.served
     factory = ActorFactory(served, actor_classes, state.secrets, is_detached=True)
     logger.info("the cluster of a former driver goes on, on %d nodes", len(members))
-    return ClusterOnHosts(state.joining, members, factory, observer, succession)
+    return ClusterOnHosts(state.joining, members, factory, driving)
 
 
 def _settled_nodes() -> list[RayNode]:

@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.ray_nodes import alive_nodes
-from alignedserve.cluster.hosts.record import ClusterRecord, NodeRecord, read_record
+from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, read_record
 from alignedserve.cluster.ray_node import join_ray
 from alignedserve.config.environment import ray_address
 from alignedserve.core.errors import PeerLost, ResourceError
@@ -36,9 +36,9 @@ def running_cluster() -> ClusterRecord:
 
 
 def lost_nodes(record: ClusterRecord) -> set[str]:
-    """Return the ids of recorded nodes that Ray no longer has."""
+    """Return the ids of recorded nodes that Ray no longer has; those that have drained may be gone."""
     alive = {node.node_id for node in alive_nodes()}
-    return {node.node_id for node in record.nodes} - alive
+    return {node.node_id for node in record.nodes if node.drain != DRAINED} - alive
 
 
 def call_actor(name: str, method: str, *arguments: object) -> Any:

@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import ray
 
 from alignedserve.cluster.actor_factory import ActorFactory
 from alignedserve.cluster.hosts.joining import Joining, Preparation
-from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
+from alignedserve.cluster.hosts.members import DRIVER, Member, drained_record, record_of
 from alignedserve.cluster.hosts.membership import (
     Announce,
     CancelPreparation,
+    EndNode,
     ForgetNode,
     Membership,
     MembershipCommand,
@@ -27,7 +29,18 @@ from alignedserve.cluster.hosts.membership import (
     PrepareNode,
 )
 from alignedserve.cluster.hosts.node_actor import end_actors
+from alignedserve.cluster.hosts.node_drains import NodeDrains
+from alignedserve.cluster.hosts.node_group import release
 from alignedserve.cluster.hosts.node_report import own_versions
+from alignedserve.cluster.hosts.orders import (
+    Answer,
+    DrainNode,
+    Order,
+    ScaleWorkers,
+    UndoDrain,
+    answer_order,
+    take_orders,
+)
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
@@ -36,15 +49,26 @@ from alignedserve.cluster.hosts.record import (
     remove_record,
     write_record,
 )
+from alignedserve.cluster.hosts.scaler import NodeScaler
+from alignedserve.cluster.hosts.scaling import GiveBack, ScaledNode
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
-from alignedserve.core.errors import AlignedServeError, PeerLost
+from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.runtime.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
 
 _STOP_LOOK_S = 0.5  # between looks during a start
+
+
+@dataclass(frozen=True, slots=True)
+class Driving:
+    """What a driver brings along to its cluster."""
+
+    observer: StartObserver
+    succession: Succession
+    scaler: NodeScaler | None = None  # None: the number of nodes is left as it is
 
 
 class ClusterOnHosts(RunningCluster):
@@ -55,18 +79,20 @@ class ClusterOnHosts(RunningCluster):
         joining: Joining,
         members: Sequence[Member],
         factory: ActorFactory,
-        observer: StartObserver,
-        succession: Succession,
+        driving: Driving,
     ) -> None:
-        super().__init__(members[0].prepared, joining.plan.served, factory, observer)
+        super().__init__(members[0].prepared, joining.plan.served, factory, driving.observer)
         self._members = {member.ray_node.node_id: member for member in members}
-        self._membership = Membership(tuple(self._members))
+        self._membership = Membership({node_id: one.ray_node.host for node_id, one in self._members.items()})
+        self._drains = NodeDrains(self._members, self._membership, joining, self._decide)
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
-        self._starting: dict[Any, str] = {}  # actors of nodes that joined, by the call that says how it went
+        # Actors of nodes that joined, by the call that says how it went.
+        self._starting: dict[Any, tuple[RayNode, str]] = {}
         self._joining = joining
         self._preparations: dict[str, Preparation] = {}
+        self._scaler = driving.scaler
         self._cluster_id = joining.cluster_id
-        self._succession = succession
+        self._succession = driving.succession
         self._driver_id = secrets.token_hex(4)
         self._is_ready = False
         self._has_news = False  # that the record does not have
@@ -93,9 +119,10 @@ class ClusterOnHosts(RunningCluster):
             return
         with self._factory.adopting():
             self.create(others)
-        self._starting = {actor.failure.remote(): name for name, actor in self.actors().items()}
-        for name in self._actors:
-            self._watch(name)
+        for member in self._members.values():
+            self._watch(member.name)
+            of_node = self._actors[member.name].items()
+            self._starting |= {actor.failure.remote(): (member.ray_node, name) for name, actor in of_node}
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster; then every command finds the cluster."""
@@ -146,9 +173,11 @@ class ClusterOnHosts(RunningCluster):
 
     def record(self) -> ClusterRecord:
         """Return what the cluster consists of now."""
+        draining = self._membership.draining
+        used = (record_of(one, is_draining=node_id in draining) for node_id, one in self._members.items())
         refused = (
             NodeRecord("", node.node_id, node.address, node.hostname, problem=problem)
-            for node, problem in ((self._seen[node_id], why) for node_id, why in self._membership.refused.items())
+            for node, problem in ((self._seen[node_id], why) for node_id, why in self._left_out().items())
         )
         return ClusterRecord(
             cluster_id=self._cluster_id,
@@ -157,21 +186,30 @@ class ClusterOnHosts(RunningCluster):
             topology=self.config.chosen_topology.value,
             started=self._succession.started,
             is_ready=self._is_ready,
-            nodes=(*(record_of(member) for member in self._members.values()), *refused),
+            nodes=(*used, *(drained_record(member) for member in self._joining.drained.values()), *refused),
             driver=self._driver_id,
         )
 
     def _hand_over(self) -> None:
         self._succession.hand_over(self._joining, tuple(self._members.values()), self._factory.secrets, self._actors)
 
+    def _left_out(self) -> dict[str, str]:
+        """Return the nodes that are not used, and why."""
+        released = [node_id for node_id in self._membership.released if node_id not in self._members]
+        return {**self._membership.refused, **dict.fromkeys(released, "given back, as the load does not need it")}
+
     def _look_around(self) -> bool:
         if is_asked_to_stop(self._cluster_id):
             return False
         self._seen = {node.node_id: node for node in alive_nodes()}
-        self._decide(NodesSeen(tuple(self._seen)))
+        self._decide(NodesSeen({node_id: node.host for node_id, node in self._seen.items()}))
         for preparation in list(self._preparations.values()):
             self._go_on(preparation)
         self._look_at_starting()
+        for name, order in take_orders(self._cluster_id):
+            answer_order(self._cluster_id, name, self._obey(order))
+        self._drains.look(self.actors())
+        self._scale()
         if self._has_news:
             self._announce()
         return True
@@ -187,7 +225,11 @@ class ClusterOnHosts(RunningCluster):
             case CancelPreparation(node_id):
                 self._preparations.pop(node_id).close()
             case ForgetNode(node_id):
-                self._forget(self._members.pop(node_id))
+                member = self._members.pop(node_id)
+                logger.warning("%s is lost, and with it %s", member.ray_node, member.name)
+                self._end_member(member)
+            case EndNode(node_id):
+                self._end_member(self._members.pop(node_id))
             case Announce():
                 self._has_news = True
 
@@ -219,26 +261,61 @@ class ClusterOnHosts(RunningCluster):
             raise PeerLost(f"its former actors have not ended: {error}") from error
         self._members[member.ray_node.node_id] = member
         actors = self._actors[member.name]
-        self._starting |= {actor.failure.remote(): f"{name} on {member.ray_node}" for name, actor in actors.items()}
+        self._starting |= {actor.failure.remote(): (member.ray_node, name) for name, actor in actors.items()}
         logger.info("%s has joined as %s with %s", member.ray_node, member.name, ", ".join(actors))
 
-    def _forget(self, member: Member) -> None:
-        logger.warning("%s is lost, and with it %s", member.ray_node, member.name)
+    def _end_member(self, member: Member) -> None:
         self.remove_node(member.name)
         self._joining.vacate(member)
+        self._drains.gone(member)
+
+    def _obey(self, order: Order) -> Answer:
+        try:
+            match order:
+                case DrainNode():
+                    return Answer(self._drains.drain(order, self.record().nodes))
+                case UndoDrain(name):
+                    return Answer(self._drains.undo(name, self.record().nodes))
+                case ScaleWorkers():
+                    raise ResourceError("this cluster cannot be scaled yet")
+        except AlignedServeError as error:
+            return Answer(str(error), is_refused=True)
 
     def _look_at_starting(self) -> None:
         if not self._starting:
             return
         answered, _ = ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)
         for reference in answered:
-            name = self._starting.pop(reference)
+            node, name = self._starting.pop(reference)
             try:
                 failure = ray.get(reference)
             except ray.exceptions.RayError as error:
                 failure = error
             if failure is not None:
-                logger.error("%s did not start: %s", name, str(failure).splitlines()[0])
+                logger.error("%s on %s did not start: %s", name, node, str(failure).splitlines()[0])
+
+    def _scale(self) -> None:
+        """Give nodes back that the load does not need, and let Ray add those that it does."""
+        if self._scaler is None:
+            return
+        head, *_ = self._members
+        starting = {node.node_id for node, _ in self._starting.values()}
+        released, draining = self._membership.released, self._membership.draining
+        nodes = [
+            *(
+                ScaledNode(node_id, node_id == head, is_serving=node_id not in starting)
+                for node_id in self._members
+                if node_id not in draining
+            ),
+            *(ScaledNode(node_id, is_released=True) for node_id in released),
+        ]
+        of_head = self._actors[self._members[head].name]
+        gateways = [actor for name, actor in of_head.items() if name.startswith("gateway-")]
+        for command in self._scaler.check(gateways, nodes, self._seen.__getitem__):
+            if isinstance(command, GiveBack):
+                self._drains.give_back(command.node_id)
+            else:
+                self._drains.take_again(command.node_id)
 
     def _leave_ray(self) -> None:
         for preparation in self._preparations.values():
@@ -247,9 +324,13 @@ class ClusterOnHosts(RunningCluster):
         if ray.is_initialized():
             keepers = [member.keeper.actor for member in self._members.values()]
             everything = [*self.actors().values(), *keepers]
+            if self._scaler is not None:
+                self._scaler.close()
             try:
                 remove_record(self._cluster_id)
                 kill_actors(everything)
+                for member in self._members.values():
+                    release(member.prepared.folder.name)
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
                 end_actors(everything)

@@ -1,6 +1,7 @@
 """Prepares nodes that join a running cluster, beside the loop of its driver: nothing here waits."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn
@@ -14,8 +15,11 @@ from alignedserve.cluster.hosts.admission import (
     differences,
     keeper_of,
     require,
+    warn_of_clocks,
 )
+from alignedserve.cluster.hosts.drains import Drains
 from alignedserve.cluster.hosts.members import Member, member_of, resources_of
+from alignedserve.cluster.hosts.node_group import NodeGroup, create_group, release
 from alignedserve.cluster.hosts.node_report import NodeReport
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, node_config, plan_joining
 from alignedserve.cluster.hosts.ray_nodes import RayNode
@@ -23,13 +27,15 @@ from alignedserve.cluster.placement import NodeShare
 from alignedserve.core.errors import PeerLost, ResourceError
 from alignedserve.runtime.engine.model_executor import bytes_beside_blocks
 
+logger = logging.getLogger(__name__)
+
 _ANSWER_S = 180.0  # of a node that loads PyTorch from a cold disk
 
 Steps = Generator[Sequence[Any], Sequence[Any], Member]  # from Ray's references to what they refer to
 
 
 class Joining:
-    """Gives nodes their shares: that of a former node of the same host, or one of their own."""
+    """Gives nodes their shares: that of a former node of the same host, or one of their own. Outlives a driver."""
 
     def __init__(self, plan: ClusterPlan, head: NodeReport, cluster_id: str, num_nodes: int) -> None:
         """`head`: what the head reported of itself. `num_nodes`: that the cluster was started with."""
@@ -38,6 +44,8 @@ class Joining:
         self._head = head
         self._vacant: dict[tuple[str, str], list[NodeShare]] = {}  # of hosts that are gone, for when they come back
         self._num_nodes = self._num_folders = num_nodes
+        self.drains = Drains()
+        self.drained: dict[str, Member] = {}  # nodes that stay out, by the ids under which they were members
 
     def vacate(self, member: Member) -> None:
         """Keep the share of a node that has not, or no more, its actors for the next one of its host."""
@@ -45,8 +53,9 @@ class Joining:
         _end(member.keeper.actor)
 
     def keep_share(self, member: Member) -> None:
-        """Keep the share of a node that is gone with its keeper for the next one of its host."""
-        self._vacant.setdefault(_host(member.ray_node), []).append(member.prepared.share)
+        """Keep the share of a node that is gone with its keeper for the next one of its host, and no more in Ray."""
+        release(member.prepared.folder.name)
+        self._vacant.setdefault(member.ray_node.host, []).append(member.prepared.share)
 
     def begin(self, node: RayNode) -> "Preparation":
         """Begin to examine a node and to make it ready for its actors."""
@@ -56,14 +65,17 @@ class Joining:
         """Examine the node. Raises an error of the tree when it cannot be used."""
         engine, served = self.plan.config.engine, self.plan.served
         with Admission([node]) as admission:
+            asked_s = time.time()
             (report,) = yield [admission.ask_report(node, engine.device, served.folder)]
+            warn_of_clocks({node: report}, asked_s, time.time())
             found = differences({node: report}, self._head)
             if found:
                 raise ResourceError(found[node])
             resources = resources_of(f"node-{self._num_nodes}", node, report)
             share = self._take_share(node, resources)
             self._num_folders += 1
-            keeper = create_keeper(node, f"{self.cluster_id}-{self._num_folders}")
+            folder_name = f"{self.cluster_id}-{self._num_folders}"
+            keeper = create_keeper(node, folder_name)
             try:
                 failure, folder = yield [keeper.failure.remote(), keeper.folder.remote()]
                 require(node, failure)
@@ -75,14 +87,18 @@ class Joining:
                 if share.num_workers:
                     (failure,) = yield [admission.ask_check(node, member.prepared, served)]
                     require(node, failure)
+                group = create_group(node, member.prepared)
+                yield from _placed(node, group)
+                member.use(group)
             except BaseException:
-                self._vacant.setdefault(_host(node), []).append(share)
+                self._vacant.setdefault(node.host, []).append(share)
+                release(folder_name)
                 _end(keeper)
                 raise
         return member
 
     def _take_share(self, node: RayNode, resources: NodeResources) -> NodeShare:
-        vacant = self._vacant.get(_host(node))
+        vacant = self._vacant.get(node.host)
         if vacant:
             return vacant.pop()
         self._num_nodes += 1
@@ -137,6 +153,15 @@ class Preparation:
         raise PeerLost(f"{self.node} does not answer: {reason}")
 
 
+def _placed(node: RayNode, group: NodeGroup) -> Generator[Sequence[Any], Sequence[Any], None]:
+    """Wait until Ray has reserved what the node's workers take."""
+    try:
+        yield [group.group.ready()]
+    except GeneratorExit:
+        logger.warning("%s: Ray has not had %s free there (`ray status`)", node, group)
+        raise
+
+
 def _answers(asked: Sequence[Any]) -> Sequence[Any] | None:
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
     return ray.get(list(asked)) if len(answered) == len(asked) else None
@@ -145,7 +170,3 @@ def _answers(asked: Sequence[Any]) -> Sequence[Any] | None:
 def _end(actor: Any) -> None:
     with contextlib.suppress(RayError, ValueError):
         ray.kill(actor)
-
-
-def _host(node: RayNode) -> tuple[str, str]:
-    return node.hostname, node.address

@@ -13,12 +13,14 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets
 from alignedserve.cluster.hosts.admission import Admission, differences, start_keepers
 from alignedserve.cluster.hosts.adoption import adopt_cluster
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import join_workers, member_of, resources_of
+from alignedserve.cluster.hosts.members import expect_handoffs, member_of, reserve_for, resources_of
+from alignedserve.cluster.hosts.node_group import release_former
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
+from alignedserve.cluster.hosts.scaler import make_scaler
 from alignedserve.cluster.hosts.succession import Succession, digest_of
 from alignedserve.cluster.ray_node import join_ray
 from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
@@ -59,10 +61,13 @@ def launch_on_hosts(
     config = resolve_policy(msgspec.structs.replace(config, model=with_local_model(config.model)))
     join_ray(hosts.address, NAMESPACE)
     try:
-        require_head(alive_nodes(), ray.get_runtime_context().get_node_id())
-        cluster = adopt_cluster(asked, actor_classes, observer)
+        context = ray.get_runtime_context()
+        require_head(alive_nodes(), context.get_node_id())
+        scaler = make_scaler(config, context.gcs_address)
+        cluster = adopt_cluster(asked, actor_classes, observer, scaler)
         if cluster is None:
-            cluster = _prepare_cluster(config, hosts, actor_classes, observer, Succession(asked))
+            driving = Driving(observer, Succession(asked), scaler)
+            cluster = _prepare_cluster(config, hosts, actor_classes, driving)
     except BaseException:
         ray.shutdown()
         raise
@@ -75,11 +80,7 @@ def launch_on_hosts(
 
 
 def _prepare_cluster(
-    config: ClusterConfig,
-    hosts: Hosts,
-    actor_classes: ActorClasses,
-    observer: StartObserver,
-    succession: Succession,
+    config: ClusterConfig, hosts: Hosts, actor_classes: ActorClasses, driving: Driving
 ) -> ClusterOnHosts:
     _wait_for_former()
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
@@ -88,7 +89,7 @@ def _prepare_cluster(
     with Admission(nodes) as admission:
         folder = resolve_model(config.model, config.engine.device, config.engine.kv_cache_dtype).folder
         reports = admission.reports(config.engine.device, folder)
-        refused = differences(reports, reports[nodes[0]])
+        refused = admission.apart() | differences(reports, reports[nodes[0]])
         if nodes[0] in refused:
             raise ResourceError(f"{nodes[0]}: {refused[nodes[0]]}")
         found = {
@@ -103,13 +104,15 @@ def _prepare_cluster(
             member_of(node, share, one.capacity, plan.config_of(share, node.address), keepers[node])
             for (node, one), share in zip(found.items(), plan.shares, strict=True)
         ]
-        join_workers(members)
+        expect_handoffs(members)
         admission.check({member.ray_node: member.prepared for member in members}, plan.served)
-    observer.sizes_chosen(next(iter(plan.choices.values())))
+    release_former()
+    reserve_for(members)
+    driving.observer.sizes_chosen(next(iter(plan.choices.values())))
     authority = CertificateAuthority(cluster_id) if config.links.tls else None
     joining = Joining(plan, reports[nodes[0]], cluster_id, len(members))
     factory = ActorFactory(plan.served, actor_classes, ClusterSecrets(authority=authority), is_detached=True)
-    cluster = ClusterOnHosts(joining, members, factory, observer, succession)
+    cluster = ClusterOnHosts(joining, members, factory, driving)
     for node, problem in refused.items():
         cluster.refuse(node, problem)
     return cluster

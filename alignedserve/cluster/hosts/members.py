@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper, keeper_name
+from alignedserve.cluster.hosts.node_group import NodeGroup, reserve
 from alignedserve.cluster.hosts.node_report import NodeReport
 from alignedserve.cluster.hosts.plan import NodeResources
 from alignedserve.cluster.hosts.ray_nodes import RayNode
-from alignedserve.cluster.hosts.record import ActorRecord, NodeRecord
+from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.runtime.process.addresses import ROUTER
@@ -30,30 +31,49 @@ class Member:
         """Return its name in the cluster."""
         return self.prepared.share.node
 
+    def without_keeper(self) -> "Member":
+        """Return it as it is handed from one driver to the next."""
+        return replace(self, keeper=replace(self.keeper, actor=None))
+
+    def use(self, group: NodeGroup) -> None:
+        """Place its processes in this group."""
+        self.prepared = replace(self.prepared, options_of=group.options_of)
+
 
 def member_of(node: RayNode, share: NodeShare, capacity: NodeCapacity, config: ClusterConfig, keeper: Keeper) -> Member:
     """Return the member that this node is, ready for its actors."""
-    return Member(node, PreparedNode(share, capacity, config, keeper.book, node.options), keeper)
+    return Member(node, PreparedNode(share, capacity, config, keeper.book), keeper)
 
 
-def join_workers(members: Sequence[Member]) -> None:
-    """Let the nodes' prefill workers hand requests over to decode workers of the others."""
+def reserve_for(members: Sequence[Member]) -> None:
+    """Reserve what the nodes' workers take. Raises ResourceError, with nothing reserved, where Ray has not as much."""
+    groups = reserve({member.ray_node: member.prepared for member in members})
+    for member in members:
+        member.use(groups[member.ray_node])
+
+
+def expect_handoffs(members: Sequence[Member]) -> None:
+    """Tell each node's prefill workers how many decode workers the others have, to lend each as much memory."""
     shares = [member.prepared.share for member in members]
     for member in members:
-        others = [share for share in shares if share is not member.prepared.share]
-        far_prefill = tuple(name for share in others for name in share.prefill)
-        # A share without prefill workers is of colocated workers, which take requests from no prefill worker.
-        num_far_decode = sum(len(share.decode) for share in others if share.prefill)
-        member.prepared = replace(member.prepared, far_prefill=far_prefill, num_far_decode=num_far_decode)
+        num_far_decode = sum(len(share.decode) for share in shares if share is not member.prepared.share)
+        member.prepared = replace(member.prepared, num_far_decode=num_far_decode)
 
 
 def resources_of(name: str, node: RayNode, report: NodeReport) -> NodeResources:
     """Return what this node, by its report, has for a share of this name."""
     assert report.machine is not None, "a node without a report of its memory"
-    return NodeResources(NodeCapacity(name, node.address, report.machine.num_cores, report.gpus), report.machine)
+    gpus = report.gpus[: int(node.num_gpus)]  # the others are not Ray's to give
+    return NodeResources(NodeCapacity(name, node.address, report.machine.num_cores, gpus), report.machine)
 
 
-def record_of(member: Member) -> NodeRecord:
+def drained_record(member: Member) -> NodeRecord:
+    """Return what the record of the cluster says of this node, whose processes have ended."""
+    node = member.ray_node
+    return NodeRecord(member.name, node.node_id, node.address, node.hostname, drain=DRAINED)
+
+
+def record_of(member: Member, *, is_draining: bool = False) -> NodeRecord:
     """Return what the record of the cluster says of this node."""
     node, share, config = member.ray_node, member.prepared.share, member.prepared.config
     engines = engines_of(share, config.engine, member.prepared.capacity)
@@ -74,4 +94,5 @@ def record_of(member: Member) -> NodeRecord:
         keeper=keeper_name(member.prepared.folder.name),
         actors=(*(ActorRecord(name) for name in (*others, *(name for name, _ in share.gateways))), *workers),
         urls=tuple(f"http://{reachable}:{port}" for _, port in share.gateways),
+        drain=DRAINING if is_draining else "",
     )

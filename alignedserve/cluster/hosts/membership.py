@@ -6,12 +6,16 @@ The life of a node:
    anew after a pause, which doubles with every time.
 3. NodesSeen lacks it: a member is lost, ForgetNode; preparations end, CancelPreparation. Its share stays vacant until
    a node of that host comes.
+4. DrainAsked: a member drains. NodeDrained: EndNode, and its host stays out, also when it comes back under another id,
+   until DrainUndone. A node that is given back to Ray stays out for as long as it lives.
 
 Announce follows whatever a command on any node is to see.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+Host = tuple[str, str]  # its name and address; nodes of a test may share one
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
@@ -21,7 +25,7 @@ _LONGEST_PAUSE_S = 30.0
 class NodesSeen:
     """Event: these nodes are alive."""
 
-    node_ids: tuple[str, ...]  # Ray's, in the order in which they are to join
+    hosts: Mapping[str, Host]  # by Ray's id, in the order in which they are to join
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,28 @@ class NodePostponed:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Event: a member is to drain."""
+
+    node_id: str
+    is_given_back: bool = False  # to Ray, as it is not needed
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDrained:
+    """Event: nothing is left on a member that drains, or its time is over."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainUndone:
+    """Event: a node that drains, or has drained, is to be used again."""
+
+    node_id: str  # that it has, or had, as a member
+
+
+@dataclass(frozen=True, slots=True)
 class PrepareNode:
     """Command: examine this node and give it its actors. Answered by NodeJoined, NodeRefused or NodePostponed."""
 
@@ -68,12 +94,19 @@ class ForgetNode:
 
 
 @dataclass(frozen=True, slots=True)
+class EndNode:
+    """Command: end the actors of this node, which has drained."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Command: write the record of the cluster."""
 
 
-MembershipEvent = NodesSeen | NodeJoined | NodeRefused | NodePostponed
-MembershipCommand = PrepareNode | CancelPreparation | ForgetNode | Announce
+MembershipEvent = NodesSeen | NodeJoined | NodeRefused | NodePostponed | DrainAsked | NodeDrained | DrainUndone
+MembershipCommand = PrepareNode | CancelPreparation | ForgetNode | EndNode | Announce
 
 
 @dataclass(slots=True)
@@ -82,15 +115,35 @@ class _Postponed:
     until_s: float
 
 
+@dataclass(slots=True)
+class _Drained:
+    host: Host
+    node_id: str  # that it has now
+
+
 class Membership:
     """The state machine over the nodes of one cluster."""
 
-    def __init__(self, members: tuple[str, ...]) -> None:
+    def __init__(self, members: Mapping[str, Host]) -> None:
         """`members`: with which it was started."""
         self._members = dict.fromkeys(members)
         self._preparing: dict[str, None] = {}
         self._postponed: dict[str, _Postponed] = {}  # also while it is prepared anew
         self._refused: dict[str, str] = {}
+        self._draining: dict[str, bool] = {}  # members; True: to be given back
+        self._given_back: dict[str, None] = {}
+        self._drained: dict[str, _Drained] = {}  # by the id of the member
+        self._hosts = members  # of the nodes that are alive
+
+    @property
+    def draining(self) -> tuple[str, ...]:
+        """Members that drain."""
+        return tuple(self._draining)
+
+    @property
+    def drained(self) -> tuple[str, ...]:
+        """Nodes that stay out, perhaps not alive, by the ids that they had as members."""
+        return tuple(self._drained)
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -102,15 +155,42 @@ class Membership:
         """Nodes that are not used, and why."""
         return self._refused
 
+    @property
+    def released(self) -> tuple[str, ...]:
+        """Nodes that were given back and are still there, also while they drain, in that order."""
+        return (*self._given_back, *(node_id for node_id, is_given_back in self._draining.items() if is_given_back))
+
     def refuse(self, node_id: str, problem: str) -> None:
         """Note a node that was refused before the cluster was started."""
         self._refused[node_id] = problem
 
+    def keep_out(self, node_id: str, host: Host) -> None:
+        """Note a node that had drained before this driver was started."""
+        self._drained[node_id] = _Drained(host, node_id)
+
     def on_event(self, event: MembershipEvent, now: float) -> list[MembershipCommand]:
         """Return the commands that follow. Touches nothing outside self."""
         match event:
-            case NodesSeen(node_ids):
-                return [*self._forget_missing(frozenset(node_ids)), *self._prepare_new(node_ids, now)]
+            case NodesSeen(hosts):
+                commands = self._forget_missing(hosts)
+                self._hosts = hosts
+                self._keep_out(hosts)
+                return [*commands, *self._prepare_new(hosts, now)]
+            case DrainAsked(node_id, is_given_back):
+                self._draining[node_id] = is_given_back
+                return [Announce()]
+            case NodeDrained(node_id):
+                del self._members[node_id]
+                if self._draining.pop(node_id):
+                    self._given_back[node_id] = None
+                else:
+                    self._drained[node_id] = _Drained(self._hosts[node_id], node_id)
+                return [EndNode(node_id), Announce()]
+            case DrainUndone(node_id):
+                self._draining.pop(node_id, None)
+                self._drained.pop(node_id, None)
+                self._given_back.pop(node_id, None)
+                return [Announce()]
             case NodeJoined(node_id):
                 del self._preparing[node_id]
                 self._postponed.pop(node_id, None)
@@ -128,21 +208,39 @@ class Membership:
                 self._postponed[node_id] = _Postponed(pause_s, now + pause_s)
                 return []
 
-    def _forget_missing(self, alive: frozenset[str]) -> list[MembershipCommand]:
+    def _keep_out(self, hosts: Mapping[str, Host]) -> None:
+        """Let a host that has drained, and came back under another id, stay out under that one."""
+        for drained in self._drained.values():
+            if drained.node_id in hosts:
+                continue
+            same = (node_id for node_id, host in hosts.items() if host == drained.host and not self._is_known(node_id))
+            drained.node_id = next(same, drained.node_id)
+
+    def _is_known(self, node_id: str) -> bool:
+        is_drained = any(drained.node_id == node_id for drained in self._drained.values())
+        return is_drained or any(node_id in known for known in self._ids())
+
+    def _ids(self) -> tuple[Mapping[str, object], ...]:
+        return self._members, self._preparing, self._refused, self._given_back
+
+    def _forget_missing(self, alive: Mapping[str, Host]) -> list[MembershipCommand]:
         lost = [node_id for node_id in self._members if node_id not in alive]
         cancelled = [node_id for node_id in self._preparing if node_id not in alive]
-        left = [node_id for node_id in self._refused if node_id not in alive]
+        left = [node_id for node_id in (*self._refused, *self._given_back) if node_id not in alive]
+        for node_id in [node_id for node_id in self._draining if node_id not in alive]:  # it was to go
+            if not self._draining.pop(node_id):
+                self._drained[node_id] = _Drained(self._hosts[node_id], node_id)
         for node_id in (*lost, *cancelled, *left, *(one for one in list(self._postponed) if one not in alive)):
-            for known in (self._members, self._preparing, self._refused, self._postponed):
+            for known in (self._members, self._preparing, self._refused, self._given_back, self._postponed):
                 known.pop(node_id, None)
         commands: list[MembershipCommand] = [CancelPreparation(node_id) for node_id in cancelled]
         commands += [ForgetNode(node_id) for node_id in lost]
         return [*commands, *([Announce()] if lost or left else [])]
 
-    def _prepare_new(self, node_ids: tuple[str, ...], now: float) -> list[MembershipCommand]:
+    def _prepare_new(self, hosts: Mapping[str, Host], now: float) -> list[MembershipCommand]:
         commands: list[MembershipCommand] = []
-        for node_id in node_ids:
-            if node_id in self._members or node_id in self._preparing or node_id in self._refused:
+        for node_id in hosts:
+            if self._is_known(node_id):
                 continue
             postponed = self._postponed.get(node_id)
             if postponed is None or now >= postponed.until_s:

@@ -48,7 +48,7 @@ class NodeKeeper:
         try:
             remove_stale_arenas(arena_folder(), ARENA_PREFIX)
             self._folder = make_run_folder(folder_name)
-            start_sweeper(self._folder)
+            start_sweeper(self._folder, raylet_pid=os.getppid())
         except AlignedServeError as error:
             self._failure = error
 

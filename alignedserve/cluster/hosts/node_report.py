@@ -2,7 +2,9 @@
 
 import hashlib
 import platform
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,10 +13,11 @@ from typing import Any
 import ray
 
 from alignedserve.cluster import preflight
+from alignedserve.cluster.hosts.reachability import Place, open_port, unreached
 from alignedserve.cluster.machine import this_machine
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import AlignedServeError
+from alignedserve.core.errors import AlignedServeError, ResourceError
 from alignedserve.messages.wire import PROTOCOL_VERSION
 from alignedserve.runtime.device.devices import CPU, worker_devices
 from alignedserve.runtime.model.served_model import ServedModel
@@ -34,6 +37,7 @@ class NodeReport:
     gpus: tuple[str, ...] = ()
     model_digest: str | None = None  # None: the model is not there
     problem: AlignedServeError | None = None  # for which it cannot be used
+    unix_s: float | None = None  # its clock when it reported
 
 
 def own_versions() -> str:
@@ -65,6 +69,22 @@ def model_digest(path: Path) -> str | None:
 class Surveyor:
     """Examines the node it runs on."""
 
+    def __init__(self) -> None:
+        self._listening: list[socket.socket] = []  # until this process ends
+
+    def open_port(self, address: str) -> int | AlignedServeError:
+        """Listen for others at this address of the node; return the port, or why there is none."""
+        try:
+            self._listening.append(open_port(address))
+        except OSError as error:
+            return ResourceError(f"it cannot listen at {address}, the address that Ray gives it: {error.strerror}")
+        port: int = self._listening[-1].getsockname()[1]
+        return port
+
+    def unreached(self, places: Mapping[str, Place]) -> dict[str, str]:
+        """See `reachability.unreached`."""
+        return unreached(places)
+
     def report(self, device: str, model: Path) -> NodeReport:
         """Return what this node has; `device` as engine.device."""
         versions, digest = own_versions(), model_digest(model)
@@ -73,7 +93,7 @@ class Surveyor:
             gpus = dict.fromkeys(name for name in worker_devices(device, _MAX_GPUS) if name != CPU)
         except AlignedServeError as error:
             return NodeReport(versions, model_digest=digest, problem=error)
-        return NodeReport(versions, machine, tuple(gpus), digest)
+        return NodeReport(versions, machine, tuple(gpus), digest, unix_s=time.time())
 
     def check(self, config: ClusterConfig, served: ServedModel, ports: Sequence[int]) -> AlignedServeError | None:
         """Return why this node has no room for its workers or its gateways; None: it has."""

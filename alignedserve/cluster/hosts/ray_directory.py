@@ -50,6 +50,15 @@ def get(key: str) -> bytes | None:
     return value
 
 
+def keys(prefix: str) -> list[str]:
+    """Return every key that begins like this, in order. Raises PeerLost when Ray's head does not answer."""
+    try:
+        found = internal_kv._internal_kv_list(prefix, namespace=NAMESPACE)
+    except _RAY_ERRORS as error:
+        raise PeerLost(f"Ray's head does not answer: {error}") from error
+    return sorted(key.decode() for key in found)
+
+
 def delete(prefix: str) -> None:
     """Delete every key that begins like this. Raises PeerLost when Ray's head does not answer."""
     try:

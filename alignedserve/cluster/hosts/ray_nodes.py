@@ -1,7 +1,7 @@
 """The nodes of a Ray cluster."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -21,6 +21,13 @@ class RayNode(NamedTuple):
     address: str  # in the network of the cluster
     hostname: str
     is_head: bool
+    num_cpus: float = 0.0  # as Ray counts them, in use or not
+    num_gpus: float = 0.0
+
+    @property
+    def host(self) -> tuple[str, str]:
+        """Return what stays the same when the host comes back under another id; nodes of a test may share it."""
+        return self.hostname, self.address
 
     @property
     def options(self) -> dict[str, Any]:
@@ -37,12 +44,19 @@ def alive_nodes() -> list[RayNode]:
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
     except (RayError, RuntimeError, OSError) as error:
         raise PeerLost(f"Ray's head does not answer: {error}") from error
-    found = [
-        RayNode(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"], _HEAD_RESOURCE in resources)
-        for node in nodes
-        if node["Alive"] and (resources := node["Resources"]) is not None
-    ]
+    found = [_ray_node(node, node["Resources"]) for node in nodes if node["Alive"] and node["Resources"] is not None]
     return sorted(found, key=lambda node: (not node.is_head, node.address, node.node_id))
+
+
+def _ray_node(node: Mapping[str, Any], resources: Mapping[str, float]) -> RayNode:
+    return RayNode(
+        node_id=node["NodeID"],
+        address=node["NodeManagerAddress"],
+        hostname=node["NodeManagerHostname"],
+        is_head=_HEAD_RESOURCE in resources,
+        num_cpus=resources.get("CPU", 0.0),
+        num_gpus=resources.get("GPU", 0.0),
+    )
 
 
 def wait_for_nodes(

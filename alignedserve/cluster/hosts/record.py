@@ -5,6 +5,7 @@ import msgspec
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.core.errors import ProtocolError
 
+DRAINING, DRAINED = "draining", "drained"
 _RECORD_KEY = "cluster"
 _STOP_KEY = "stop"
 
@@ -27,12 +28,19 @@ class NodeRecord(msgspec.Struct, frozen=True):
     actors: tuple[ActorRecord, ...] = ()
     urls: tuple[str, ...] = ()  # of its gateways
     problem: str = ""  # for which it is not used
+    drain: str = ""  # "draining" or "drained"
+
+    def is_called(self, name: str) -> bool:
+        """Return whether this is the node that a user means."""
+        return name in (self.name, self.hostname, self.address)
 
     @property
     def summary(self) -> str:
         """Return what runs here, in one line."""
         if self.problem:
             return f"not used: {self.problem}"
+        if self.drain == DRAINED:
+            return f"nothing; `alignedserve drain {self.name} --undo` uses it again"
         named = [f"{actor.name} ({actor.device})" if actor.device else actor.name for actor in self.actors]
         return ", ".join((*named, *self.urls))
 

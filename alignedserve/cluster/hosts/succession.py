@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -85,7 +85,7 @@ class Succession:
             return
         self._handed_s = now
         self._number += 1
-        portable = tuple(replace(one, keeper=replace(one.keeper, actor=None)) for one in members)
+        portable = tuple(one.without_keeper() for one in members)
         state = ClusterState(self._number, self._asked, self.started, cluster_secrets, joining, portable)
         copy: bytes = cloudpickle.dumps(state)  # type: ignore[no-untyped-call]
         for member in members:

@@ -2,7 +2,8 @@
 
 Ray kills actors, with `ray stop` all of a node at once, so that none of them can clean up. The sweeper waits on a pipe
 for the end of the process that started it, then until the others have ended too: a file is removed when its owner's
-lock is free, a socket when nothing listens there any more.
+lock is free, a socket when nothing listens there any more. It stays until the node's raylet has ended, and ends what
+that leaves behind.
 """
 
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from alignedserve.cluster.hosts.raylet_children import RayletChildren
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, ARENA_SUFFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.process.loading_progress import remove_unused_progress
 
@@ -20,10 +22,10 @@ _PATIENCE_S = 60.0  # with processes that live on
 _REFUSING_S = 0.2
 
 
-def start_sweeper(folder: Path) -> None:
-    """Start the sweeper of a run folder, which lasts as long as this process and until all is swept."""
+def start_sweeper(folder: Path, raylet_pid: int) -> None:
+    """Start the sweeper of a run folder, which outlasts this process, until all is swept and the raylet has ended."""
     reading, writing = os.pipe()  # the writing end stays open until this process ends, however it ends
-    command = [sys.executable, "-m", "alignedserve.cluster.hosts.sweeper", str(folder)]
+    command = [sys.executable, "-m", "alignedserve.cluster.hosts.sweeper", str(folder), str(raylet_pid)]
     try:
         # It starts another and ends: a child of an actor would be killed by Ray with it.
         subprocess.run(command, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)  # noqa: S603
@@ -55,20 +57,23 @@ def _is_served(path: Path) -> bool:
     return True
 
 
-def _wait_and_sweep(folder: Path) -> None:
+def _wait_and_sweep(folder: Path, raylet_pid: int) -> None:
+    children = RayletChildren(raylet_pid)
     while os.read(0, 1):
         pass
     ends_s = time.monotonic() + _PATIENCE_S
     swept_before = False  # a process that was coming up may have made something since
     while time.monotonic() < ends_s:
+        children.note()
         is_swept = sweep(folder)
         if is_swept and swept_before:
-            return
+            break
         swept_before = is_swept
         time.sleep(_POLL_S)
+    children.end_with_raylet(folder.parent)
 
 
 if __name__ == "__main__":
     if os.fork() == 0:
         os.setsid()
-        _wait_and_sweep(Path(sys.argv[1]))
+        _wait_and_sweep(Path(sys.argv[1]), int(sys.argv[2]))

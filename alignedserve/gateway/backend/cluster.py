@@ -11,6 +11,8 @@ again after a loss, the gateway sends it the position to resume from.
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from alignedserve.config.sections import GatewayConfig
@@ -81,6 +83,7 @@ class ClusterBackend:
         self._open: dict[RequestId, _OpenRequest] = {}
         self._router: str | None = None  # its name while linked
         self._status: ClusterStatus | None = None
+        self._num_answers: Counter[str] = Counter()
         self._latest_attempt = 0  # as a router last reported
         self._router_lost_s = 0.0  # when, while there is none
         self._deadline_task: asyncio.Task[None] | None = None
@@ -117,6 +120,10 @@ class ClusterBackend:
     def status(self) -> ClusterStatus | None:
         """Return the router's last report; None while it is not connected."""
         return self._status
+
+    def num_answers(self) -> Mapping[str, int]:
+        """See CompletionBackend."""
+        return self._num_answers
 
     # --- LinkHandler
 
@@ -170,6 +177,7 @@ class ClusterBackend:
         entry.last_worker = worker.name
         entry.accept(delta, now)
         if entry.is_complete:
+            self._num_answers[worker.name] += 1
             del self._open[delta.request_id]
 
     def _on_prompt_logprobs(self, message: PromptScored) -> None:

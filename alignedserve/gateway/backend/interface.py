@@ -1,7 +1,7 @@
 """The port between HTTP and the cluster: submit a request, read its tokens in order, abort it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,9 @@ class CompletionBackend(Protocol):
 
     def status(self) -> ClusterStatus | None:
         """Return the cluster's last report; None while it is not connected."""
+
+    def num_answers(self) -> Mapping[str, int]:
+        """Return how many requests have had their last token from each worker."""
 
 
 class RequestStream:

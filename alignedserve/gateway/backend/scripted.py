@@ -1,7 +1,7 @@
 """An in-process backend that answers by script, for tests and for measuring the gateway alone."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from alignedserve.core.ids import RequestId
@@ -53,6 +53,10 @@ class ScriptedBackend:
     def status(self) -> ClusterStatus | None:
         """Return the status given at construction or by `set_status`."""
         return self._status
+
+    def num_answers(self) -> Mapping[str, int]:
+        """Return what a cluster of one worker would."""
+        return {"scripted": len(self.submitted) - len(self._running) - len(self.aborted)}
 
     def set_status(self, status: ClusterStatus | None) -> None:
         """Set the status that `status` returns."""

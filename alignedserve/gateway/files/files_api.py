@@ -1,10 +1,9 @@
 """The Files and Batches API on behalf of one owner (an API key); files and batches of others do not exist for it."""
 
-import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -118,8 +117,9 @@ class FilesApi:
         batch_id, kind = record.view.batch_id, record.view.kind
         snapshot = await self.repository.batch(batch_id)
         progress = Progress() if snapshot is None else snapshot.progress
-        lines = partial(self.stores.logs.lines, batch_id, kind, progress.log_bytes)
-        return Content(result_bytes(progress, kind), lambda start: _in_threads(lines(start)))
+        return Content(
+            result_bytes(progress, kind), partial(self.stores.logs.chunks, batch_id, kind, progress.log_bytes)
+        )
 
     async def files(
         self, owner: str, *, after: str | None, limit: int, newest_first: bool, purpose: str | None
@@ -234,12 +234,6 @@ class FilesApi:
 def new_file_id() -> FileId:
     """Make a random file id that cannot be guessed."""
     return file_id_of(secrets.token_bytes(NUM_ID_BYTES))
-
-
-async def _in_threads(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Read each chunk in a thread: finding one may take a read of the whole log."""
-    while chunk := await asyncio.to_thread(next, chunks, b""):
-        yield chunk
 
 
 def _new_record(

@@ -9,7 +9,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
-from alignedserve.batches.interfaces import BlobStore, BlobWriter
+from alignedserve.batches.interfaces import BlobWriter, ContentStore
 from alignedserve.batches.records import FileId
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
@@ -34,7 +34,7 @@ class Upload:
     fields: dict[str, str] = field(default_factory=dict)
 
 
-async def receive_upload(http: Request, blobs: BlobStore, file_id: FileId, max_file_bytes: int) -> Upload:
+async def receive_upload(http: Request, blobs: ContentStore, file_id: FileId, max_file_bytes: int) -> Upload:
     """Read the whole body. Raises InvalidRequest, StorageFull; the blob is discarded then."""
     media_type, options = parse_options_header(http.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")

@@ -3,7 +3,7 @@
 Never a request id in a label.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -78,9 +78,15 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
 class GatewayMetrics:
     """Metrics of one gateway, in a registry of its own: several gateways can live in one process."""
 
-    def __init__(self, model_name: str, status: Callable[[], ClusterStatus | None]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        status: Callable[[], ClusterStatus | None],
+        num_answers: Callable[[], Mapping[str, int]],
+    ) -> None:
         self._registry = CollectorRegistry(auto_describe=True)
         self._registry.register(_ClusterCollector(model_name, status))
+        self._registry.register(_AnswersCollector(num_answers))
 
         def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
             metric = Histogram(name, help_text, ["model_name"], registry=self._registry, buckets=buckets)
@@ -114,6 +120,20 @@ class GatewayMetrics:
     def render(self) -> bytes:
         """Return the text that Prometheus scrapes."""
         return generate_latest(self._registry)
+
+
+class _AnswersCollector(Collector):
+    """The requests that each worker has answered for this gateway."""
+
+    def __init__(self, num_answers: Callable[[], Mapping[str, int]]) -> None:
+        self._num_answers = num_answers
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one counter."""
+        answers = CounterMetricFamily("alignedserve_answers", "Requests answered, by worker.", labels=["worker"])
+        for worker, count in sorted(self._num_answers().items()):
+            answers.add_metric([worker], count)
+        yield answers
 
 
 class _ClusterCollector(Collector):

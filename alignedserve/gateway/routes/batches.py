@@ -21,7 +21,7 @@ _MAX_IDEMPOTENCY_KEY_LEN = 255
 @router.post("/v1/batches", response_model=None)
 async def create_batch(http: Request) -> Response:
     """Create a batch; its lines are validated after the response."""
-    files_api, owner = files_api_of(http)
+    files_api, owner = await files_api_of(http)
     asked = parse(CreateBatchRequest, await read_json(http, services_of(http).config))
     return JsonResponse(batch_view(await files_api.create(owner, asked, _idempotency_key(http))))
 
@@ -29,7 +29,7 @@ async def create_batch(http: Request) -> Response:
 @router.get("/v1/batches", response_model=None)
 async def list_batches(http: Request) -> Response:
     """List the batches of the caller, newest first, a page at a time."""
-    files_api, owner = files_api_of(http)
+    files_api, owner = await files_api_of(http)
     limit = positive(http, "limit", default=_DEFAULT_LIMIT, at_most=_MAX_LIMIT)
     snapshots, has_more = await files_api.batches(owner, after=http.query_params.get("after"), limit=limit)
     shown = list_view([batch_view(snapshot) for snapshot in snapshots], has_more=has_more)
@@ -39,21 +39,21 @@ async def list_batches(http: Request) -> Response:
 @router.get("/v1/batches/limits", response_model=None)
 async def get_limits(http: Request) -> Response:
     """Return the limits, so that clients can check a file before sending it. No batch id equals `limits`."""
-    files_api, _ = files_api_of(http)
+    files_api, _ = await files_api_of(http)
     return JsonResponse(limits_view(files_api.config))
 
 
 @router.get("/v1/batches/{batch_id}", response_model=None)
 async def get_batch(http: Request, batch_id: str) -> Response:
     """Return a batch."""
-    files_api, owner = files_api_of(http)
+    files_api, owner = await files_api_of(http)
     return JsonResponse(batch_view(await files_api.batch(owner, batch_id)))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_model=None)
 async def cancel_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; results so far are kept."""
-    files_api, owner = files_api_of(http)
+    files_api, owner = await files_api_of(http)
     return JsonResponse(batch_view(await files_api.cancel(owner, batch_id)))
 
 

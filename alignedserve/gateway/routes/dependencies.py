@@ -17,16 +17,16 @@ def services_of(connection: HTTPConnection) -> Services:
     return services
 
 
-def rate_limited_services(http: Request) -> Services:
+async def rate_limited_services(http: Request) -> Services:
     """Return the app's services after counting this request. Raises QuotaExceeded."""
     services = services_of(http)
-    services.api_keys.count_request(http.state.key_number)
+    await services.quotas.count(http.state.key_number)
     return services
 
 
-def files_api_of(http: Request) -> tuple[FilesApi, str]:
+async def files_api_of(http: Request) -> tuple[FilesApi, str]:
     """Return files and batches, and the owner whose this request may see. Raises QuotaExceeded, NotFound."""
-    services = rate_limited_services(http)
+    services = await rate_limited_services(http)
     if services.files_api is None:
         raise NotFound("Files and batches are not served here (batches.enabled is false).", code="batches_disabled")
     return services.files_api, services.api_keys.owner(http.state.key_number)

@@ -25,7 +25,7 @@ _MAX_LIMIT = 10_000
 @router.post("/v1/files", response_model=None)
 async def create_file(http: Request) -> Response:
     """Upload a file."""
-    files_api, owner = files_api_of(http)
+    files_api, owner = await files_api_of(http)
     file_id = new_file_id()
     upload = await receive_upload(http, files_api.stores.blobs, file_id, files_api.config.max_file_bytes)
     try:
@@ -38,7 +38,7 @@ async def create_file(http: Request) -> Response:
 @router.get("/v1/files", response_model=None)
 async def list_files(http: Request) -> Response:
     """List the files of the caller, a page at a time."""
-    files_api, owner = files_api_of(http)
+    files_api, owner = await files_api_of(http)
     records, has_more = await files_api.files(
         owner,
         after=http.query_params.get("after"),
@@ -54,14 +54,14 @@ async def list_files(http: Request) -> Response:
 @router.get("/v1/files/{file_id}", response_model=None)
 async def get_file(http: Request, file_id: str) -> Response:
     """Return a file's metadata."""
-    files_api, owner = files_api_of(http)
+    files_api, owner = await files_api_of(http)
     return JsonResponse(await _file_view(files_api, await files_api.file(owner, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content", response_model=None)
 async def get_content(http: Request, file_id: str) -> Response:
     """Return a file's bytes, or those from `Range: bytes=N-` on; for a running batch, the results so far."""
-    files_api, owner = files_api_of(http)
+    files_api, owner = await files_api_of(http)
     record = await files_api.file(owner, file_id)
     content = await files_api.content(record)
     offset = first_byte(http)
@@ -83,7 +83,7 @@ async def get_content(http: Request, file_id: str) -> Response:
 @router.delete("/v1/files/{file_id}", response_model=None)
 async def delete_file(http: Request, file_id: str) -> Response:
     """Delete a file."""
-    files_api, owner = files_api_of(http)
+    files_api, owner = await files_api_of(http)
     record = await files_api.remove(owner, file_id)
     return JsonResponse({"id": record.file_id, "object": "file", "deleted": True})
 

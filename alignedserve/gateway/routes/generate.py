@@ -22,7 +22,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions", response_model=None)
 async def create_chat_completion(http: Request) -> Response:
     """Answer a conversation."""
-    services = rate_limited_services(http)
+    services = await rate_limited_services(http)
     arrival = Arrival(http.state.request_id, http.headers)
     chat = parse_chat(await read_json(http, services.config))
     return _respond(await build_chat_request(chat, arrival, services), services)
@@ -31,7 +31,7 @@ async def create_chat_completion(http: Request) -> Response:
 @router.post("/v1/completions", response_model=None)
 async def create_completion(http: Request) -> Response:
     """Continue one prompt or several."""
-    services = rate_limited_services(http)
+    services = await rate_limited_services(http)
     arrival = Arrival(http.state.request_id, http.headers)
     completion = parse_completion(await read_json(http, services.config))
     return _respond(await build_completion_request(completion, arrival, services), services)

@@ -17,7 +17,7 @@ router = APIRouter()
 @router.post("/tokenize", response_model=None)
 async def tokenize(http: Request) -> Response:
     """Return the token ids of a text or a conversation, as generation would use them."""
-    services = rate_limited_services(http)
+    services = await rate_limited_services(http)
     asked = parse(TokenizeRequest, plain_messages(await read_json(http, services.config)))
     services.check_model(asked.model)
     if (asked.prompt is None) == (not asked.messages):
@@ -33,7 +33,7 @@ async def tokenize(http: Request) -> Response:
 @router.post("/detokenize", response_model=None)
 async def detokenize(http: Request) -> Response:
     """Return the text of token ids, special tokens included."""
-    services = rate_limited_services(http)
+    services = await rate_limited_services(http)
     asked = parse(DetokenizeRequest, await read_json(http, services.config))
     services.check_model(asked.model)
     token_ids = check_token_ids(asked.tokens, services, param="tokens")

@@ -30,6 +30,7 @@ from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
 
 
@@ -119,7 +120,9 @@ def _own_blocks(connection: Connection, folder: Path, layout: BlockLayout, num_b
     torch.set_num_threads(1)
     arena = Arena.create(folder / "candidates.arena", layout, num_blocks)
     own = identity(Role.PREFILL_WORKER)
-    server = BlockServer(ArenaBuffer(arena), address(folder), identity=own, transports=("gloo",))
+    server = BlockServer(
+        ArenaBuffer(arena), address(folder), identity=own, transports=("gloo",), open_channel=open_channel
+    )
     connection.send("ready")
     group = _bare_group(folder, rank=0)
     flat = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8)

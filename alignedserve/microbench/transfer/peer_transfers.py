@@ -25,6 +25,7 @@ from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks, DeviceBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
+from alignedserve.runtime.kv.transfers.open_channel import open_channel
 
 CUDA_IPC, NCCL = "cuda_ipc", "nccl"
 
@@ -89,7 +90,13 @@ def _serve_blocks(
 ) -> None:
     """Serve a candidate buffer on a device, in the other process."""
     buffer = DeviceBuffer(layout, num_blocks, torch.device(device))
-    server = BlockServer(buffer, address(folder), identity=identity(Role.PREFILL_WORKER), transports=(transport,))
+    server = BlockServer(
+        buffer,
+        address(folder),
+        identity=identity(Role.PREFILL_WORKER),
+        transports=(transport,),
+        open_channel=open_channel,
+    )
     connection.send("ready")
     while connection.recv() != END:
         pass

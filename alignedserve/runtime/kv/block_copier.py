@@ -5,6 +5,7 @@ the order in which they were requested.
 """
 
 import logging
+import time
 from collections.abc import Callable
 
 from alignedserve.core.errors import PeerError, TransportUnavailable
@@ -80,6 +81,7 @@ class BlockCopier:
         transfer = self._transfer(command.source)
         requests = [FetchRequest(part.copy, part.block_ids) for part in command.loads]
         held: list[bool] = [False] * len(requests)
+        began_s = time.monotonic()
         if transfer is not None:
             try:
                 held = transfer.fetch(requests)
@@ -88,7 +90,7 @@ class BlockCopier:
         refused = [part.request_id for part, is_held in zip(command.loads, held, strict=True) if not is_held]
         for request_id in refused:
             logger.warning("request %s: its copy at %s does not verify", request_id, command.source)
-        return BlocksLoaded(command.source, command.loads, frozenset(refused))
+        return BlocksLoaded(command.source, command.loads, frozenset(refused), time.monotonic() - began_s)
 
     def _offload(self, command: OffloadBlocks) -> BlocksOffloaded:
         transfer = self._transfer(command.target)

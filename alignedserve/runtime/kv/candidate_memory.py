@@ -5,22 +5,24 @@ that late writes of an earlier epoch hit nothing. The decode worker decides on i
 """
 
 import logging
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.kv.arena_files import arena_path
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.open_channel import open_channel
+from alignedserve.runtime.kv.transfers.registry import AUTO
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
 
-_WITHOUT_SERVER = ("auto", "shm")
+_WITHOUT_SERVER = (AUTO, "shm")
 
 
 class OpenedBuffer(NamedTuple):
@@ -31,22 +33,16 @@ class OpenedBuffer(NamedTuple):
     server: BlockServer | None
 
 
-@dataclass(frozen=True, slots=True)
-class BufferSizes:
-    """The size of the buffers and their transport."""
-
-    num_blocks: int  # of each; 0: no buffers
-    transport: str  # engine.kv_transport
-    near: frozenset[str] | None = None  # decode workers of this node; None: all are
-    num_far_blocks: int = 0  # of each buffer for a decode worker of another node
-
-
 class CandidateMemory:
     """The buffers by decode worker. Runs on the worker's event loop; creating one takes milliseconds."""
 
-    def __init__(self, layout: BlockLayout, sizes: BufferSizes, process_spec: ProcessSpec) -> None:
+    def __init__(
+        self, layout: BlockLayout, budget: BufferBudget, process_spec: ProcessSpec, *, transport: str = AUTO
+    ) -> None:
+        """`transport`: engine.kv_transport."""
         self._layout = layout
-        self._sizes = sizes
+        self._budget = budget
+        self._kv_transport = transport
         self._process_spec = process_spec
         self._opened: dict[str, OpenedBuffer] = {}
         self._num_made = 0
@@ -54,10 +50,12 @@ class CandidateMemory:
     def open_for(self, peer: str) -> OpenedBuffer | None:
         """Create a new buffer in place of any earlier one; None when there is no memory for it, which is logged."""
         self.close_for(peer)
-        is_far = self._sizes.near is not None and peer not in self._sizes.near
-        num_blocks = self._sizes.num_far_blocks if is_far else self._sizes.num_blocks
+        num_blocks = self._budget.lend(peer)
         if num_blocks < 1:
+            logger.info("no candidate buffer for %s: all of prefill.candidate_buffer_bytes is lent", peer)
             return None
+        # Also for one that was added here later: shared memory reaches it, and the server does no harm.
+        is_far = bool(self._beyond_node) and not self._budget.is_planned_here(peer)
         self._num_made += 1
         name = f"{self._process_spec.name}-for-{peer}-{self._num_made}"
         path = arena_path(self._process_spec.cluster_id, name)
@@ -88,6 +86,7 @@ class CandidateMemory:
 
     def close_for(self, peer: str) -> None:
         """Release the buffer; its memory is freed once no process maps it."""
+        self._budget.give_back(peer)
         opened = self._opened.pop(peer, None)
         if opened is None:
             return
@@ -101,18 +100,30 @@ class CandidateMemory:
             self.close_for(peer)
 
     def _transport(self, *, is_far: bool) -> str:
-        return "tcp" if is_far and self._sizes.transport in _WITHOUT_SERVER else self._sizes.transport
+        return "tcp" if is_far and self._kv_transport in _WITHOUT_SERVER else self._kv_transport
+
+    @property
+    def _beyond_node(self) -> tuple[str, ...]:
+        return self._process_spec.addresses.beyond_node()
 
     def _serve_far(self, arena: Arena) -> BlockServer:
         """Serve a buffer to another node, at a port of this one."""
-        (address,) = self._process_spec.addresses.beyond_node()
+        (address,) = self._beyond_node
         transports = (self._transport(is_far=True),)
-        return BlockServer(ArenaBuffer(arena), address, identity=self._process_spec.identity(), transports=transports)
+        return BlockServer(
+            ArenaBuffer(arena),
+            address,
+            identity=self._process_spec.identity(),
+            transports=transports,
+            open_channel=open_channel,
+        )
 
     def _serve(self, arena: Arena, name: str) -> BlockServer | None:
-        transport = self._sizes.transport
+        transport = self._kv_transport
         if transport in _WITHOUT_SERVER:
             return None
         identity: Identity = self._process_spec.identity()
         address = self._process_spec.addresses.of(name)
-        return BlockServer(ArenaBuffer(arena), address, identity=identity, transports=(transport,))
+        return BlockServer(
+            ArenaBuffer(arena), address, identity=identity, transports=(transport,), open_channel=open_channel
+        )

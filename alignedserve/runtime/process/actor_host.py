@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import uvloop
 
@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _EXIT_BROKEN = 70  # EX_SOFTWARE
 _STALL_S = 600.0  # without progress, a start has failed
 _STOP_TIMEOUT_S = 10.0
+_CALL_TIMEOUT_S = 10.0
+
+ResultT = TypeVar("ResultT")
 
 
 class HostedService(Protocol):
@@ -63,6 +66,10 @@ class ActorHost:
         service, self._service = self._service, None
         if service is not None:
             asyncio.run_coroutine_threadsafe(service.close(), self._loop).result(_STOP_TIMEOUT_S)
+
+    def call(self, answer: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run a coroutine of the service on its loop, from any thread. Raises what it raises, or TimeoutError."""
+        return asyncio.run_coroutine_threadsafe(answer, self._loop).result(_CALL_TIMEOUT_S)
 
     def _on_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

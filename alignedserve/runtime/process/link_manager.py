@@ -21,6 +21,7 @@ _TURNS_TO_ACCEPT = 3
 _FIRST_RETRY_S = 0.02
 _LAST_RETRY_S = 0.5
 _SAY_AFTER_S = 15.0  # of failing; then after twice as long, and so on
+_GIVE_UP_S = 60.0  # of failing, for an address that is dialled only to send to it: a gateway of a lost host
 # Messages kept for an address that does not answer yet; a gateway that is gone must not fill a worker's memory.
 _MAX_PENDING_MESSAGES = 4096
 
@@ -53,6 +54,8 @@ class LinkManager:
         self._dialled: dict[str, Link] = {}
         self._pending: dict[str, list[Message]] = {}
         self._diallers: dict[str, asyncio.Task[None]] = {}
+        self._on_use: dict[str, None] = {}  # dialled for messages alone, and given up when they do not answer
+        self._stopping: dict[str, None] = {}  # addresses not to be dialled again when their link is lost
         self._resolver = AddressResolver(addresses)
         self._servers: list[asyncio.Server] = []
 
@@ -69,10 +72,30 @@ class LinkManager:
                 await self._resolver.publish(address, real_address(server.sockets[0], place))
 
     def dial(self, address: str) -> None:
-        """Keep a link to this address until closed, redialling whenever it is lost."""
+        """Keep a link to this address, redialling whenever it is lost, until closed or told to stop."""
+        self._stopping.pop(address, None)
+        self._on_use.pop(address, None)
+        self._start_dialling(address)
+
+    def _start_dialling(self, address: str) -> None:
         if address not in self._diallers:
             self._pending.setdefault(address, [])
             self._diallers[address] = start_background(self._keep_dialling(address), f"dialling {address}")
+
+    def stop_dialling(self, address: str) -> None:
+        """Dial this address no more. The link to it, if there is one, stays until it is lost."""
+        if address in self._dialled:
+            self._stopping[address] = None
+        else:
+            self._forget(address)
+
+    def _forget(self, address: str) -> None:
+        self._stopping.pop(address, None)
+        self._on_use.pop(address, None)
+        self._pending.pop(address, None)
+        task = self._diallers.pop(address, None)
+        if task is not None:
+            task.cancel()
 
     def send(self, peer_name: str, message: Message) -> bool:
         """Send to a linked peer; False when there is no link to it."""
@@ -83,12 +106,14 @@ class LinkManager:
         return True
 
     def send_to(self, address: str, message: Message) -> None:
-        """Send to an address, dialling it on first use; kept (within bounds) until it answers."""
+        """Send to an address, dialling it on first use; kept (within bounds) until it answers or is given up."""
         link = self._dialled.get(address)
         if link is not None:
             link.send(message)
             return
-        self.dial(address)
+        if address not in self._diallers:
+            self._on_use[address] = None
+            self._start_dialling(address)
         if len(self._pending[address]) < _MAX_PENDING_MESSAGES:
             self._pending[address].append(message)
 
@@ -126,18 +151,13 @@ class LinkManager:
             on_linked=partial(self._linked, dialled_address),
             on_message=self._received,
             on_lost=partial(self._lost, dialled_address),
+            dialled=dialled_address if dialled_address is not None and is_name(dialled_address) else "",
         )
         self._open[link] = None
         return link
 
     def _linked(self, dialled_address: str | None, link: Link) -> None:
         assert link.peer is not None, "linked before the handshake was over"
-        if dialled_address is not None and is_name(dialled_address) and link.peer.name != dialled_address:
-            # An old entry of the directory: another process has that port now.
-            logger.warning("%s was dialled and %s answered", dialled_address, link.peer.name)
-            link.peer = None
-            link.close()
-            return
         previous = self._links.get(link.peer.name)
         self._links[link.peer.name] = link
         if previous is not None:
@@ -148,7 +168,7 @@ class LinkManager:
         self._handler.on_linked(link.peer)
         for message in self._pending.get(dialled_address or "", ()):
             link.send(message)
-        if dialled_address is not None:
+        if dialled_address in self._pending:
             self._pending[dialled_address] = []
 
     def _received(self, link: Link, message: Message) -> None:
@@ -159,6 +179,8 @@ class LinkManager:
         self._open.pop(link, None)
         if dialled_address is not None and self._dialled.get(dialled_address) is link:
             del self._dialled[dialled_address]
+            if dialled_address in self._stopping:
+                self._forget(dialled_address)
         if link.peer is not None and self._links.get(link.peer.name) is link:
             del self._links[link.peer.name]
             self._handler.on_lost(link.peer)
@@ -178,6 +200,10 @@ class LinkManager:
                 retry_s, failing_since_s, say_after_s = _FIRST_RETRY_S, None, _SAY_AFTER_S
             except PeerLost as error:
                 failing_since_s = failing_since_s or loop.time()
+                if address in self._on_use and loop.time() - failing_since_s > _GIVE_UP_S:
+                    logger.warning("%s: %s is given up: %s", self._identity.name, address, error)
+                    self._forget(address)
+                    return
                 if loop.time() - failing_since_s > say_after_s:
                     logger.warning("%s: no link to %s for %.0f s: %s", self._identity.name, address, say_after_s, error)
                     say_after_s *= 2.0

@@ -69,11 +69,14 @@ class Link(asyncio.Protocol):
         on_linked: Callable[["Link"], None],
         on_message: Callable[["Link", Message], None],
         on_lost: Callable[["Link"], None],
+        dialled: str = "",
     ) -> None:
+        """`dialled`: the name of the process that a dialler means to reach; empty: any of the cluster."""
         self.peer: Peer | None = None
         self._identity = identity
         self._codec = codec
         self._is_dialler = is_dialler
+        self._dialled = dialled
         self._on_linked = on_linked
         self._on_message = on_message
         self._on_lost = on_lost
@@ -82,7 +85,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[None] = self._loop.create_future()  # done when the connection is gone
-        self._last_heard_s = self._loop.time()
+        self._made_s = self._last_heard_s = self._loop.time()
         self._watch: asyncio.TimerHandle | None = None
         self._peer_clock: ClockOffset | None = None  # of another host
 
@@ -172,16 +175,20 @@ class Link(asyncio.Protocol):
             case Challenge() if self._is_dialler:
                 check_version(message.version)
                 proof = self._proof("dialler", message.nonce, self._identity.name)
-                hello = Hello(PROTOCOL_VERSION, self._identity.role, self._identity.name, proof, self._nonce)
+                identity = self._identity
+                hello = Hello(PROTOCOL_VERSION, identity.role, identity.name, proof, self._nonce, self._dialled)
                 self._write(_HANDSHAKE_CODEC.encode(hello))
             case Hello() if not self._is_dialler:
                 check_version(message.version)
                 self._check_proof(message.proof, "dialler", message.name)
+                # Before it counts as linked: it may have a true link to this process, which this one must not replace.
+                _check_dialled(message.dialled, self._identity.name)
                 proof = self._proof("listener", message.nonce, self._identity.name)
                 self._write(_HANDSHAKE_CODEC.encode(Welcome(self._identity.role, self._identity.name, proof)))
                 self._linked(Peer(message.role, message.name))
             case Welcome() if self._is_dialler:
                 self._check_proof(message.proof, "listener", message.name)
+                _check_dialled(self._dialled, message.name)
                 self._linked(Peer(message.role, message.name))
             case _:
                 raise ProtocolError("a handshake message out of turn")
@@ -207,9 +214,19 @@ class Link(asyncio.Protocol):
             logger.warning("link to %s closed: silent for more than %.1f s", self.peer or "unknown peer", timeout_s)
             self.close()
             return
+        if self.peer is None and self._loop.time() - self._made_s > timeout_s:
+            logger.warning("a connection closed: its handshake is not complete after %.1f s", timeout_s)
+            self.close()
+            return
         if self.peer is not None:
             self.send(Ping(time.monotonic()))
         self._watch = self._loop.call_later(timeout_s / 5, self._watch_silence)
+
+
+def _check_dialled(dialled: str, name: str) -> None:
+    """Check that the process which was dialled by its name has answered: its former port may be another's by now."""
+    if dialled not in ("", name):
+        raise ProtocolError(f"{dialled} was dialled and {name} answered")
 
 
 def proof_of(secret: bytes, side: str, nonce: bytes, name: str) -> bytes:

@@ -9,12 +9,14 @@ from typing import Generic, TypeVar
 from alignedserve.messages.events import (
     TICK_S,
     CommonEvent,
+    Dial,
     Logic,
     PeerConnected,
     PeerDisconnected,
     Received,
     Send,
     SendTo,
+    StopDialling,
     Ticked,
 )
 from alignedserve.messages.wire import Codec, Message
@@ -59,6 +61,10 @@ class LogicDriver(Generic[EventT, CommandT]):
                 self.links.send(command.peer, command.message)
             elif isinstance(command, SendTo):
                 self.links.send_to(command.address, command.message)
+            elif isinstance(command, Dial):
+                self.links.dial(command.address)
+            elif isinstance(command, StopDialling):
+                self.links.stop_dialling(command.address)
             else:
                 self._perform(command)
         if self._recorder is not None:

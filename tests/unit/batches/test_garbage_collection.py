@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from alignedserve.batches.garbage_collection import collect_garbage
-from alignedserve.batches.location import BatchStores, stores_in
+from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.logic import CancelRequested, ValidationFailed, advance
 from alignedserve.batches.records import BatchRecord, BatchStatus, FileId, Progress
 from alignedserve.batches.repository import BatchSnapshot
@@ -19,7 +19,7 @@ from tests.support.batch_samples import BATCH, INPUT, OUTPUT, batch_record, file
 DAY_S = 86_400.0
 
 
-async def keep_blob(stores: BatchStores, file_id: FileId, *, is_committed: bool = True) -> None:
+async def keep_blob(stores: DriverStores, file_id: FileId, *, is_committed: bool = True) -> None:
     writer = await stores.blobs.begin(file_id)
     await writer.write(b"{}")
     if is_committed:
@@ -35,7 +35,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "files").iterdir())
 
 
-async def add_batch(stores: BatchStores) -> BatchRecord:
+async def add_batch(stores: DriverStores) -> BatchRecord:
     source = file_record()
     await stores.repository.add_file(source, fits=lambda _: True)
     record = batch_record()
@@ -58,7 +58,7 @@ async def test_contents_without_a_record_go_once_they_are_old(tmp_path: Path) ->
     assert names(tmp_path) == [INPUT]
 
 
-async def end(stores: BatchStores, progress: Progress, at_s: float) -> None:
+async def end(stores: DriverStores, progress: Progress, at_s: float) -> None:
     await stores.repository.save_progress(BATCH, progress)
     files = result_files(batch_record(), progress, at_s + 2 * DAY_S)
     await stores.repository.change_batch(BATCH, lambda one: advance(one, ValidationFailed(()), at_s), files=files)

@@ -51,7 +51,7 @@ async def executing(folder: Path, failing: Failing) -> AsyncIterator[LineExecuto
     record = batch_record(num_lines=1, expires_s=1e12)
     input_file = InputFile(record, stores.blobs, config, ("tiny",))
     assert [count async for count in input_file.scan()] == [0]
-    input_file.open()
+    await input_file.open()
     log, recovered = stores.logs.open(record.batch_id, 1)
     context = RunContext(stores, failing, config, ("tiny",), MeanLineDuration(), failing)
     tracker, writer = LineTracker(1, max_attempts=2), ResultWriter(log, recovered.totals)

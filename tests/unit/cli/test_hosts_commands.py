@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from alignedserve.cli.commands import hosts
 from alignedserve.cli.commands.options import ServeOptions
-from alignedserve.cli.commands.up import driver_command
+from alignedserve.cli.commands.up import driver_command, urls_of
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.hosts import ray_directory
-from alignedserve.cluster.hosts.record import read_record, recorded_id
+from alignedserve.cluster.hosts.record import ClusterRecord, NodeRecord, read_record, recorded_id
 from alignedserve.cluster.hosts.supervisor import running_supervisor, start_supervisor
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import from_mapping
@@ -127,3 +128,13 @@ def test_what_is_for_a_ray_cluster_is_refused_on_one_host(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match="is for a Ray cluster"):
         start_cluster(from_mapping(settings), num_nodes=num_nodes)
+
+
+def test_ipv6_addresses_are_no_markup() -> None:
+    node = NodeRecord("node-0", "id", "fd77::1", "host0", urls=("http://[fd77::1]:8000",))
+    record = ClusterRecord("c", "v", "pocket", "colocated", started=0.0, is_ready=True, nodes=(node,))
+    console = Console(width=120)
+    for table in (urls_of(record), hosts._nodes_table(record, set())):
+        with console.capture() as said:
+            console.print(table)
+        assert "http://[fd77::1]:8000" in said.get()

@@ -45,6 +45,8 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (("--model", "opt-175b"), "does not fit 1 x 'a100-80g'"),
         (("--model", "llama-3-8b", "--policy", "apt_serve"), "'apt_serve' needs .* hidden_cache"),
         (("--pools", "2"), "num_pools must be between 1 and 1"),
+        (("--nodes", "2", "--pools", "2"), "--nodes gives each node its own workers"),
+        (("--nodes", "2", "--routers", "3"), "routers must be between 1 and 2"),
         (("--policy", "orca", "--set", "topology=disaggregated"), "policy 'orca' is for colocated workers"),
         (("--policy", "aligned", "--colocated", "2"), "policy 'aligned' is for disaggregated workers"),
         (("--set", "scheduling.policy=fcfs"), "here --policy says that"),
@@ -70,6 +72,12 @@ def workers_of(*policies: str, **options: object) -> dict[str, tuple[Topology, i
     planned = plan_cases(SimulateOptions(policies=policies, workload=LINE, **options))  # type: ignore[arg-type]
     clusters = {one.policy: one.case.config.cluster for one in planned}
     return {name: (one.chosen_topology, one.prefill.count, one.decode.count) for name, one in clusters.items()}
+
+
+def test_every_node_has_as_many_workers_as_asked_for() -> None:
+    chosen = workers_of("aligned", "fcfs", num_prefill=2, num_decode=1, num_nodes=5)
+    assert chosen["aligned"] == (Topology.DISAGGREGATED, 10, 5)
+    assert chosen["fcfs"] == (Topology.COLOCATED, 10, 15)
 
 
 def test_colocated_policies_get_as_many_accelerators_as_separate_ones() -> None:

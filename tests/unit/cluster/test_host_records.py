@@ -14,7 +14,7 @@ from ray import cloudpickle
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts.admission import Keeper
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.node_report import NodeReport, own_versions
@@ -59,7 +59,7 @@ def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
         members.append(Member(node, prepared, Keeper(KeeperMemory(), book)))
     joining = Joining(plan, NodeReport(own_versions()), "c", 2)
     factory = ActorFactory(POCKET, ActorClasses(None, None))
-    return ClusterOnHosts(joining, members, factory, LoggingObserver(), Succession("asked"))
+    return ClusterOnHosts(joining, members, factory, Driving(LoggingObserver(), Succession("asked")))
 
 
 @pytest.fixture
@@ -75,6 +75,7 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[ClusterRecord]:
     records: list[ClusterRecord] = []
     monkeypatch.setattr(running, "write_record", records.append)
     monkeypatch.setattr(running, "is_asked_to_stop", lambda cluster_id: False)
+    monkeypatch.setattr(running, "take_orders", lambda cluster_id: [])
     return records
 
 
@@ -111,13 +112,13 @@ def test_the_log_of_the_driver_is_closed_with_it(cluster: ClusterOnHosts) -> Non
 def test_a_rehearsal_removes_no_folder_but_that_of_a_former_one(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ResourceError, match="not of a former rehearsal"):
-        cluster_demo._clear(tmp_path)
+        cluster_demo.clear_former(tmp_path)
     assert (tmp_path / "file").exists()
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "alignedserve").touch()
-    cluster_demo._clear(tmp_path)
+    cluster_demo.clear_former(tmp_path)
     assert not tmp_path.exists()
-    cluster_demo._clear(tmp_path)
+    cluster_demo.clear_former(tmp_path)
 
 
 def test_only_one_set_of_hosts_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from alignedserve.cluster.hosts import supervisor
@@ -214,9 +215,9 @@ def test_the_sweeper_outlives_the_process_that_started_it(tmp_path: Path) -> Non
     folder.mkdir()
     (folder / "decode-0.progress").touch()
     source = (
-        "import sys, time; from pathlib import Path\n"
+        "import os, sys, time; from pathlib import Path\n"
         "from alignedserve.cluster.hosts.sweeper import start_sweeper\n"
-        "start_sweeper(Path(sys.argv[1])); print('up', flush=True); time.sleep(60)"
+        "start_sweeper(Path(sys.argv[1]), os.getppid()); print('up', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", source, str(folder)], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
@@ -224,6 +225,33 @@ def test_the_sweeper_outlives_the_process_that_started_it(tmp_path: Path) -> Non
         assert (folder / "decode-0.progress").exists()
         owner.kill()
     wait_until(lambda: not (folder / "decode-0.progress").exists())
+
+
+def test_the_sweeper_kills_what_outlives_its_raylet_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster-0"
+    folder.mkdir()
+    source = (
+        "import os, subprocess, sys, time; from pathlib import Path\n"
+        "from alignedserve.cluster.hosts.sweeper import start_sweeper\n"
+        "agent = subprocess.Popen(['sleep', '60'])\n"
+        "if os.fork() == 0: start_sweeper(Path(sys.argv[1]), os.getppid()); os._exit(0)\n"
+        "os.wait(); print(agent.pid, flush=True); time.sleep(60)"
+    )
+    with (
+        subprocess.Popen(["sleep", "60"]) as stranger,
+        subprocess.Popen([sys.executable, "-c", source, str(folder)], stdout=subprocess.PIPE) as raylet,
+    ):
+        assert raylet.stdout is not None
+        agent = psutil.Process(int(raylet.stdout.readline()))
+        wait_until(lambda: (tmp_path / f"raylet-{raylet.pid}.lock").exists())
+        assert agent.is_running()
+        raylet.kill()
+        raylet.wait()
+        assert agent.status() != psutil.STATUS_ZOMBIE
+        wait_until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE)
+        assert stranger.poll() is None
+        stranger.kill()
+    wait_until(lambda: not (tmp_path / f"raylet-{raylet.pid}.lock").exists())
 
 
 @pytest.fixture

@@ -11,9 +11,13 @@ from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.membership import (
     Announce,
     CancelPreparation,
+    DrainAsked,
+    DrainUndone,
+    EndNode,
     ForgetNode,
     Membership,
     MembershipCommand,
+    NodeDrained,
     NodeJoined,
     NodePostponed,
     NodeRefused,
@@ -26,12 +30,17 @@ from alignedserve.core.errors import PeerLost, ResourceError
 NODE = RayNode("id", "10.0.0.1", "spare", is_head=False)
 
 
+def hosts(*node_ids: str) -> dict[str, tuple[str, str]]:
+    """Ids of the same host differ in what follows the dot."""
+    return {node_id: (node_id.partition(".")[0], "10.0.0.1") for node_id in node_ids}
+
+
 def seen(*node_ids: str) -> NodesSeen:
-    return NodesSeen(node_ids)
+    return NodesSeen(hosts(*node_ids))
 
 
 def test_a_new_node_is_prepared_once_and_joins() -> None:
-    nodes = Membership(("head",))
+    nodes = Membership(hosts("head"))
     assert nodes.on_event(seen("head", "a"), 0.0) == [PrepareNode("a")]
     assert nodes.on_event(seen("head", "a"), 1.0) == []
     assert nodes.on_event(NodeJoined("a"), 2.0) == [Announce()]
@@ -40,7 +49,7 @@ def test_a_new_node_is_prepared_once_and_joins() -> None:
 
 
 def test_a_loss_is_seen_while_another_node_is_prepared() -> None:
-    nodes = Membership(("head", "a"))
+    nodes = Membership(hosts("head", "a"))
     assert nodes.on_event(seen("head", "a", "b"), 0.0) == [PrepareNode("b")]
     assert nodes.on_event(seen("head", "b"), 1.0) == [ForgetNode("a"), Announce()]
     assert nodes.on_event(seen("head"), 2.0) == [CancelPreparation("b")]
@@ -48,7 +57,7 @@ def test_a_loss_is_seen_while_another_node_is_prepared() -> None:
 
 
 def test_a_node_that_does_not_answer_is_tried_again_after_longer_and_longer_pauses() -> None:
-    nodes = Membership(("head",))
+    nodes = Membership(hosts("head"))
     pauses, now = [], 0.0
     for _ in range(7):
         began = now
@@ -60,7 +69,7 @@ def test_a_node_that_does_not_answer_is_tried_again_after_longer_and_longer_paus
 
 
 def test_a_refused_node_is_left_alone_until_it_comes_anew() -> None:
-    nodes = Membership(("head",))
+    nodes = Membership(hosts("head"))
     nodes.on_event(seen("head", "a"), 0.0)
     assert nodes.on_event(NodeRefused("a", "another Python"), 1.0) == [Announce()]
     assert nodes.refused == {"a": "another Python"}
@@ -70,23 +79,59 @@ def test_a_refused_node_is_left_alone_until_it_comes_anew() -> None:
     assert nodes.on_event(seen("head", "a"), 102.0) == [PrepareNode("a")]
 
 
+def test_a_node_that_drains_ends_and_stays_out_until_it_is_undone() -> None:
+    nodes = Membership(hosts("head", "a"))
+    assert nodes.on_event(DrainAsked("a"), 0.0) == [Announce()]
+    assert (nodes.members, nodes.draining) == (("head", "a"), ("a",))
+    assert nodes.on_event(NodeDrained("a"), 1.0) == [EndNode("a"), Announce()]
+    assert (nodes.members, nodes.draining, nodes.drained) == (("head",), (), ("a",))
+    assert nodes.on_event(seen("head", "a"), 2.0) == []
+    assert nodes.on_event(DrainUndone("a"), 3.0) == [Announce()]
+    assert nodes.on_event(seen("head", "a"), 4.0) == [PrepareNode("a")]
+
+
+def test_a_drain_that_is_undone_in_time_changes_nothing() -> None:
+    nodes = Membership(hosts("head", "a"))
+    nodes.on_event(DrainAsked("a"), 0.0)
+    assert nodes.on_event(DrainUndone("a"), 1.0) == [Announce()]
+    assert (nodes.members, nodes.draining, nodes.drained) == (("head", "a"), (), ())
+
+
+@pytest.mark.parametrize("is_lost_first", [True, False])
+def test_a_host_that_drained_stays_out_when_it_comes_back_under_another_id(is_lost_first: bool) -> None:
+    nodes = Membership(hosts("head", "a.1"))
+    nodes.on_event(DrainAsked("a.1"), 0.0)
+    if is_lost_first:
+        assert nodes.on_event(seen("head"), 1.0) == [ForgetNode("a.1"), Announce()]
+    else:
+        nodes.on_event(NodeDrained("a.1"), 1.0)
+        assert nodes.on_event(seen("head"), 2.0) == []
+    assert nodes.drained == ("a.1",)
+    assert nodes.on_event(seen("head", "a.2", "b.1"), 3.0) == [PrepareNode("b.1")]
+    assert nodes.on_event(seen("head", "a.2", "a.3", "b.1"), 4.0) == [PrepareNode("a.3")]  # a second node of that host
+    nodes.on_event(DrainUndone("a.1"), 5.0)
+    assert nodes.on_event(seen("head", "a.2", "b.1"), 6.0) == [CancelPreparation("a.3"), PrepareNode("a.2")]
+
+
 class NodeModel:
     """What performs the commands: checks that each fits what was commanded before."""
 
     def __init__(self, choice: random.Random) -> None:
         self._choice = choice
-        self.nodes = Membership(("head",))
+        self.nodes = Membership(hosts("head"))
         self.alive = ["head"]
         self.has_actors = {"head"}
         self.prepared: set[str] = set()
         self.refused: set[str] = set()
+        self.draining: set[str] = set()
+        self.out: set[str] = set()  # drained, alive or not
 
     def perform(self, commands: list[MembershipCommand]) -> None:
         for command in commands:
             match command:
                 case PrepareNode(node_id):
                     assert node_id in self.alive
-                    assert node_id not in self.prepared | self.has_actors | self.refused
+                    assert node_id not in self.prepared | self.has_actors | self.refused | self.out
                     self.prepared.add(node_id)
                 case CancelPreparation(node_id):
                     assert node_id not in self.alive
@@ -94,13 +139,37 @@ class NodeModel:
                 case ForgetNode(node_id):
                     assert node_id not in self.alive
                     self.has_actors.remove(node_id)
+                    if node_id in self.draining:
+                        self.draining.remove(node_id)
+                        self.out.add(node_id)
+                case EndNode(node_id):
+                    assert node_id in self.draining
+                    self.has_actors.remove(node_id)
+                    self.draining.remove(node_id)
+                    self.out.add(node_id)
+
+    def drain(self, now: float) -> None:
+        """Begin, end or undo a drain."""
+        able = sorted(self.has_actors - self.draining - {"head"})
+        if self.draining and self._choice.random() < 0.5:
+            self.perform(self.nodes.on_event(NodeDrained(min(self.draining)), now))
+        elif (self.out or self.draining) and self._choice.random() < 0.4:
+            node_id = min(self.out or self.draining)
+            self.out.discard(node_id)
+            self.draining.discard(node_id)
+            self.perform(self.nodes.on_event(DrainUndone(node_id), now))
+        elif able:
+            self.draining.add(able[0])
+            self.perform(self.nodes.on_event(DrainAsked(able[0]), now))
 
     def look(self, now: float) -> None:
-        self.perform(self.nodes.on_event(NodesSeen(tuple(self.alive)), now))
+        self.perform(self.nodes.on_event(seen(*self.alive), now))
         self.refused &= set(self.alive)
 
     def step(self, now: float) -> None:
-        if self.prepared and self._choice.random() < 0.5:
+        if self._choice.random() < 0.2:
+            self.drain(now)
+        elif self.prepared and self._choice.random() < 0.5:
             node_id = self._choice.choice(sorted(self.prepared))
             self.prepared.remove(node_id)
             match self._choice.randrange(3):
@@ -127,7 +196,9 @@ def test_in_random_histories_every_node_that_lives_is_used_refused_or_tried(seed
     model.look(1000.0)
     assert set(model.nodes.members) == model.has_actors <= set(model.alive)
     assert set(model.nodes.refused) == model.refused
-    assert model.has_actors | model.prepared | model.refused == set(model.alive)
+    assert set(model.nodes.drained) == model.out
+    assert set(model.nodes.draining) == model.draining <= model.has_actors
+    assert model.has_actors | model.prepared | model.refused | (model.out & set(model.alive)) == set(model.alive)
 
 
 # --- the steps of a preparation

@@ -53,7 +53,7 @@ def test_the_pools_arena_is_mapped() -> None:
 
 def test_a_prefill_workers_buffer_is_mapped() -> None:
     made, offered = DecodeHarness(), ArenaOffered("/dev/shm/b.arena", 8, 64, "digest")
-    assert made.hear(offered, PREFILL) == [MapArena(PREFILL, offered)]
+    assert made.hear(offered, PREFILL) == [MapArena(PREFILL, offered, stamps=True)]
 
 
 # --- admission

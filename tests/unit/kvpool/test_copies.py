@@ -165,7 +165,7 @@ def test_a_lost_prefill_worker_leaves_the_copy_that_it_read() -> None:
     made = PoolHarness()
     handoff = made.keep("r1")
     made.hear(PREFILL, FetchCopy(R1, L2))
-    assert made.lose(PREFILL) == [Send(ROUTER, CopyLost(R1, handoff.attempt))]
+    assert made.lose(PREFILL) == [Send(ROUTER, CopyLost(R1, handoff.attempt, PREFILL))]
     assert made.hear("prefill-1", FetchCopy(R1, epoch(3))) == [Send("prefill-1", CopyGranted(handoff, epoch(3)))]
 
 

@@ -288,7 +288,7 @@ def test_grants_of_a_lost_decode_worker_are_kept_and_reported() -> None:
     made = PoolHarness()
     handoff = made.grant("r1")
     made.pool("r2")
-    assert made.lose(DECODE) == [Send(ROUTER, CopyLost(R1, handoff.attempt))]
+    assert made.lose(DECODE) == [Send(ROUTER, CopyLost(R1, handoff.attempt, DECODE, BATCH))]
     assert made.load == PoolLoad(num_blocks_used=2, num_pooled=1, num_reserved=0, num_blocks_kept=1)
     assert made.link(DECODE, Role.DECODE_WORKER) == [Send(DECODE, ARENA)]
     assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, FORM))] == [R2]
@@ -298,7 +298,7 @@ def test_what_a_lost_worker_read_of_a_request_that_is_over_is_freed() -> None:
     made = PoolHarness()
     handoff = made.grant("r1")
     made.hear(ROUTER, DropRequest(R1, END))
-    assert made.lose(DECODE) == [Send(ROUTER, CopyLost(R1, handoff.attempt)), freed(0)]
+    assert made.lose(DECODE) == [Send(ROUTER, CopyLost(R1, handoff.attempt, DECODE, BATCH)), freed(0)]
 
 
 def test_blocks_read_by_a_lost_worker_go_to_the_next_in_line() -> None:
@@ -306,7 +306,7 @@ def test_blocks_read_by_a_lost_worker_go_to_the_next_in_line() -> None:
     handoff = made.grant("r1", 8)
     made.reserve("r2", 1)
     assert made.lose(DECODE) == [
-        Send(ROUTER, CopyLost(R1, handoff.attempt)),
+        Send(ROUTER, CopyLost(R1, handoff.attempt, DECODE, BATCH)),
         freed(*range(8)),
         *leased("r2", 2, 0),
     ]

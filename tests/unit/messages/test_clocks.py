@@ -1,14 +1,17 @@
 """Times of requests from another host are on this host's clock, in every message that carries one."""
 
+import math
 import random
 from typing import Any
 
 import msgspec
 import pytest
 
+from alignedserve.core.errors import ProtocolError
 from alignedserve.messages.clocks import ClockOffset, on_this_clock
+from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.wire import Message
-from tests.support.samples import EXAMPLES
+from tests.support.samples import EXAMPLES, request
 
 
 def arrivals(value: Any) -> list[float]:
@@ -49,3 +52,9 @@ def test_clocks_that_drift_apart_are_followed() -> None:
     for number in range(2000):
         offset.observe(float(number), number * 1.001 - 300.0)
     assert offset.seconds == pytest.approx(2000 * 0.001 - 300.0, abs=0.1)
+
+
+@pytest.mark.parametrize("arrival_s", [math.nan, math.inf])
+def test_an_arrival_that_is_no_time_is_refused(arrival_s: float) -> None:
+    with pytest.raises(ProtocolError):
+        on_this_clock(SubmitRequest(request(arrival_s=arrival_s)), 1.0)

@@ -26,6 +26,7 @@ from alignedserve.messages.links import (
     PrefillWorkerInbound,
     RouterInbound,
 )
+from alignedserve.messages.state import StateClientInbound, StateServerInbound
 from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
 from alignedserve.messages.workers import WorkerLoad
 from tests.support.samples import DECODE, EXAMPLES, R1, message_types
@@ -40,6 +41,8 @@ UNIONS: dict[str, Any] = {
     "handshake": HandshakeMessage,
     "block server": BlockServerInbound,
     "block client": BlockClientInbound,
+    "state server": StateServerInbound,
+    "state client": StateClientInbound,
 }
 EVERYTHING = Codec(reduce(or_, (type(example) for example in EXAMPLES)))
 

@@ -5,11 +5,18 @@ from typing import Any
 import pytest
 
 from alignedserve.core.attempts import beyond_unreported
-from alignedserve.core.ids import BatchId
+from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import AbortRequest, ClusterStatus, RequestFailed, ResumeRequest, SubmitRequest
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    ClusterStatus,
+    Demand,
+    RequestFailed,
+    ResumeRequest,
+    SubmitRequest,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
     BatchFormed,
@@ -23,6 +30,7 @@ from alignedserve.messages.pools import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
+    PeersChanged,
     PrefillCompleted,
     PrefillRequest,
     RequestFinished,
@@ -50,6 +58,8 @@ from tests.harnesses.router import (
 )
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
+NOT_DIALLED = Send(DECODE, PeersChanged((), left=(WorkerName(PREFILL),)))
+
 # --- stale attempts: r1 was interrupted and dispatched again, so that its first epoch has ended and the second goes on
 
 
@@ -58,7 +68,9 @@ def second() -> RouterHarness:
     made = prefilling()
     made.lose(PREFILL)
     made.hear(GATEWAY, ResumeRequest(request(), (7,)))
-    assert made.hear(PREFILL, worker(can_prefill=True, can_decode=False)) == [given(request(), 2, 7)]
+    registered = worker(can_prefill=True, can_decode=False)
+    joined = Send(DECODE, PeersChanged((WorkerName(PREFILL),)))
+    assert made.hear(PREFILL, registered) == [joined, given(request(), 2, 7)]
     return made
 
 
@@ -164,12 +176,22 @@ def test_a_lost_gateway_aborts_what_is_its() -> None:
 
 
 def test_the_prefill_worker_is_lost_while_prefilling() -> None:
-    assert prefilling().lose(PREFILL) == [INTERRUPTED]
+    assert prefilling().lose(PREFILL) == [INTERRUPTED, NOT_DIALLED]
 
 
 def test_the_prefill_worker_is_lost_while_pooled_or_later() -> None:
-    assert pooled().lose(PREFILL) == []
-    assert decoding().lose(PREFILL) == []
+    assert pooled().lose(PREFILL) == [NOT_DIALLED]
+    assert decoding().lose(PREFILL) == [NOT_DIALLED]
+
+
+def test_a_lost_grant_is_not_waited_for_though_its_request_has_moved_on() -> None:
+    made = granted()
+    made.hear(GATEWAY, AbortRequest(R1))
+    assert made.hear(POOL, CopyLost(R1, GRANTED, DECODE, BATCH)) == [dropped()]
+    made.submit(request("r2"))
+    made.hear(PREFILL, PrefillCompleted(R2, epoch(2), 4))
+    (form,) = made.hear(POOL, RequestPooled(R2, epoch(2, 1), 4, 1))
+    assert form.peer == POOL
 
 
 def test_the_pool_is_lost_while_prefilling() -> None:
@@ -347,6 +369,7 @@ def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
         num_evictions=4,
         num_pool_blocks_kept=2,
         latest_attempt=epoch(2),
+        demand=Demand(num_real_time=2, num_decode_places=4),
     )
     assert [made.tick(), made.tick(), made.tick()] == [[], [], []]
     assert made.tick() == [Send(GATEWAY, status), Send("gateway-1", status)]

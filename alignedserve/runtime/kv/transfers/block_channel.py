@@ -1,14 +1,17 @@
-"""The way in which the bytes of blocks travel between the two ends of a block transfer, piece by piece."""
+"""The way in which the bytes of blocks travel between the two ends of a block transfer, piece by piece.
+
+Nothing here, nor in what serves blocks over a connection, loads torch: the KV pool does without it.
+"""
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import Tensor
-
+OWNER_RANK, CLIENT_RANK = 0, 1  # the two ends
 NUM_PIECES = 3  # some are filled, or emptied, while others travel
 
-Fill = Callable[[int, Tensor], None]  # (number of the first block, rows to fill: uint8 [n, block_bytes])
-Take = Callable[[int, Tensor], None]
+Rows = Any  # uint8 [n, block_bytes]: an array, or a Tensor on the device of a process pair
+Fill = Callable[[int, Rows], None]  # (number of the first block, rows to fill)
+Take = Callable[[int, Rows], None]
 
 
 class BlockChannel(Protocol):

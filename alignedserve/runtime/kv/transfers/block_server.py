@@ -9,36 +9,46 @@ import contextlib
 import logging
 import socket
 import threading
+from collections import Counter
 from pathlib import Path
-
-import torch
 
 from alignedserve.core.errors import PeerError, ProtocolError
 from alignedserve.messages.blocks import OpenTransfer, TransferOpened, TransferRefused
+from alignedserve.runtime.kv.transfers.block_channel import OWNER_RANK
+from alignedserve.runtime.kv.transfers.channel_opener import ChannelOpener, open_stream
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep_alive, listen_at
-from alignedserve.runtime.kv.transfers.open_channel import open_channel
-from alignedserve.runtime.kv.transfers.process_pair import OWNER_RANK
 from alignedserve.runtime.kv.transfers.session import ServedBuffer, TransferSession
 from alignedserve.runtime.process.links import Identity, Peer, real_address
 
 logger = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS = 256
+_MAX_CONNECTIONS = 256  # of peers
+_MAX_STRANGERS = 64  # beside them: connections that have yet to prove what they are
 
 
 class BlockServer:
     """Serves a buffer from construction on. `address` is where it really listens (a TCP port of 0 is any free one).
 
     The buffer belongs to the caller, which closes the server before the buffer. Raises OSError when the address is
-    taken. `transports`: those that a peer may choose from.
+    taken. `transports`: those that a peer may choose from; others than tcp need an `open_channel` that opens them.
     """
 
-    def __init__(self, buffer: ServedBuffer, address: str, *, identity: Identity, transports: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        buffer: ServedBuffer,
+        address: str,
+        *,
+        identity: Identity,
+        transports: tuple[str, ...],
+        open_channel: ChannelOpener = open_stream,
+    ) -> None:
         self._buffer = buffer
+        self._open_channel = open_channel
         self._identity = identity
         self._transports = transports
         self._lock = threading.Lock()
         self._connections: dict[ControlSocket, str] = {}  # with the peer's name, empty until it is authenticated
+        self._strangers: dict[ControlSocket, None] = {}  # those in their handshake, the oldest first
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
         self._context = identity.trusted().listener_context() if address.startswith("tls:") else None
@@ -79,15 +89,32 @@ class BlockServer:
                 return
             keep_alive(connection, self._identity.peer_timeout_s)
             control = ControlSocket(connection, self._identity.peer_timeout_s)
+            self._make_room(control.peer_host)
             thread = threading.Thread(target=self._serve, args=(control,), name="block peer", daemon=True)
             with self._lock:
-                is_served = len(self._connections) < _MAX_CONNECTIONS and not self._is_closed
+                is_served = len(self._connections) < _MAX_CONNECTIONS + _MAX_STRANGERS and not self._is_closed
                 if is_served:
                     self._connections[control] = ""
+                    self._strangers[control] = None
                     self._threads.add(thread)
                     thread.start()
             if not is_served:
                 control.close()
+
+    def _make_room(self, host: str) -> None:
+        """Drop a connection in its handshake when there are too many: the oldest of the host that has most of them.
+
+        So a host that opens connections without end keeps out only itself.
+        """
+        with self._lock:
+            if len(self._strangers) < _MAX_STRANGERS:
+                return
+            hosts = Counter([host, *(one.peer_host for one in self._strangers)])
+            worst = max(hosts, key=lambda name: hosts[name])
+            oldest = next((one for one in self._strangers if one.peer_host == worst), next(iter(self._strangers)))
+            del self._strangers[oldest]
+        logger.warning("too many connections in their handshake: the oldest from %s is dropped", worst or "here")
+        oldest.disconnect()
 
     def _serve(self, control: ControlSocket) -> None:
         name = "unknown peer"
@@ -111,6 +138,7 @@ class BlockServer:
                 session.close()
             with self._lock:
                 del self._connections[control]
+                self._strangers.pop(control, None)
                 self._threads.discard(threading.current_thread())
 
     def _replace_older(self, control: ControlSocket, peer: Peer) -> None:
@@ -118,6 +146,7 @@ class BlockServer:
         with self._lock:
             older = [one for one, name in self._connections.items() if name == peer.name]
             self._connections[control] = peer.name
+            self._strangers.pop(control, None)
         for one in older:
             one.disconnect()
 
@@ -138,12 +167,12 @@ class BlockServer:
             control.send(TransferOpened(buffer.num_blocks, buffer.exported()))
             return TransferSession(buffer, control, None)
         control.send(TransferOpened(buffer.num_blocks))
-        channel = open_channel(
+        channel = self._open_channel(
             control,
             OWNER_RANK,
             transport=transport,
             block_bytes=buffer.layout.block_bytes,
             timeout_s=self._identity.peer_timeout_s,
-            device=buffer.device if transport == "nccl" else torch.device("cpu"),
+            device=buffer.device,
         )
         return TransferSession(buffer, control, channel)

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from alignedserve.runtime.kv.transfers.block_channel import NUM_PIECES, Fill, Take, cut
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+
+Bytes = npt.NDArray[np.uint8]
 
 _PIECE_BYTES = 4 * 1024 * 1024
 
@@ -24,12 +26,12 @@ class BlockStream:
     def __init__(self, control: ControlSocket, block_bytes: int) -> None:
         self._control = control
         self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
-        self._pieces = torch.empty((NUM_PIECES, self._piece_blocks, block_bytes), dtype=torch.uint8)
+        self._pieces = np.empty((NUM_PIECES, self._piece_blocks, block_bytes), np.uint8)
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="block stream")
 
     def send(self, num_blocks: int, fill: Fill) -> None:
         """See BlockChannel."""
-        filled: deque[tuple[Tensor, Future[None]]] = deque()
+        filled: deque[tuple[Bytes, Future[None]]] = deque()
         with self._copying():
             for slot, first, count in cut(num_blocks, self._piece_blocks):
                 if len(filled) == NUM_PIECES:
@@ -64,12 +66,12 @@ class BlockStream:
         finally:
             self._copier.submit(bool).result()  # it does one thing after the other
 
-    def _send_next(self, filled: "deque[tuple[Tensor, Future[None]]]") -> None:
+    def _send_next(self, filled: "deque[tuple[Bytes, Future[None]]]") -> None:
         rows, is_filled = filled.popleft()
         is_filled.result()
         self._control.send_bytes(_bytes_of(rows))
 
 
-def _bytes_of(rows: Tensor) -> memoryview:
-    content: Any = rows.numpy()
+def _bytes_of(rows: Bytes) -> memoryview:
+    content: Any = rows
     return memoryview(content).cast("B")

@@ -9,11 +9,11 @@ from torch import Tensor
 from alignedserve.core.errors import PeerError
 from alignedserve.messages.blocks import ReadBlocks, WriteBlocks
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK
 from alignedserve.runtime.kv.transfers.control_socket import dial
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
-from alignedserve.runtime.kv.transfers.process_pair import CLIENT_RANK
 from alignedserve.runtime.kv.transfers.requests import (
     PlannedRequest,
     ServedTransfer,

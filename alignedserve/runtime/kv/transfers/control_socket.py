@@ -42,6 +42,7 @@ class ControlSocket:
         self._codec = _HANDSHAKE
         self._max_bytes = _MAX_HANDSHAKE_BYTES
         self._is_dropped = False
+        self.peer_host = _host_of(connection)
 
     @property
     def local_host(self) -> str:
@@ -175,6 +176,15 @@ class ControlSocket:
                 received += count
         except OSError as error:
             raise PeerLost(f"nothing came from the other end of a block transfer: {error}") from error
+
+
+def _host_of(connection: socket.socket) -> str:
+    """Return the address of the other end's host; empty for a Unix socket, or when it is gone already."""
+    try:
+        name = connection.getpeername()
+    except OSError:
+        return ""
+    return str(name[0]) if connection.family in (socket.AF_INET, socket.AF_INET6) else ""
 
 
 def dial(address: str, identity: Identity) -> ControlSocket:

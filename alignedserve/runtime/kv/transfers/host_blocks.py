@@ -5,12 +5,11 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.kv.block_checksums import PlacedRun, RunChecksums, copy_rows
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.block_channel import Rows
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -29,7 +28,7 @@ class HostBlocks:
     """Moves blocks of any RowSource into and out of pieces in host memory."""
 
     def __init__(self, blocks: RowSource, block_bytes: int) -> None:
-        self.device = torch.device("cpu")
+        self.device = "cpu"
         self._blocks = blocks
         self._block_bytes = block_bytes
 
@@ -37,13 +36,13 @@ class HostBlocks:
         """Return checksums to be updated by gather or scatter, over all the blocks in order."""
         return RunChecksums(runs, self._block_bytes)
 
-    def gather(self, block_ids: Sequence[BlockId], rows: Tensor, *checksums: RunChecksums) -> None:
+    def gather(self, block_ids: Sequence[BlockId], rows: Rows, *checksums: RunChecksums) -> None:
         """Copy blocks into rows: uint8 [len(block_ids), block_bytes]."""
-        copy_rows(self._blocks.rows_to_read(block_ids), rows.numpy(), *checksums, from_target=True)
+        copy_rows(self._blocks.rows_to_read(block_ids), np.asarray(rows), *checksums, from_target=True)
 
-    def scatter(self, block_ids: Sequence[BlockId], rows: Tensor, *checksums: RunChecksums) -> None:
+    def scatter(self, block_ids: Sequence[BlockId], rows: Rows, *checksums: RunChecksums) -> None:
         """Copy rows into blocks."""
-        copy_rows(rows.numpy(), self._blocks.rows_to_write(block_ids), *checksums, from_target=False)
+        copy_rows(np.asarray(rows), self._blocks.rows_to_write(block_ids), *checksums, from_target=False)
 
 
 class ArenaBuffer:
@@ -53,7 +52,7 @@ class ArenaBuffer:
         self.writer_stamps = writer_stamps
         self.layout = arena.layout
         self.num_blocks = arena.num_blocks
-        self.device = torch.device("cpu")
+        self.device = "cpu"
         self._arena = arena
         self._memory = HostBlocks(arena, arena.layout.block_bytes)
         self.gather = self._memory.gather

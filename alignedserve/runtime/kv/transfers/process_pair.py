@@ -19,13 +19,13 @@ from torch import Tensor
 
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.blocks import RendezvousValue
-from alignedserve.runtime.kv.transfers.block_channel import NUM_PIECES, Fill, Take, cut
+from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK, NUM_PIECES, OWNER_RANK, Fill, Take, cut
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 
 _DISTRIBUTED: Any = dist  # untyped: its content depends on how torch was built
 _CUDA: Any = torch.cuda
 _Store: Any = _DISTRIBUTED.Store
-OWNER_RANK, CLIENT_RANK = 0, 1
+
 _PIECE_BYTES = 4 * 1024 * 1024
 _POLL_S = 20e-6
 # By default NCCL's watchdog ends the process when a peer is lost; read when a group is made.

@@ -2,10 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import Any, Protocol
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, ProtocolError
@@ -19,7 +16,7 @@ from alignedserve.messages.blocks import (
     WriteBlocks,
 )
 from alignedserve.runtime.kv.block_checksums import check_target, expand_runs
-from alignedserve.runtime.kv.transfers.block_channel import BlockChannel
+from alignedserve.runtime.kv.transfers.block_channel import BlockChannel, Rows
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 
 logger = logging.getLogger(__name__)
@@ -32,7 +29,7 @@ class ServedBuffer(Protocol):
 
     layout: BlockLayout
     num_blocks: int
-    device: torch.device
+    device: Any  # of torch, or "cpu"
     writer_stamps: bool  # the writer stamps the blocks (a candidate buffer); in the pool's arena their owner has
 
     def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
@@ -41,10 +38,10 @@ class ServedBuffer(Protocol):
     def is_stamped(self, block_ids: Sequence[BlockId], generation: int) -> bool:
         """Return whether all of them are marked with this generation."""
 
-    def gather(self, block_ids: Sequence[BlockId], rows: Tensor) -> None:
+    def gather(self, block_ids: Sequence[BlockId], rows: Rows) -> None:
         """Copy blocks into rows: uint8 [len(block_ids), block_bytes]."""
 
-    def scatter(self, block_ids: Sequence[BlockId], rows: Tensor) -> None:
+    def scatter(self, block_ids: Sequence[BlockId], rows: Rows) -> None:
         """Copy rows into blocks."""
 
     def exported(self) -> DeviceMemoryHandle | None:
@@ -92,7 +89,7 @@ class TransferSession:
         for named, (_, blocks) in zip(requests, self._current, strict=True):
             targets += blocks if blocks is not None else [None] * sum(count for _, count in named.runs)
 
-        def take(first: int, rows: Tensor) -> None:
+        def take(first: int, rows: Rows) -> None:
             wanted = [
                 (row, target) for row, target in enumerate(targets[first : first + len(rows)]) if target is not None
             ]
@@ -107,7 +104,7 @@ class TransferSession:
     def _send(self, channel: BlockChannel) -> None:
         sources = [block_id for _, blocks in self._current for block_id in blocks or ()]
 
-        def fill(first: int, rows: Tensor) -> None:
+        def fill(first: int, rows: Rows) -> None:
             self._buffer.gather(sources[first : first + len(rows)], rows)
 
         channel.send(len(sources), fill)

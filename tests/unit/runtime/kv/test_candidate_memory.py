@@ -11,7 +11,8 @@ from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.candidate_memory import BufferSizes, CandidateMemory
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.registry import open_transfer
@@ -28,7 +29,8 @@ LAYOUT = layout_of("float32")
 
 def memory_of(folder: Path, num_blocks: int = 6, transport: str = "auto") -> CandidateMemory:
     process_spec = ProcessSpec(Role.PREFILL_WORKER, PREFILL, folder.name, b"t" * 32, 5.0, AddressBook(folder), folder)
-    return CandidateMemory(LAYOUT, BufferSizes(num_blocks, transport), process_spec)
+    budget = BufferBudget(2 * num_blocks, (DECODE, "decode-1"))
+    return CandidateMemory(LAYOUT, budget, process_spec, transport=transport)
 
 
 def files(folder: Path) -> list[Path]:
@@ -115,8 +117,7 @@ def test_a_decode_worker_of_another_node_reaches_its_buffer_over_tcp(tmp_path: P
         tmp_path,
         credentials=authority.issue(PREFILL),
     )
-    sizes = BufferSizes(6, "auto", near=frozenset((DECODE,)), num_far_blocks=3)
-    memory = CandidateMemory(LAYOUT, sizes, own)
+    memory = CandidateMemory(LAYOUT, BufferBudget(12, (DECODE,), may_grow=True), own)
     near, far = memory.open_for(DECODE), memory.open_for("decode-9")
     assert near is not None
     assert far is not None

@@ -15,6 +15,7 @@ from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
+from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.registry import open_transfer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.harnesses.transfer import CLIENT, OWNER, filled, layout_of
@@ -37,7 +38,13 @@ class Offer:
 @pytest.fixture
 def offer(tmp_path: Path) -> Iterator[Offer]:
     arena = Arena.create(tmp_path / "b.arena", LAYOUT, 8)
-    server = BlockServer(ArenaBuffer(arena), f"unix:{tmp_path}/b.sock", identity=OWNER, transports=("tcp", "gloo"))
+    server = BlockServer(
+        ArenaBuffer(arena),
+        f"unix:{tmp_path}/b.sock",
+        identity=OWNER,
+        transports=("tcp", "gloo"),
+        open_channel=open_channel,
+    )
     digest = LAYOUT.digest().hex()
     path = str(arena.path)
     yield Offer(

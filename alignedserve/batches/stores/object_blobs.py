@@ -1,0 +1,182 @@
+"""Blobs as objects of a bucket with S3's interface, named by generated ids.
+
+An upload is kept in a file without a name until it is whole: an object is written in one step, and a client that goes
+away leaves nothing in the bucket. What a gateway leaves that dies while it writes an object, the parts of a multipart
+upload, is no object; buckets have a lifecycle rule for those.
+"""
+
+import asyncio
+import contextlib
+import datetime
+import logging
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import IO
+
+import obstore
+from obstore.exceptions import (
+    BaseError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
+
+from alignedserve.batches.interfaces import BlobReader, BlobWriter
+from alignedserve.batches.records import FileId, parsed_file_id
+from alignedserve.batches.stores.disk import disk_errors, write_all
+from alignedserve.core.errors import StorageDamaged, StorageError, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+_SCHEME = "s3://"
+_TIMEOUT = datetime.timedelta(seconds=20)  # of one request, of which a large object takes several
+_MAX_RETRIES = 3
+_MAX_RETRYING = datetime.timedelta(seconds=30)
+_CHUNK_BYTES = 256 * 1024
+_REFUSED = (PermissionDeniedError, UnauthenticatedError, PermissionError)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStoreLocation:
+    """A bucket and its server: plain values that can be sent to every process."""
+
+    url: str  # s3://BUCKET/PREFIX
+    endpoint: str | None = None  # None: Amazon's
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False)  # AWS_ variables: credentials, region
+
+    def open(self) -> S3Store:
+        """Return a client. It connects when it is used."""
+        bucket, _, prefix = self.url.removeprefix(_SCHEME).partition("/")
+        settings = {name.lower(): value for name, value in self.settings.items()}
+        endpoint = {"aws_endpoint_url": self.endpoint} if self.endpoint else {}
+        return S3Store(
+            bucket,
+            prefix=prefix or None,
+            config=settings | endpoint,  # type: ignore[arg-type]  # whatever AWS_ names there are
+            client_options={
+                "allow_http": (self.endpoint or "").startswith("http://"),
+                "timeout": _TIMEOUT,
+                "connect_timeout": datetime.timedelta(seconds=5),
+            },
+            retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": _MAX_RETRYING},
+        )
+
+
+class ObjectBlobs:
+    """A BlobStore. Every process of every host may have its own."""
+
+    def __init__(self, location: ObjectStoreLocation) -> None:
+        with _object_errors():
+            self._store = location.open()
+
+    async def begin(self, file_id: FileId) -> BlobWriter:
+        """See BlobStore."""
+        return _ObjectWriter(self._store, _path(file_id))
+
+    async def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
+        """See BlobStore."""
+        with _object_errors():
+            if start and start >= (await obstore.head_async(self._store, _path(file_id)))["size"]:
+                return
+            found = await obstore.get_async(self._store, _path(file_id), options={"range": {"offset": start}})
+            async for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+                yield bytes(chunk)
+
+    async def open(self, file_id: FileId) -> BlobReader:
+        """See BlobStore. The object is copied into a file without a name."""
+        with disk_errors("a copy of an object"):
+            copy = tempfile.TemporaryFile()  # noqa: SIM115  (closed by the reader)
+        try:
+            async for chunk in self.chunks(file_id):
+                with disk_errors("a copy of an object"):
+                    await asyncio.to_thread(write_all, copy.fileno(), chunk)
+        except BaseException:
+            copy.close()
+            raise
+        return _CopyReader(copy)
+
+    async def remove(self, file_id: FileId) -> None:
+        """See BlobStore."""
+        with _object_errors(), contextlib.suppress(NotFoundError, FileNotFoundError):
+            await obstore.delete_async(self._store, _path(file_id))
+
+    async def committed_before(self, age_s: float) -> list[FileId]:
+        """See BlobStore."""
+        before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=age_s)
+        found: list[FileId] = []
+        with _object_errors():
+            async for page in obstore.list(self._store, "files", chunk_size=1000):
+                named = ((parsed_file_id(one["path"].removeprefix("files/")), one["last_modified"]) for one in page)
+                found += [file_id for file_id, modified in named if file_id is not None and modified < before]
+        return sorted(found)
+
+    async def remove_abandoned(self, age_s: float) -> int:
+        """See BlobStore: none is left, as an upload is no object before it is whole."""
+        return 0
+
+    def check(self) -> None:
+        """Check that the bucket answers and lets these credentials in. Raises StorageError."""
+        with _object_errors():
+            next(iter(obstore.list(self._store, "files", chunk_size=1)), None)
+
+
+class _ObjectWriter:
+    def __init__(self, store: S3Store, path: str) -> None:
+        self._store = store
+        self._path = path
+        with disk_errors("an upload"):
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `discard`)
+
+    async def write(self, chunk: bytes) -> None:
+        """See BlobWriter."""
+        with disk_errors("an upload"):
+            await asyncio.to_thread(write_all, self._file.fileno(), chunk)
+
+    async def commit(self) -> None:
+        """See BlobWriter."""
+        self._file.seek(0)
+        with _object_errors():
+            await obstore.put_async(self._store, self._path, self._file)
+
+    async def discard(self) -> None:
+        """See BlobWriter."""
+        self._file.close()
+
+
+class _CopyReader:
+    def __init__(self, copy: IO[bytes]) -> None:
+        self._copy = copy
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """See BlobReader."""
+        with disk_errors("a copy of an object"):
+            return os.pread(self._copy.fileno(), length, offset)
+
+    def close(self) -> None:
+        """See BlobReader."""
+        self._copy.close()
+
+
+def _path(file_id: FileId) -> str:
+    assert parsed_file_id(file_id) is not None, "a path from something that is no id"
+    return f"files/{file_id}"
+
+
+@contextlib.contextmanager
+def _object_errors() -> Iterator[None]:
+    try:
+        yield
+    except (NotFoundError, FileNotFoundError) as error:
+        logger.debug("an object is not there: %s", error)
+        raise StorageDamaged("the object store has no such object") from error
+    except (BaseError, OSError, ValueError) as error:
+        logger.warning("the object store: %.500s", error)
+        if isinstance(error, _REFUSED) or "403 Forbidden" in str(error):
+            problem = "the object store refuses these credentials"
+            raise StorageError(f"{problem}: see AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
+        if "NoSuchBucket" in str(error):
+            raise StorageError("the object store has no such bucket") from error
+        raise StoreUnavailable("The object store of files cannot be reached now.") from error

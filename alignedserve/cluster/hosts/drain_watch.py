@@ -1,0 +1,63 @@
+"""Tells the router and the gateways what drains, and hears from them what is left. Never waits."""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from alignedserve.cluster.hosts.drains import Drains
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.process.addresses import ROUTER
+
+logger = logging.getLogger(__name__)
+
+
+class DrainWatch:
+    """Repeats what drains with every look: a router or gateway that was restarted has forgotten it."""
+
+    def __init__(self, drains: Drains) -> None:
+        self._drains = drains
+        self._asked: dict[str, tuple[Any, tuple[str, ...]]] = {}  # calls without an answer, with what they named
+        self._left: dict[str, int] = {}
+        self._told: dict[str, tuple[str, ...]] = {}  # what each router and gateway has answered to
+
+    def look(self, actors: Mapping[str, Any]) -> list[str]:
+        """Take the answers that have come, ask anew, and return the names of the drains that are over."""
+        now = time.monotonic()
+        for name in list(self._asked):
+            self._take(name)
+        over = self._drains.ended(now, self._left)
+        self._ask(actors, ROUTER, self._drains.workers, self._drains.moved(now))
+        draining = self._drains.gateways
+        for name in dict.fromkeys((*draining, *(one for one in self._told if one != ROUTER))):
+            self._ask(actors, name, (name,) if name in draining else ())
+        return over
+
+    def _ask(self, actors: Mapping[str, Any], name: str, draining: tuple[str, ...], *more: object) -> None:
+        if name not in actors:
+            self._told.pop(name, None)
+        elif name not in self._asked and (draining or self._told.get(name)):
+            call = (draining, *more) if name == ROUTER else (bool(draining),)
+            self._asked[name] = (actors[name].drain.remote(*call), draining)
+
+    def _take(self, name: str) -> None:
+        reference, draining = self._asked[name]
+        try:
+            answered, _ = ray.wait([reference], timeout=0)
+            if not answered:
+                return
+            left = ray.get(reference)
+        except (RayError, AlignedServeError, TimeoutError, ValueError) as error:  # it is restarted, and asked again
+            logger.debug("%s does not drain now: %s", name, error)
+            left = None
+        del self._asked[name]
+        self._left = {process: count for process, count in self._left.items() if process in self._names()}
+        if left is not None:
+            self._told[name] = draining
+            self._left |= left if name == ROUTER else dict.fromkeys(draining, left)
+
+    def _names(self) -> frozenset[str]:
+        return frozenset((*self._drains.workers, *self._drains.gateways))

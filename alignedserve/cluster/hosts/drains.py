@@ -1,0 +1,69 @@
+"""Decides when what drains is moved and ended: pure, by what the router and the gateways say is left.
+
+A drain is of a whole node or of one worker. Its requests have time to finish; when that is over they are moved to other
+workers, and a little later it ends, whatever is left. It ends as soon as nothing is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MOVING_S = 5.0  # between the move of what is left and the end
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The processes that drain together."""
+
+    workers: tuple[str, ...]  # with the pool of a whole node
+    gateways: tuple[str, ...]
+    moves_s: float  # when what is left is moved
+
+    @property
+    def ends_s(self) -> float:
+        """Return when it ends at the latest."""
+        return self.moves_s + MOVING_S
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all processes."""
+        return (*self.workers, *self.gateways)
+
+
+class Drains:
+    """The drains that go on, by the name of their node or worker."""
+
+    def __init__(self) -> None:
+        self._going_on: dict[str, Draining] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._going_on
+
+    def begin(self, name: str, draining: Draining) -> None:
+        """Begin a drain, or give one another time."""
+        self._going_on[name] = draining
+
+    def end(self, name: str) -> None:
+        """Forget a drain: it was undone, has ended, or its processes are gone. May be repeated."""
+        self._going_on.pop(name, None)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Workers and pools that get nothing new."""
+        return tuple(name for one in self._going_on.values() for name in one.workers)
+
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        """Gateways that send requests elsewhere."""
+        return tuple(name for one in self._going_on.values() for name in one.gateways)
+
+    def moved(self, now: float) -> tuple[str, ...]:
+        """Return the workers and pools whose requests are to go elsewhere now."""
+        return tuple(name for one in self._going_on.values() if now >= one.moves_s for name in one.workers)
+
+    def ended(self, now: float, left: Mapping[str, int]) -> list[str]:
+        """Return the drains that are over. `left`: what each process that has answered since its drain began holds."""
+        return [
+            name
+            for name, one in self._going_on.items()
+            if now >= one.ends_s or all(left.get(process) == 0 for process in one.names)
+        ]

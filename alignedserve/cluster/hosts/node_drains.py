@@ -1,0 +1,102 @@
+"""Drains whole nodes of a running cluster: by order, or because the load does not need them."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from alignedserve.cluster.hosts.drain_rules import node_called, require_drainable
+from alignedserve.cluster.hosts.drain_watch import DrainWatch
+from alignedserve.cluster.hosts.drains import Draining
+from alignedserve.cluster.hosts.joining import Joining
+from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.membership import DrainAsked, DrainUndone, Membership, MembershipEvent, NodeDrained
+from alignedserve.cluster.hosts.orders import DrainNode
+from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
+from alignedserve.core.errors import ResourceError
+
+logger = logging.getLogger(__name__)
+
+_GIVEN_BACK_WITHIN_S = 60.0  # in which requests of a node that the load does not need may finish there
+
+
+class NodeDrains:
+    """The drains of one cluster's nodes. What goes on, or has ended, outlives its driver (see Joining)."""
+
+    def __init__(
+        self,
+        members: Mapping[str, Member],
+        membership: Membership,
+        joining: Joining,
+        decide: Callable[[MembershipEvent], None],
+    ) -> None:
+        """`members`: by Ray's id, as they come and go; `decide`: passes an event to the membership."""
+        self._members = members
+        self._membership = membership
+        self._joining = joining
+        self._drains = joining.drains
+        self._decide = decide
+        self._watch = DrainWatch(self._drains)
+        for node_id, member in joining.drained.items():
+            membership.keep_out(node_id, member.ray_node.host)
+        for node_id, member in members.items():
+            if member.name in self._drains:
+                membership.on_event(DrainAsked(node_id), time.monotonic())
+
+    def drain(self, order: DrainNode, nodes: Sequence[NodeRecord]) -> str:
+        """Begin a drain, or give it another time; return what is said of it. Raises ResourceError."""
+        node = node_called(nodes, order.node)
+        member = self._members.get(node.node_id)
+        left = {*self._membership.draining, node.node_id}
+        others = [one.prepared.share for node_id, one in self._members.items() if node_id not in left]
+        share = member.prepared.share if member is not None else None
+        require_drainable(node, share, others, is_forced=order.is_forced)
+        assert member is not None, "a node that cannot be drained"
+        self._begin(member, order.within_s)
+        self._decide(DrainAsked(node.node_id))
+        return f"{member.name} gets nothing new; what it still has in {order.within_s:.0f} s goes elsewhere."
+
+    def undo(self, name: str, nodes: Sequence[NodeRecord]) -> str:
+        """Use a node again; return what is said of it. Raises ResourceError."""
+        node = node_called(nodes, name)
+        if not node.drain:
+            raise ResourceError(f"{node.name or node.hostname} neither drains nor has drained")
+        self._joining.drained.pop(node.node_id, None)
+        self.take_again(node.node_id, node.name)
+        return f"{node.name} is used again" + ("; its processes start now." if node.drain == DRAINED else ".")
+
+    def give_back(self, node_id: str) -> None:
+        """Drain a node that the load does not need; it is left to Ray then."""
+        self._begin(self._members[node_id], _GIVEN_BACK_WITHIN_S)
+        self._decide(DrainAsked(node_id, is_given_back=True))
+
+    def take_again(self, node_id: str, name: str | None = None) -> None:
+        """Use a node again that drains or has drained. `name`: in the cluster; None: that of the member, if it is."""
+        known = self._members.get(node_id)
+        name = known.name if known is not None else name
+        if name is not None:
+            self._drains.end(name)
+        logger.info("%s is used again", name or node_id)
+        self._decide(DrainUndone(node_id))
+
+    def look(self, actors: Mapping[str, Any]) -> None:
+        """Go on with the drains: tell the router and the gateways, and end those of which nothing is left."""
+        for name in self._watch.look(actors):
+            self._drains.end(name)
+            node_id = next(node_id for node_id, member in self._members.items() if member.name == name)
+            logger.info("%s has drained", name)
+            self._decide(NodeDrained(node_id))
+
+    def gone(self, member: Member) -> None:
+        """Note that a member is gone; it stays out if it had drained, or drained as it was lost."""
+        self._drains.end(member.name)
+        if member.ray_node.node_id in self._membership.drained:
+            self._joining.drained[member.ray_node.node_id] = member.without_keeper()
+
+    def _begin(self, member: Member, within_s: float) -> None:
+        share = member.prepared.share
+        pool = (share.pool_name,) if share.prefill else ()  # workers that do both phases have none
+        gateways = tuple(name for name, _ in share.gateways)
+        moves_s = time.monotonic() + within_s
+        self._drains.begin(share.node, Draining((*share.prefill, *share.decode, *pool), gateways, moves_s))
+        logger.info("%s drains; what is left after %.0f s goes elsewhere", share.node, within_s)

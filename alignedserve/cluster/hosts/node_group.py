@@ -1,0 +1,144 @@
+"""The placement group of each node: what Ray's autoscaler, its `status` and other jobs see of a cluster there.
+
+A group has a bundle for each GPU that workers use, or one for those that compute on the CPU, and all processes of the
+node are placed in it. It is tied to its node by Ray's label of node ids, so that a group whose node is gone waits for
+ever instead of moving; the driver removes it as soon as it sees that. Groups are detached and found by their names, as
+they belong to a node and not to a driver.
+"""
+
+import contextlib
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+from ray.util import get_placement_group, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from alignedserve.cluster.actor_factory import PreparedNode
+from alignedserve.cluster.hosts.ray_nodes import RayNode
+from alignedserve.cluster.placement import engines_of
+from alignedserve.core.errors import PeerLost, ResourceError
+from alignedserve.runtime.device.devices import CPU
+
+logger = logging.getLogger(__name__)
+
+_NODE_LABEL = "ray.io/node-id"
+_PREFIX = "alignedserve-node-"
+_WAIT_S = 20.0  # for what a former cluster had
+_DIGITS = 4  # to which Ray counts parts of CPUs and GPUs
+_TOKEN = 0.001  # of the node's own resource, for nodes without workers
+
+
+class WorkerShare(NamedTuple):
+    """One worker's part of what its node has."""
+
+    bundle: int  # of the group
+    num_cpus: float
+    num_gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """One node's group."""
+
+    group: PlacementGroup
+    shares: Mapping[str, WorkerShare]
+
+    def options_of(self, name: str) -> Mapping[str, Any]:
+        """Return Ray's options of the process of this name: workers have their shares, all others share the cores."""
+        share = self.shares.get(name, WorkerShare(0, 0.0, 0.0))
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=share.bundle)
+        return {"num_cpus": share.num_cpus, "num_gpus": share.num_gpus, "scheduling_strategy": strategy}
+
+    def __str__(self) -> str:
+        bundles = self.group.bundle_specs
+        kinds = dict.fromkeys(kind for bundle in bundles for kind in bundle)
+        return " and ".join(f"{sum(bundle.get(kind, 0.0) for bundle in bundles):g} {kind}" for kind in kinds)
+
+
+def worker_shares(node: PreparedNode, num_cpus: float) -> dict[str, WorkerShare]:
+    """Return what each worker takes of this many CPUs, as Ray counts them, and of its GPU.
+
+    A worker has a CPU for each of its threads, or less where Ray counts fewer; workers of one GPU share it evenly.
+    """
+    engines = engines_of(node.share, node.config.engine, node.capacity)
+    num_on = Counter(engine.device for engine in engines.values())
+    bundles = {device: index for index, device in enumerate(num_on)}
+    shares = {}
+    for name, engine in engines.items():
+        cpus = min(float(engine.threads_per_worker or 1), num_cpus / len(engines))
+        gpus = 0.0 if engine.device == CPU else 1.0 / num_on[engine.device]
+        shares[name] = WorkerShare(bundles[engine.device], _rounded_down(cpus), _rounded_down(gpus))
+    return shares
+
+
+def bundles_of(shares: Mapping[str, WorkerShare], address: str) -> list[dict[str, float]]:
+    """Return the bundles that hold these shares on the node at this address: one of each GPU, or one in all.
+
+    A GPU is whole, though three workers' thirds of it are less by a rounding.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for share in shares.values():
+        bundle = found.setdefault(share.bundle, {"CPU": 0.0, "GPU": 0.0})
+        bundle["CPU"] = round(bundle["CPU"] + share.num_cpus, _DIGITS)
+        bundle["GPU"] = float(bool(share.num_gpus))
+    bundles = [{kind: amount for kind, amount in found[index].items() if amount} for index in sorted(found)]
+    return [bundle or {f"node:{address}": _TOKEN} for bundle in bundles or [{}]]
+
+
+def create_group(node: RayNode, prepared: PreparedNode) -> NodeGroup:
+    """Create the group of a node. It is placed when Ray has what the workers take."""
+    shares = worker_shares(prepared, node.num_cpus)
+    bundles = bundles_of(shares, node.address)
+    group = placement_group(
+        bundles,
+        strategy="STRICT_PACK",
+        name=_PREFIX + prepared.folder.name,
+        lifetime="detached",
+        bundle_label_selector=[{_NODE_LABEL: node.node_id}] * len(bundles),
+    )
+    return NodeGroup(group, shares)
+
+
+def reserve(nodes: Mapping[RayNode, PreparedNode]) -> dict[RayNode, NodeGroup]:
+    """Create these nodes' groups and wait until they are placed. Raises ResourceError, with none left, or PeerLost."""
+    groups = {node: create_group(node, prepared) for node, prepared in nodes.items()}
+    for node, made in groups.items():
+        if not _is_placed(made.group, node):
+            for prepared in nodes.values():
+                release(prepared.folder.name)
+            raise ResourceError(f"{node}: Ray has not {made} free there; does another job use it? (`ray status`)")
+    return groups
+
+
+def release(folder_name: str) -> None:
+    """Remove the group of the node that has this private folder, if it is there. What runs in it ends."""
+    with contextlib.suppress(ValueError, RayError):
+        remove_placement_group(get_placement_group(_PREFIX + folder_name))
+
+
+def release_former() -> None:
+    """Remove the groups that a driver left which did not end by itself."""
+    table: Mapping[str, Mapping[str, Any]] = placement_group_table()
+    for entry in table.values():
+        name = str(entry["name"])
+        if name.startswith(_PREFIX) and entry["state"] != "REMOVED":
+            logger.warning("removing what a former driver had reserved: %s", name)
+            release(name.removeprefix(_PREFIX))
+
+
+def _is_placed(group: PlacementGroup, node: RayNode) -> bool:
+    try:
+        return bool(group.wait(_WAIT_S))
+    except (RayError, ray.exceptions.GetTimeoutError) as error:
+        raise PeerLost(f"{node}: Ray does not answer for its resources: {error}") from error
+
+
+def _rounded_down(amount: float) -> float:
+    return float(math.floor(amount * 10**_DIGITS + 1e-6) / 10**_DIGITS)

@@ -1,0 +1,93 @@
+"""Performs what ScalingLogic decides: asks the gateways what the router reports, and Ray for nodes."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from alignedserve.cluster.hosts.autoscaler import Autoscaler, ask_for, find_autoscaler, most_nodes
+from alignedserve.cluster.hosts.ray_nodes import RayNode
+from alignedserve.cluster.hosts.scaling import AskForNodes, GiveBack, ScaledNode, ScalingLogic, TakeAgain
+from alignedserve.config.sections import ClusterConfig, DefaultSize, ScalingConfig
+from alignedserve.core.errors import ConfigError, PeerLost
+from alignedserve.messages.gateways import ClusterStatus
+
+logger = logging.getLogger(__name__)
+
+_SILENT_S = 5.0  # after which the last report is no longer believed
+
+
+class NodeScaler:
+    """Scales one cluster. `check` about once a second, on the driver's thread; it waits for nothing but Ray's head."""
+
+    def __init__(self, config: ScalingConfig, autoscaler: Autoscaler) -> None:
+        """Raise ConfigError when Ray's autoscaler adds fewer nodes than `config` wants."""
+        self._autoscaler = autoscaler
+        self._logic = ScalingLogic(config, most_nodes(config, autoscaler))
+        self._asked: Any = None  # the call of a gateway that has not answered
+        self._asked_s = 0.0
+        self._status: ClusterStatus | None = None
+
+    @property
+    def num_wanted(self) -> int | None:
+        """Return the number of nodes at which the cluster is to be; None before the first look."""
+        return self._logic.num_wanted
+
+    def check(
+        self, gateways: Sequence[Any], nodes: Sequence[ScaledNode], find: Callable[[str], RayNode]
+    ) -> list[GiveBack | TakeAgain]:
+        """Ask Ray for nodes as decided, and return what the cluster itself is to do.
+
+        `gateways`: actors, the nearest first. Raises PeerLost when Ray's head does not answer.
+        """
+        self._look_at_answer(gateways)
+        found: list[GiveBack | TakeAgain] = []
+        for command in self._logic.decide(self._status, nodes, time.monotonic()):
+            match command:
+                case AskForNodes(num_nodes):
+                    members = [find(node.node_id) for node in nodes]
+                    head = next(node for node in members if node.is_head)
+                    others = [node for node in members if not node.is_head]
+                    logger.info("the load wants %d nodes; there are %d", num_nodes, len(nodes))
+                    ask_for(self._autoscaler.request(num_nodes, head, others))
+                case GiveBack(node_id):
+                    logger.info("%s is not needed", find(node_id))
+                    found.append(command)
+                case TakeAgain(node_id):
+                    logger.info("%s is needed again", find(node_id))
+                    found.append(command)
+        return found
+
+    def close(self) -> None:
+        """Ask Ray for nothing any more: it removes nodes that are idle."""
+        with contextlib.suppress(PeerLost):
+            ask_for([])
+
+    def _look_at_answer(self, gateways: Sequence[Any]) -> None:
+        if self._asked is not None:
+            answered, _ = ray.wait([self._asked], timeout=0)
+            if not answered:
+                if time.monotonic() - self._asked_s > _SILENT_S:
+                    self._status = None
+                return
+            try:
+                self._status = ray.get(self._asked)
+            except RayError:
+                self._status = None
+        self._asked = gateways[0].cluster_status.remote() if gateways else None
+        self._asked_s = time.monotonic()
+
+
+def make_scaler(config: ClusterConfig, gcs_address: str) -> NodeScaler | None:
+    """Return the scaler of a cluster on the Ray at this address; None: it does not scale. Raises ConfigError."""
+    if config.scaling.max_nodes is None:
+        return None
+    if not isinstance(config.decode.count, DefaultSize) or not isinstance(config.prefill.count, DefaultSize):
+        raise ConfigError(
+            "scaling.max_nodes needs workers that follow the nodes: leave prefill.count and decode.count out"
+        )
+    return NodeScaler(config.scaling, find_autoscaler(gcs_address))

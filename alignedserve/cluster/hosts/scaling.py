@@ -1,0 +1,159 @@
+"""Decides how many nodes a cluster has, from what clients ask of it: up fast, down slowly, never back and forth.
+
+The life of a decision, about once a second:
+1. The router's Demand becomes a Recommendation: the fewest nodes below which nodes are added, and the most above which
+   nodes are given back. Between the two nothing happens.
+2. Recommendations are kept for `down_after_s`. The number of nodes rises to the smallest that was wanted throughout the
+   last `up_after_s`, and falls to the largest that was wanted at any time within `down_after_s` (as the Kubernetes
+   horizontal pod autoscaler stabilises its recommendations).
+3. The difference to the nodes that there are becomes commands: first nodes that were given back and are still there are
+   taken again, then Ray is asked for the rest; or the nodes that came last are given back.
+
+Example: two nodes of 64 places each, 140 real-time requests, `target_load` 0.8. 140 / (0.8 * 64) = 2.7: a third node is
+asked for after 3 s. With it the cluster goes back to two nodes when for 300 s there were at most 0.9 * 0.8 * 128 = 92
+requests, at which two nodes are below the load that would bring the third back.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from alignedserve.config.sections import ScalingConfig
+from alignedserve.messages.gateways import ClusterStatus
+
+_LOWER_LOAD = 0.9  # of the load at which nodes are added: below it nodes are given back
+_GROWTH = 2  # nodes are added up to this many times those that serve: what is on its way changes the forecast
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledNode:
+    """A node of the cluster, as the decision sees it."""
+
+    node_id: str
+    is_head: bool = False
+    is_serving: bool = True  # False: its workers are starting
+    is_released: bool = False  # it was given back and is still there
+
+
+@dataclass(frozen=True, slots=True)
+class AskForNodes:
+    """Ray is to have this many nodes for the cluster, the head included; it keeps to the last such command."""
+
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """The node is to be drained and left to Ray, which removes nodes that are idle."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeAgain:
+    """The node that was given back, and is still there, is to serve again."""
+
+    node_id: str
+
+
+ScalingCommand = AskForNodes | GiveBack | TakeAgain
+
+
+class Recommendation(NamedTuple):
+    """Bounds of the number of nodes, by one look at the demand."""
+
+    at_least: int
+    at_most: int
+
+
+class ScalingLogic:
+    """The number of nodes of one cluster over time."""
+
+    def __init__(self, config: ScalingConfig, max_nodes: int) -> None:
+        """`max_nodes`: of `config`, which is set where a cluster scales."""
+        self._config = config
+        self._max_nodes = max_nodes
+        self._num_wanted: int | None = None  # with the head
+        self._num_asked: int | None = None
+        self._seen: deque[tuple[float, Recommendation]] = deque()
+        self._since_s = 0.0  # when the cluster last grew by itself, or this began
+
+    @property
+    def num_wanted(self) -> int | None:
+        """Return the number of nodes at which the cluster is to be; None before the first decision."""
+        return self._num_wanted
+
+    def decide(self, status: ClusterStatus | None, nodes: Sequence[ScaledNode], now: float) -> list[ScalingCommand]:
+        """Return what is to be done; `nodes` in the order in which they came.
+
+        `status` is None while the router has not reported, or the cluster is being repaired: nothing changes then.
+        """
+        members = [node for node in nodes if not node.is_released]
+        self._keep_unasked(len(members), now)
+        num_serving = sum(node.is_serving for node in members)
+        if status is None or not status.demand.num_decode_places or not num_serving:
+            self._since_s = now
+            return self._commands(members, nodes)
+        self._seen.append((now, self.recommend(status, num_serving)))
+        self._num_wanted = self._stabilised(now)
+        return self._commands(members, nodes)
+
+    def recommend(self, status: ClusterStatus, num_serving: int) -> Recommendation:
+        """Return the bounds for this demand, carried by so many nodes."""
+        config, demand = self._config, status.demand
+        places = demand.num_decode_places / num_serving  # of a node
+        unfinished = status.num_queued + status.num_prefilling + status.num_pooled + status.num_decoding
+        at_least = _ceil(demand.num_real_time, config.target_load * places)
+        if demand.queue_wait_s > config.max_wait_s:
+            at_least = max(at_least, _ceil(num_serving * demand.queue_wait_s, config.max_wait_s))
+        if demand.num_at_risk:
+            at_least = max(at_least, num_serving + 1)
+        at_least = min(at_least, _GROWTH * num_serving)
+        # Best-effort work adds no node, but those that it uses are not idle.
+        at_most = max(at_least, _ceil(unfinished, _LOWER_LOAD * config.target_load * places))
+        return Recommendation(self._bounded(at_least), self._bounded(at_most))
+
+    def _keep_unasked(self, num_members: int, now: float) -> None:
+        """Count nodes that came without being asked for, such as those of the start, as wanted for now."""
+        wanted = self._num_wanted
+        if wanted is None or num_members > max(wanted, self._num_asked or 0):
+            self._num_wanted = max(num_members, self._config.min_nodes)
+            self._since_s = now
+
+    def _stabilised(self, now: float) -> int:
+        while self._seen[0][0] < now - self._config.down_after_s:
+            self._seen.popleft()
+        wanted = self._num_wanted
+        assert wanted is not None, "a decision before the nodes were counted"
+        if now - self._since_s >= self._config.down_after_s:
+            wanted = min(wanted, max(seen.at_most for _, seen in self._seen))
+        if now - self._since_s >= self._config.up_after_s:
+            begins_s = now - self._config.up_after_s
+            wanted = max(wanted, min(seen.at_least for seen_s, seen in self._seen if seen_s >= begins_s))
+        return wanted
+
+    def _commands(self, members: Sequence[ScaledNode], nodes: Sequence[ScaledNode]) -> list[ScalingCommand]:
+        wanted = self._num_wanted
+        assert wanted is not None, "a decision before the nodes were counted"
+        commands: list[ScalingCommand] = []
+        if wanted != self._num_asked:
+            self._num_asked = wanted
+            commands.append(AskForNodes(wanted))
+        missing = wanted - len(members)
+        released = [node for node in nodes if node.is_released]
+        if missing > 0:
+            commands += [TakeAgain(node.node_id) for node in released[-missing:]]
+        elif missing < 0:
+            spare = [node for node in members if not node.is_head][missing:]
+            commands += [GiveBack(node.node_id) for node in reversed(spare)]
+        return commands
+
+    def _bounded(self, num_nodes: int) -> int:
+        return min(max(num_nodes, self._config.min_nodes), self._max_nodes)
+
+
+def _ceil(amount: float, of_one: float) -> int:
+    """Return how many are needed for the amount, without rounding errors making one more; 0 of nothing known."""
+    return math.ceil(amount / of_one - 1e-9) if of_one > 0 else 0

@@ -1,0 +1,24 @@
+"""How a channel is opened once both ends have agreed on its transport, and the way that needs no torch."""
+
+from typing import Any, Protocol
+
+from alignedserve.runtime.kv.transfers.block_channel import BlockChannel
+from alignedserve.runtime.kv.transfers.block_stream import BlockStream
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+
+
+class ChannelOpener(Protocol):
+    """Opens the channel of a transport."""
+
+    def __call__(
+        self, control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float, device: Any
+    ) -> BlockChannel:
+        """Return the channel to the other end of this connection. Raises PeerLost."""
+
+
+def open_stream(
+    control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float, device: Any
+) -> BlockChannel:
+    """See ChannelOpener. Opens `tcp` alone, which needs no torch."""
+    assert transport == "tcp", "another transport than a stream is served"
+    return BlockStream(control, block_bytes)

@@ -1,0 +1,99 @@
+"""Ray's own autoscaler adds a node under load, it serves, and it is given back and removed."""
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.fake_cloud import fake_cloud
+from tests.cluster.serving import COMMAND, Serving, serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+
+NUM_CLIENTS = 6
+SETTINGS = (
+    *("topology=colocated", "engine.threads_per_worker=1", "batches.enabled=false"),
+    *("decode.max_running_requests=2", "decode.max_waiting_requests=0"),
+    *("scaling.max_nodes=2", "scaling.up_after_s=1", "scaling.down_after_s=8"),
+)
+
+
+@pytest.fixture(scope="module")
+def cloud() -> Iterator[dict[str, str]]:
+    with fake_cloud(num_workers=1, idle_minutes=0.1) as joining:
+        yield joining
+
+
+@pytest.fixture(scope="module")
+def served(cloud: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    options = [part for setting in SETTINGS for part in ("--set", setting)]
+    with serving(tmp_path_factory.mktemp("run"), "--nodes", "1", *options, environment=cloud) as made:
+        made.wait_ready()
+        yield made
+
+
+def status(cloud: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [COMMAND, "status", "--json"], env=os.environ | cloud, capture_output=True, text=True, timeout=60, check=False
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def wait_until(holds: Callable[[dict[str, Any]], bool], cloud: dict[str, str], timeout_s: float = 120.0) -> float:
+    """Return the seconds until the cluster's status is as wanted."""
+    began_s = time.monotonic()
+    while not holds(found := status(cloud)):
+        assert time.monotonic() - began_s < timeout_s, found
+        time.sleep(0.2)
+    return time.monotonic() - began_s
+
+
+class Clients:
+    """Clients that ask without a pause, as long as the context lasts; every answer must be exact."""
+
+    def __init__(self, served: Serving) -> None:
+        self._served = served
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(NUM_CLIENTS)]
+        self.answers: list[tuple[int, str]] = []
+
+    def __enter__(self) -> "Clients":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self) -> None:
+        while not self._is_over.is_set():
+            code, answer = self._served.chat("spell otter", max_tokens=32, temperature=0, model="pocket")
+            text = answer["choices"][0]["message"]["content"] if code == 200 else str(answer)
+            self.answers.append((code, text))
+
+
+def test_a_node_comes_with_the_load_and_goes_with_it(cloud: dict[str, str], served: Serving) -> None:
+    wait_until(lambda found: found["load"] is not None, cloud)
+    assert len(status(cloud)["nodes"]) == 1
+    with Clients(served) as clients:
+        came_s = wait_until(lambda found: found["load"]["num_decode_workers"] == 2, cloud)
+        wait_until(lambda found: found["load"]["num_decoding"] > 2, cloud)  # more than one worker decodes
+    nodes = status(cloud)["nodes"]
+    assert [sorted(node["actors"]) for node in nodes][1] == ["decode-1", "gateway-1"]
+    wait_until(lambda found: found["nodes"][-1]["problem"] == "given back, as the load does not need it", cloud)
+    gone_s = wait_until(lambda found: len(found["nodes"]) == 1, cloud)
+    assert set(clients.answers) == {(200, "o t t e r")}
+    print(f"the node served after {came_s:.1f} s and was removed {gone_s:.1f} s after it was given back")
+    with Clients(served) as clients:
+        wait_until(lambda found: found["load"]["num_decode_workers"] == 2, cloud)
+    assert set(clients.answers) == {(200, "o t t e r")}
+    assert Path(f"/proc/{served.pid}").exists()

@@ -1,0 +1,204 @@
+"""The state server and gateways of other hosts: what fails, and what must never be let in."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from alignedserve.batches.location import stores_in
+from alignedserve.batches.log.log_format import LineOutcome, ResultRecord
+from alignedserve.batches.records import FileId, ResultKind
+from alignedserve.batches.remote import state_client
+from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
+from alignedserve.batches.remote.state_client import StateClient
+from alignedserve.batches.stores.redis_records import RedisRecords
+from alignedserve.cluster.private_redis import PrivateRedis
+from alignedserve.core.errors import StorageError, StoreUnavailable
+from alignedserve.core.quotas import LEASE_S, QuotaPool
+from alignedserve.gateway.errors import QuotaExceeded
+from alignedserve.gateway.request_quotas import RequestQuotas
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.state import BeginUpload, Call, Done, ReadContent, ReadResults, SetValue, WriteUpload
+from alignedserve.messages.state import ChunkRead as Chunk
+from tests.support.batch_samples import BATCH
+from tests.support.state_links import StateHosts, state_hosts
+from tests.support.waiting import holds
+
+FILE = FileId("file-" + "a" * 24)
+GATEWAYS = ("gateway-0", "gateway-1")
+
+
+async def test_results_are_read_while_they_grow(tmp_path: Path) -> None:
+    async with state_hosts(tmp_path) as hosts:
+        log, _ = hosts.stores.logs.open(BATCH, 9)
+        logs = RemoteLogs(hosts.client())
+
+        async def results(start: int = 0) -> bytes:
+            return b"".join([part async for part in logs.chunks(BATCH, ResultKind.OUTPUT, log.num_bytes, start)])
+
+        assert await results() == b""
+        log.append([ResultRecord(0, LineOutcome.COMPLETED, b"a" * 3_000_000)])
+        log.append([ResultRecord(1, LineOutcome.FAILED, b"no"), ResultRecord(2, LineOutcome.COMPLETED, b"c")])
+        assert await results() == b"a" * 3_000_000 + b"\nc\n"
+        assert await results(2_999_999) == b"a\nc\n"
+        log.close()
+        await logs.remove(BATCH)
+        assert await results() == b""
+
+
+async def test_a_server_that_goes_away_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_client, "_LINK_S", 0.1)
+    async with state_hosts(tmp_path) as hosts:
+        client = hosts.client()
+        records, blobs = RemoteRecords(client), RemoteBlobs(client)
+        await records.commit([SetValue("a", b"1")], unchanged={})
+        upload = await blobs.begin(FILE)
+        await upload.write(b"half")
+        await hosts.stop()
+        with pytest.raises(StoreUnavailable):
+            await records.read(["a"])
+        with pytest.raises(StoreUnavailable):
+            await upload.commit()
+        await upload.discard()
+        await hosts.start()
+        await holds(client._is_linked.is_set)
+        assert await records.read(["a"]) == [b"1"]
+        with pytest.raises(StorageError):
+            await upload.commit()
+        await blobs.begin(FILE)  # nothing of the first upload is left
+
+
+async def test_an_upload_of_a_lost_gateway_is_dropped(tmp_path: Path) -> None:
+    async with state_hosts(tmp_path) as hosts:
+        client = hosts.client()
+        upload = await RemoteBlobs(client).begin(FILE)
+        await upload.write(b"x" * 300_000)
+        files = tmp_path / "state" / "files"
+        assert len(list(files.iterdir())) == 1
+        await client.close()
+        await holds(lambda: not list(files.iterdir()))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        BeginUpload("../../etc/passwd"),
+        WriteUpload(FILE, b"of no upload"),
+        ReadContent("file-" + "A" * 24, 0, 1),
+        ReadResults("batch_../x", True, 1, 0),
+    ],
+)
+async def test_calls_for_what_is_no_id_are_refused(tmp_path: Path, call: Call) -> None:
+    async with state_hosts(tmp_path) as hosts:
+        client = hosts.client()
+        with pytest.raises(StorageError):
+            await client.call(call, Chunk)
+        assert await client.call(BeginUpload(FILE), Done) == Done()
+
+
+async def test_a_process_that_is_no_gateway_is_refused(tmp_path: Path) -> None:
+    async with state_hosts(tmp_path) as hosts:
+        worker = hosts.client("decode-0", Role.DECODE_WORKER)
+        with pytest.raises(StoreUnavailable):
+            await worker.call(BeginUpload(FILE), Done, timeout_s=1.0)
+        assert await hosts.client().call(BeginUpload(FILE), Done) == Done()
+
+
+# --- requests per minute
+
+
+def quotas(hosts: StateHosts, name: str, limit: int) -> tuple[RequestQuotas, StateClient]:
+    client = hosts.client(name)
+    counted = RequestQuotas(limit, 1, gateway=name, gateways=GATEWAYS, client=client)
+    counted.start()
+    return counted, client
+
+
+async def let_in(counted: RequestQuotas, num_requests: int) -> int:
+    """Make these requests at once; return how many were let in."""
+    results = await asyncio.gather(*(counted.count(0) for _ in range(num_requests)), return_exceptions=True)
+    assert all(result is None or isinstance(result, QuotaExceeded) for result in results)
+    return sum(result is None for result in results)
+
+
+async def are_members(*all_counted: RequestQuotas) -> None:
+    """Until each may use the whole limit."""
+    await holds(lambda: all(counted._share.seconds_leased(time.monotonic()) > 0.0 for counted in all_counted))
+    await asyncio.sleep(1.2 * LEASE_S / 5)  # by then each has said so
+
+
+async def test_gateways_have_one_limit_together(tmp_path: Path) -> None:
+    limit = 20
+    async with state_hosts(tmp_path, quotas=QuotaPool(limit, 1, GATEWAYS, time.monotonic())) as hosts:
+        (first, _), (second, _) = (quotas(hosts, name, limit) for name in GATEWAYS)
+        await are_members(first, second)
+        assert await let_in(first, 15) == 15
+        began_s = time.monotonic()
+        assert (
+            sum(await asyncio.gather(let_in(second, 30), let_in(first, 30)))
+            <= 5 + 1 + (time.monotonic() - began_s) * limit / 60
+        )
+        with pytest.raises(QuotaExceeded) as refused:
+            await second.count(0)
+        assert 0.0 < refused.value.retry_after_s <= 60.0 / limit
+        first.stop()
+        second.stop()
+
+
+@pytest.mark.slow
+async def test_without_the_server_each_gateway_has_its_share(tmp_path: Path) -> None:
+    limit = 6000  # a hundred a second
+    async with state_hosts(tmp_path, quotas=QuotaPool(limit, 1, GATEWAYS, time.monotonic())) as hosts:
+        counted, _ = quotas(hosts, "gateway-1", limit)
+        await are_members(counted)
+        assert await let_in(counted, 10) == 10
+        await hosts.stop()
+        began_s = time.monotonic()
+        await let_in(counted, 1)  # waits until its lease is over, and has then a share that is used up
+        assert await let_in(counted, 200) <= 1 + (time.monotonic() - began_s) * limit / 60 / len(GATEWAYS)
+        await asyncio.sleep(0.1)
+        assert await let_in(counted, 2) == 2
+        counted.stop()
+
+
+# --- the Redis behind it
+
+
+@pytest.mark.slow
+async def test_a_redis_that_is_stopped_and_killed(tmp_path: Path) -> None:
+    redis = PrivateRedis(
+        folder=tmp_path / "redis", socket_path=tmp_path / "redis.sock", log_path=tmp_path / "redis.log"
+    )
+    redis.start()
+    stores = stores_in(tmp_path / "state", RedisRecords(redis.location, namespace="test"))
+    try:
+        async with state_hosts(tmp_path, stores=stores) as hosts:
+            records = RemoteRecords(hosts.client())
+            await records.commit([SetValue("a", b"1")], unchanged={})
+            server = psutil.Process(int((tmp_path / "redis" / "redis.pid").read_text()))
+            server.suspend()
+            began_s = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                await records.read(["a"])
+            assert time.monotonic() - began_s < 4.0
+            server.resume()
+            await _answers(records)
+            server.kill()
+            await _answers(records)
+            assert await records.read(["a"]) == [b"1"]
+    finally:
+        await stores.repository.close()
+        redis.stop()
+
+
+async def _answers(records: RemoteRecords) -> None:
+    async with asyncio.timeout(20.0):
+        while True:
+            try:
+                await records.read(["a"])
+            except StoreUnavailable:
+                await asyncio.sleep(0.05)
+            else:
+                return

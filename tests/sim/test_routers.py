@@ -1,0 +1,82 @@
+"""Routers whose decisions take time, several of them, and the loss of one."""
+
+import pytest
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.core.ids import RequestId
+from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.sim.config import SimRouters
+from alignedserve.sim.result import SimulationResult
+from alignedserve.sim.routers import RouterChoice
+from alignedserve.sim.simulation import Simulation
+from tests.harnesses.simulation import disaggregated, mixed_workload, timed, workload_of
+
+LOAD = mixed_workload(60, 30.0, longest=80, longest_answer=40)
+
+
+def run(routers: SimRouters, num_nodes: int = 4) -> SimulationResult:
+    return Simulation(disaggregated(num_nodes, num_nodes, num_pools=num_nodes, routers=routers), LOAD).run()
+
+
+def test_the_first_token_waits_for_the_routers_decision() -> None:
+    def ttft_s(event_s: float) -> float:
+        routers = SimRouters(event_s=event_s)
+        measure = Simulation(disaggregated(routers=routers), workload_of(timed())).run().classes["all"].ttft_s
+        assert measure is not None
+        return measure.distribution.max
+
+    assert ttft_s(0.002) == pytest.approx(ttft_s(0.0) + 0.002)
+
+
+def test_a_router_that_is_too_slow_falls_behind() -> None:
+    fast, slow = (run(SimRouters(event_s=event_s)).routers[0] for event_s in (0.0, 0.01))
+    assert (fast.utilisation, fast.max_behind_s) == (0.0, 0.0)
+    assert slow.utilisation > 0.95
+    assert slow.max_behind_s > 0.5
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_several_routers_serve_all_requests(count: int) -> None:
+    result = run(SimRouters(count=count))
+    assert result.classes["all"].num_by_ending["completed"] == 60
+    assert [router.num_events > 0 for router in result.routers] == [True] * count
+    assert (result.num_pool_blocks_used, result.num_worker_blocks_used) == (0, 0)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_no_request_ends_with_its_router(count: int) -> None:
+    result = run(SimRouters(count=count, lost_at_s=0.7, restart_s=0.3))
+    assert result.classes["all"].num_by_ending["completed"] == 60
+    assert (result.num_pool_blocks_used, result.num_worker_blocks_used) == (0, 0)
+
+
+def test_there_are_no_more_routers_than_nodes() -> None:
+    with pytest.raises(ConfigError, match="between 1 and 2"):
+        disaggregated(2, 2, num_pools=2, routers=SimRouters(count=3))
+
+
+# --- the choice of a router
+
+NAMES = [f"router-{number}" for number in range(4)]
+
+
+def test_requests_are_spread_over_all_routers() -> None:
+    choice = RouterChoice(NAMES)
+    chosen = [choice.choose(RequestId(f"r{number}")) for number in range(4000)]
+    assert all(900 < chosen.count(name) < 1100 for name in NAMES)
+
+
+def test_the_busiest_router_gets_nothing_and_a_lost_one_neither() -> None:
+    choice = RouterChoice(NAMES)
+    choice.observe("router-1", ClusterStatus(num_decoding=9))
+    choice.set_lost("router-2", is_lost=True)
+    chosen = {choice.choose(RequestId(f"r{number}")) for number in range(100)}
+    assert chosen == {"router-0", "router-3"}
+    choice.set_lost("router-2", is_lost=False)
+    assert "router-2" in {choice.choose(RequestId(f"r{number}")) for number in range(100)}
+
+
+def test_while_all_are_lost_one_is_chosen_that_may_come_back() -> None:
+    choice = RouterChoice(["router"])
+    choice.set_lost("router", is_lost=True)
+    assert choice.choose(RequestId("r1")) == "router"

@@ -1,0 +1,54 @@
+"""What clients ask of the cluster, as the router reports it."""
+
+from dataclasses import replace
+
+import pytest
+
+from alignedserve.config.sections import BatchingConfig
+from alignedserve.core.lifecycle import Stage
+from alignedserve.core.request import RequestClass, Slo
+from alignedserve.messages.gateways import Demand
+from router.placement import Placement
+from router.state import TrackedRequest
+from router.status import demand_of
+from tests.support.samples import DECODE, request, worker
+
+SOON, LATE = replace(request("soon"), slo=Slo(ttft_s=2.0)), replace(request("late"), slo=Slo(ttft_s=30.0))
+LINE = replace(request("line"), request_class=RequestClass.BEST_EFFORT)
+
+
+@pytest.fixture
+def where() -> Placement:
+    made = Placement(max_candidate_requests=16, batching=BatchingConfig())
+    made.register(DECODE, worker(max_running_requests=4))
+    made.register("decode-1", worker(max_running_requests=2))
+    made.register("prefill-0", worker(can_decode=False, can_prefill=True, max_running_requests=16))
+    return made
+
+
+def tracked(*stages: Stage) -> list[TrackedRequest]:
+    made = [TrackedRequest(one, "gateway-0", 8.0) for one in (SOON, LATE, LINE)]
+    for one, stage in zip(made, stages, strict=True):
+        one.stage = stage
+    return made
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "num_at_risk"),
+    [(0.0, 0), (2.0, 0), (2.5, 1), (31.0, 2), (61.0, 3)],  # a line without a deadline is due after a minute
+)
+def test_queued_requests_that_are_due_before_the_queue_is_done_are_at_risk(
+    where: Placement, wait_s: float, num_at_risk: int
+) -> None:
+    queued = tracked(Stage.QUEUED, Stage.QUEUED, Stage.QUEUED)
+    assert demand_of(queued, where, wait_s) == Demand(2, 6, wait_s, num_at_risk)
+
+
+def test_what_is_being_served_is_not_at_risk_and_counts_until_it_has_finished(where: Placement) -> None:
+    served = tracked(Stage.DECODING, Stage.PREFILLING, Stage.POOLED)
+    assert demand_of(served, where, 100.0) == Demand(2, 6, 100.0, 0)
+
+
+def test_without_workers_there_are_no_places() -> None:
+    nowhere = Placement(max_candidate_requests=16, batching=BatchingConfig())
+    assert demand_of([], nowhere, 0.0) == Demand()

@@ -1,0 +1,59 @@
+"""Which prefill workers the router tells decode workers to keep links to."""
+
+from alignedserve.core.ids import WorkerName
+from alignedserve.messages.events import Send
+from alignedserve.messages.workers import PeersChanged, RegistrationRefused
+from tests.harnesses.router import RouterHarness
+from tests.support.samples import DECODE, PREFILL, worker
+
+PREFILLER = worker(can_prefill=True, can_decode=False)
+FAR_PREFILLER = worker(can_prefill=True, can_decode=False, pool_name="pool-1")
+
+
+def names(*given: str) -> tuple[WorkerName, ...]:
+    return tuple(map(WorkerName, given))
+
+
+def test_a_decode_worker_is_told_all_prefill_workers_when_it_registers() -> None:
+    router = RouterHarness()
+    assert router.hear(PREFILL, PREFILLER) == []
+    assert router.hear("prefill-1", FAR_PREFILLER) == []
+    assert router.hear(DECODE, worker()) == [Send(DECODE, PeersChanged(names(PREFILL, "prefill-1"), is_complete=True))]
+
+
+def test_a_prefill_worker_that_joins_is_announced_to_the_decode_workers_of_all_nodes() -> None:
+    router = RouterHarness()
+    router.hear(DECODE, worker())
+    router.hear("decode-1", worker(pool_name="pool-1"))
+    joined = PeersChanged(names(PREFILL))
+    assert router.hear(PREFILL, PREFILLER) == [Send(DECODE, joined), Send("decode-1", joined)]
+
+
+def test_one_that_is_lost_is_not_to_be_dialled() -> None:
+    router = RouterHarness()
+    router.hear(DECODE, worker())
+    router.hear(PREFILL, PREFILLER)
+    gone = PeersChanged((), left=names(PREFILL))
+    assert router.lose(PREFILL) == [Send(DECODE, gone)]
+    assert router.lose(PREFILL) == []
+
+
+def test_a_lost_decode_worker_concerns_no_other() -> None:
+    router = RouterHarness()
+    router.hear(DECODE, worker())
+    router.hear("decode-1", worker())
+    assert router.lose(DECODE) == []
+
+
+def test_colocated_workers_hand_nothing_over() -> None:
+    router = RouterHarness()
+    assert router.hear(DECODE, worker(can_prefill=True)) == []
+    assert router.hear("decode-1", worker(can_prefill=True)) == []
+    assert router.lose(DECODE) == []
+
+
+def test_a_worker_that_is_refused_is_not_announced() -> None:
+    router = RouterHarness()
+    router.hear(DECODE, worker())
+    (refused,) = router.hear(PREFILL, worker(can_prefill=True, can_decode=False, layout_digest="other"))
+    assert isinstance(refused.message, RegistrationRefused)
