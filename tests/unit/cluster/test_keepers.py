@@ -22,7 +22,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended: list[Any]) -> NodeKeeper:
     monkeypatch.setattr(node_actor, "make_run_folder", lambda name: tmp_path)
-    monkeypatch.setattr(node_actor, "start_sweeper", lambda folder: None)
+    monkeypatch.setattr(node_actor, "start_sweeper", lambda folder, raylet_pid: None)
     return NodeKeeper("c-0")
 
 
