@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import ray
 from ray.exceptions import RayError
 
@@ -74,6 +75,10 @@ class NodeKeeper:
             log.seek(begin)
             text = log.read(_MAX_READ_BYTES)
         return LogPart(text.decode(errors="replace"), begin + len(text))
+
+    def available_bytes(self) -> int:
+        """Return the memory of this host that is free for more workers."""
+        return int(psutil.virtual_memory().available)
 
     def progress(self) -> list[Progress | None]:
         """Return how far the workers that load a model here have come."""
