@@ -113,6 +113,18 @@ class RunningCluster:
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(actor, no_restart=True)
 
+    def add_worker(self, node: PreparedNode, name: str) -> None:
+        """Create one more worker of a node, of which `node` has the new share. It comes up by itself."""
+        of_node = node.share.node
+        actor = self._actors[of_node][name] = self._factory.create_worker(node, name)
+        self._watchdogs[of_node].watch(name, actor)
+
+    def remove_worker(self, node: str, name: str) -> None:
+        """End one worker of a node."""
+        self._watchdogs[node].forget(name)
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(self._actors[node].pop(name), no_restart=True)
+
     def actors(self) -> dict[str, Any]:
         """Return all actors by name."""
         return {name: actor for actors in self._actors.values() for name, actor in actors.items()}

@@ -43,7 +43,8 @@ _SETTLE_S = 2.5  # after the last end; the router's counts come every second
 _EOS_TOKEN_IDS = frozenset({EOS})
 _MAX_FIRST_LEASE = 1 << 39  # as in a live pool
 _PROGRESS_S = 5.0
-_COUNTS = [name for name in ClusterStatus.__struct_fields__ if name not in ("iteration_log", "lengths", "demand")]
+_NO_COUNTS = ("iteration_log", "lengths", "latest_attempt", "demand")
+_COUNTS = [name for name in ClusterStatus.__struct_fields__ if name not in _NO_COUNTS]
 
 
 class Simulation:
