@@ -38,7 +38,14 @@ class RouterActor(ActorHost):
 
         Raises PeerLost while the router is not up.
         """
+        return self.call(self._router().drain(draining, moved))
+
+    def num_left(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Return how many requests each of these workers has. Raises PeerLost while the router is not up."""
+        return self.call(self._router().num_left(names))
+
+    def _router(self) -> Router:
         router = self._service
         if not isinstance(router, Router):
             raise PeerLost("the router is not up")
-        return self.call(router.drain(draining, moved))
+        return router

@@ -52,6 +52,10 @@ class Router:
         self._driver.dispatch(DrainRequested(draining, moved))
         return self._logic.num_left(draining)
 
+    async def num_left(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Return how many requests each of these workers and pools has."""
+        return self._logic.num_left(names)
+
     async def close(self) -> None:
         """Drop the links."""
         await self._driver.close()

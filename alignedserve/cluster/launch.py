@@ -25,7 +25,7 @@ from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.cluster.ray_node import start_ray
 from alignedserve.cluster.recording_folder import prepare_recording
 from alignedserve.cluster.run_folder import make_run_folder
-from alignedserve.cluster.signals import signals_ignored
+from alignedserve.cluster.signals import interrupts_kept, signals_ignored
 from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
@@ -85,7 +85,8 @@ class RunningCluster:
         gateways = tuple(name for node in nodes for name, _ in node.share.gateways)
         self._state = SharedState(gateways=gateways)
         if self.config.batches.enabled:
-            location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
+            with interrupts_kept():  # it starts a process
+                location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
             self._state = SharedState(location, gateways)
         if not ray.is_initialized():
             start_ray(self.folder, f"alignedserve-{self.folder.name}")
@@ -111,6 +112,18 @@ class RunningCluster:
         for actor in self._actors.pop(name, {}).values():
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(actor, no_restart=True)
+
+    def add_worker(self, node: PreparedNode, name: str) -> None:
+        """Create one more worker of a node, of which `node` has the new share. It comes up by itself."""
+        of_node = node.share.node
+        actor = self._actors[of_node][name] = self._factory.create_worker(node, name)
+        self._watchdogs[of_node].watch(name, actor)
+
+    def remove_worker(self, node: str, name: str) -> None:
+        """End one worker of a node."""
+        self._watchdogs[node].forget(name)
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(self._actors[node].pop(name), no_restart=True)
 
     def actors(self) -> dict[str, Any]:
         """Return all actors by name."""

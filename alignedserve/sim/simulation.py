@@ -43,7 +43,8 @@ _SETTLE_S = 2.5  # after the last end; the router's counts come every second
 _EOS_TOKEN_IDS = frozenset({EOS})
 _MAX_FIRST_LEASE = 1 << 39  # as in a live pool
 _PROGRESS_S = 5.0
-_COUNTS = [name for name in ClusterStatus.__struct_fields__ if name not in ("iteration_log", "lengths")]
+_NO_COUNTS = ("iteration_log", "lengths", "latest_attempt", "demand")
+_COUNTS = [name for name in ClusterStatus.__struct_fields__ if name not in _NO_COUNTS]
 
 
 class Simulation:
@@ -284,7 +285,8 @@ def _total(statuses: Collection[ClusterStatus]) -> ClusterStatus:
     for status in statuses:
         counts = {name: getattr(total, name) + getattr(status, name) for name in _COUNTS}
         lengths = LengthTotals(*(a + b for a, b in zip(_fields(total.lengths), _fields(status.lengths), strict=True)))
-        total = ClusterStatus(**counts, iteration_log=total.iteration_log.plus(status.iteration_log), lengths=lengths)
+        log, demand = total.iteration_log.plus(status.iteration_log), total.demand.plus(status.demand)
+        total = ClusterStatus(**counts, iteration_log=log, lengths=lengths, demand=demand)
     return total
 
 

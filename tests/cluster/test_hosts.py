@@ -81,7 +81,7 @@ def wait_until(holds: Callable[[], bool], timeout_s: float, seen: object = "it n
 
 
 def hurt(rehearsal: Rehearsal, fault: str, heal_after: float) -> Verdict:
-    options = argparse.Namespace(fault=fault, fault_at=4.0, heal_after=heal_after, duration=15.0, rate=1.0)
+    options = argparse.Namespace(fault=fault, fault_at=2.0, heal_after=heal_after, duration=12.0, rate=1.0)
     return replay_with_fault(rehearsal, options).verdict
 
 
@@ -145,13 +145,13 @@ def test_a_wrong_token_a_second_cluster_and_a_process_of_another_cluster_are_ref
 
 @pytest.mark.parametrize("fault", ["loss", "delay"])
 def test_answers_arrive_whole_over_a_bad_network(rehearsal: Rehearsal, fault: str) -> None:
-    verdict = hurt(rehearsal, fault, 8.0)
+    verdict = hurt(rehearsal, fault, 6.0)
     assert verdict.is_passed, verdict
     rehearsal.wait_until_used(rehearsal.hosts.hosts[1])
 
 
 def test_a_host_that_was_cut_off_and_one_that_was_killed_are_used_again(rehearsal: Rehearsal) -> None:
-    for fault, heal_after in (("cut", 10.0), ("kill", 0.0)):
+    for fault, heal_after in (("cut", 8.0), ("kill", 0.0)):
         verdict = hurt(rehearsal, fault, heal_after)
         assert verdict.is_passed, (fault, verdict)
         rehearsal.wait_until_used(rehearsal.hosts.hosts[1])

@@ -11,6 +11,7 @@ from alignedserve.cluster.hosts.admission import keeper_name
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
+from alignedserve.cluster.hosts.node_group import release
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, remove_record
@@ -64,6 +65,7 @@ def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -
         logger.warning("%s was lost with the former driver", member.ray_node)
         names = [actor.name for actor in record_of(member).actors if actor.name != DRIVER]
         end_by_name([*names, keeper_name(member.prepared.folder.name)])
+        release(member.prepared.folder.name)
         state.joining.keep_share(member)
     members = [_with_keeper(member) for member in state.members if member not in lost]
     if not any(member.prepared.share.is_head for member in members):

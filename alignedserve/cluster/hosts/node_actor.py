@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.hosts.node_group import release
 from alignedserve.cluster.hosts.sweeper import start_sweeper
 from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.core.errors import AlignedServeError
@@ -75,6 +77,10 @@ class NodeKeeper:
             text = log.read(_MAX_READ_BYTES)
         return LogPart(text.decode(errors="replace"), begin + len(text))
 
+    def available_bytes(self) -> int:
+        """Return the memory of this host that is free for more workers."""
+        return int(psutil.virtual_memory().available)
+
     def progress(self) -> list[Progress | None]:
         """Return how far the workers that load a model here have come."""
         return [read_progress(path) for path in sorted(self._folder.glob(f"*{PROGRESS_SUFFIX}"))]
@@ -100,7 +106,11 @@ class NodeKeeper:
     def _watch(self) -> None:
         while time.monotonic() - self._heard_s < self._patience_s:
             time.sleep(_WATCH_S)
-        end_actors([*self._actors, ray.get_runtime_context().current_actor])
+        end_actors(self._actors)
+        releasing = threading.Thread(target=release, args=(self._folder.name,), daemon=True)  # asks Ray's head
+        releasing.start()
+        releasing.join(_END_S)
+        end_actors([ray.get_runtime_context().current_actor])
 
     def stop(self) -> None:
         """Do nothing: the sweeper works when this process has ended."""

@@ -79,17 +79,26 @@ class NodeDrains:
         logger.info("%s is used again", name or node_id)
         self._decide(DrainUndone(node_id))
 
-    def look(self, actors: Mapping[str, Any]) -> None:
-        """Go on with the drains: tell the router and the gateways, and end those of which nothing is left."""
+    def look(self, actors: Mapping[str, Any]) -> list[str]:
+        """Go on with the drains: tell the router and the gateways, and end nodes of which nothing is left.
+
+        Returns the names of single workers of which nothing is left.
+        """
+        workers = []
         for name in self._watch.look(actors):
             self._drains.end(name)
-            node_id = next(node_id for node_id, member in self._members.items() if member.name == name)
+            node_id = next((node_id for node_id, member in self._members.items() if member.name == name), None)
+            if node_id is None:
+                workers.append(name)
+                continue
             logger.info("%s has drained", name)
             self._decide(NodeDrained(node_id))
+        return workers
 
     def gone(self, member: Member) -> None:
         """Note that a member is gone; it stays out if it had drained, or drained as it was lost."""
-        self._drains.end(member.name)
+        for name in (member.name, *member.prepared.share.prefill, *member.prepared.share.decode):
+            self._drains.end(name)
         if member.ray_node.node_id in self._membership.drained:
             self._joining.drained[member.ray_node.node_id] = member.without_keeper()
 
