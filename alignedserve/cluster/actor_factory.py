@@ -116,7 +116,9 @@ class ActorFactory:
     def _create(self, actors: dict[str, Any], node: PreparedNode, state: SharedState, max_lines: int | None) -> None:
         config = node.config
         if node.share.is_head:
-            routing = (config.router, config.batching, self._served)
+            batches = state.batches
+            state_folder = batches.folder / "router" if batches is not None and batches.folder is not None else None
+            routing = (config.router, config.batching, self._served, state_folder)
             self._add(actors, node, RouterActor, Role.ROUTER, ROUTER, *routing)
         self._add_workers(actors, node)
         for name, port in node.share.gateways:
@@ -158,9 +160,9 @@ class ActorFactory:
         self, actors: dict[str, Any], node: PreparedNode, actor_class: Any, role: Role, name: str, *arguments: object
     ) -> None:
         # A dead actor is restarted for as long as its node lives.
-        options = actor_class.options(name=name, max_restarts=-1, max_task_retries=0, **node.options_of(name))
-        options = options.options(get_if_exists=self._is_adopting, **self._options)
-        actors[name] = options.remote(*arguments, self._spec(node, role, name))
+        options = {"name": name, "get_if_exists": self._is_adopting, **self._options, **node.options_of(name)}
+        made = actor_class.options(max_restarts=-1, max_task_retries=0, **options)
+        actors[name] = made.remote(*arguments, self._spec(node, role, name))
 
     def _spec(self, node: PreparedNode, role: Role, name: str) -> ProcessSpec:
         authority = self._secrets.authority

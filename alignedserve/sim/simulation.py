@@ -285,7 +285,8 @@ def _total(statuses: Collection[ClusterStatus]) -> ClusterStatus:
     for status in statuses:
         counts = {name: getattr(total, name) + getattr(status, name) for name in _COUNTS}
         lengths = LengthTotals(*(a + b for a, b in zip(_fields(total.lengths), _fields(status.lengths), strict=True)))
-        total = ClusterStatus(**counts, iteration_log=total.iteration_log.plus(status.iteration_log), lengths=lengths)
+        log, demand = total.iteration_log.plus(status.iteration_log), total.demand.plus(status.demand)
+        total = ClusterStatus(**counts, iteration_log=log, lengths=lengths, demand=demand)
     return total
 
 

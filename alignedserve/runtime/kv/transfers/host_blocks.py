@@ -66,5 +66,9 @@ class ArenaBuffer:
         """See Arena."""
         return self._arena.is_stamped(block_ids, generation)
 
+    def rows(self, block_ids: Sequence[BlockId]) -> Iterator[Bytes]:
+        """See ServedBuffer."""
+        return self._arena.rows_to_write(block_ids)
+
     def exported(self) -> None:
         """Return None: a CUDA device cannot map it."""
