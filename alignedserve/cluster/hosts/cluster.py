@@ -117,9 +117,16 @@ class ClusterOnHosts(RunningCluster):
         one."""
         self._announce()
         self._hand_over()
-        taking_over = self._factory.adopting() if self._succession.is_adopted else contextlib.nullcontext()
-        with taking_over:
-            self.start(tuple(member.prepared for member in self._members.values())[1:])
+        others = tuple(member.prepared for member in self._members.values())[1:]
+        if not self._succession.is_adopted:
+            self.start(others)
+            return
+        with self._factory.adopting():
+            self.create(others)
+        for member in self._members.values():
+            self._watch(member.name)
+            of_node = self._actors[member.name].items()
+            self._starting |= {actor.failure.remote(): (member.ray_node, name) for name, actor in of_node}
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster; then every command finds the cluster."""
@@ -329,13 +336,13 @@ class ClusterOnHosts(RunningCluster):
         if ray.is_initialized():
             keepers = [member.keeper.actor for member in self._members.values()]
             everything = [*self.actors().values(), *keepers]
-            if self._scaler is not None:
-                self._scaler.close()
-            for member in self._members.values():
-                release(member.prepared.folder.name)
             try:
                 remove_record(self._cluster_id)
                 kill_actors(everything)
+                for member in self._members.values():
+                    release(member.prepared.folder.name)
+                if self._scaler is not None:
+                    self._scaler.close()
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
                 end_actors(everything)

@@ -18,7 +18,9 @@ from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.membership import Membership
 from alignedserve.cluster.hosts.node_report import NodeReport, own_versions
+from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
 from alignedserve.cluster.hosts.operations.orders import Answer, DrainNode, Order, ScaleWorkers, UndoDrain
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
@@ -233,6 +235,13 @@ def test_the_next_driver_gets_what_the_last_one_knew(cluster: ClusterOnHosts, an
     ]
     assert state.secrets == cluster._factory.secrets
     assert Succession("asked", state).started == cluster._succession.started
+
+
+def test_the_next_driver_gives_back_what_the_last_one_began_to(cluster: ClusterOnHosts) -> None:
+    cluster._drains.give_back("id-1")
+    membership = Membership({node.node_id: node.host for node in NODES[:2]})
+    NodeDrains(cluster._members, membership, cluster._joining, lambda event: None)
+    assert membership.released == ("id-1",)
 
 
 def test_a_driver_hands_over_once_a_second_at_most(cluster: ClusterOnHosts) -> None:
