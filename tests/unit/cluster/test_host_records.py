@@ -19,8 +19,8 @@ from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.membership import Membership
-from alignedserve.cluster.hosts.node_drains import NodeDrains
 from alignedserve.cluster.hosts.node_report import NodeReport, own_versions
+from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
 from alignedserve.cluster.hosts.operations.orders import Answer, DrainNode, Order, ScaleWorkers, UndoDrain
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
