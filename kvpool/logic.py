@@ -103,8 +103,8 @@ class PoolLogic:
             case PeerDisconnected(_, peer):
                 commands = self._on_disconnected(peer, now)
             case Ticked():
-                commands = self._end_expired(now)
-        return commands + self._report()
+                commands = [*self._end_expired(now), *self._report()]
+        return commands
 
     # --- peers
 

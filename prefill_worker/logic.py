@@ -96,7 +96,7 @@ class PrefillLogic:
         commands = self._handle(event, now)
         # The next iteration first: it computes while the messages about the last one are sent.
         started = [] if self._iterations.is_running else self._start_iteration(now)
-        return [*started, *commands, *self._report()]
+        return [*started, *commands, *self._report(is_tick=isinstance(event, Ticked))]
 
     def _handle(self, event: PrefillEvent, now: float) -> list[PrefillCommand]:
         match event:
@@ -348,7 +348,10 @@ class PrefillLogic:
 
     # --- reports
 
-    def _report(self) -> list[Send]:
+    def _report(self, *, is_tick: bool) -> list[Send]:
+        """Report the load at ticks alone: it is for the eye, and changes no decision of the router."""
+        if not (is_tick or self._router.is_load_awaited):
+            return []
         num_waiting = sum(not job.block_ids for job in self._jobs.values())
         load = WorkerLoad(
             num_waiting=num_waiting,

@@ -116,7 +116,9 @@ class ActorFactory:
     def _create(self, actors: dict[str, Any], node: PreparedNode, state: SharedState, max_lines: int | None) -> None:
         config = node.config
         if node.share.is_head:
-            routing = (config.router, config.batching, self._served)
+            batches = state.batches
+            state_folder = batches.folder / "router" if batches is not None and batches.folder is not None else None
+            routing = (config.router, config.batching, self._served, state_folder)
             self._add(actors, node, RouterActor, Role.ROUTER, ROUTER, *routing)
         self._add_workers(actors, node)
         for name, port in node.share.gateways:

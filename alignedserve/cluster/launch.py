@@ -25,7 +25,7 @@ from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.cluster.ray_node import start_ray
 from alignedserve.cluster.recording_folder import prepare_recording
 from alignedserve.cluster.run_folder import make_run_folder
-from alignedserve.cluster.signals import signals_ignored
+from alignedserve.cluster.signals import interrupts_kept, signals_ignored
 from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
@@ -92,7 +92,8 @@ class RunningCluster:
         gateways = tuple(name for node in nodes for name, _ in node.share.gateways)
         self._state = SharedState(gateways=gateways)
         if self.config.batches.enabled:
-            location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
+            with interrupts_kept():  # it starts a process
+                location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
             self._state = SharedState(location, gateways)
         if not ray.is_initialized():
             start_ray(self.folder, f"alignedserve-{self.folder.name}")

@@ -129,6 +129,7 @@ class Fleet:
     def __init__(self) -> None:
         self.num_finished = 0
         self.on_finished: Callable[[], None] = lambda: None
+        self.decoders: dict[str, Decoder] = {}
 
     def finished(self) -> None:
         """Count a request."""
@@ -194,9 +195,9 @@ class Gateway(Peers):
 class Pool(Peers):
     """Has every request that its prefill worker has computed, until a batch is formed."""
 
-    def __init__(self, transport: Transport, index: int) -> None:
+    def __init__(self, transport: Transport, index: int, fleet: Fleet) -> None:
         super().__init__(transport, Role.KV_POOL, f"pool-{index}", PoolInbound)
-        self.decoder: Decoder
+        self._fleet = fleet
         self._pooled: deque[tuple[RequestId, int]] = deque()
 
     def on_linked(self, peer: Peer) -> None:
@@ -216,7 +217,7 @@ class Pool(Peers):
             members = tuple((name, next_step(at)) for name, at in (self._pooled.popleft() for _ in range(count)))
             self.send(BatchFormed(message.batch_id, message.worker, members))
             if members:
-                self.decoder.receive(message, members)
+                self._fleet.decoders[message.worker].receive(message, members)
 
 
 class Prefiller(Peers):
@@ -245,7 +246,7 @@ class Decoder(Peers):
     def __init__(self, transport: Transport, index: int, pool: Pool, fleet: Fleet) -> None:
         super().__init__(transport, Role.DECODE_WORKER, f"decode-{index}", DecodeWorkerInbound)
         self._pool, self._fleet = pool, fleet
-        pool.decoder = self
+        fleet.decoders[self.name] = self
 
     def on_linked(self, peer: Peer) -> None:
         """See LinkHandler."""
@@ -272,7 +273,7 @@ async def drive(
     await gateway.is_linked.wait()
     peers: list[Peers] = [gateway]
     for index in range(num_nodes):
-        pool = Pool(transport, index)
+        pool = Pool(transport, index, fleet)
         peers += [pool, Prefiller(transport, index, pool), Decoder(transport, index, pool, fleet)]
         await asyncio.gather(*(peer.is_linked.wait() for peer in peers[-3:]))
     for _ in range(arguments.queued):

@@ -16,7 +16,7 @@ from alignedserve.messages.caches import (
     LeasesReleased,
     ReserveBlocks,
 )
-from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send
+from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import FormBatch, PoolLoad
 from alignedserve.messages.wire import Message
@@ -38,7 +38,7 @@ class PoolHarness:
         self.now = 0.0
         former = batch_former or FcfsBatchFormer()
         self.logic = PoolLogic(arena=ARENA, block_size=4, batch_former=former, lease_s=10.0)
-        self.load: PoolLoad | None = None
+        self._load: PoolLoad | None = None
         self.link(ROUTER, Role.ROUTER)
         self.link(PREFILL, Role.PREFILL_WORKER)
         self.link(DECODE, Role.DECODE_WORKER)
@@ -47,10 +47,16 @@ class PoolHarness:
         commands: list[PoolCommand] = []
         for command in self.logic.on_event(event, self.now):
             if isinstance(command, Send) and isinstance(command.message, PoolLoad):
-                self.load = command.message
+                self._load = command.message
             else:
                 commands.append(command)
         return commands
+
+    @property
+    def load(self) -> PoolLoad | None:
+        """The counts that the router has after the next tick."""
+        assert self.do(Ticked()) == []
+        return self._load
 
     def link(self, peer: str, role: Role) -> list[PoolCommand]:
         return self.do(PeerConnected(role, peer))

@@ -29,10 +29,10 @@ from alignedserve.cluster.hosts.membership import (
     PrepareNode,
 )
 from alignedserve.cluster.hosts.node_actor import end_actors
-from alignedserve.cluster.hosts.node_drains import NodeDrains
 from alignedserve.cluster.hosts.node_group import release
 from alignedserve.cluster.hosts.node_report import own_versions
-from alignedserve.cluster.hosts.orders import (
+from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
+from alignedserve.cluster.hosts.operations.orders import (
     Answer,
     DrainNode,
     Order,
@@ -41,6 +41,7 @@ from alignedserve.cluster.hosts.orders import (
     answer_order,
     take_orders,
 )
+from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors, WorkerScaling
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
@@ -52,7 +53,6 @@ from alignedserve.cluster.hosts.record import (
 from alignedserve.cluster.hosts.scaler import NodeScaler
 from alignedserve.cluster.hosts.scaling import GiveBack, ScaledNode
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
-from alignedserve.cluster.hosts.worker_scaling import WorkerActors, WorkerScaling
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost
@@ -336,13 +336,13 @@ class ClusterOnHosts(RunningCluster):
         if ray.is_initialized():
             keepers = [member.keeper.actor for member in self._members.values()]
             everything = [*self.actors().values(), *keepers]
-            if self._scaler is not None:
-                self._scaler.close()
             try:
                 remove_record(self._cluster_id)
                 kill_actors(everything)
                 for member in self._members.values():
                     release(member.prepared.folder.name)
+                if self._scaler is not None:
+                    self._scaler.close()
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
                 end_actors(everything)

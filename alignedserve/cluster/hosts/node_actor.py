@@ -12,6 +12,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.hosts.node_group import release
 from alignedserve.cluster.hosts.sweeper import start_sweeper
 from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.core.errors import AlignedServeError
@@ -105,7 +106,11 @@ class NodeKeeper:
     def _watch(self) -> None:
         while time.monotonic() - self._heard_s < self._patience_s:
             time.sleep(_WATCH_S)
-        end_actors([*self._actors, _own_handle()])
+        end_actors(self._actors)
+        releasing = threading.Thread(target=release, args=(self._folder.name,), daemon=True)  # asks Ray's head
+        releasing.start()
+        releasing.join(_END_S)
+        end_actors([_own_handle()])
 
     def stop(self) -> None:
         """Do nothing: the sweeper works when this process has ended."""

@@ -40,10 +40,13 @@ def test_the_router_hears_of_the_pool() -> None:
     assert PoolHarness().link(ROUTER, Role.ROUTER) == [Send(ROUTER, PoolRegistered(8, "digest"))]
 
 
-def test_counts_are_reported_when_they_change() -> None:
+def test_counts_that_have_changed_are_reported_at_the_next_tick() -> None:
     made = PoolHarness()
+    made.logic.on_event(Ticked(), 0.0)
     sent = made.logic.on_event(Received(PREFILL, ReserveBlocks(R1, L1, 3)), 0.0)
-    assert sent[-1] == Send(ROUTER, PoolLoad(num_blocks_used=3, num_pooled=0, num_reserved=0))
+    assert [command.peer for command in sent if isinstance(command, Send)] == [PREFILL]
+    counts = PoolLoad(num_blocks_used=3, num_pooled=0, num_reserved=0)
+    assert made.logic.on_event(Ticked(), 0.0) == [Send(ROUTER, counts)]
     assert made.logic.on_event(Ticked(), 0.0) == []
 
 
