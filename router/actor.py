@@ -1,5 +1,7 @@
 """The router as a Ray actor."""
 
+from pathlib import Path
+
 import ray
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
@@ -15,10 +17,17 @@ class RouterActor(ActorHost):
     """Actor started, restarted and placed by Ray; all other communication uses its links."""
 
     def __init__(
-        self, config: RouterConfig, batching: BatchingConfig, served: ServedModel, process_spec: ProcessSpec
+        self,
+        config: RouterConfig,
+        batching: BatchingConfig,
+        served: ServedModel,
+        state_folder: Path | None,
+        process_spec: ProcessSpec,
     ) -> None:
         async def build() -> Router:
-            router = Router(config=config, batching=batching, served=served, process_spec=process_spec)
+            router = Router(
+                config=config, batching=batching, served=served, process_spec=process_spec, state_folder=state_folder
+            )
             await router.start(listen_at=process_spec.name)
             return router
 
@@ -29,7 +38,14 @@ class RouterActor(ActorHost):
 
         Raises PeerLost while the router is not up.
         """
+        return self.call(self._router().drain(draining, moved))
+
+    def num_left(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Return how many requests each of these workers has. Raises PeerLost while the router is not up."""
+        return self.call(self._router().num_left(names))
+
+    def _router(self) -> Router:
         router = self._service
         if not isinstance(router, Router):
             raise PeerLost("the router is not up")
-        return self.call(router.drain(draining, moved))
+        return router

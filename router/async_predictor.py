@@ -4,6 +4,7 @@ The thread handles events in order, so the same events give the same predictions
 prediction comes back as LengthPredicted, perhaps too late, or not at all if the thread is behind.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,8 +16,11 @@ from alignedserve.messages.workers import RequestFinished
 from alignedserve.runtime.process.worker_threads import WorkerThreads
 from router.logic import RouterEvent, RouterLogic
 from router.prediction.encoders import PromptCode
+from router.prediction.journal import LearntLengths, LearntRequest
 from router.prediction.predictor import LengthPredictor
 from router.state import LengthPredicted
+
+logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 256  # predictions requested and not made; more would come too late to be of use
 _MAX_ENCODED = 16_384  # prompts kept until their request finishes; the oldest go first
@@ -32,12 +36,21 @@ class _EncodedRequest:
 class AsyncLengthPredictor:
     """Predicts for, and learns from, the requests in the router's events; delivers LengthPredicted on the loop."""
 
-    def __init__(self, predictor: LengthPredictor, deliver: Callable[[LengthPredicted], None]) -> None:
+    def __init__(
+        self,
+        predictor: LengthPredictor,
+        deliver: Callable[[LengthPredicted], None],
+        journal: LearntLengths | None = None,
+    ) -> None:
+        """`journal`: read first, on the thread, and then written; None: what is learnt ends with the process."""
         self._predictor = predictor
+        self._journal = journal
         self._deliver = deliver
         self._threads = WorkerThreads()
         self._num_pending = 0
         self._encoded: dict[RequestId, _EncodedRequest] = {}  # of the thread
+        if journal is not None:
+            self._threads.submit(_THREAD, lambda: self._learn_again(journal), _ignore)
 
     def observe(self, event: RouterEvent) -> None:
         """Queue the event's work on the thread; return at once."""
@@ -54,6 +67,8 @@ class AsyncLengthPredictor:
     def close(self) -> None:
         """Stop the thread and drop the work it has not begun."""
         self._threads.close()
+        if self._journal is not None:
+            self._journal.close()
 
     def _predicted(self, event: LengthPredicted) -> None:
         self._num_pending -= 1
@@ -73,6 +88,15 @@ class AsyncLengthPredictor:
         encoded = self._encoded.pop(request_id, None)
         if encoded is not None:
             self._predictor.learn(encoded.request, encoded.code, num_generated)
+            if self._journal is not None:
+                self._journal.append(LearntRequest(encoded.request, encoded.code, num_generated))
+
+    def _learn_again(self, journal: LearntLengths) -> None:
+        num_learnt = 0
+        for learnt in journal.open():
+            self._predictor.learn(*learnt)
+            num_learnt += 1
+        logger.info("the lengths of %d finished requests are known from before", num_learnt)
 
 
 class PredictingLogic:

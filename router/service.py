@@ -1,6 +1,7 @@
 """The running router: its logic, its links and the length predictor."""
 
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
@@ -12,7 +13,7 @@ from alignedserve.runtime.process.process_spec import ProcessSpec
 from router.async_predictor import AsyncLengthPredictor, PredictingLogic
 from router.factory import make_logic
 from router.logic import RouterEvent
-from router.prediction import make_length_predictor
+from router.prediction import learnt_lengths, make_length_predictor
 from router.state import DrainRequested, LengthPredicted
 
 
@@ -20,13 +21,23 @@ class Router:
     """The one router of a cluster. Gateways, workers and pools connect to it."""
 
     def __init__(
-        self, *, config: RouterConfig, batching: BatchingConfig, served: ServedModel, process_spec: ProcessSpec
+        self,
+        *,
+        config: RouterConfig,
+        batching: BatchingConfig,
+        served: ServedModel,
+        process_spec: ProcessSpec,
+        state_folder: Path | None = None,
     ) -> None:
-        """Raise ConfigError or ModelError if the configured policies cannot be built."""
+        """Raise ConfigError or ModelError if the configured policies cannot be built. `state_folder`: for what outlives
+        this process; None: nothing does."""
         make = partial(make_logic, config=config, batching=batching)
         logic = self._logic = make()
         predictor = make_length_predictor(config, served)
-        self._predictor = AsyncLengthPredictor(predictor, self._predicted) if predictor is not None else None
+        self._predictor: AsyncLengthPredictor | None = None
+        if predictor is not None:
+            journal = learnt_lengths(config, served, predictor, state_folder) if state_folder is not None else None
+            self._predictor = AsyncLengthPredictor(predictor, self._predicted, journal)
         decides = logic if self._predictor is None else PredictingLogic(logic, self._predictor)
         self._driver: LogicDriver[RouterEvent, NoReturn] = LogicDriver(
             decides, process_spec, Codec(RouterInbound), self._perform, process_spec.recorder(make)
@@ -40,6 +51,10 @@ class Router:
         """Pass a DrainRequested to the logic; return how many requests each of those draining still has."""
         self._driver.dispatch(DrainRequested(draining, moved))
         return self._logic.num_left(draining)
+
+    async def num_left(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Return how many requests each of these workers and pools has."""
+        return self._logic.num_left(names)
 
     async def close(self) -> None:
         """Drop the links."""

@@ -104,6 +104,16 @@ def logs(
 
 
 @app.command()
+def scale(
+    counts: Annotated[list[str], typer.Argument(metavar="KIND=N...", help="Totals: decode=4 prefill=2.")],
+) -> None:
+    """Have more or fewer workers of the cluster that `up` started, while it serves."""
+    from alignedserve.cli.commands.hosts import scale as run
+
+    run(counts)
+
+
+@app.command()
 def drain(
     node: Annotated[str, typer.Argument(help="Its name, host name or address (see `alignedserve status`).")],
     undo: Annotated[bool, typer.Option("--undo", help="Use it again.")] = False,

@@ -116,7 +116,9 @@ class ActorFactory:
     def _create(self, actors: dict[str, Any], node: PreparedNode, state: SharedState, max_lines: int | None) -> None:
         config = node.config
         if node.share.is_head:
-            routing = (config.router, config.batching, self._served)
+            batches = state.batches
+            state_folder = batches.folder / "router" if batches is not None and batches.folder is not None else None
+            routing = (config.router, config.batching, self._served, state_folder)
             self._add(actors, node, RouterActor, Role.ROUTER, ROUTER, *routing)
         self._add_workers(actors, node)
         for name, port in node.share.gateways:
@@ -127,31 +129,40 @@ class ActorFactory:
             driver = (config.gateway, self._served, state.batches, max_lines, *serving)
             self._add(actors, node, self._actor_classes.batches, Role.GATEWAY, BATCHES, *driver)
 
+    def create_worker(self, node: PreparedNode, name: str) -> Any:
+        """Create one worker of a node that serves; return its actor."""
+        actors: dict[str, Any] = {}
+        self._add_worker(actors, node, name)
+        return actors[name]
+
     def _add_workers(self, actors: dict[str, Any], node: PreparedNode) -> None:
-        config, share, served = node.config, node.share, self._served
-        engines = engines_of(share, config.engine, node.capacity)
-        if config.chosen_topology is Topology.COLOCATED:
-            for name in share.decode:
-                colocated = (config.decode, config.scheduling, engines[name], served)
-                self._add(actors, node, ColocatedWorkerActor, Role.DECODE_WORKER, name, *colocated)
-            return
-        if share.num_workers:
-            layout = served.block_layout(config.engine.block_size)
+        config, share = node.config, node.share
+        if share.num_workers and config.chosen_topology is Topology.DISAGGREGATED:
+            layout = self._served.block_layout(config.engine.block_size)
             self._add(actors, node, KvPoolActor, Role.KV_POOL, share.pool_name, config.pool, config.batching, layout)
-        for name in share.prefill:
-            prefill = (config.prefill, config.scheduling, engines[name], share.decode, node.num_far_decode, served)
+        for name in (*share.prefill, *share.decode):
+            self._add_worker(actors, node, name)
+
+    def _add_worker(self, actors: dict[str, Any], node: PreparedNode, name: str) -> None:
+        config, share, served = node.config, node.share, self._served
+        engine = engines_of(share, config.engine, node.capacity)[name]
+        if config.chosen_topology is Topology.COLOCATED:
+            colocated = (config.decode, config.scheduling, engine, served)
+            self._add(actors, node, ColocatedWorkerActor, Role.DECODE_WORKER, name, *colocated)
+        elif name in share.prefill:
+            prefill = (config.prefill, config.scheduling, engine, share.decode, node.num_far_decode, served)
             self._add(actors, node, PrefillWorkerActor, Role.PREFILL_WORKER, name, *prefill)
-        for name in share.decode:
-            decode = (config.decode, config.batching, config.scheduling, engines[name], served)
+        else:
+            decode = (config.decode, config.batching, config.scheduling, engine, served)
             self._add(actors, node, DecodeWorkerActor, Role.DECODE_WORKER, name, *decode)
 
     def _add(
         self, actors: dict[str, Any], node: PreparedNode, actor_class: Any, role: Role, name: str, *arguments: object
     ) -> None:
         # A dead actor is restarted for as long as its node lives.
-        options = actor_class.options(name=name, max_restarts=-1, max_task_retries=0, **node.options_of(name))
-        options = options.options(get_if_exists=self._is_adopting, **self._options)
-        actors[name] = options.remote(*arguments, self._spec(node, role, name))
+        options = {"name": name, "get_if_exists": self._is_adopting, **self._options, **node.options_of(name)}
+        made = actor_class.options(max_restarts=-1, max_task_retries=0, **options)
+        actors[name] = made.remote(*arguments, self._spec(node, role, name))
 
     def _spec(self, node: PreparedNode, role: Role, name: str) -> ProcessSpec:
         authority = self._secrets.authority

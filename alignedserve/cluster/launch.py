@@ -25,7 +25,7 @@ from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.cluster.ray_node import start_ray
 from alignedserve.cluster.recording_folder import prepare_recording
 from alignedserve.cluster.run_folder import make_run_folder
-from alignedserve.cluster.signals import signals_ignored
+from alignedserve.cluster.signals import interrupts_kept, signals_ignored
 from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
@@ -81,11 +81,19 @@ class RunningCluster:
 
     def start(self, others: tuple[PreparedNode, ...] = ()) -> None:
         """Create every actor and wait until each is up. Raises the error of the first failing one."""
+        self.create(others)
+        self._wait_for_actors()
+        for name in self._actors:
+            self._watch(name)
+
+    def create(self, others: tuple[PreparedNode, ...] = ()) -> None:
+        """Create every actor; they come up by themselves, in any order."""
         nodes = (self._node, *others)
         gateways = tuple(name for node in nodes for name, _ in node.share.gateways)
         self._state = SharedState(gateways=gateways)
         if self.config.batches.enabled:
-            location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
+            with interrupts_kept():  # it starts a process
+                location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
             self._state = SharedState(location, gateways)
         if not ray.is_initialized():
             start_ray(self.folder, f"alignedserve-{self.folder.name}")
@@ -94,14 +102,11 @@ class RunningCluster:
         self._actors[self._node.share.node] = self._factory.create(self._node, self._state, max_lines)
         for node in others:
             self._actors[node.share.node] = self._factory.create(node, self._state_of_others())
-        self._wait_for_actors()
-        for node in nodes:
-            self._watch(node)
 
     def add_node(self, node: PreparedNode) -> None:
         """Create the actors of a node that has joined. They come up by themselves, in any order."""
         self._actors[node.share.node] = self._factory.create(node, self._state_of_others())
-        self._watch(node)
+        self._watch(node.share.node)
 
     def remove_node(self, name: str) -> None:
         """Forget the actors of a node that is gone; those that are still there are killed."""
@@ -111,6 +116,18 @@ class RunningCluster:
         for actor in self._actors.pop(name, {}).values():
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(actor, no_restart=True)
+
+    def add_worker(self, node: PreparedNode, name: str) -> None:
+        """Create one more worker of a node, of which `node` has the new share. It comes up by itself."""
+        of_node = node.share.node
+        actor = self._actors[of_node][name] = self._factory.create_worker(node, name)
+        self._watchdogs[of_node].watch(name, actor)
+
+    def remove_worker(self, node: str, name: str) -> None:
+        """End one worker of a node."""
+        self._watchdogs[node].forget(name)
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(self._actors[node].pop(name), no_restart=True)
 
     def actors(self) -> dict[str, Any]:
         """Return all actors by name."""
@@ -159,8 +176,7 @@ class RunningCluster:
     ) -> None:
         self.stop()
 
-    def _watch(self, node: PreparedNode) -> None:
-        name = node.share.node
+    def _watch(self, name: str) -> None:
         self._watchdogs[name] = Watchdog(self._actors[name], self.config.links.hang_timeout_s)
         self._watchdogs[name].start()
 

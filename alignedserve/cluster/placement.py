@@ -5,8 +5,8 @@ or GPUs, unless configured: then the configured total is shared out. The first n
 the driver of batches as well. A prefill worker needs a decode worker beside it, which takes batches of their pool.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -43,6 +43,16 @@ class NodeShare:
     def num_workers(self) -> int:
         """Return how many workers share its cores or GPUs."""
         return len(self.prefill) + len(self.decode)
+
+    def with_worker(self, kind: str, name: str) -> "NodeShare":
+        """Return the share with one worker more: `prefill` or `decode`."""
+        prefill, decode = ((name,) if kind == one else () for one in ("prefill", "decode"))
+        return replace(self, prefill=(*self.prefill, *prefill), decode=(*self.decode, *decode))
+
+    def without(self, names: Collection[str]) -> "NodeShare":
+        """Return the share without these workers."""
+        prefill, decode = (tuple(one for one in kind if one not in names) for kind in (self.prefill, self.decode))
+        return replace(self, prefill=prefill, decode=decode)
 
     def config_of(self, config: ClusterConfig) -> ClusterConfig:
         """Return the configuration with the counts of this node alone."""
@@ -107,13 +117,14 @@ class Placement:
         return NodeShare(
             node=node.name,
             pool_name=f"pool-{index}",
-            prefill=self._names("prefill", num_prefill),
-            decode=self._names("decode", num_decode),
-            gateways=tuple(zip(self._names("gateway", num_gateways), ports, strict=True)),
+            prefill=self.names("prefill", num_prefill),
+            decode=self.names("decode", num_decode),
+            gateways=tuple(zip(self.names("gateway", num_gateways), ports, strict=True)),
             is_head=index == 0,
         )
 
-    def _names(self, kind: str, count: int) -> tuple[str, ...]:
+    def names(self, kind: str, count: int) -> tuple[str, ...]:
+        """Return so many new names of this kind."""
         first = self._num_named.get(kind, 0)
         self._num_named[kind] = first + count
         return tuple(f"{kind}-{number}" for number in range(first, first + count))

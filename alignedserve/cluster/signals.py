@@ -18,14 +18,23 @@ def handlers_preserved() -> Iterator[None]:
     # Without this, every SIGTERM prints a stack trace of Ray's native code before any handler runs.
     ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    with _arrivals() as arrived:
+    with interrupts_kept():
         try:
             yield
         except SystemExit as error:  # raised by Ray's handler of SIGTERM
             raise KeyboardInterrupt from error
         finally:
             _install(before)
-        # Python drops exceptions of handlers within a destructor or right after a fork, of which a start has many.
+
+
+@contextlib.contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end when a signal arrived meanwhile and its handler's exception went lost.
+
+    Python drops exceptions of handlers within a destructor or right after a fork, of which a start has many.
+    """
+    with _arrivals() as arrived:
+        yield
         if arrived() & set(_SIGNALS):
             raise KeyboardInterrupt
 

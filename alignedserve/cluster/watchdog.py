@@ -36,6 +36,17 @@ class Watchdog:
         """Start the thread."""
         self._thread.start()
 
+    def watch(self, name: str, actor: Any) -> None:
+        """Check one more."""
+        self._actors = {
+            **self._actors,
+            name: _WatchedActor(actor, actor.failure.remote()),
+        }  # the thread reads the other
+
+    def forget(self, name: str) -> None:
+        """Check this one no more; a check that goes on may still end."""
+        self._actors = {known: watched for known, watched in self._actors.items() if known != name}
+
     def stop(self) -> None:
         """Stop the thread; no actor is killed afterwards."""
         self._is_stopping.set()

@@ -69,6 +69,15 @@ class Demand(msgspec.Struct, frozen=True, array_like=True):
     queue_wait_s: Seconds = 0.0  # forecast for the last of the queue
     num_at_risk: Count = 0  # queued requests whose first token is due before that
 
+    def plus(self, other: "Demand") -> "Demand":
+        """Return what is asked of two routers together."""
+        return Demand(
+            self.num_real_time + other.num_real_time,
+            self.num_decode_places + other.num_decode_places,
+            max(self.queue_wait_s, other.queue_wait_s),
+            self.num_at_risk + other.num_at_risk,
+        )
+
 
 class ClusterStatus(Message, frozen=True):
     """Router to every gateway, about once a second: counts for /metrics and /ready."""

@@ -14,7 +14,7 @@ import msgspec
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.events import TICK_S
-from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.messages.gateways import ClusterStatus, Demand
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.scheduling.factory import resolve_policy
@@ -288,7 +288,7 @@ def _total(statuses: Collection[ClusterStatus]) -> ClusterStatus:
 
 def _added(one: Any, other: Any) -> Any:
     """Add two numbers, or two structs field by field."""
-    if isinstance(one, IterationLogTotals):
+    if isinstance(one, IterationLogTotals | Demand):
         return one.plus(other)
     if isinstance(one, msgspec.Struct):
         fields = zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)

@@ -18,7 +18,7 @@ from benchmarks.support.recording import write_result
 _NUM_HOSTS = 3
 _FAULT_AT_S = 5.0
 # Seconds of the fault (0: until the trace ends) and of the trace.
-CASES = {"loss": (10.0, 20.0), "delay": (10.0, 20.0), "cut": (20.0, 35.0), "kill": (0.0, 25.0)}
+CASES = {"cut": (20.0, 35.0), "loss": (8.0, 15.0), "delay": (8.0, 15.0), "kill": (0.0, 20.0)}
 
 
 def measure(rehearsal: Rehearsal, fault: str, rate: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ keeps one for 10 s in the mean, nodes take 60 s to come and are removed 300 s af
 python -m benchmarks.simulation.scaling
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -124,7 +125,7 @@ def _day_of(rate: Rate, down_after_s: float) -> dict[str, Any]:
         "node_hours_fixed_at_the_peak": round(fixed.node_s / 3600, 1),
         "percent_of_requests_in_a_long_wait": round(100 * fleet.num_long / fleet.num_arrived, 2),
         "num_changes": len(steps),
-        "num_turns": sum(one * next_one < 0 for one, next_one in zip(steps, steps[1:], strict=False)),
+        "num_turns": sum(one * next_one < 0 for one, next_one in itertools.pairwise(steps)),
         "most_nodes": max(fleet.changes),
     }
 

@@ -9,6 +9,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from router.prediction.encoders import HashedNgrams, PromptEncoder
+from router.prediction.journal import LearntLengths
 from router.prediction.predictor import LengthPredictor
 from router.prediction.sentence_encoder import SentenceEncoder
 from router.prediction.token_embeddings import TokenEmbeddings
@@ -29,6 +30,14 @@ def make_length_predictor(config: RouterConfig, served: ServedModel) -> LengthPr
         known = ", ".join(sorted((*ENCODERS, CLASS_MEAN)))
         raise ConfigError(f"router.length_predictor: unknown predictor {name!r}; known: {known}")
     return LengthPredictor(ENCODERS[name](config, served))
+
+
+def learnt_lengths(
+    config: RouterConfig, served: ServedModel, predictor: LengthPredictor, folder: Path
+) -> LearntLengths:
+    """Return the journal of this predictor in a folder that outlives its process. Nothing is read or written yet."""
+    encoder = f"{config.length_predictor} {config.sentence_encoder} {served.name} {served.config.vocab_size}"
+    return LearntLengths(folder, encoder=encoder, num_features=predictor.num_features)
 
 
 def _hashed_ngrams(config: RouterConfig, served: ServedModel) -> PromptEncoder:

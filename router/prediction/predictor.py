@@ -51,6 +51,11 @@ class LengthPredictor:
         self._mlp = LengthMlp(num_features=encoder.num_features + _NUM_FACTS, seed=self._config.seed)
         self._prior = LengthPrior()
 
+    @property
+    def num_features(self) -> int:
+        """Return the length of its prompts' features."""
+        return self._encoder.num_features
+
     def encode(self, request: Request) -> PromptCode:
         """Encode the prompt for `predict` and `learn`; the slow part where the encoder is neural."""
         return self._encoder.encode(request.prompt_token_ids)

@@ -68,6 +68,7 @@ def fake_cloud(num_workers: int, idle_minutes: float) -> Iterator[dict[str, str]
     of_autoscaler = {
         "RAY_FAKE_CLUSTER": "1",
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "AUTOSCALER_METRIC_PORT": "-1",  # as in cluster.yaml
         "RAY_enable_autoscaler_v2": "0",
         "RAY_NODE_TYPE_NAME": "ray.head.default",
     }

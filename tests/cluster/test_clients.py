@@ -1,6 +1,7 @@
 """Clients of a served cluster that leave in the middle, are too many, or come without a key."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import httpx
@@ -70,8 +71,10 @@ async def overload(client: httpx.AsyncClient) -> None:
 
 
 async def exceed_the_quota(client: httpx.AsyncClient) -> None:
-    statuses = [(await stream_one(client, [5], 1, Stream())).status for _ in range(50)]
-    assert statuses == [200] * 50
-    beyond = await stream_one(client, [5], 1, Stream())
+    began_s, num_admitted = time.monotonic(), 0
+    while (beyond := await stream_one(client, [5], 1, Stream())).status == 200:
+        num_admitted += 1
+    elapsed_s = time.monotonic() - began_s
     assert beyond.status == 429
+    assert 50 <= num_admitted <= 51 + 50 * elapsed_s / 60  # as many come back in a minute
     assert int(beyond.retry_after or 0) >= 1

@@ -27,6 +27,7 @@ from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.process.links import Identity
+from tests.harnesses.link_peer import credentials_of
 
 LAYOUT = BlockLayout(block_size=16, num_layers=8, num_kv_heads=8, head_dim=64, dtype="float32")  # 512 KiB
 NUM_BLOCKS = 192
@@ -36,7 +37,8 @@ BLOCKS = tuple(BlockId(i) for i in range(NUM_BLOCKS))
 
 
 def identity(name: str, timeout_s: float) -> Identity:
-    return Identity(Role.DECODE_WORKER if name.startswith("decode") else Role.PREFILL_WORKER, name, SECRET, timeout_s)
+    role = Role.DECODE_WORKER if name.startswith("decode") else Role.PREFILL_WORKER
+    return Identity(role, name, SECRET, timeout_s, credentials_of(name))
 
 
 class Owner:
@@ -87,10 +89,10 @@ class BlockClient:
 
 
 class PeerProcess:
-    """This module as a process, perhaps elsewhere (`prefix`). Its first line of output is `.said`."""
+    """This module, or another one, as a process, perhaps elsewhere (`prefix`). Its first line of output is `.said`."""
 
-    def __init__(self, *arguments: str, prefix: Sequence[str] = ()) -> None:
-        command = [*prefix, sys.executable, "-m", "tests.harnesses.block_peer", *arguments]
+    def __init__(self, *arguments: str, prefix: Sequence[str] = (), module: str = "tests.harnesses.block_peer") -> None:
+        command = [*prefix, sys.executable, "-m", module, *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         self.said = self.line()

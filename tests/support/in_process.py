@@ -32,7 +32,8 @@ from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
+from alignedserve.runtime.process.tls import CertificateAuthority
 from decode_worker import factory as decode_factory
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import max_held, memory_of
@@ -113,6 +114,9 @@ class RoomCluster:
         self.gateway = ClientGateway(
             self.addresses.of("gateway-0"), self.addresses.of(ROUTER), self._identity(Role.GATEWAY, "gateway-0")
         )
+        self.books: dict[str, AddressBook] = {}  # of processes on nodes of their own
+        self.authority: CertificateAuthority | None = None  # for TLS between nodes
+        self.pools: dict[str, str] = {}  # of their nodes
         self.components: dict[str, Router | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
         self.engines: dict[str, CountingEngine] = {}
 
@@ -133,7 +137,7 @@ class RoomCluster:
             served=self.served,
             process_spec=self._process_spec(Role.ROUTER, ROUTER),
         )
-        await router.start(listen_at=self.addresses.of(ROUTER))
+        await router.start(listen_at=ROUTER)
         self.components[ROUTER] = router
 
     async def start_pool(self) -> None:
@@ -142,10 +146,10 @@ class RoomCluster:
             batching=self.config.batching,
             layout=self.served.block_layout(self.config.engine.block_size),
             arena_path=self.arena_path,
-            process_spec=self._process_spec(Role.KV_POOL, "pool-0"),
+            process_spec=self._process_spec(Role.KV_POOL, POOL),
         )
-        await pool.start(listen_at=self.addresses.of("pool-0"), router_at=self.addresses.of(ROUTER))
-        self.components["pool-0"] = pool
+        await pool.start(listen_at=POOL, router_at=ROUTER)
+        self.components[POOL] = pool
 
     async def start_prefill(self, name: str) -> None:
         section = self.config.prefill
@@ -167,12 +171,10 @@ class RoomCluster:
             make=make,
             executor=executor,
             memory=CandidateMemory(layout, budget, process_spec, transport=self.config.engine.kv_transport),
-            pool_name="pool-0",
+            pool_name=POOL,
             process_spec=process_spec,
         )
-        await worker.start(
-            listen_at=self.addresses.of(name), router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0")
-        )
+        await worker.start(listen_at=name, router_at=ROUTER, pool_at=POOL)
         self.components[name] = worker
 
     async def start_decode(self, name: str) -> None:
@@ -184,7 +186,9 @@ class RoomCluster:
         self.engines[name] = executor
         make = partial(
             decode_factory.make_logic,
-            registered=self._registered(executor, section.max_running_requests, can_prefill=False, can_decode=True),
+            registered=self._registered(
+                executor, section.max_running_requests, self.pools.get(name, POOL), can_prefill=False, can_decode=True
+            ),
             config=section,
             batching=self.config.batching,
             scheduling=self.config.scheduling,
@@ -197,7 +201,7 @@ class RoomCluster:
             process_spec=self._process_spec(Role.DECODE_WORKER, name),
             transport=self.config.engine.kv_transport,
         )
-        await worker.start(router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0"))
+        await worker.start(router_at=ROUTER, pool_at=self.pools.get(name, POOL))
         self.components[name] = worker
 
     async def _start_colocated(self, name: str) -> None:
@@ -223,7 +227,7 @@ class RoomCluster:
         worker = ColocatedWorker(
             make=make, executor=executor, process_spec=self._process_spec(Role.DECODE_WORKER, name)
         )
-        await worker.start(router_at=self.addresses.of(ROUTER))
+        await worker.start(router_at=ROUTER)
         self.components[name] = worker
 
     def iteration_log_path(self, name: str) -> Path:
@@ -270,13 +274,19 @@ class RoomCluster:
         return CountingEngine(self.served, sizes)
 
     def _registered(
-        self, executor: ModelExecutor, max_running_requests: int, *, can_prefill: bool, can_decode: bool
+        self,
+        executor: ModelExecutor,
+        max_running_requests: int,
+        pool_name: str = POOL,
+        *,
+        can_prefill: bool,
+        can_decode: bool,
     ) -> WorkerRegistered:
         return WorkerRegistered(
             num_blocks=executor.num_blocks,
             block_size=self.config.engine.block_size,
             max_running_requests=max_running_requests,
-            pool_name="pool-0",
+            pool_name=pool_name,
             can_prefill=can_prefill,
             can_decode=can_decode,
             layout_digest=executor.layout.digest().hex(),
@@ -284,7 +294,19 @@ class RoomCluster:
 
     def _process_spec(self, role: Role, name: str) -> ProcessSpec:
         timeout_s, recording = self.config.links.peer_timeout_s, self.config.recording
-        return ProcessSpec(role, name, self.cluster_id, b"t" * 32, timeout_s, self.addresses, self.folder, recording)
+        book, pool_name = self.books.get(name, self.addresses), self.pools.get(name, POOL)
+        return ProcessSpec(
+            role,
+            name,
+            self.cluster_id,
+            b"t" * 32,
+            timeout_s,
+            book,
+            self.folder,
+            recording,
+            pool_name=pool_name,
+            credentials=self.authority.issue(name) if self.authority is not None else None,
+        )
 
     def _identity(self, role: Role, name: str) -> Identity:
         return Identity(role, name, b"t" * 32, self.config.links.peer_timeout_s)

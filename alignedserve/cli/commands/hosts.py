@@ -1,4 +1,4 @@
-"""`alignedserve status`, `logs`, `drain` and `stop`: the cluster of several hosts that runs, from any of them."""
+"""`alignedserve status`, `logs`, `drain`, `scale` and `stop`: the running cluster of hosts, from any of them."""
 
 import time
 
@@ -8,9 +8,10 @@ from rich.table import Table
 from alignedserve.cli.console import notes, print_json, results
 from alignedserve.cluster.hosts.adoption import end_cluster
 from alignedserve.cluster.hosts.client import call_actor, connected, lost_nodes, node_of, running_cluster
-from alignedserve.cluster.hosts.drain_rules import node_called
-from alignedserve.cluster.hosts.drains import MOVING_S
-from alignedserve.cluster.hosts.orders import DrainNode, UndoDrain, give_order
+from alignedserve.cluster.hosts.operations.drain_rules import node_called
+from alignedserve.cluster.hosts.operations.drains import MOVING_S
+from alignedserve.cluster.hosts.operations.orders import DrainNode, ScaleWorkers, UndoDrain, give_order
+from alignedserve.cluster.hosts.operations.resizing import parse_counts
 from alignedserve.cluster.hosts.ray_storage import ray_storage
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, ask_to_stop, recorded_id
 from alignedserve.cluster.hosts.succession import has_driver
@@ -97,6 +98,13 @@ def drain(node: str, within_s: float, *, is_forced: bool, waits: bool) -> None:
             if time.monotonic() > ends_s:
                 raise ResourceError(f"{name} has not drained in time; see `alignedserve logs driver`")
             time.sleep(_FOLLOW_S)
+
+
+def scale(counts: list[str]) -> None:
+    """Change the numbers of workers. Raises ConfigError, or ResourceError saying what would fit."""
+    order = ScaleWorkers(parse_counts(counts))
+    with connected():
+        results().print(give_order(running_cluster().cluster_id, order).text)
 
 
 def undo_drain(node: str) -> None:

@@ -186,8 +186,8 @@ def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: L
 
 def create_keeper(node: RayNode, folder_name: str) -> Any:
     """Create the keeper of this folder on this node; it comes up by itself."""
-    options = NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(folder_name), lifetime="detached")
-    return options.options(**node.options).remote(folder_name)
+    options = {"name": keeper_name(folder_name), "lifetime": "detached", **node.options}
+    return NodeActor.options(num_cpus=0, max_restarts=-1, **options).remote(folder_name)
 
 
 def keeper_of(node: RayNode, actor: Any, folder: Path, cluster_id: str, links: LinksConfig) -> Keeper:

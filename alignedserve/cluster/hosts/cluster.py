@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from alignedserve.cluster.actor_factory import ActorFactory
+from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.hosts.joining import Joining, Preparation
 from alignedserve.cluster.hosts.members import DRIVER, Member, drained_record, record_of
 from alignedserve.cluster.hosts.membership import (
@@ -29,10 +29,10 @@ from alignedserve.cluster.hosts.membership import (
     PrepareNode,
 )
 from alignedserve.cluster.hosts.node_actor import end_actors
-from alignedserve.cluster.hosts.node_drains import NodeDrains
 from alignedserve.cluster.hosts.node_group import release
 from alignedserve.cluster.hosts.node_report import own_versions
-from alignedserve.cluster.hosts.orders import (
+from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
+from alignedserve.cluster.hosts.operations.orders import (
     Answer,
     DrainNode,
     Order,
@@ -41,6 +41,7 @@ from alignedserve.cluster.hosts.orders import (
     answer_order,
     take_orders,
 )
+from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors, WorkerScaling
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
@@ -54,7 +55,8 @@ from alignedserve.cluster.hosts.scaling import GiveBack, ScaledNode
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
-from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
+from alignedserve.core.errors import AlignedServeError, PeerLost
+from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,8 @@ class ClusterOnHosts(RunningCluster):
         self._members = {member.ray_node.node_id: member for member in members}
         self._membership = Membership({node_id: one.ray_node.host for node_id, one in self._members.items()})
         self._drains = NodeDrains(self._members, self._membership, joining, self._decide)
+        workers = WorkerActors(self._create_worker, self.remove_worker)
+        self._workers = WorkerScaling(self._members, joining.plan, joining.drains, workers)
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
         # Actors of nodes that joined, by the call that says how it went.
         self._starting: dict[Any, tuple[RayNode, str]] = {}
@@ -113,9 +117,16 @@ class ClusterOnHosts(RunningCluster):
         one."""
         self._announce()
         self._hand_over()
-        taking_over = self._factory.adopting() if self._succession.is_adopted else contextlib.nullcontext()
-        with taking_over:
-            self.start(tuple(member.prepared for member in self._members.values())[1:])
+        others = tuple(member.prepared for member in self._members.values())[1:]
+        if not self._succession.is_adopted:
+            self.start(others)
+            return
+        with self._factory.adopting():
+            self.create(others)
+        for member in self._members.values():
+            self._watch(member.name)
+            of_node = self._actors[member.name].items()
+            self._starting |= {actor.failure.remote(): (member.ray_node, name) for name, actor in of_node}
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster; then every command finds the cluster."""
@@ -201,7 +212,9 @@ class ClusterOnHosts(RunningCluster):
         self._look_at_starting()
         for name, order in take_orders(self._cluster_id):
             answer_order(self._cluster_id, name, self._obey(order))
-        self._drains.look(self.actors())
+        for name in self._drains.look(self.actors()):
+            self._workers.end(name)
+            self._has_news = True
         self._scale()
         if self._has_news:
             self._announce()
@@ -257,6 +270,11 @@ class ClusterOnHosts(RunningCluster):
         self._starting |= {actor.failure.remote(): (member.ray_node, name) for name, actor in actors.items()}
         logger.info("%s has joined as %s with %s", member.ray_node, member.name, ", ".join(actors))
 
+    def _create_worker(self, node: PreparedNode, name: str) -> None:
+        self.add_worker(node, name)
+        of_node = next(one.ray_node for one in self._members.values() if one.name == node.share.node)
+        self._starting[self._actors[node.share.node][name].failure.remote()] = (of_node, name)
+
     def _end_member(self, member: Member) -> None:
         self.remove_node(member.name)
         self._joining.vacate(member)
@@ -270,7 +288,8 @@ class ClusterOnHosts(RunningCluster):
                 case UndoDrain(name):
                     return Answer(self._drains.undo(name, self.record().nodes))
                 case ScaleWorkers():
-                    raise ResourceError("this cluster cannot be scaled yet")
+                    self._has_news = True
+                    return Answer(self._workers.scale(order, self.actors()[ROUTER]))
         except AlignedServeError as error:
             return Answer(str(error), is_refused=True)
 
@@ -317,13 +336,13 @@ class ClusterOnHosts(RunningCluster):
         if ray.is_initialized():
             keepers = [member.keeper.actor for member in self._members.values()]
             everything = [*self.actors().values(), *keepers]
-            if self._scaler is not None:
-                self._scaler.close()
-            for member in self._members.values():
-                release(member.prepared.folder.name)
             try:
                 remove_record(self._cluster_id)
                 kill_actors(everything)
+                for member in self._members.values():
+                    release(member.prepared.folder.name)
+                if self._scaler is not None:
+                    self._scaler.close()
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
                 end_actors(everything)

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper, keeper_name
-from alignedserve.cluster.hosts.node_group import NodeGroup, reserve
+from alignedserve.cluster.hosts.node_group import NodeGroup, create_group, is_placed, release, worker_shares
 from alignedserve.cluster.hosts.node_report import NodeReport
 from alignedserve.cluster.hosts.plan import NodeResources
 from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.sections import ClusterConfig
+from alignedserve.core.errors import ResourceError
 from alignedserve.runtime.process.addresses import ROUTER
 
 DRIVER = "driver"
@@ -45,11 +46,22 @@ def member_of(node: RayNode, share: NodeShare, capacity: NodeCapacity, config: C
     return Member(node, PreparedNode(share, capacity, config, keeper.book), keeper)
 
 
+def group_for(member: Member) -> NodeGroup:
+    """Create the group of a node. It is placed when Ray has what the workers take."""
+    node, prepared = member.ray_node, member.prepared
+    shares = worker_shares(prepared.share, prepared.config.engine, prepared.capacity, node.num_cpus)
+    return create_group(node, prepared.folder.name, shares)
+
+
 def reserve_for(members: Sequence[Member]) -> None:
     """Reserve what the nodes' workers take. Raises ResourceError, with nothing reserved, where Ray has not as much."""
-    groups = reserve({member.ray_node: member.prepared for member in members})
-    for member in members:
-        member.use(groups[member.ray_node])
+    groups = [group_for(member) for member in members]
+    for member, group in zip(members, groups, strict=True):
+        if not is_placed(group):
+            for other in members:
+                release(other.prepared.folder.name)
+            raise ResourceError(f"{member.ray_node}: Ray has not {group} free there; does another job use it?")
+        member.use(group)
 
 
 def expect_handoffs(members: Sequence[Member]) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.hosts.node_group import release
 from alignedserve.cluster.hosts.sweeper import start_sweeper
 from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.core.errors import AlignedServeError
@@ -75,6 +77,10 @@ class NodeKeeper:
             text = log.read(_MAX_READ_BYTES)
         return LogPart(text.decode(errors="replace"), begin + len(text))
 
+    def available_bytes(self) -> int:
+        """Return the memory of this host that is free for more workers."""
+        return int(psutil.virtual_memory().available)
+
     def progress(self) -> list[Progress | None]:
         """Return how far the workers that load a model here have come."""
         return [read_progress(path) for path in sorted(self._folder.glob(f"*{PROGRESS_SUFFIX}"))]
@@ -85,12 +91,12 @@ class NodeKeeper:
         From then on a driver is to come back every so often: after `patience_s` without one, these actors of this node
         are ended, and this one with them.
         """
-        if self._kept is None:
-            threading.Thread(target=self._watch, name="orphans", daemon=True).start()
+        self._heard_s, is_first = time.monotonic(), self._kept is None
         if self._kept is None or number >= self._kept.number:
             self._kept = KeptState(number, state, 0.0)
             self._actors, self._patience_s = actors, patience_s
-        self._heard_s = time.monotonic()
+        if is_first:
+            threading.Thread(target=self._watch, name="orphans", daemon=True).start()
 
     def kept(self) -> KeptState | None:
         """Return what the last driver handed over; None: none did."""
@@ -100,13 +106,21 @@ class NodeKeeper:
     def _watch(self) -> None:
         while time.monotonic() - self._heard_s < self._patience_s:
             time.sleep(_WATCH_S)
-        end_actors([*self._actors, ray.get_runtime_context().current_actor])
+        end_actors(self._actors)
+        releasing = threading.Thread(target=release, args=(self._folder.name,), daemon=True)  # asks Ray's head
+        releasing.start()
+        releasing.join(_END_S)
+        end_actors([_own_handle()])
 
     def stop(self) -> None:
         """Do nothing: the sweeper works when this process has ended."""
 
 
 NodeActor: Any = ray.remote(NodeKeeper)
+
+
+def _own_handle() -> Any:
+    return ray.get_runtime_context().current_actor
 
 
 def end_actors(actors: Sequence[Any]) -> None:

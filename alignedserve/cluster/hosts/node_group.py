@@ -20,14 +20,14 @@ from ray.util import get_placement_group, placement_group, placement_group_table
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.hosts.ray_nodes import RayNode
-from alignedserve.cluster.placement import engines_of
-from alignedserve.core.errors import PeerLost, ResourceError
-from alignedserve.runtime.device.devices import CPU
+from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
+from alignedserve.config.sections import EngineConfig
+from alignedserve.core.errors import PeerLost
 
 logger = logging.getLogger(__name__)
 
+_CPU = "cpu"  # the keeper of a node needs no PyTorch
 _NODE_LABEL = "ray.io/node-id"
 _PREFIX = "alignedserve-node-"
 _WAIT_S = 20.0  # for what a former cluster had
@@ -62,18 +62,20 @@ class NodeGroup:
         return " and ".join(f"{sum(bundle.get(kind, 0.0) for bundle in bundles):g} {kind}" for kind in kinds)
 
 
-def worker_shares(node: PreparedNode, num_cpus: float) -> dict[str, WorkerShare]:
+def worker_shares(
+    share: NodeShare, config: EngineConfig, capacity: NodeCapacity, num_cpus: float
+) -> dict[str, WorkerShare]:
     """Return what each worker takes of this many CPUs, as Ray counts them, and of its GPU.
 
     A worker has a CPU for each of its threads, or less where Ray counts fewer; workers of one GPU share it evenly.
     """
-    engines = engines_of(node.share, node.config.engine, node.capacity)
+    engines = engines_of(share, config, capacity)
     num_on = Counter(engine.device for engine in engines.values())
     bundles = {device: index for index, device in enumerate(num_on)}
     shares = {}
     for name, engine in engines.items():
         cpus = min(float(engine.threads_per_worker or 1), num_cpus / len(engines))
-        gpus = 0.0 if engine.device == CPU else 1.0 / num_on[engine.device]
+        gpus = 0.0 if engine.device == _CPU else 1.0 / num_on[engine.device]
         shares[name] = WorkerShare(bundles[engine.device], _rounded_down(cpus), _rounded_down(gpus))
     return shares
 
@@ -92,29 +94,25 @@ def bundles_of(shares: Mapping[str, WorkerShare], address: str) -> list[dict[str
     return [bundle or {f"node:{address}": _TOKEN} for bundle in bundles or [{}]]
 
 
-def create_group(node: RayNode, prepared: PreparedNode) -> NodeGroup:
-    """Create the group of a node. It is placed when Ray has what the workers take."""
-    shares = worker_shares(prepared, node.num_cpus)
+def create_group(node: RayNode, folder_name: str, shares: Mapping[str, WorkerShare]) -> NodeGroup:
+    """Create the group of the node that has this private folder. It is placed when Ray has what the workers take."""
     bundles = bundles_of(shares, node.address)
     group = placement_group(
         bundles,
         strategy="STRICT_PACK",
-        name=_PREFIX + prepared.folder.name,
+        name=_PREFIX + folder_name,
         lifetime="detached",
         bundle_label_selector=[{_NODE_LABEL: node.node_id}] * len(bundles),
     )
     return NodeGroup(group, shares)
 
 
-def reserve(nodes: Mapping[RayNode, PreparedNode]) -> dict[RayNode, NodeGroup]:
-    """Create these nodes' groups and wait until they are placed. Raises ResourceError, with none left, or PeerLost."""
-    groups = {node: create_group(node, prepared) for node, prepared in nodes.items()}
-    for node, made in groups.items():
-        if not _is_placed(made.group, node):
-            for prepared in nodes.values():
-                release(prepared.folder.name)
-            raise ResourceError(f"{node}: Ray has not {made} free there; does another job use it? (`ray status`)")
-    return groups
+def is_placed(made: NodeGroup) -> bool:
+    """Wait until Ray has given a group what it needs; False: it has not as much. Raises PeerLost."""
+    try:
+        return bool(made.group.wait(_WAIT_S))
+    except (RayError, ray.exceptions.GetTimeoutError) as error:
+        raise PeerLost(f"Ray does not answer for its resources: {error}") from error
 
 
 def release(folder_name: str) -> None:
@@ -131,13 +129,6 @@ def release_former() -> None:
         if name.startswith(_PREFIX) and entry["state"] != "REMOVED":
             logger.warning("removing what a former driver had reserved: %s", name)
             release(name.removeprefix(_PREFIX))
-
-
-def _is_placed(group: PlacementGroup, node: RayNode) -> bool:
-    try:
-        return bool(group.wait(_WAIT_S))
-    except (RayError, ray.exceptions.GetTimeoutError) as error:
-        raise PeerLost(f"{node}: Ray does not answer for its resources: {error}") from error
 
 
 def _rounded_down(amount: float) -> float:

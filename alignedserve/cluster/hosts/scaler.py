@@ -1,6 +1,5 @@
 """Performs what ScalingLogic decides: asks the gateways what the router reports, and Ray for nodes."""
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from alignedserve.cluster.hosts.autoscaler import Autoscaler, ask_for, find_auto
 from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.cluster.hosts.scaling import AskForNodes, GiveBack, ScaledNode, ScalingLogic, TakeAgain
 from alignedserve.config.sections import ClusterConfig, DefaultSize, ScalingConfig
-from alignedserve.core.errors import ConfigError, PeerLost
+from alignedserve.core.errors import ConfigError
 from alignedserve.messages.gateways import ClusterStatus
 
 logger = logging.getLogger(__name__)
@@ -63,9 +62,8 @@ class NodeScaler:
         return found
 
     def close(self) -> None:
-        """Ask Ray for nothing any more: it removes nodes that are idle."""
-        with contextlib.suppress(PeerLost):
-            ask_for([])
+        """Ask Ray for nothing any more: it removes nodes that are idle. Raises PeerLost."""
+        ask_for([])
 
     def _look_at_answer(self, gateways: Sequence[Any]) -> None:
         if self._asked is not None:

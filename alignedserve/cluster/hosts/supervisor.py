@@ -17,7 +17,7 @@ from types import FrameType
 
 import psutil
 
-from alignedserve.config.environment import RAY_ADDRESS_VARIABLE, run_root
+from alignedserve.config.environment import RAY_ADDRESS_VARIABLE, ray_address, run_root
 from alignedserve.core.errors import ResourceError
 
 LOG_NAME = "driver.log"
@@ -151,12 +151,19 @@ class Supervisor:
 
 
 def has_raylet() -> bool:
-    """Return whether Ray runs on this host, for this user."""
+    """Return whether Ray runs on this host, for this user; of the cluster whose port RAY_ADDRESS gives, if it does."""
+    port = (ray_address() or "").rpartition(":")[2]
     return any(
-        process.info["name"] == "raylet" and process.info["uids"].real == os.getuid()
-        for process in psutil.process_iter(["name", "uids"])
+        process.info["name"] == "raylet"
+        and process.info["uids"].real == os.getuid()
+        and (not port.isdigit() or _is_of_head(process.info["cmdline"] or (), port))
+        for process in psutil.process_iter(["name", "uids", "cmdline"])
         if process.info["uids"] is not None
     )
+
+
+def _is_of_head(command_line: Sequence[str], port: str) -> bool:
+    return any(one.startswith("--gcs-address=") and one.endswith(f":{port}") for one in command_line)
 
 
 def main(command: Sequence[str]) -> int:

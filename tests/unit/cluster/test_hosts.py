@@ -318,6 +318,20 @@ def test_without_ray_a_driver_is_not_restarted(monkeypatch: pytest.MonkeyPatch, 
             signal.signal(number, handler)
 
 
+def test_ray_of_another_cluster_is_not_the_drivers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    raylet = tmp_path / "raylet"
+    raylet.write_text("#!/bin/sh\nread nothing\n")
+    raylet.chmod(0o755)
+    with subprocess.Popen([raylet, "--gcs-address=10.0.0.1:9631"], stdin=subprocess.PIPE) as process:
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9631")
+        wait_until(supervisor.has_raylet)
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:631")
+        assert not supervisor.has_raylet()
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
+        assert supervisor.has_raylet()
+        process.kill()
+
+
 def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
     ends_s = time.monotonic() + timeout_s
     while not holds():

@@ -1,10 +1,7 @@
 """What Ray is told of a node's workers: shares of CPUs and GPUs, and the bundles that hold them. Without Ray."""
 
-from pathlib import Path
-
 import pytest
 
-from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.hosts.admission import differences
 from alignedserve.cluster.hosts.members import resources_of
 from alignedserve.cluster.hosts.node_group import WorkerShare, bundles_of, worker_shares
@@ -12,24 +9,24 @@ from alignedserve.cluster.hosts.node_report import NodeReport
 from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
-from alignedserve.config.sections import MIB, from_mapping
-from alignedserve.runtime.process.addresses import AddressBook
+from alignedserve.config.sections import MIB, EngineConfig
 
 ADDRESS = "10.0.0.1"
 
 
-def node(num_decode: int, num_cores: int = 8, gpus: tuple[str, ...] = (), threads: int | None = None) -> PreparedNode:
+def shares_of(
+    num_decode: int, num_cpus: float, gpus: tuple[str, ...] = (), threads: int | None = None
+) -> dict[str, WorkerShare]:
     share = NodeShare("node-1", "pool-1", ("prefill-1",), tuple(f"decode-{index}" for index in range(num_decode)))
-    config = from_mapping({"engine": {"threads_per_worker": threads}})
-    capacity = NodeCapacity("node-1", ADDRESS, num_cores, gpus)
-    return PreparedNode(share, capacity, config, AddressBook(Path("/nowhere")))
+    capacity = NodeCapacity("node-1", ADDRESS, 8, gpus)
+    return worker_shares(share, EngineConfig(threads_per_worker=threads), capacity, num_cpus)
 
 
 def test_workers_take_a_cpu_for_each_of_their_threads() -> None:
-    shares = worker_shares(node(1), num_cpus=8.0)
+    shares = shares_of(1, 8.0)
     assert shares == {"prefill-1": WorkerShare(0, 4.0, 0.0), "decode-0": WorkerShare(0, 4.0, 0.0)}
     assert bundles_of(shares, ADDRESS) == [{"CPU": 8.0}]
-    shares = worker_shares(node(1, threads=1), num_cpus=8.0)
+    shares = shares_of(1, 8.0, threads=1)
     assert bundles_of(shares, ADDRESS) == [{"CPU": 2.0}]
 
 
@@ -39,13 +36,13 @@ def test_workers_take_a_cpu_for_each_of_their_threads() -> None:
 def test_more_threads_than_ray_counts_cpus_are_shares_of_what_it_counts(
     num_cpus: float, each: float, in_all: float
 ) -> None:
-    shares = worker_shares(node(2), num_cpus)
+    shares = shares_of(2, num_cpus)
     assert {share.num_cpus for share in shares.values()} == {each}
     assert bundles_of(shares, ADDRESS) == [{"CPU": in_all}]
 
 
 def test_each_gpu_is_a_bundle_of_its_own_and_whole() -> None:
-    shares = worker_shares(node(4, gpus=("cuda:0", "cuda:1")), num_cpus=10.0)
+    shares = shares_of(4, 10.0, ("cuda:0", "cuda:1"))
     assert [(share.bundle, share.num_gpus) for share in shares.values()] == [
         *((0, 0.3333), (1, 0.5), (0, 0.3333), (1, 0.5), (0, 0.3333))
     ]
@@ -53,7 +50,7 @@ def test_each_gpu_is_a_bundle_of_its_own_and_whole() -> None:
 
 
 def test_where_ray_counts_no_cpu_or_no_worker_runs_the_group_still_marks_the_node() -> None:
-    assert bundles_of(worker_shares(node(1), num_cpus=0.0), ADDRESS) == [{f"node:{ADDRESS}": 0.001}]
+    assert bundles_of(shares_of(1, 0.0), ADDRESS) == [{f"node:{ADDRESS}": 0.001}]
     assert bundles_of({}, ADDRESS) == [{f"node:{ADDRESS}": 0.001}]
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -53,6 +53,16 @@ class BlockStream:
                 taken.append(self._copier.submit(take, first, rows))
             for one in taken:
                 one.result()
+
+    def send_rows(self, rows: Iterable[Bytes]) -> None:
+        """Send blocks straight from where they lie, one after the other."""
+        for row in rows:
+            self._control.send_bytes(_bytes_of(row))
+
+    def receive_rows(self, rows: Iterable[Bytes]) -> None:
+        """Receive blocks straight to where they belong, one after the other."""
+        for row in rows:
+            self._control.receive_bytes(_bytes_of(row))
 
     def close(self) -> None:
         """End the second thread; nothing is being transferred."""

@@ -95,6 +95,9 @@ class DeviceBuffer:
         """Return whether all of them are marked with this generation."""
         return generation != NO_LEASE and bool((self.generations[list(block_ids)] == generation).all())
 
+    def rows(self, block_ids: Sequence[BlockId]) -> None:
+        """Return None: the blocks are on a device."""
+
     def exported(self) -> DeviceMemoryHandle | None:
         """See ServedBuffer. Each call is for one other process."""
         if self.device.type != "cuda":

@@ -1,8 +1,10 @@
 """One peer's requests to the owner of a buffer, handled in order."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, ProtocolError
@@ -17,6 +19,7 @@ from alignedserve.messages.blocks import (
 )
 from alignedserve.runtime.kv.block_checksums import check_target, expand_runs
 from alignedserve.runtime.kv.transfers.block_channel import BlockChannel, Rows
+from alignedserve.runtime.kv.transfers.block_stream import BlockStream, Bytes
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,9 @@ class ServedBuffer(Protocol):
 
     def scatter(self, block_ids: Sequence[BlockId], rows: Rows) -> None:
         """Copy rows into blocks."""
+
+    def rows(self, block_ids: Sequence[BlockId]) -> Iterable[Bytes] | None:
+        """Return the bytes of blocks in place, one after the other; None: they are not in this process's memory."""
 
     def exported(self) -> DeviceMemoryHandle | None:
         """Return a handle by which another process of this machine maps the blocks; None: they are not on a device."""
@@ -89,6 +95,13 @@ class TransferSession:
         for named, (_, blocks) in zip(requests, self._current, strict=True):
             targets += blocks if blocks is not None else [None] * sum(count for _, count in named.runs)
 
+        rows = self._buffer.rows([target for target in targets if target is not None])
+        if rows is not None and isinstance(channel, BlockStream):
+            unwanted = np.empty(self._buffer.layout.block_bytes, np.uint8)
+            wanted_rows = iter(rows)
+            channel.receive_rows(unwanted if target is None else next(wanted_rows) for target in targets)
+            return
+
         def take(first: int, rows: Rows) -> None:
             wanted = [
                 (row, target) for row, target in enumerate(targets[first : first + len(rows)]) if target is not None
@@ -103,6 +116,10 @@ class TransferSession:
 
     def _send(self, channel: BlockChannel) -> None:
         sources = [block_id for _, blocks in self._current for block_id in blocks or ()]
+        rows = self._buffer.rows(sources)
+        if rows is not None and isinstance(channel, BlockStream):
+            channel.send_rows(rows)
+            return
 
         def fill(first: int, rows: Rows) -> None:
             self._buffer.gather(sources[first : first + len(rows)], rows)
