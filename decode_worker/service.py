@@ -45,6 +45,7 @@ class DecodeWorker:
         """Close the links, stop the threads and write the iteration log."""
         await self._driver.close()
         self._executor.close()
+        self._copier.close()
         try_write_iterations(self._iteration_log_path, self.iteration_log.records())
 
     def _perform(self, command: WorkCommand) -> None:

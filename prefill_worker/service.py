@@ -46,6 +46,7 @@ class PrefillWorker:
         """Close the links, stop the threads and free the buffers."""
         await self._driver.close()
         self._executor.close()
+        self._copier.close()
         self._memory.close()
 
     def _perform(self, command: WorkCommand) -> None:

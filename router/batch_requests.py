@@ -7,7 +7,7 @@ Nothing is decided twice from the same facts: a pool is looked at when something
 when the time is up that one of its workers or large requests had to wait.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import BatchId, WorkerName
@@ -42,6 +42,7 @@ class BatchRequests:
         self._next_batch = 1
         self._changed: dict[str, None] = {}  # pools to look at
         self._spare: dict[str, WorkerRecord] = {}  # decode workers for which their own pool has nothing
+        self._spare_order: Ranking[int] = Ranking()  # those by the number of their requests
         self._surplus: dict[str, None] = {}  # pools with requests that no worker of their node can take now
         self._asked_far: dict[str, dict[str, WorkerRecord]] = {}  # workers of other nodes, by the pool that was asked
         self._waiting: Ranking[float] = Ranking()  # pools by the begin of the wait that is over next
@@ -109,7 +110,7 @@ class BatchRequests:
     def worker_lost(self, worker: WorkerRecord) -> None:
         """Ask for nothing more for this worker."""
         self.cancel(worker)
-        self._spare.pop(worker.name, None)
+        self._forget_spare(worker)
 
     def least_share(self, pool: str) -> int:
         """Return the fewest blocks that a batch for a busy decode worker of this pool may have."""
@@ -216,19 +217,41 @@ class BatchRequests:
         for worker in near.values():
             if is_spare(worker, pool):
                 self._spare[worker.name] = worker
+                self._spare_order.put(worker.name, len(worker.decoding))
             else:
-                self._spare.pop(worker.name, None)
+                self._forget_spare(worker)
         if pool is not None and num_left(pool, near.values(), self._num_requested(pool)):
             self._surplus[pool_name] = None
         else:
             self._surplus.pop(pool_name, None)
 
+    def _forget_spare(self, worker: WorkerRecord) -> None:
+        self._spare.pop(worker.name, None)
+        self._spare_order.discard(worker.name)
+
+    def _spare_in_order(self) -> Generator[WorkerRecord, None, None]:
+        """Yield spare workers, those with the fewest requests first; to be closed."""
+        taken = []
+        try:
+            while (first := self._spare_order.first()) is not None:
+                self._spare_order.discard(first.name)
+                taken.append(first)
+                yield self._spare[first.name]
+        finally:
+            for rank, name in taken:
+                self._spare_order.put(name, rank)
+
     def _far_forms(self) -> list[tuple[str, FormBatch]]:
         if not self._spare or not self._surplus:
             return []
         left = {name: self._pools[name].num_pooled - self._num_requested(self._pools[name]) for name in self._surplus}
+        left = {name: count for name, count in left.items() if count > 0}
+        if not left:
+            return []
         asked = []
-        chosen = choose_far_batches(self._spare.values(), left, self._pools, self._links, self._batching)
+        spare = self._spare_in_order()
+        chosen = choose_far_batches(spare, len(self._spare), left, self._pools, self._links, self._batching)
+        spare.close()
         for worker, pool, limits in chosen:
             form = FormBatch(self._batch_id(), WorkerName(worker.name), **limits._asdict())
             self._note_asked(worker, pool, form)

@@ -56,32 +56,33 @@ def num_left(pool: PoolRecord, near: Iterable[WorkerRecord], num_requested: int)
 
 def choose_far_batches(
     spare: Iterable[WorkerRecord],
+    num_spare: int,
     left: Mapping[str, int],
     pools: Mapping[str, PoolRecord],
     links: LearnedLinks,
     batching: BatchingConfig,
 ) -> list[FarBatch]:
-    """Share what is left in pools out over spare workers, those with the fewest requests first.
+    """Share what is left in pools out over spare workers.
 
-    `left`: requests by pool. Workers are asked for at most once each.
+    `spare`: with the fewest requests first, `num_spare` of them; no more are looked at than get something. `left`:
+    requests by pool, at least one in each. Workers are asked for at most once each.
     """
-    left = {name: count for name, count in left.items() if count > 0}
+    left = dict(left)
     chosen: list[FarBatch] = []
-    workers = sorted(spare, key=lambda worker: (len(worker.decoding), worker.name))
-    for num_done, worker in enumerate(workers):
-        if not left:
-            break
+    for num_done, worker in enumerate(spare):
         able = [name for name in left if name not in worker.refusing_pools and name != worker.registered.pool_name]
         if not able:
             continue
         name = min(able, key=lambda name: (links.seconds_per_block(worker.name, name), -left[name], name))
-        fair = -(-left[name] // (len(workers) - num_done))
+        fair = -(-left[name] // (num_spare - num_done))
         limits = _limits_of(worker, fair, batching)
         if limits is not None:
             chosen.append(FarBatch(worker, pools[name], limits))
             left[name] -= limits.max_requests
             if not left[name]:
                 del left[name]
+        if not left:
+            break
     return chosen
 
 

@@ -81,6 +81,13 @@ class RunningCluster:
 
     def start(self, others: tuple[PreparedNode, ...] = ()) -> None:
         """Create every actor and wait until each is up. Raises the error of the first failing one."""
+        self.create(others)
+        self._wait_for_actors()
+        for name in self._actors:
+            self._watch(name)
+
+    def create(self, others: tuple[PreparedNode, ...] = ()) -> None:
+        """Create every actor; they come up by themselves, in any order."""
         nodes = (self._node, *others)
         gateways = tuple(name for node in nodes for name, _ in node.share.gateways)
         self._state = SharedState(gateways=gateways)
@@ -95,14 +102,11 @@ class RunningCluster:
         self._actors[self._node.share.node] = self._factory.create(self._node, self._state, max_lines)
         for node in others:
             self._actors[node.share.node] = self._factory.create(node, self._state_of_others())
-        self._wait_for_actors()
-        for node in nodes:
-            self._watch(node)
 
     def add_node(self, node: PreparedNode) -> None:
         """Create the actors of a node that has joined. They come up by themselves, in any order."""
         self._actors[node.share.node] = self._factory.create(node, self._state_of_others())
-        self._watch(node)
+        self._watch(node.share.node)
 
     def remove_node(self, name: str) -> None:
         """Forget the actors of a node that is gone; those that are still there are killed."""
@@ -172,8 +176,7 @@ class RunningCluster:
     ) -> None:
         self.stop()
 
-    def _watch(self, node: PreparedNode) -> None:
-        name = node.share.node
+    def _watch(self, name: str) -> None:
         self._watchdogs[name] = Watchdog(self._actors[name], self.config.links.hang_timeout_s)
         self._watchdogs[name].start()
 

@@ -14,8 +14,9 @@ import msgspec
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.events import TICK_S
-from alignedserve.messages.gateways import ClusterStatus, LengthTotals
+from alignedserve.messages.gateways import ClusterStatus, Demand
 from alignedserve.messages.handshake import Role
+from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import require_policy
 from alignedserve.scheduling.policy import Mechanism
@@ -43,8 +44,6 @@ _SETTLE_S = 2.5  # after the last end; the router's counts come every second
 _EOS_TOKEN_IDS = frozenset({EOS})
 _MAX_FIRST_LEASE = 1 << 39  # as in a live pool
 _PROGRESS_S = 5.0
-_NO_COUNTS = ("iteration_log", "lengths", "latest_attempt", "demand")
-_COUNTS = [name for name in ClusterStatus.__struct_fields__ if name not in _NO_COUNTS]
 
 
 class Simulation:
@@ -283,15 +282,18 @@ def _total(statuses: Collection[ClusterStatus]) -> ClusterStatus:
     """Add up the counts of all routers."""
     total = ClusterStatus()
     for status in statuses:
-        counts = {name: getattr(total, name) + getattr(status, name) for name in _COUNTS}
-        lengths = LengthTotals(*(a + b for a, b in zip(_fields(total.lengths), _fields(status.lengths), strict=True)))
-        log, demand = total.iteration_log.plus(status.iteration_log), total.demand.plus(status.demand)
-        total = ClusterStatus(**counts, iteration_log=log, lengths=lengths, demand=demand)
+        total = _added(total, status)
     return total
 
 
-def _fields(struct: msgspec.Struct) -> tuple[Any, ...]:
-    return msgspec.structs.astuple(struct)
+def _added(one: Any, other: Any) -> Any:
+    """Add two numbers, or two structs field by field."""
+    if isinstance(one, IterationLogTotals | Demand):
+        return one.plus(other)
+    if isinstance(one, msgspec.Struct):
+        fields = zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
+        return type(one)(*(_added(a, b) for a, b in fields))
+    return one + other
 
 
 def _router(number: int, count: int) -> str:

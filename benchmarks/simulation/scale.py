@@ -4,9 +4,9 @@
 
 Each node has one prefill and one decode worker (llama-3-8b on A100-80G) and a pool. Decisions are the live ones; the
 routers' own time for each event is `--event-us`, as `benchmarks.serving.router_capacity` measures it on this machine.
-`nodes`: the same load per node with 10, 100 and 1 000 nodes. `saturation`: 1 000 nodes, one router, rising rates.
-`routers`: 1 000 nodes and 100 000 requests in flight, with 1 to 8 routers. `loss`: one of them is killed, and back
-after 2 s. Processor times are of this process alone.
+`nodes`: the same load per node with 10, 100 and 1 000 nodes. `saturation`: one router at rising rates. `routers`:
+100 000 requests that come within 2 s, with 1 to 8 routers. `loss`: one is killed, and back after 2 s. Processor times
+are of this process alone.
 """
 
 import argparse
@@ -107,30 +107,30 @@ def _outcome(result: SimulationResult) -> dict[str, Any]:
 def nodes(event_s: float) -> Iterator[dict[str, Any]]:
     """Yield the same load per node, with more and more nodes."""
     for num_nodes in (10, 100, 1000):
-        workload = workload_of(1.5 * num_nodes, 10.0, 1000, 100)
+        workload = workload_of(1.5 * num_nodes, 4.0, 500, 50)
         yield measure(cluster_of(num_nodes, SimRouters(event_s=event_s)), workload, part="nodes", rate=1.5 * num_nodes)
 
 
 def saturation(event_s: float) -> Iterator[dict[str, Any]]:
-    """Yield what one router of 1 000 nodes does at rising rates."""
-    for rate in (1000, 2000, 3000, 4000):
-        workload = workload_of(rate, 8.0, 500, 50)
-        yield measure(cluster_of(1000, SimRouters(event_s=event_s)), workload, part="saturation", rate=rate)
+    """Yield what one router does at rising rates, and what four do at the last of them."""
+    for rate, count in ((1000, 1), (2000, 1), (3000, 1), (3000, 4)):
+        workload = workload_of(rate, 4.0, 500, 20)
+        yield measure(cluster_of(400, SimRouters(count, event_s)), workload, part="saturation", rate=rate)
 
 
 def routers(event_s: float) -> Iterator[dict[str, Any]]:
-    """Yield 100 000 requests in flight, with several routers."""
-    for count in (1, 2, 4, 8):
-        workload = workload_of(6000, 20.0, 300, 800)
-        yield measure(cluster_of(1000, SimRouters(count, event_s)), workload, part="routers", rate=6000)
+    """Yield a burst of 100 000 requests, with one router and with several."""
+    for count in (1, 4, 8):
+        workload = workload_of(50_000, 2.0, 300, 10)
+        yield measure(cluster_of(400, SimRouters(count, event_s)), workload, part="routers", rate=50_000)
 
 
 def loss(event_s: float) -> Iterator[dict[str, Any]]:
     """Yield what the loss of one router costs, by their number."""
     for count in (1, 4):
-        workload = workload_of(150, 20.0, 500, 200)
-        lost = SimRouters(count, event_s, lost_at_s=10.0)
-        yield measure(cluster_of(100, lost), workload, part="loss", rate=150)
+        workload = workload_of(60, 12.0, 500, 200)
+        lost = SimRouters(count, event_s, lost_at_s=6.0)
+        yield measure(cluster_of(40, lost), workload, part="loss", rate=60)
 
 
 PARTS = {"nodes": nodes, "saturation": saturation, "routers": routers, "loss": loss}

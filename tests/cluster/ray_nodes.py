@@ -18,7 +18,7 @@ from alignedserve.cluster.hosts.ray_storage import ray_storage
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from tests.cluster.serving import COMMAND, free_port
 
-RAY = Path(sys.executable).parent / "ray"
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
 _START_S = 90.0
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 
@@ -56,7 +56,7 @@ class RayNodes:
         environment = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
         with (self.folder / f"ray-{index}.log").open("ab") as log:
             self._nodes[index] = subprocess.Popen(
-                [RAY, "start", *(joining if index else of_head), *common],
+                [*RAY, "start", *(joining if index else of_head), *common],
                 env=environment | ({} if index else self._storage.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ from alignedserve.batches.records import FileId, ResultKind
 from alignedserve.batches.remote import state_client
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
+from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import StorageError, StoreUnavailable
@@ -79,6 +81,32 @@ async def test_an_upload_of_a_lost_gateway_is_dropped(tmp_path: Path) -> None:
         assert len(list(files.iterdir())) == 1
         await client.close()
         await holds(lambda: not list(files.iterdir()))
+
+
+async def test_a_new_process_gets_no_answer_to_a_call_of_the_old_one(tmp_path: Path) -> None:
+    class SlowRecords(MemoryRecords):
+        may_answer = asyncio.Event()
+
+        async def read(self, keys: Sequence[str]) -> list[bytes | None]:
+            if keys == ("slow",):
+                await self.may_answer.wait()
+            return [key.encode() for key in keys]
+
+    records = SlowRecords()
+    async with state_hosts(tmp_path, stores=stores_in(tmp_path / "state", records)) as hosts:
+        first = hosts.client()
+        asked = asyncio.create_task(RemoteRecords(first).read(["slow"]))
+        await holds(lambda: bool(first._waiting))
+        await asyncio.sleep(0.05)
+        await first.close()
+        with pytest.raises(StoreUnavailable):
+            await asked
+        second = RemoteRecords(hosts.client())
+        asked = asyncio.create_task(second.read(["slow"]))
+        await asyncio.sleep(0.1)
+        records.may_answer.set()
+        assert await asked == [b"slow"]
+        assert await second.read(["quick"]) == [b"quick"]
 
 
 @pytest.mark.parametrize(

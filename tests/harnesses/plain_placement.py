@@ -194,8 +194,11 @@ class PlainPlacement(Placement):
             near = [worker for worker in self.workers.values() if worker.registered.pool_name == name]
             left[name] = num_left(pool, near, num_requested[name])
         spare = [one for one in self.workers.values() if is_spare(one, self.pools.get(one.registered.pool_name))]
+        spare.sort(key=lambda worker: (len(worker.decoding), worker.name))
+        left = {name: count for name, count in left.items() if count > 0}
         asked = []
-        for worker, pool, limits in choose_far_batches(spare, left, self.pools, self.links, self._batching):
+        chosen = choose_far_batches(spare, len(spare), left, self.pools, self.links, self._batching) if left else []
+        for worker, pool, limits in chosen:
             batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
             worker.pending_batch, worker.num_requested, worker.asked_pool = batch_id, limits.max_requests, pool.name
             worker.requested_kind = BatchKind.BATCH

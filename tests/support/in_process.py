@@ -33,6 +33,7 @@ from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
+from alignedserve.runtime.process.tls import CertificateAuthority
 from decode_worker import factory as decode_factory
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import max_held, memory_of
@@ -114,6 +115,7 @@ class RoomCluster:
             self.addresses.of("gateway-0"), self.addresses.of(ROUTER), self._identity(Role.GATEWAY, "gateway-0")
         )
         self.books: dict[str, AddressBook] = {}  # of processes on nodes of their own
+        self.authority: CertificateAuthority | None = None  # for TLS between nodes
         self.pools: dict[str, str] = {}  # of their nodes
         self.components: dict[str, Router | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
         self.engines: dict[str, CountingEngine] = {}
@@ -294,7 +296,16 @@ class RoomCluster:
         timeout_s, recording = self.config.links.peer_timeout_s, self.config.recording
         book, pool_name = self.books.get(name, self.addresses), self.pools.get(name, POOL)
         return ProcessSpec(
-            role, name, self.cluster_id, b"t" * 32, timeout_s, book, self.folder, recording, pool_name=pool_name
+            role,
+            name,
+            self.cluster_id,
+            b"t" * 32,
+            timeout_s,
+            book,
+            self.folder,
+            recording,
+            pool_name=pool_name,
+            credentials=self.authority.issue(name) if self.authority is not None else None,
         )
 
     def _identity(self, role: Role, name: str) -> Identity:

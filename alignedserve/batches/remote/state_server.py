@@ -7,6 +7,7 @@ other process is refused. What it serves is what gateways of the head read and w
 import asyncio
 import logging
 import time
+from dataclasses import dataclass, field
 from functools import singledispatchmethod
 
 from alignedserve.batches.interfaces import BlobStore, BlobWriter, RecordStore, ResultLogs
@@ -51,6 +52,22 @@ _MAX_CALLS = 256  # of one gateway at a time, and as many uploads
 _MAX_REASON_LEN = 1000
 
 
+@dataclass(slots=True)
+class _Linked:
+    """A gateway while one link to it lasts."""
+
+    gateway: str
+    calls: set["asyncio.Task[None]"] = field(default_factory=set)  # under way
+    uploads: dict[FileId, BlobWriter] = field(default_factory=dict)
+
+    def upload(self, file_id: str) -> BlobWriter:
+        """Return an upload that was begun. Raises StoreUnavailable."""
+        upload = self.uploads.get(_file_id(file_id))
+        if upload is None:
+            raise StoreUnavailable("an upload that is not known any more")
+        return upload
+
+
 class StateServer:
     """Answers calls from `start` to `close`."""
 
@@ -71,8 +88,7 @@ class StateServer:
         self._blobs = blobs
         self._logs = logs
         self._quotas = quotas
-        self._calls: dict[str, set[asyncio.Task[None]]] = {}  # under way, by gateway
-        self._uploads: dict[tuple[str, FileId], BlobWriter] = {}
+        self._linked: dict[str, _Linked] = {}  # by gateway
 
     async def start(self, address: str | None = None) -> None:
         """Listen where gateways look for its name, or at this address. Raises PeerError."""
@@ -81,8 +97,8 @@ class StateServer:
     async def close(self) -> None:
         """Close every link, and drop uploads that were not finished. May be repeated."""
         await self._links.close()
-        for gateway in list(self._calls):
-            await self._forget(gateway)
+        for gateway in list(self._linked):
+            await _forget(self._linked.pop(gateway))
 
     # --- LinkHandler
 
@@ -93,76 +109,77 @@ class StateServer:
 
     def on_lost(self, peer: Peer) -> None:
         """Drop the uploads of a gateway whose link is lost."""
-        if peer.name in self._calls:
-            start_background(self._forget(peer.name), f"uploads of {peer.name}")
+        linked = self._linked.pop(peer.name, None)
+        if linked is not None:
+            start_background(_forget(linked), f"uploads of {peer.name}")
 
     def on_message(self, peer: Peer, message: Message) -> None:
         """Answer a call."""
         assert isinstance(message, StateCall), "a message of no union of this server"
-        calls = self._calls.setdefault(peer.name, set())
-        if len(calls) >= _MAX_CALLS:
-            self._send(peer, message.call_id, CallFailed("StoreUnavailable", "too many calls at once"))
+        linked = self._linked.setdefault(peer.name, _Linked(peer.name))
+        if len(linked.calls) >= _MAX_CALLS:
+            answer = CallFailed(StoreUnavailable.__name__, "too many calls at once")
+            self._links.send(peer.name, StateAnswer(message.call_id, answer))
             return
-        task = start_background(self._answer(peer, message), f"a call of {peer.name}")
-        calls.add(task)
-        task.add_done_callback(calls.discard)
+        task = start_background(self._answer(linked, message), f"a call of {peer.name}")
+        linked.calls.add(task)
+        task.add_done_callback(linked.calls.discard)
 
     # --- calls
 
-    async def _answer(self, peer: Peer, message: StateCall) -> None:
+    async def _answer(self, linked: _Linked, message: StateCall) -> None:
         try:
-            answer = await self._perform(message.call, peer.name)
+            answer = await self._perform(message.call, linked)
         except (StorageError, ProtocolError) as error:
             answer = CallFailed(type(error).__name__, str(error)[:_MAX_REASON_LEN])
-        self._send(peer, message.call_id, answer)
-
-    def _send(self, peer: Peer, call_id: int, answer: Answer) -> None:
-        self._links.send(peer.name, StateAnswer(call_id, answer))
+        # Another process of this name counts its calls anew: it must not get the answers of an earlier one.
+        if self._linked.get(linked.gateway) is linked:
+            self._links.send(linked.gateway, StateAnswer(message.call_id, answer))
 
     @singledispatchmethod
-    async def _perform(self, call: Call, gateway: str) -> Answer:
+    async def _perform(self, call: Call, linked: _Linked) -> Answer:
         raise AssertionError(f"a call that is not served: {type(call).__name__}")
 
     @_perform.register
-    async def _(self, call: ReadValues, gateway: str) -> Answer:
+    async def _(self, call: ReadValues, linked: _Linked) -> Answer:
         return Values(tuple(await self._records.read(call.keys)))
 
     @_perform.register
-    async def _(self, call: CommitChanges, gateway: str) -> Answer:
+    async def _(self, call: CommitChanges, linked: _Linked) -> Answer:
         return Done(await self._records.commit(call.changes, unchanged=dict(call.unchanged)))
 
     @_perform.register
-    async def _(self, call: ReadPage, gateway: str) -> Answer:
+    async def _(self, call: ReadPage, linked: _Linked) -> Answer:
         page = await self._records.page(call.index, after=call.after, limit=call.limit, newest_first=call.newest_first)
         return PageRead(None) if page is None else PageRead(page.members, page.has_more)
 
     @_perform.register
-    async def _(self, call: BeginUpload, gateway: str) -> Answer:
-        key = gateway, _file_id(call.file_id)
-        if sum(one == gateway for one, _ in self._uploads) >= _MAX_CALLS:
+    async def _(self, call: BeginUpload, linked: _Linked) -> Answer:
+        file_id = _file_id(call.file_id)
+        if len(linked.uploads) >= _MAX_CALLS:
             raise StoreUnavailable("too many uploads at once")
-        if key in self._uploads:
+        if file_id in linked.uploads:
             raise ProtocolError("an upload that was begun already")
-        self._uploads[key] = await self._blobs.begin(key[1])
+        linked.uploads[file_id] = await self._blobs.begin(file_id)
         return Done()
 
     @_perform.register
-    async def _(self, call: WriteUpload, gateway: str) -> Answer:
-        await self._upload(gateway, call.file_id).write(call.chunk)
+    async def _(self, call: WriteUpload, linked: _Linked) -> Answer:
+        await linked.upload(call.file_id).write(call.chunk)
         return Done()
 
     @_perform.register
-    async def _(self, call: FinishUpload, gateway: str) -> Answer:
-        upload = self._upload(gateway, call.file_id)
+    async def _(self, call: FinishUpload, linked: _Linked) -> Answer:
+        upload = linked.upload(call.file_id)
         if call.is_committed:
             await upload.commit()
         else:
             await upload.discard()
-        self._uploads.pop((gateway, _file_id(call.file_id)), None)
+        linked.uploads.pop(_file_id(call.file_id), None)
         return Done()
 
     @_perform.register
-    async def _(self, call: ReadContent, gateway: str) -> Answer:
+    async def _(self, call: ReadContent, linked: _Linked) -> Answer:
         reader = await self._blobs.open(_file_id(call.file_id))
         try:
             return ChunkRead(await asyncio.to_thread(reader.read_at, call.offset, call.length))
@@ -170,53 +187,41 @@ class StateServer:
             reader.close()
 
     @_perform.register
-    async def _(self, call: RemoveContent, gateway: str) -> Answer:
+    async def _(self, call: RemoveContent, linked: _Linked) -> Answer:
         await self._blobs.remove(_file_id(call.file_id))
         return Done()
 
     @_perform.register
-    async def _(self, call: ReadResults, gateway: str) -> Answer:
+    async def _(self, call: ReadResults, linked: _Linked) -> Answer:
         kind = ResultKind.OUTPUT if call.is_output else ResultKind.ERROR
         async for chunk in self._logs.chunks(_batch_key(call.batch_id), kind, call.log_bytes, call.start):
             return ChunkRead(chunk[:MAX_CHUNK_BYTES])  # the next call is for the rest
         return ChunkRead(b"")
 
     @_perform.register
-    async def _(self, call: RemoveResults, gateway: str) -> Answer:
+    async def _(self, call: RemoveResults, linked: _Linked) -> Answer:
         await self._logs.remove(_batch_key(call.batch_id))
         return Done()
 
     @_perform.register
-    async def _(self, call: UseQuota, gateway: str) -> Answer:
+    async def _(self, call: UseQuota, linked: _Linked) -> Answer:
         now = time.monotonic()
         if self._quotas is None:
             return QuotaAnswer(now, is_member=False, wait_s=0.0)
         wait_s = self._quotas.on_call(
-            QuotaCall(gateway, call.process_id, call.seen_s, call.spent, call.key_number), now
+            QuotaCall(linked.gateway, call.process_id, call.seen_s, call.spent, call.key_number), now
         )
-        return QuotaAnswer(now, self._quotas.is_member(gateway), wait_s)
-
-    def _upload(self, gateway: str, file_id: str) -> BlobWriter:
-        upload = self._uploads.get((gateway, _file_id(file_id)))
-        if upload is None:
-            raise StoreUnavailable("an upload that is not known any more")
-        return upload
-
-    async def _forget(self, gateway: str) -> None:
-        """Drop a gateway's uploads, after the calls that use them."""
-        await asyncio.gather(*self._calls.pop(gateway, ()), return_exceptions=True)
-        for key in [key for key in self._uploads if key[0] == gateway]:
-            try:
-                await self._uploads.pop(key).discard()
-            except StorageError:
-                logger.exception("a part of %s is left to garbage collection", key[1])
+        return QuotaAnswer(now, self._quotas.is_member(linked.gateway), wait_s)
 
 
-def _file_id(text: str) -> FileId:
-    file_id = parsed_file_id(text)
-    if file_id is None:
-        raise ProtocolError("a call for something that is no file id")
-    return file_id
+async def _forget(linked: _Linked) -> None:
+    """Drop a gateway's uploads, after the calls that use them."""
+    await asyncio.gather(*linked.calls, return_exceptions=True)
+    for file_id, upload in linked.uploads.items():
+        try:
+            await upload.discard()
+        except StorageError:
+            logger.exception("a part of %s is left to garbage collection", file_id)
 
 
 def _batch_key(text: str) -> BatchKey:
@@ -224,3 +229,10 @@ def _batch_key(text: str) -> BatchKey:
     if batch_id is None:
         raise ProtocolError("a call for something that is no batch id")
     return batch_id
+
+
+def _file_id(text: str) -> FileId:
+    file_id = parsed_file_id(text)
+    if file_id is None:
+        raise ProtocolError("a call for something that is no file id")
+    return file_id

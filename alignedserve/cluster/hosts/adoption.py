@@ -11,7 +11,7 @@ from alignedserve.cluster.hosts.admission import keeper_name
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
-from alignedserve.cluster.hosts.node_group import release
+from alignedserve.cluster.hosts.node_group import release, release_former
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, remove_record
@@ -23,6 +23,7 @@ from alignedserve.core.errors import AlignedServeError, PeerLost, ProtocolError,
 logger = logging.getLogger(__name__)
 
 _STEP_S = 0.1
+_SETTLED_S = 30.0
 
 
 def adopt_cluster(
@@ -54,11 +55,12 @@ def end_cluster(record: ClusterRecord) -> None:
     """End all processes of a recorded cluster without a driver. Raises ResourceError when they do not end."""
     actors = [actor.name for node in record.nodes for actor in node.actors if actor.name != DRIVER]
     end_by_name([*actors, *(node.keeper for node in record.nodes if node.keeper)])
+    release_former()
     remove_record(record.cluster_id)
 
 
 def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -> ClusterOnHosts:
-    nodes = alive_nodes()
+    nodes = _settled_nodes()
     alive = {node.node_id for node in nodes}
     lost = [member for member in state.members if member.ray_node.node_id not in alive]
     for member in lost:
@@ -74,6 +76,16 @@ def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -
     factory = ActorFactory(served, actor_classes, state.secrets, is_detached=True)
     logger.info("the cluster of a former driver goes on, on %d nodes", len(members))
     return ClusterOnHosts(state.joining, members, factory, driving)
+
+
+def _settled_nodes() -> list[RayNode]:
+    """Return the nodes as soon as one alone is the head: Ray takes a moment to miss the former. Raises PeerLost."""
+    ends_s = time.monotonic() + _SETTLED_S
+    while sum(node.is_head for node in alive_nodes()) > 1:
+        if time.monotonic() > ends_s:
+            raise PeerLost("Ray still counts a former head among its nodes")
+        time.sleep(_STEP_S)
+    return alive_nodes()
 
 
 def _with_keeper(member: Member) -> Member:

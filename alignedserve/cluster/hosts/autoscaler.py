@@ -1,6 +1,7 @@
 """Ray's autoscaler: whether it runs on this head, what nodes it can add, and how many it is asked for."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,9 +92,9 @@ def ask_for(bundles: Sequence[Mapping[str, float]]) -> None:
 
 
 def _file_of_autoscaler(gcs_address: str) -> Path | None:
-    for process in psutil.process_iter(["cmdline"]):
-        arguments = process.info["cmdline"] or []
-        if _GCS_OPTION + gcs_address not in arguments:
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        arguments, uids = process.info["cmdline"] or [], process.info["uids"]
+        if _GCS_OPTION + gcs_address not in arguments or uids is None or uids.real != os.getuid():
             continue
         for argument in arguments:
             if argument.startswith(_FILE_OPTION):

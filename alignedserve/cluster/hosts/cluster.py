@@ -29,10 +29,10 @@ from alignedserve.cluster.hosts.membership import (
     PrepareNode,
 )
 from alignedserve.cluster.hosts.node_actor import end_actors
-from alignedserve.cluster.hosts.node_drains import NodeDrains
 from alignedserve.cluster.hosts.node_group import release
 from alignedserve.cluster.hosts.node_report import own_versions
-from alignedserve.cluster.hosts.orders import (
+from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
+from alignedserve.cluster.hosts.operations.orders import (
     Answer,
     DrainNode,
     Order,
@@ -41,6 +41,7 @@ from alignedserve.cluster.hosts.orders import (
     answer_order,
     take_orders,
 )
+from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors, WorkerScaling
 from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
@@ -52,7 +53,6 @@ from alignedserve.cluster.hosts.record import (
 from alignedserve.cluster.hosts.scaler import NodeScaler
 from alignedserve.cluster.hosts.scaling import GiveBack, ScaledNode
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
-from alignedserve.cluster.hosts.worker_scaling import WorkerActors, WorkerScaling
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost
@@ -117,9 +117,16 @@ class ClusterOnHosts(RunningCluster):
         one."""
         self._announce()
         self._hand_over()
-        taking_over = self._factory.adopting() if self._succession.is_adopted else contextlib.nullcontext()
-        with taking_over:
-            self.start(tuple(member.prepared for member in self._members.values())[1:])
+        others = tuple(member.prepared for member in self._members.values())[1:]
+        if not self._succession.is_adopted:
+            self.start(others)
+            return
+        with self._factory.adopting():
+            self.create(others)
+        for member in self._members.values():
+            self._watch(member.name)
+            of_node = self._actors[member.name].items()
+            self._starting |= {actor.failure.remote(): (member.ray_node, name) for name, actor in of_node}
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster; then every command finds the cluster."""

@@ -17,10 +17,10 @@ from alignedserve.cluster.hosts.admission import (
     require,
     warn_of_clocks,
 )
-from alignedserve.cluster.hosts.drains import Drains
 from alignedserve.cluster.hosts.members import Member, group_for, member_of, resources_of
 from alignedserve.cluster.hosts.node_group import NodeGroup, release
 from alignedserve.cluster.hosts.node_report import NodeReport
+from alignedserve.cluster.hosts.operations.drains import Drains
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, node_config, plan_joining
 from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.cluster.placement import NodeShare

@@ -91,12 +91,12 @@ class NodeKeeper:
         From then on a driver is to come back every so often: after `patience_s` without one, these actors of this node
         are ended, and this one with them.
         """
-        if self._kept is None:
-            threading.Thread(target=self._watch, name="orphans", daemon=True).start()
+        self._heard_s, is_first = time.monotonic(), self._kept is None
         if self._kept is None or number >= self._kept.number:
             self._kept = KeptState(number, state, 0.0)
             self._actors, self._patience_s = actors, patience_s
-        self._heard_s = time.monotonic()
+        if is_first:
+            threading.Thread(target=self._watch, name="orphans", daemon=True).start()
 
     def kept(self) -> KeptState | None:
         """Return what the last driver handed over; None: none did."""
@@ -110,13 +110,17 @@ class NodeKeeper:
         releasing = threading.Thread(target=release, args=(self._folder.name,), daemon=True)  # asks Ray's head
         releasing.start()
         releasing.join(_END_S)
-        end_actors([ray.get_runtime_context().current_actor])
+        end_actors([_own_handle()])
 
     def stop(self) -> None:
         """Do nothing: the sweeper works when this process has ended."""
 
 
 NodeActor: Any = ray.remote(NodeKeeper)
+
+
+def _own_handle() -> Any:
+    return ray.get_runtime_context().current_actor
 
 
 def end_actors(actors: Sequence[Any]) -> None:

@@ -75,6 +75,11 @@ class BlockCopier:
         """Copy from arena to arena, on the thread of this one of the two peers."""
         self._threads.submit(_thread(peer), lambda: self._relay(command), on_done)
 
+    def close(self) -> None:
+        """Close the connections to other processes, once the threads have ended."""
+        for peer in list(self._transfers):
+            self._release(peer)
+
     # --- on the threads
 
     def _load(self, command: LoadBlocks) -> BlocksLoaded:

@@ -121,7 +121,8 @@ class AddressResolver:
             asked = self._look_ups[name] = asyncio.ensure_future(asyncio.to_thread(directory.look_up, name))
             asked.add_done_callback(lambda _: self._look_ups.pop(name))
         try:
-            entry = await asyncio.wait_for(asyncio.shield(asked), _LOOK_UP_S)
+            async with asyncio.timeout(_LOOK_UP_S):  # Python 3.11's `wait_for` may swallow a cancellation
+                entry = await asyncio.shield(asked)
             if entry is not None:
                 self._known[name] = Publication.decode(entry)
         except (PeerError, TimeoutError) as error:

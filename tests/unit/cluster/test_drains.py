@@ -1,12 +1,18 @@
 """Draining nodes: when one is moved and ended, which may be drained, and what orders are refused. Without Ray."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
+from ray.exceptions import RayError
 
 from alignedserve.cluster.hosts import ray_directory
-from alignedserve.cluster.hosts.drain_rules import node_called, require_drainable
-from alignedserve.cluster.hosts.drains import MOVING_S, Draining, Drains
-from alignedserve.cluster.hosts.orders import (
+from alignedserve.cluster.hosts.operations.drain_rules import node_called, require_drainable
+from alignedserve.cluster.hosts.operations.drain_watch import DrainWatch
+from alignedserve.cluster.hosts.operations.drains import MOVING_S, Draining, Drains
+from alignedserve.cluster.hosts.operations.orders import (
     Answer,
     DrainNode,
     Order,
@@ -133,7 +139,7 @@ def test_an_order_is_taken_and_answered_once(
             seen.append(taken)
             answer_order("c", name, Answer("done"))
 
-    monkeypatch.setattr("alignedserve.cluster.hosts.orders.time.sleep", drive)
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
     assert give_order("c", order) == Answer("done")
     assert seen == [order]
     assert store == {}
@@ -144,13 +150,13 @@ def test_a_refused_order_raises_its_reason(store: dict[str, bytes], monkeypatch:
         for name, _order in take_orders("c"):
             answer_order("c", name, Answer("it is the head", is_refused=True))
 
-    monkeypatch.setattr("alignedserve.cluster.hosts.orders.time.sleep", drive)
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
     with pytest.raises(ResourceError, match="it is the head"):
         give_order("c", UndoDrain("node-0"))
 
 
 def test_an_order_without_an_answer_is_withdrawn(store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignedserve.cluster.hosts.orders._ANSWER_S", -1.0)
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders._ANSWER_S", -1.0)
     with pytest.raises(PeerLost, match="driver of the cluster has not answered"):
         give_order("c", UndoDrain("node-0"))
     assert store == {}
@@ -162,3 +168,74 @@ def test_an_order_that_cannot_be_read_is_refused_and_gone(store: dict[str, bytes
     assert take_orders("c") == []
     assert list(store) == ["c/answer/x"]
     assert msgspec.json.decode(store["c/answer/x"], type=Answer).is_refused
+
+
+class Calls:
+    """An actor in this process: its calls are answered at once, or fail while it is down."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self.is_down = False
+        self.calls: list[tuple[object, ...]] = []
+        self._answer = answer
+        self.drain = SimpleNamespace(remote=self._call)
+
+    def _call(self, *arguments: object) -> Any:
+        if self.is_down:
+            return RayError("it is restarted")
+        self.calls.append(arguments)
+        return self._answer(*arguments)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> tuple[Drains, DrainWatch]:
+    def get(reference: Any) -> Any:
+        if isinstance(reference, RayError):
+            raise reference
+        return reference
+
+    monkeypatch.setattr(
+        "alignedserve.cluster.hosts.operations.drain_watch.ray.wait", lambda asked, timeout: (asked, [])
+    )
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.drain_watch.ray.get", get)
+    going_on = Drains()
+    return going_on, DrainWatch(going_on)
+
+
+def test_router_and_gateways_are_told_until_nothing_drains(watch: tuple[Drains, DrainWatch]) -> None:
+    going_on, watching = watch
+    left = {"decode-1": 2}
+    router = Calls(lambda draining, moved: {name: left.get(name, 0) for name in draining})
+    gateway = Calls(lambda is_draining: 0)
+    actors = {"router": router, "gateway-0": Calls(lambda is_draining: 9), "gateway-1": gateway}
+    assert watching.look(actors) == []
+    assert router.calls == gateway.calls == []
+    going_on.begin("node-1", Draining(("decode-1",), ("gateway-1",), moves_s=float("inf")))
+    for _ in range(3):
+        assert watching.look(actors) == []
+    assert router.calls == [(("decode-1",), ())] * 3
+    assert gateway.calls == [(True,)] * 3
+    router.is_down = True
+    left["decode-1"] = 0
+    assert watching.look(actors) == []
+    assert watching.look(actors) == []
+    router.is_down = False
+    assert watching.look(actors) == []
+    assert watching.look(actors) == ["node-1"]
+    going_on.end("node-1")
+    for _ in range(3):
+        assert watching.look(actors) == []
+    assert router.calls[-1] == ((), ())
+    assert gateway.calls[-1] == (False,)
+    assert router.calls.count(((), ())) == gateway.calls.count((False,)) == 1
+
+
+def test_a_gateway_that_is_gone_is_not_told(watch: tuple[Drains, DrainWatch]) -> None:
+    going_on, watching = watch
+    router = Calls(lambda draining, moved: dict.fromkeys(draining, 0))
+    gateway = Calls(lambda is_draining: 0)
+    going_on.begin("node-1", Draining(("decode-1",), ("gateway-1",), moves_s=float("inf")))
+    watching.look({"router": router, "gateway-1": gateway})
+    assert watching.look({"router": router, "gateway-1": gateway}) == ["node-1"]
+    going_on.end("node-1")
+    assert watching.look({"router": router}) == []
+    assert gateway.calls == [(True,), (True,)]

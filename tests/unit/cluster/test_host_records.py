@@ -13,11 +13,16 @@ from ray import cloudpickle
 
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.hosts import cluster as running
+from alignedserve.cluster.hosts import joining
 from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.membership import Membership
 from alignedserve.cluster.hosts.node_report import NodeReport, own_versions
+from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
+from alignedserve.cluster.hosts.operations.orders import Answer, DrainNode, Order, ScaleWorkers, UndoDrain
+from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.cluster.hosts.record import ClusterRecord
@@ -26,7 +31,7 @@ from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.start_observer import LoggingObserver
 from alignedserve.config.sections import MIB, ModelSectionConfig, from_mapping
-from alignedserve.core.errors import ResourceError
+from alignedserve.core.errors import NotEnoughMemory, ResourceError
 from alignedserve.evaluation import cluster_demo, namespace_hosts
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.process.addresses import AddressBook
@@ -57,9 +62,9 @@ def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
         book.folder.mkdir(parents=True)
         prepared = PreparedNode(share, one.capacity, plan.config_of(share, node.address), book)
         members.append(Member(node, prepared, Keeper(KeeperMemory(), book)))
-    joining = Joining(plan, NodeReport(own_versions()), "c", 2)
+    made = Joining(plan, NodeReport(own_versions()), "c", 2)
     factory = ActorFactory(POCKET, ActorClasses(None, None))
-    return ClusterOnHosts(joining, members, factory, Driving(LoggingObserver(), Succession("asked")))
+    return ClusterOnHosts(made, members, factory, Driving(LoggingObserver(), Succession("asked")))
 
 
 @pytest.fixture
@@ -99,6 +104,93 @@ def test_a_refused_node_that_leaves_is_no_lost_one(
     alive.remove(NODES[2])
     assert cluster.check()
     assert [node.node_id for node in announced[-1].nodes] == ["id-0", "id-1"]
+
+
+def test_a_node_drains_stays_out_and_is_used_again(
+    cluster: ClusterOnHosts, announced: list[ClusterRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[tuple[str, Order]] = []
+    answers: list[Answer] = []
+    monkeypatch.setattr(running, "alive_nodes", lambda: list(NODES[:2]))
+    monkeypatch.setattr(running, "take_orders", lambda cluster_id: [orders.pop()] if orders else [])
+    monkeypatch.setattr(running, "answer_order", lambda cluster_id, name, answer: answers.append(answer))
+    monkeypatch.setattr(joining, "release", lambda folder: None)
+    monkeypatch.setattr(joining, "_end", lambda actor: None)
+
+    def after(order: Order) -> tuple[str, list[str]]:
+        orders.append(("x", order))
+        assert cluster.check()
+        return answers[-1].text, [node.drain for node in announced[-1].nodes]
+
+    assert after(DrainNode("node-1", 60.0)) == (
+        "node-1 gets nothing new; what it still has in 60 s goes elsewhere.",
+        ["", "draining"],
+    )
+    assert after(UndoDrain("host-1")) == ("node-1 is used again.", ["", ""])
+    assert answers[-1].is_refused is False
+    text, _ = after(UndoDrain("host-1"))
+    assert (text, answers[-1].is_refused) == ("node-1 neither drains nor has drained", True)
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.drains.MOVING_S", 0.0)
+    assert after(DrainNode("10.0.0.1", 0.0))[1] == ["", "drained"]
+    assert announced[-1].nodes[1].actors == ()
+    begun: list[RayNode] = []
+    waiting = SimpleNamespace(node=NODES[1], advance=lambda: None, close=lambda: None)
+
+    def begin(node: RayNode) -> Any:
+        begun.append(node)
+        return waiting
+
+    monkeypatch.setattr(cluster._joining, "begin", begin)
+    assert cluster.check()
+    assert begun == []
+    assert after(UndoDrain("node-1")) == ("node-1 is used again; its processes start now.", [""])
+    assert cluster.check()
+    assert begun == [NODES[1]]
+
+
+@pytest.mark.parametrize(
+    ("order", "problem"),
+    [
+        (DrainNode("node-0", 1.0), "node-0 is the head"),
+        (DrainNode("x", 1.0), "there is no node x; there are node-0"),
+        (ScaleWorkers({"decode": 1}), "2 nodes keep one decode worker each"),
+        (ScaleWorkers({"gateway": 1}), "no number of workers"),
+    ],
+)
+def test_orders_that_cannot_be_are_refused(
+    cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch, order: Order, problem: str
+) -> None:
+    monkeypatch.setattr(cluster, "actors", lambda: {"router": None})
+    answer = cluster._obey(order)
+    assert answer.is_refused
+    assert problem in answer.text
+
+
+def test_more_workers_have_new_names_and_fewer_are_those_with_the_least_work(
+    cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created: list[str] = []
+    ended: list[str] = []
+    router = SimpleNamespace(num_left=SimpleNamespace(remote=lambda names: {"decode-0": 3, "decode-2": 5}))
+    free = SimpleNamespace(available_bytes=SimpleNamespace(remote=lambda: 1 << 40))
+    for member in cluster._members.values():
+        member.keeper = Keeper(free, member.keeper.book)
+    actors = WorkerActors(lambda node, name: created.append(name), lambda node, name: ended.append(name))
+    monkeypatch.setattr(cluster._workers, "_workers", actors)
+    monkeypatch.setattr(
+        "alignedserve.cluster.hosts.operations.worker_scaling.ray.get", lambda reference, timeout: reference
+    )
+    said = cluster._workers.scale(ScaleWorkers({"decode": 3}), router)
+    assert (said, created) == ("decode-2 starts on node-0.", ["decode-2"])
+    assert [actor.name for actor in cluster.record().nodes[0].actors][-2:] == ["decode-0", "decode-2"]
+    assert "decode-0 gets nothing new" in cluster._workers.scale(ScaleWorkers({"decode": 2}), router)
+    assert cluster._workers.scale(ScaleWorkers({"decode": 2}), router) == "There are as many already."
+    cluster._workers.end("decode-0")
+    assert ended == ["decode-0"]
+    assert "decode-0" not in [actor.name for actor in cluster.record().nodes[0].actors]
+    free.available_bytes.remote = lambda: 1 << 20
+    with pytest.raises(NotEnoughMemory, match=r"node-0 has no room for 2 workers more: .* enough for 0"):
+        cluster._workers.scale(ScaleWorkers({"decode": 6, "prefill": 2}), router)
 
 
 def test_the_log_of_the_driver_is_closed_with_it(cluster: ClusterOnHosts) -> None:
@@ -143,6 +235,13 @@ def test_the_next_driver_gets_what_the_last_one_knew(cluster: ClusterOnHosts, an
     ]
     assert state.secrets == cluster._factory.secrets
     assert Succession("asked", state).started == cluster._succession.started
+
+
+def test_the_next_driver_gives_back_what_the_last_one_began_to(cluster: ClusterOnHosts) -> None:
+    cluster._drains.give_back("id-1")
+    membership = Membership({node.node_id: node.host for node in NODES[:2]})
+    NodeDrains(cluster._members, membership, cluster._joining, lambda event: None)
+    assert membership.released == ("id-1",)
 
 
 def test_a_driver_hands_over_once_a_second_at_most(cluster: ClusterOnHosts) -> None:

@@ -113,6 +113,37 @@ def test_a_host_that_drained_stays_out_when_it_comes_back_under_another_id(is_lo
     assert nodes.on_event(seen("head", "a.2", "b.1"), 6.0) == [CancelPreparation("a.3"), PrepareNode("a.2")]
 
 
+def test_a_node_that_is_given_back_stays_out_while_it_lives_and_its_host_may_come_again() -> None:
+    nodes = Membership(hosts("head", "a"))
+    assert nodes.on_event(DrainAsked("a", is_given_back=True), 0.0) == [Announce()]
+    assert (nodes.released, nodes.members) == (("a",), ("head", "a"))
+    assert nodes.on_event(NodeDrained("a"), 1.0) == [EndNode("a"), Announce()]
+    assert (nodes.released, nodes.members, nodes.drained) == (("a",), ("head",), ())
+    assert nodes.on_event(seen("head", "a"), 100.0) == []
+    assert nodes.on_event(seen("head"), 101.0) == [Announce()]
+    assert nodes.released == ()
+    assert nodes.on_event(seen("head", "a.1"), 102.0) == [PrepareNode("a.1")]
+
+
+def test_a_node_that_was_given_back_is_taken_again_whether_it_has_drained_or_not() -> None:
+    nodes = Membership(hosts("head", "a"))
+    nodes.on_event(DrainAsked("a", is_given_back=True), 0.0)
+    assert nodes.on_event(DrainUndone("a"), 1.0) == [Announce()]
+    assert nodes.on_event(seen("head", "a"), 2.0) == []
+    nodes.on_event(DrainAsked("a", is_given_back=True), 3.0)
+    nodes.on_event(NodeDrained("a"), 4.0)
+    assert nodes.on_event(DrainUndone("a"), 5.0) == [Announce()]
+    assert nodes.on_event(seen("head", "a"), 6.0) == [PrepareNode("a")]
+
+
+def test_a_node_that_is_lost_while_it_is_given_back_is_forgotten() -> None:
+    nodes = Membership(hosts("head", "a"))
+    nodes.on_event(DrainAsked("a", is_given_back=True), 0.0)
+    assert nodes.on_event(seen("head"), 1.0) == [ForgetNode("a"), Announce()]
+    assert (nodes.released, nodes.drained) == ((), ())
+    assert nodes.on_event(seen("head", "a.1"), 2.0) == [PrepareNode("a.1")]
+
+
 class NodeModel:
     """What performs the commands: checks that each fits what was commanded before."""
 

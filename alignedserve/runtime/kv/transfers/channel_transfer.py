@@ -10,6 +10,7 @@ from alignedserve.core.errors import PeerError
 from alignedserve.messages.blocks import ReadBlocks, WriteBlocks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK
+from alignedserve.runtime.kv.transfers.block_stream import BlockStream
 from alignedserve.runtime.kv.transfers.control_socket import dial
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
@@ -75,7 +76,10 @@ class ChannelTransfer(ServedTransfer):
             self._memory.gather(sources[first : first + len(rows)], rows, checksums)
 
         self._control.send(WriteBlocks(tuple(one.named for one in planned)))
-        self._channel.send(len(sources), fill)
+        if isinstance(self._channel, BlockStream) and isinstance(self._memory, HostBlocks):
+            self._channel.send_rows(self._memory.rows_to_send(sources, checksums))
+        else:
+            self._channel.send(len(sources), fill)
         return self._settled(planned, planned, checksums.values)
 
     def _fetch(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
@@ -88,5 +92,8 @@ class ChannelTransfer(ServedTransfer):
         def take(first: int, rows: Tensor) -> None:
             self._memory.scatter(targets[first : first + len(rows)], rows, checksums)
 
-        self._channel.receive(len(targets), take)
+        if isinstance(self._channel, BlockStream) and isinstance(self._memory, HostBlocks):
+            self._channel.receive_rows(self._memory.rows_to_fill(targets, checksums))
+        else:
+            self._channel.receive(len(targets), take)
         return self._settled(planned, granted, checksums.values)

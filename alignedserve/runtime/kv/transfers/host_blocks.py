@@ -44,6 +44,18 @@ class HostBlocks:
         """Copy rows into blocks."""
         copy_rows(np.asarray(rows), self._blocks.rows_to_write(block_ids), *checksums, from_target=False)
 
+    def rows_to_send(self, block_ids: Sequence[BlockId], checksums: RunChecksums) -> Iterator[Bytes]:
+        """Iterate over the bytes of blocks, which are checksummed as they leave."""
+        for row in self._blocks.rows_to_read(block_ids):
+            checksums.update(row)
+            yield row
+
+    def rows_to_fill(self, block_ids: Sequence[BlockId], checksums: RunChecksums) -> Iterator[Bytes]:
+        """Iterate over rows to fill, which are checksummed when the iterator is advanced, past its end as well."""
+        for row in self._blocks.rows_to_write(block_ids):
+            yield row
+            checksums.update(row)
+
 
 class ArenaBuffer:
     """A ServedBuffer over an arena, which it does not own."""

@@ -17,6 +17,7 @@ class Draining:
     workers: tuple[str, ...]  # with the pool of a whole node
     gateways: tuple[str, ...]
     moves_s: float  # when what is left is moved
+    is_given_back: bool = False  # the node, to Ray
 
     @property
     def ends_s(self) -> float:
@@ -37,6 +38,10 @@ class Drains:
 
     def __contains__(self, name: str) -> bool:
         return name in self._going_on
+
+    def is_given_back(self, name: str) -> bool:
+        """Return whether this node drains because the load does not need it."""
+        return name in self._going_on and self._going_on[name].is_given_back
 
     def begin(self, name: str, draining: Draining) -> None:
         """Begin a drain, or give one another time."""

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from alignedserve.cluster.hosts.drain_rules import node_called, require_drainable
-from alignedserve.cluster.hosts.drain_watch import DrainWatch
-from alignedserve.cluster.hosts.drains import Draining
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.membership import DrainAsked, DrainUndone, Membership, MembershipEvent, NodeDrained
-from alignedserve.cluster.hosts.orders import DrainNode
+from alignedserve.cluster.hosts.operations.drain_rules import node_called, require_drainable
+from alignedserve.cluster.hosts.operations.drain_watch import DrainWatch
+from alignedserve.cluster.hosts.operations.drains import Draining
+from alignedserve.cluster.hosts.operations.orders import DrainNode
 from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
 from alignedserve.core.errors import ResourceError
 
@@ -41,7 +41,8 @@ class NodeDrains:
             membership.keep_out(node_id, member.ray_node.host)
         for node_id, member in members.items():
             if member.name in self._drains:
-                membership.on_event(DrainAsked(node_id), time.monotonic())
+                asked = DrainAsked(node_id, self._drains.is_given_back(member.name))
+                membership.on_event(asked, time.monotonic())
 
     def drain(self, order: DrainNode, nodes: Sequence[NodeRecord]) -> str:
         """Begin a drain, or give it another time; return what is said of it. Raises ResourceError."""
@@ -67,7 +68,7 @@ class NodeDrains:
 
     def give_back(self, node_id: str) -> None:
         """Drain a node that the load does not need; it is left to Ray then."""
-        self._begin(self._members[node_id], _GIVEN_BACK_WITHIN_S)
+        self._begin(self._members[node_id], _GIVEN_BACK_WITHIN_S, is_given_back=True)
         self._decide(DrainAsked(node_id, is_given_back=True))
 
     def take_again(self, node_id: str, name: str | None = None) -> None:
@@ -102,10 +103,11 @@ class NodeDrains:
         if member.ray_node.node_id in self._membership.drained:
             self._joining.drained[member.ray_node.node_id] = member.without_keeper()
 
-    def _begin(self, member: Member, within_s: float) -> None:
+    def _begin(self, member: Member, within_s: float, *, is_given_back: bool = False) -> None:
         share = member.prepared.share
         pool = (share.pool_name,) if share.prefill else ()  # workers that do both phases have none
         gateways = tuple(name for name, _ in share.gateways)
         moves_s = time.monotonic() + within_s
-        self._drains.begin(share.node, Draining((*share.prefill, *share.decode, *pool), gateways, moves_s))
+        workers = (*share.prefill, *share.decode, *pool)
+        self._drains.begin(share.node, Draining(workers, gateways, moves_s, is_given_back))
         logger.info("%s drains; what is left after %.0f s goes elsewhere", share.node, within_s)

@@ -12,11 +12,11 @@ import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import PreparedNode
-from alignedserve.cluster.hosts.drains import Draining, Drains
 from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.orders import ScaleWorkers
+from alignedserve.cluster.hosts.operations.drains import Draining, Drains
+from alignedserve.cluster.hosts.operations.orders import ScaleWorkers
+from alignedserve.cluster.hosts.operations.resizing import Resize, RunningNode, plan_resize
 from alignedserve.cluster.hosts.plan import ClusterPlan
-from alignedserve.cluster.hosts.resizing import Resize, RunningNode, plan_resize
 from alignedserve.cluster.placement import NodeShare, engines_of
 from alignedserve.config.sections import MIB, Topology
 from alignedserve.core.errors import NotEnoughMemory, PeerLost
@@ -87,7 +87,7 @@ class WorkerScaling:
             if num_bytes > available:
                 count = sum(name == node for _, name in change.added)
                 raise NotEnoughMemory(
-                    f"{node} has no room for {count} more workers: they need {num_bytes // MIB} MiB, "
+                    f"{node} has no room for {count} workers more: {num_bytes // MIB} MiB are needed, "
                     f"{available // MIB} MiB are available, which is enough for {count * available // num_bytes}; "
                     "a node that joins brings workers of its own"
                 )

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.hosts.drains import Drains
+from alignedserve.cluster.hosts.operations.drains import Drains
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.process.addresses import ROUTER
 

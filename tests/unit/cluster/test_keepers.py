@@ -1,0 +1,46 @@
+"""The keeper of a node: what drivers hand over to the next one, and the end of actors that have no driver."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.cluster.hosts import node_actor
+from alignedserve.cluster.hosts.node_actor import KeptState, NodeKeeper
+from tests.support.waiting import holds
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    actors: list[Any] = []
+    monkeypatch.setattr(node_actor, "end_actors", actors.extend)
+    monkeypatch.setattr(node_actor, "_own_handle", lambda: "keeper")
+    monkeypatch.setattr(node_actor, "_WATCH_S", 0.01)
+    return actors
+
+
+@pytest.fixture
+def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended: list[Any]) -> NodeKeeper:
+    monkeypatch.setattr(node_actor, "make_run_folder", lambda name: tmp_path)
+    monkeypatch.setattr(node_actor, "start_sweeper", lambda folder, raylet_pid: None)
+    return NodeKeeper("c-0")
+
+
+def test_a_keeper_without_a_driver_keeps_nothing_and_ends_nothing(keeper: NodeKeeper, ended: list[Any]) -> None:
+    assert keeper.kept() is None
+    assert ended == []
+
+
+def test_the_latest_state_is_kept_whichever_comes_last(keeper: NodeKeeper) -> None:
+    for number in (1, 3, 2):
+        keeper.keep(number, b"%d" % number, [], 60.0)
+    kept = keeper.kept()
+    assert kept is not None
+    assert kept._replace(age_s=0.0) == KeptState(3, b"3", 0.0)
+    assert 0.0 <= kept.age_s < 60.0
+
+
+async def test_actors_without_a_driver_are_ended_and_the_keeper_last(keeper: NodeKeeper, ended: list[Any]) -> None:
+    keeper.keep(1, b"", ["router"], 60.0)
+    keeper.keep(2, b"", ["router", "decode-0"], 0.0)
+    await holds(lambda: ended == ["router", "decode-0", "keeper"])
