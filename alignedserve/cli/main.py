@@ -143,11 +143,12 @@ def stop() -> None:
 @app.command("ray-storage")
 def ray_storage(
     name: Annotated[str, typer.Option("--name", help="Of the cluster, among those that share the Redis.")] = "ray",
+    worker: Annotated[bool, typer.Option("--worker", help="For a node that is not the head.")] = False,
 ) -> None:
     """Print the shell commands by which `ray start --head "$@"` uses the Redis of ALIGNEDSERVE_REDIS_URL."""
     from alignedserve.cli.commands.hosts import print_ray_storage as run
 
-    run(name)
+    run(name, is_worker=worker)
 
 
 @app.command()

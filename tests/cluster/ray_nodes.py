@@ -14,12 +14,13 @@ from typing import Any
 
 import psutil
 
-from alignedserve.cluster.hosts.ray_storage import ray_storage
+from alignedserve.cluster.hosts.ray_storage import ray_storage, waiting_for_head
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from tests.cluster.serving import COMMAND, free_port
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 _START_S = 90.0
+_KILLED = "--- killed\n"
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 
 
@@ -40,13 +41,14 @@ class RayNodes:
         self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         self.environment |= {"RAY_ADDRESS": f"127.0.0.1:{self._port}"}
         self.environment |= {"ALIGNEDSERVE_RUN_DIR": str(self.run_dir), "ALIGNEDSERVE_STATE_DIR": str(folder / "state")}
+        self.environment |= waiting_for_head(redis_url)
         self._storage = ray_storage(redis_url, "tests")
         if redis_url:
             self.environment["ALIGNEDSERVE_REDIS_URL"] = redis_url
 
     # --- Ray
 
-    def start(self, index: int) -> None:
+    def start(self, index: int, num_tries: int = 3) -> None:
         """Start a node and wait until it is up."""
         common = (f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats", "--num-cpus=1", "--block")
         at = ("--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={self.folder / 'ray'}")
@@ -63,7 +65,15 @@ class RayNodes:
                 stderr=log,
             )
         path = self.folder / f"ray-{index}.log"
-        self.wait(lambda: "Ray runtime started." in path.read_text().rpartition("--- killed")[2], path.read_text)
+
+        def said() -> str:
+            return path.read_text().rpartition(_KILLED)[2]
+
+        self.wait(lambda: "Ray runtime started." in said() or self._nodes[index].poll() is not None, said)
+        if self._nodes[index].poll() is not None:  # on a busy machine it gives up after 30 s
+            assert num_tries > 1, said()
+            self.kill(index)
+            self.start(index, num_tries - 1)
 
     def processes(self, index: int) -> list[psutil.Process]:
         """Return all of a node, the actors on it included."""
@@ -81,7 +91,7 @@ class RayNodes:
         psutil.wait_procs(found, timeout=10.0)
         self._nodes.pop(index).wait()
         with (self.folder / f"ray-{index}.log").open("a") as log:
-            log.write("--- killed\n")
+            log.write(_KILLED)
 
     def process(self, index: int, name: str) -> psutil.Process:
         """Return the process of a node with this name, such as gcs_server."""

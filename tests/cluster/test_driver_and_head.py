@@ -27,6 +27,7 @@ NUM_LINES = 60
 OPTIONS = (
     *("--nodes", "2", "--set", "topology=colocated", "--set", "engine.threads_per_worker=1"),
     *("--set", "engine.calibration_s=0.2", "--set", "model.served_model_name=model"),
+    *("--set", "gateway.host=node"),  # the nodes have different addresses of this host
 )
 
 
@@ -55,7 +56,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def up_options(random_model: Path) -> tuple[str, ...]:
-    return (str(random_model), *EXACT, *OPTIONS)
+    return (str(random_model), *EXACT, *OPTIONS, "--port", str(free_port()))
 
 
 @pytest.fixture(scope="module")

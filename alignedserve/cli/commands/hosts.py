@@ -12,7 +12,7 @@ from alignedserve.cluster.hosts.operations.drain_rules import node_called
 from alignedserve.cluster.hosts.operations.drains import MOVING_S
 from alignedserve.cluster.hosts.operations.orders import DrainNode, ScaleWorkers, UndoDrain, give_order
 from alignedserve.cluster.hosts.operations.resizing import parse_counts
-from alignedserve.cluster.hosts.ray_storage import ray_storage
+from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage, waiting_for_head
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, ask_to_stop, recorded_id
 from alignedserve.cluster.hosts.succession import has_driver
 from alignedserve.cluster.hosts.supervisor import end_supervisor, running_supervisor
@@ -129,9 +129,14 @@ def _stop_start() -> None:
     notes().print("Stopped a cluster that was about to start.")
 
 
-def print_ray_storage(name: str) -> None:
-    """Print how `ray start --head` keeps its state in the Redis that is named. Raises ConfigError for its URL."""
-    print(ray_storage(redis_url(), name).shell())
+def print_ray_storage(name: str, *, is_worker: bool) -> None:
+    """Print how `ray start` keeps its state in the Redis that is named, or waits for a head that does.
+
+    Raises ConfigError for its URL.
+    """
+    url = redis_url()
+    storage = RayStorage(waiting_for_head(url), ()) if is_worker else ray_storage(url, name)
+    print(storage.shell())
 
 
 def _load(record: ClusterRecord) -> ClusterStatus | None:

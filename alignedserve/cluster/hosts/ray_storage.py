@@ -1,6 +1,5 @@
 """Where Ray's head keeps its state, so that it can come back: in the Redis that is named by URL."""
 
-import json
 import shlex
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -45,13 +44,14 @@ def ray_storage(redis_url: str | None, cluster_name: str) -> RayStorage:
     reachable = f"[{host}]" if ":" in host else host
     return RayStorage(
         {
+            **waiting_for_head(redis_url),
             "RAY_REDIS_ADDRESS": f"{scheme}{reachable}:{port or _DEFAULT_PORT}",
             "RAY_external_storage_namespace": cluster_name,
         },
-        (
-            f"--redis-username={unquote(parts.username or '')}",
-            f"--redis-password={unquote(parts.password or '')}",
-            # Given to the head, it reaches all nodes.
-            f"--system-config={json.dumps({'gcs_rpc_server_reconnect_timeout_s': _HEAD_RETURNS_S})}",
-        ),
+        (f"--redis-username={unquote(parts.username or '')}", f"--redis-password={unquote(parts.password or '')}"),
     )
+
+
+def waiting_for_head(redis_url: str | None) -> dict[str, str]:
+    """Return the environment of `ray start` on every node with which it waits for a head that can come back."""
+    return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(_HEAD_RETURNS_S)} if redis_url is not None else {}

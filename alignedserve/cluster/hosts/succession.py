@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayError
@@ -54,8 +55,14 @@ class ClusterState:
 
 def digest_of(config: ClusterConfig) -> str:
     """Return a digest of all that a driver is started with: a driver with another one starts a cluster of its own."""
-    parts = (own_versions(), repr(config), *sorted(api_keys()), redis_url() or "")
+    asked = msgspec.json.encode(config, enc_hook=_typed)
+    parts = (own_versions(), asked.decode(), *sorted(api_keys()), redis_url() or "")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _typed(value: object) -> str:
+    """Return what is more than a plain value in other words than that: a default is not the same as a setting."""
+    return f"{type(value).__name__} {value}"
 
 
 class Succession:

@@ -264,6 +264,7 @@ def test_a_driver_with_another_configuration_or_other_keys_starts_anew(monkeypat
     config = from_mapping({})
     assert digest_of(config) == digest_of(from_mapping({}))
     assert digest_of(config) != digest_of(from_mapping({"decode": {"count": 2}}))
+    assert digest_of(config) != digest_of(from_mapping({"decode": {"count": config.decode.count}}))
     before = digest_of(config)
     monkeypatch.setenv("ALIGNEDSERVE_API_KEYS", "one")
     assert digest_of(config) != before

@@ -7,7 +7,7 @@ import pytest
 from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage
 from alignedserve.core.errors import ConfigError
 
-WAITS = '--system-config={"gcs_rpc_server_reconnect_timeout_s": 600}'
+WAITS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
 
 def test_without_a_redis_nothing_is_added() -> None:
@@ -25,8 +25,8 @@ def test_without_a_redis_nothing_is_added() -> None:
 )
 def test_address_and_password_are_those_of_the_url(url: str, address: str, user: str, password: str) -> None:
     storage = ray_storage(url, "one")
-    assert storage.environment == {"RAY_REDIS_ADDRESS": address, "RAY_external_storage_namespace": "one"}
-    assert storage.options == (f"--redis-username={user}", f"--redis-password={password}", WAITS)
+    assert storage.environment == WAITS | {"RAY_REDIS_ADDRESS": address, "RAY_external_storage_namespace": "one"}
+    assert storage.options == (f"--redis-username={user}", f"--redis-password={password}")
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,10 @@ def test_what_ray_cannot_use_is_refused_without_the_password(url: str, said: str
 @pytest.mark.parametrize("password", ["plain", "with space", "$(touch x) `y` 'quoted' \"twice\""])
 def test_a_shell_reads_what_was_meant(password: str) -> None:
     environment = {"RAY_REDIS_ADDRESS": "host:1", "RAY_external_storage_namespace": "a b"}
-    line = RayStorage(environment, (f"--redis-password={password}", WAITS)).shell()
+    line = RayStorage(environment, (f"--redis-password={password}", "two words")).shell()
     script = 'eval "$1"; printf "%s|" "$RAY_REDIS_ADDRESS" "$RAY_external_storage_namespace" "$@"'
     done = subprocess.run(["bash", "-c", script, "bash", line], capture_output=True, text=True, check=True)
-    assert done.stdout == f"host:1|a b|--redis-password={password}|{WAITS}|"
+    assert done.stdout == f"host:1|a b|--redis-password={password}|two words|"
 
 
 def test_a_shell_without_a_redis_has_no_arguments() -> None:
