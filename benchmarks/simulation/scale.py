@@ -112,10 +112,10 @@ def nodes(event_s: float) -> Iterator[dict[str, Any]]:
 
 
 def saturation(event_s: float) -> Iterator[dict[str, Any]]:
-    """Yield what one router does at rising rates, and what four do at the last of them."""
-    for rate, count in ((1000, 1), (2000, 1), (3000, 1), (3000, 4)):
-        workload = workload_of(rate, 3.0, 200, 20)
-        yield measure(cluster_of(200, SimRouters(count, event_s)), workload, part="saturation", rate=rate)
+    """Yield a model at a tenth of 1 000 nodes and of a router's speed: one router at rising rates, and four."""
+    for rate, count in ((150, 1), (200, 1), (250, 1), (250, 4)):
+        workload = workload_of(rate, 4.0, 500, 50)
+        yield measure(cluster_of(100, SimRouters(count, 10 * event_s)), workload, part="saturation", rate=rate)
 
 
 def loss(event_s: float) -> Iterator[dict[str, Any]]:
