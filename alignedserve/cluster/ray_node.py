@@ -71,6 +71,6 @@ def join_ray(address: str, namespace: str) -> None:
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ResourceError(
-            f"cannot join the Ray cluster at RAY_ADDRESS={address}: {reason}; does it run there, and is RAY_AUTH_MODE "
-            "here what it was started with?"
+            f"cannot join the Ray cluster at RAY_ADDRESS={address}: {reason}; does it run there, and are RAY_AUTH_MODE "
+            "and the token (RAY_AUTH_TOKEN, else ~/.ray/auth_token) here those it was started with?"
         ) from error

@@ -1,12 +1,12 @@
-"""Simulated clusters of 10, 100 and 1 000 nodes: the load that one router carries, and what several hold.
+"""Simulated clusters of 10, 100 and 1 000 nodes: the load that one router carries, and several.
 
-    python -m benchmarks.simulation.scale [PART ...]     # parts: nodes, saturation, routers, loss
+    python -m benchmarks.simulation.scale [PART ...]     # parts: nodes, saturation, loss
 
 Each node has one prefill and one decode worker (llama-3-8b on A100-80G) and a pool. Decisions are the live ones; the
 routers' own time for each event is `--event-us`, as `benchmarks.serving.router_capacity` measures it on this machine.
-`nodes`: the same load per node with 10, 100 and 1 000 nodes. `saturation`: one router at rising rates. `routers`:
-100 000 requests that come within 2 s, with 1 to 8 routers. `loss`: one is killed, and back after 2 s. Processor times
-are of this process alone.
+`nodes`: the same load per node with 10, 100 and 1 000 nodes. `saturation`: one router at rising rates, and four.
+`loss`: one is killed, and back after 2 s. Processor times are of this process alone. That several hold 100 000
+requests: `benchmarks.scheduling.router_decisions`.
 """
 
 import argparse
@@ -114,15 +114,8 @@ def nodes(event_s: float) -> Iterator[dict[str, Any]]:
 def saturation(event_s: float) -> Iterator[dict[str, Any]]:
     """Yield what one router does at rising rates, and what four do at the last of them."""
     for rate, count in ((1000, 1), (2000, 1), (3000, 1), (3000, 4)):
-        workload = workload_of(rate, 4.0, 500, 20)
-        yield measure(cluster_of(400, SimRouters(count, event_s)), workload, part="saturation", rate=rate)
-
-
-def routers(event_s: float) -> Iterator[dict[str, Any]]:
-    """Yield a burst of 100 000 requests, with one router and with several."""
-    for count in (1, 4, 8):
-        workload = workload_of(50_000, 2.0, 300, 10)
-        yield measure(cluster_of(400, SimRouters(count, event_s)), workload, part="routers", rate=50_000)
+        workload = workload_of(rate, 3.0, 200, 20)
+        yield measure(cluster_of(200, SimRouters(count, event_s)), workload, part="saturation", rate=rate)
 
 
 def loss(event_s: float) -> Iterator[dict[str, Any]]:
@@ -133,7 +126,7 @@ def loss(event_s: float) -> Iterator[dict[str, Any]]:
         yield measure(cluster_of(40, lost), workload, part="loss", rate=60)
 
 
-PARTS = {"nodes": nodes, "saturation": saturation, "routers": routers, "loss": loss}
+PARTS = {"nodes": nodes, "saturation": saturation, "loss": loss}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.fake_cloud import fake_cloud
 from tests.cluster.serving import COMMAND, Serving, serving
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_CLIENTS = 6
 SETTINGS = (
@@ -40,7 +40,7 @@ def served(cloud: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
 
 def status(cloud: dict[str, str]) -> dict[str, Any]:
     done = subprocess.run(
-        [COMMAND, "status", "--json"], env=os.environ | cloud, capture_output=True, text=True, timeout=60, check=False
+        [COMMAND, "status", "--json"], env=os.environ | cloud, capture_output=True, text=True, timeout=180, check=False
     )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -58,12 +58,12 @@ print(json.dumps([groups, ray.cluster_resources()["CPU"] - ray.available_resourc
 def used(cloud: dict[str, str]) -> list[Any]:
     """Return the bundles of the groups that are placed, and how many CPUs are not free, as another job sees it."""
     command = [sys.executable, "-c", SEEN_BY_RAY]
-    done = subprocess.run(command, env=os.environ | cloud, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=os.environ | cloud, capture_output=True, text=True, timeout=180, check=True)
     found: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def wait_until(holds: Callable[[dict[str, Any]], bool], cloud: dict[str, str], timeout_s: float = 120.0) -> float:
+def wait_until(holds: Callable[[dict[str, Any]], bool], cloud: dict[str, str], timeout_s: float = 240.0) -> float:
     """Return the seconds until the cluster's status is as wanted."""
     began_s = time.monotonic()
     while not holds(found := status(cloud)):

@@ -72,7 +72,7 @@ def replay(seed: int, shape: Shape) -> None:
     check_nothing_is_held(cluster)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from(SHAPES))
 def test_with_workers_that_come_and_go(seed: int, shape: Shape) -> None:
     replay(seed, shape)

@@ -16,7 +16,7 @@ from alignedserve.cli.commands.up import driver_command, urls_of
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.cluster.hosts.record import ClusterRecord, NodeRecord, read_record, recorded_id
-from alignedserve.cluster.hosts.supervisor import running_supervisor, start_supervisor
+from alignedserve.cluster.hosts.supervisor import start_supervisor
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import from_mapping
 from alignedserve.core.errors import ConfigError, ProtocolError, ResourceError
@@ -98,7 +98,9 @@ def test_a_start_that_has_no_record_yet_is_ended_with_its_supervisor(
     monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", str(tmp_path))
     show(monkeypatch, [None])
     driver = start_supervisor([sys.executable, "-c", "import time; time.sleep(60)"], "auto")
-    while running_supervisor() is None:
+    lock, ends_s = tmp_path / "supervisor.lock", time.monotonic() + 30.0
+    while not (lock.exists() and lock.read_text().isdigit()):  # to ask whether it is held would hold it
+        assert time.monotonic() < ends_s
         time.sleep(0.01)
     hosts.stop()
     assert driver.wait() != 0

@@ -73,7 +73,7 @@ def take_orders(cluster_id: str) -> list[tuple[str, Order]]:
     orders = []
     for key in ray_directory.keys(f"{cluster_id}/{_ORDERS}"):
         name = key.rpartition("/")[2]
-        found = ray_directory.get(key)
+        found = ray_directory.get(f"{cluster_id}/{_ORDERS}{name}")
         if found is None:
             continue
         try:
