@@ -61,6 +61,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Free at the end what native modules would report as leaked."""
+    gc.unfreeze()
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
     """Hand out files in the order of their collection: the cluster, which mostly waits, comes first."""
     return FileScheduling(config, log)

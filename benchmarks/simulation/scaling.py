@@ -1,7 +1,7 @@
 """Nodes that follow the load over a day: what they cost, what requests wait, how often their number changes.
 
-The decision is the live one (cluster/hosts/scaling.py), once a second. The nodes are not: each has 64 places, a request
-keeps one for 10 s in the mean, nodes take 60 s to come and are removed 300 s after they were given back.
+The decision is the live one (cluster/hosts/scaling/logic.py), once a second. The nodes are not: each has 64 places, a
+request keeps one for 10 s in the mean, nodes take 60 s to come and are removed 300 s after they were given back.
 
 python -m benchmarks.simulation.scaling
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from alignedserve.cluster.hosts.scaling import AskForNodes, GiveBack, ScaledNode, ScalingLogic
+from alignedserve.cluster.hosts.scaling.logic import AskForNodes, GiveBack, ScaledNode, ScalingLogic
 from alignedserve.config.sections import ScalingConfig
 from alignedserve.messages.gateways import ClusterStatus, Demand
 from benchmarks.support.recording import write_result

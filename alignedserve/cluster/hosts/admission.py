@@ -13,11 +13,11 @@ import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import PreparedNode
-from alignedserve.cluster.hosts.node_actor import NodeActor
-from alignedserve.cluster.hosts.node_report import NodeReport, NodeSurveyor
+from alignedserve.cluster.hosts.nodes.keeper import NodeActor
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.reachability import Place
+from alignedserve.cluster.hosts.nodes.report import NodeReport, NodeSurveyor
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
-from alignedserve.cluster.hosts.ray_nodes import RayNode
-from alignedserve.cluster.hosts.reachability import Place
 from alignedserve.config.sections import LinksConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.runtime.model.served_model import ServedModel

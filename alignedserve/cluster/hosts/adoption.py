@@ -11,11 +11,11 @@ from alignedserve.cluster.hosts.admission import keeper_name
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
-from alignedserve.cluster.hosts.node_group import release, release_former
+from alignedserve.cluster.hosts.nodes.placement_group import release, release_former
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
-from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, remove_record
-from alignedserve.cluster.hosts.scaler import NodeScaler
+from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
 from alignedserve.cluster.hosts.succession import ClusterState, Succession, end_by_name, left_by_former
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost, ProtocolError, ResourceError

@@ -7,8 +7,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.hosts.nodes.ray_nodes import alive_nodes
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
-from alignedserve.cluster.hosts.ray_nodes import alive_nodes
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, read_record
 from alignedserve.cluster.ray_node import join_ray
 from alignedserve.config.environment import ray_address

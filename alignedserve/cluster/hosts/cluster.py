@@ -28,9 +28,10 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
-from alignedserve.cluster.hosts.node_actor import end_actors
-from alignedserve.cluster.hosts.node_group import release
-from alignedserve.cluster.hosts.node_report import own_versions
+from alignedserve.cluster.hosts.nodes.keeper import end_actors
+from alignedserve.cluster.hosts.nodes.placement_group import release
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
+from alignedserve.cluster.hosts.nodes.report import own_versions
 from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
 from alignedserve.cluster.hosts.operations.orders import (
     Answer,
@@ -42,7 +43,6 @@ from alignedserve.cluster.hosts.operations.orders import (
     take_orders,
 )
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors, WorkerScaling
-from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
     NodeRecord,
@@ -50,8 +50,8 @@ from alignedserve.cluster.hosts.record import (
     remove_record,
     write_record,
 )
-from alignedserve.cluster.hosts.scaler import NodeScaler
-from alignedserve.cluster.hosts.scaling import GiveBack, ScaledNode
+from alignedserve.cluster.hosts.scaling.logic import GiveBack, ScaledNode
+from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.start_observer import StartObserver

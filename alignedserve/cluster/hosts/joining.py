@@ -18,11 +18,11 @@ from alignedserve.cluster.hosts.admission import (
     warn_of_clocks,
 )
 from alignedserve.cluster.hosts.members import Member, group_for, member_of, resources_of
-from alignedserve.cluster.hosts.node_group import NodeGroup, release
-from alignedserve.cluster.hosts.node_report import NodeReport
+from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, release
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.hosts.operations.drains import Drains
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, node_config, plan_joining
-from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.cluster.placement import NodeShare
 from alignedserve.core.errors import PeerLost, ResourceError
 from alignedserve.runtime.engine.model_executor import bytes_beside_blocks

@@ -16,11 +16,11 @@ from alignedserve.cluster.hosts.adoption import adopt_cluster
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import expect_handoffs, member_of, reserve_for, resources_of
-from alignedserve.cluster.hosts.node_group import release_former
+from alignedserve.cluster.hosts.nodes.placement_group import release_former
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
-from alignedserve.cluster.hosts.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
-from alignedserve.cluster.hosts.scaler import make_scaler
+from alignedserve.cluster.hosts.scaling.scaler import make_scaler
 from alignedserve.cluster.hosts.succession import Succession, digest_of
 from alignedserve.cluster.ray_node import join_ray
 from alignedserve.cluster.start_observer import LoggingObserver, StartObserver

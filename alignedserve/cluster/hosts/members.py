@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper, keeper_name
-from alignedserve.cluster.hosts.node_group import NodeGroup, create_group, is_placed, release, worker_shares
-from alignedserve.cluster.hosts.node_report import NodeReport
+from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, create_group, is_placed, release, worker_shares
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.hosts.plan import NodeResources
-from alignedserve.cluster.hosts.ray_nodes import RayNode
 from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.sections import ClusterConfig

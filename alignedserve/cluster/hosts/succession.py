@@ -21,8 +21,8 @@ from ray.exceptions import RayError
 from alignedserve.cluster.actor_factory import ClusterSecrets
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.node_actor import KeptState
-from alignedserve.cluster.hosts.node_report import own_versions
+from alignedserve.cluster.hosts.nodes.keeper import KeptState
+from alignedserve.cluster.hosts.nodes.report import own_versions
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.config.environment import api_keys, redis_url

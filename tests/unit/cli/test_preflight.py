@@ -1,8 +1,9 @@
 """Checks before the start: what cannot work is said in one line, with what to change."""
 
+import contextlib
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,9 +76,16 @@ def test_a_port_in_use_is_named_with_what_to_set(taken_port: int) -> None:
         preflight.check(config(taken_port), POCKET)
 
 
-def test_every_gateway_needs_its_port(taken_port: int) -> None:
-    with pytest.raises(AddressInUse, match=f":{taken_port} "):
-        preflight.check(config(taken_port - 1, gateway={"port": taken_port - 1, "count": 2}), POCKET)
+def test_every_gateway_needs_its_port(unused_tcp_port_factory: Callable[[], int]) -> None:
+    with socket.socket() as second:
+        while True:
+            port = unused_tcp_port_factory()
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                break
+        second.listen()
+        with pytest.raises(AddressInUse, match=f":{port + 1} "):
+            preflight.check(config(port, gateway={"port": port, "count": 2}), POCKET)
 
 
 def test_a_host_that_is_not_ours(unused_tcp_port: int) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from alignedserve.cluster.hosts.autoscaler import Autoscaler, find_autoscaler, most_nodes, read_autoscaler
-from alignedserve.cluster.hosts.ray_nodes import RayNode
-from alignedserve.cluster.hosts.scaler import make_scaler
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.scaling.autoscaler import Autoscaler, find_autoscaler, most_nodes, read_autoscaler
+from alignedserve.cluster.hosts.scaling.scaler import make_scaler
 from alignedserve.cluster.launch import launch_cluster
 from alignedserve.config.sections import ScalingConfig, from_mapping
 from alignedserve.core.errors import ConfigError

@@ -5,24 +5,25 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster.hosts import node_actor
-from alignedserve.cluster.hosts.node_actor import KeptState, NodeKeeper
+from alignedserve.cluster.hosts.nodes.keeper import KeptState, NodeKeeper
 from tests.support.waiting import holds
+
+MODULE = NodeKeeper.__module__
 
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     actors: list[Any] = []
-    monkeypatch.setattr(node_actor, "end_actors", actors.extend)
-    monkeypatch.setattr(node_actor, "_own_handle", lambda: "keeper")
-    monkeypatch.setattr(node_actor, "_WATCH_S", 0.01)
+    monkeypatch.setattr(f"{MODULE}.end_actors", actors.extend)
+    monkeypatch.setattr(f"{MODULE}._own_handle", lambda: "keeper")
+    monkeypatch.setattr(f"{MODULE}._WATCH_S", 0.01)
     return actors
 
 
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended: list[Any]) -> NodeKeeper:
-    monkeypatch.setattr(node_actor, "make_run_folder", lambda name: tmp_path)
-    monkeypatch.setattr(node_actor, "start_sweeper", lambda folder, raylet_pid: None)
+    monkeypatch.setattr(f"{MODULE}.make_run_folder", lambda name: tmp_path)
+    monkeypatch.setattr(f"{MODULE}.start_sweeper", lambda folder, raylet_pid: None)
     return NodeKeeper("c-0")
 
 

@@ -24,7 +24,7 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
-from alignedserve.cluster.hosts.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.core.errors import PeerLost, ResourceError
 
 NODE = RayNode("id", "10.0.0.1", "spare", is_head=False)

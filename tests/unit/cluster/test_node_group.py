@@ -4,9 +4,9 @@ import pytest
 
 from alignedserve.cluster.hosts.admission import differences
 from alignedserve.cluster.hosts.members import resources_of
-from alignedserve.cluster.hosts.node_group import WorkerShare, bundles_of, worker_shares
-from alignedserve.cluster.hosts.node_report import NodeReport
-from alignedserve.cluster.hosts.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.placement_group import WorkerShare, bundles_of, worker_shares
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
 from alignedserve.config.sections import MIB, EngineConfig

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from alignedserve.cluster.hosts.admission import apart, clocks_apart
-from alignedserve.cluster.hosts.node_report import NodeReport, Surveyor
-from alignedserve.cluster.hosts.ray_nodes import RayNode
-from alignedserve.cluster.hosts.reachability import open_port, unreached
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.reachability import open_port, unreached
+from alignedserve.cluster.hosts.nodes.report import NodeReport, Surveyor
 from alignedserve.cluster.preflight import check_machine
 from alignedserve.config.sections import ModelSectionConfig, from_mapping
 from alignedserve.core.errors import AddressInUse, ResourceError

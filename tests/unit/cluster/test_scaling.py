@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.cluster.hosts.scaling import (
+from alignedserve.cluster.hosts.scaling.logic import (
     AskForNodes,
     GiveBack,
     Recommendation,

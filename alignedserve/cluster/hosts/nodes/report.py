@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from alignedserve.cluster import preflight
-from alignedserve.cluster.hosts.reachability import Place, open_port, unreached
+from alignedserve.cluster.hosts.nodes.reachability import Place, open_port, unreached
 from alignedserve.cluster.machine import this_machine
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.config.sections import ClusterConfig

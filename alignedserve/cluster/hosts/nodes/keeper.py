@@ -12,8 +12,8 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.hosts.node_group import release
-from alignedserve.cluster.hosts.sweeper import start_sweeper
+from alignedserve.cluster.hosts.nodes.placement_group import release
+from alignedserve.cluster.hosts.nodes.sweeper import start_sweeper
 from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas

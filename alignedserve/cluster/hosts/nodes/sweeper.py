@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from alignedserve.cluster.hosts.raylet_children import RayletChildren
+from alignedserve.cluster.hosts.nodes.raylet_children import RayletChildren
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, ARENA_SUFFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.process.loading_progress import remove_unused_progress
 
@@ -25,7 +25,7 @@ _REFUSING_S = 0.2
 def start_sweeper(folder: Path, raylet_pid: int) -> None:
     """Start the sweeper of a run folder, which outlasts this process, until all is swept and the raylet has ended."""
     reading, writing = os.pipe()  # the writing end stays open until this process ends, however it ends
-    command = [sys.executable, "-m", "alignedserve.cluster.hosts.sweeper", str(folder), str(raylet_pid)]
+    command = [sys.executable, "-m", "alignedserve.cluster.hosts.nodes.sweeper", str(folder), str(raylet_pid)]
     try:
         # It starts another and ends: a child of an actor would be killed by Ray with it.
         subprocess.run(command, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)  # noqa: S603

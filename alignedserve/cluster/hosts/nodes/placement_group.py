@@ -20,7 +20,7 @@ from ray.util import get_placement_group, placement_group, placement_group_table
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from alignedserve.cluster.hosts.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.sections import EngineConfig
 from alignedserve.core.errors import PeerLost

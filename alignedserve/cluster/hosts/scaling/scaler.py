@@ -8,9 +8,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.hosts.autoscaler import Autoscaler, ask_for, find_autoscaler, most_nodes
-from alignedserve.cluster.hosts.ray_nodes import RayNode
-from alignedserve.cluster.hosts.scaling import AskForNodes, GiveBack, ScaledNode, ScalingLogic, TakeAgain
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.scaling.autoscaler import Autoscaler, ask_for, find_autoscaler, most_nodes
+from alignedserve.cluster.hosts.scaling.logic import AskForNodes, GiveBack, ScaledNode, ScalingLogic, TakeAgain
 from alignedserve.config.sections import ClusterConfig, DefaultSize, ScalingConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.messages.gateways import ClusterStatus

@@ -12,7 +12,7 @@ import yaml
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
-from alignedserve.cluster.hosts.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.config.sections import ScalingConfig
 from alignedserve.core.errors import ConfigError, PeerLost
 
