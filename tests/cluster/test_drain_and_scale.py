@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.cluster.ray_nodes import RayNodes
-from tests.cluster.serving import EXACT
+from tests.cluster.serving import EXACT, free_port
 from tests.cluster.streams import Stream, make_client, stream_all, stream_one
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -22,6 +22,7 @@ NUM_TOKENS = 600
 OPTIONS = (
     *("--nodes", "2", "--set", "topology=disaggregated", "--set", "engine.threads_per_worker=1"),
     *("--set", "engine.calibration_s=0.2", "--set", "model.served_model_name=model"),
+    *("--set", "gateway.host=node"),  # the nodes have different addresses of this host
 )
 
 
@@ -32,7 +33,7 @@ def nodes(random_model: Path) -> Iterator[RayNodes]:
     try:
         made.start(0)
         made.start(1)
-        made.up(str(random_model), *EXACT, *OPTIONS)
+        made.up(str(random_model), *EXACT, *OPTIONS, "--port", str(free_port()))
         yield made
     finally:
         made.end()
