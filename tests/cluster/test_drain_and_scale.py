@@ -80,13 +80,6 @@ async def wait_for(nodes: RayNodes, num_decode: int) -> None:
     )
 
 
-async def says_draining(url: str) -> None:
-    """Ask until the gateway says that it drains, which it does while it has streams. Raises when it has ended."""
-    async with httpx.AsyncClient() as client:
-        while "draining" not in (await client.get(f"{url}/ready")).text:
-            await asyncio.sleep(0.02)
-
-
 async def test_streams_run_through_drains_and_scales(nodes: RayNodes) -> None:
     first, second = nodes.urls()
     right = await stream_all(first, PROMPTS, NUM_TOKENS)
@@ -102,9 +95,11 @@ async def test_streams_run_through_drains_and_scales(nodes: RayNodes) -> None:
     running.append(asyncio.create_task(streams_through(second)))
     await asyncio.sleep(0.5)
     # Its own streams may finish; those of the other gateway that it decodes are moved.
-    said = asyncio.create_task(says_draining(second))
+    ready = f"{second}/ready"  # asked from the beginning: without streams a drain is over at once
+    draining = asyncio.to_thread(nodes.wait, lambda: "draining" in httpx.get(ready).text, nodes.driver_log)
+    said = asyncio.create_task(draining)
     assert (await order(nodes, "drain", "node-1", "--within", "1", "--no-wait")).returncode == 0
-    await asyncio.wait_for(said, 30.0)
+    await said
     for each in await asyncio.gather(*running[:2]):
         check(each, right)
     await asyncio.gather(*running[2:])
