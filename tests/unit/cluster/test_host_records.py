@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,6 +200,18 @@ def test_the_log_of_the_driver_is_closed_with_it(cluster: ClusterOnHosts) -> Non
     cluster._leave_ray()
     cluster._leave_ray()
     assert len(package.handlers) == num_handlers - 1
+
+
+@pytest.mark.parametrize(("served_s", "is_left"), [(60.0, True), (1.0, False)])
+def test_a_driver_that_fails_leaves_a_cluster_that_has_served(
+    cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch, served_s: float, is_left: bool
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(type(cluster), "_leave_ray", lambda self: ended.append("ray"))
+    cluster._ready_s = time.monotonic() - served_s
+    cluster.leave()
+    assert ended == ([] if is_left else ["ray"])
+    monkeypatch.undo()
 
 
 def test_a_rehearsal_removes_no_folder_but_that_of_a_former_one(tmp_path: Path) -> None:
