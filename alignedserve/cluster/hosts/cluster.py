@@ -282,7 +282,7 @@ class ClusterOnHosts(RunningCluster):
         """Create the actors of a node. Raises PeerLost while Ray has not given up those that had their names."""
         try:
             self.add_node(member.prepared)
-        except ValueError as error:
+        except (RayError, ValueError) as error:
             self._joining.vacate(member)
             raise PeerLost(f"its former actors have not ended: {error}") from error
         self._members[member.ray_node.node_id] = member
@@ -291,7 +291,10 @@ class ClusterOnHosts(RunningCluster):
         logger.info("%s has joined as %s with %s", member.ray_node, member.name, ", ".join(actors))
 
     def _create_worker(self, node: PreparedNode, name: str) -> None:
-        self.add_worker(node, name)
+        try:
+            self.add_worker(node, name)
+        except (RayError, ValueError) as error:  # a driver that died before it had told anyone has used the name
+            raise PeerLost(f"{name} cannot be started, try again: {error}") from error
         of_node = next(one.ray_node for one in self._members.values() if one.name == node.share.node)
         self._starting[self._actors[node.share.node][name].failure.remote()] = (of_node, name)
 
