@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from cryptography import x509
 from ray import cloudpickle
@@ -92,6 +93,15 @@ def test_every_process_with_a_log_is_named_and_every_address_is_one_to_call(clus
     ]
     assert [actor.name for actor in other.actors] == ["pool-1", "gateway-1", "prefill-1", "decode-1"]
     assert (head.urls, other.urls) == (("http://10.0.0.0:8000",), ("http://10.0.0.1:8000",))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("::", "http://[::1]:8000"), ("fd00::1", "http://[fd00::1]:8000"), ("h", "http://h:8000")]
+)
+def test_the_address_of_a_gateway_is_one_to_call(cluster: ClusterOnHosts, host: str, url: str) -> None:
+    gateway = msgspec.structs.replace(cluster.config.gateway, host=host)
+    cluster.config = msgspec.structs.replace(cluster.config, gateway=gateway)
+    assert cluster.url == url
 
 
 def test_a_refused_node_that_leaves_is_no_lost_one(
