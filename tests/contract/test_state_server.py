@@ -137,9 +137,11 @@ async def test_a_process_that_is_no_gateway_is_refused(tmp_path: Path) -> None:
 # --- requests per minute
 
 
-def quotas(hosts: StateHosts, name: str, limit: int) -> tuple[RequestQuotas, StateClient]:
+def quotas(
+    hosts: StateHosts, name: str, limit: int, owners: Sequence[str] = GATEWAYS
+) -> tuple[RequestQuotas, StateClient]:
     client = hosts.client(name)
-    counted = RequestQuotas(limit, 1, gateway=name, gateways=GATEWAYS, client=client)
+    counted = RequestQuotas(limit, 1, gateway=name, gateways=owners, client=client)
     counted.start()
     return counted, client
 
@@ -173,6 +175,16 @@ async def test_gateways_have_one_limit_together(tmp_path: Path) -> None:
         assert 0.0 < refused.value.retry_after_s <= 60.0 / limit
         first.stop()
         second.stop()
+
+
+async def test_a_gateway_that_joins_uses_what_the_first_one_brought(tmp_path: Path) -> None:
+    limit = 20
+    async with state_hosts(tmp_path, quotas=QuotaPool(limit, 1, GATEWAYS[:1], time.monotonic())) as hosts:
+        first, joined = (quotas(hosts, name, limit, owners=GATEWAYS[:1])[0] for name in GATEWAYS)
+        await are_members(first, joined)
+        assert await let_in(joined, 15) == 15
+        first.stop()
+        joined.stop()
 
 
 @pytest.mark.slow
