@@ -11,7 +11,7 @@ import pytest
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log.log_format import LineOutcome, ResultRecord
 from alignedserve.batches.records import FileId, ResultKind
-from alignedserve.batches.remote import state_client
+from alignedserve.batches.remote import state_client, state_server
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.batches.stores.memory_records import MemoryRecords
@@ -19,10 +19,20 @@ from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.core.quotas import LEASE_S, QuotaPool
-from alignedserve.gateway.errors import QuotaExceeded
+from alignedserve.gateway.errors import QuotaExceeded, Unavailable
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.state import BeginUpload, Call, Done, ReadContent, ReadResults, SetValue, WriteUpload
+from alignedserve.messages.state import (
+    BeginUpload,
+    Call,
+    Done,
+    QuotaAnswer,
+    ReadContent,
+    ReadResults,
+    SetValue,
+    UseQuota,
+    WriteUpload,
+)
 from alignedserve.messages.state import ChunkRead as Chunk
 from tests.support.batch_samples import BATCH
 from tests.support.state_links import StateHosts, state_hosts
@@ -185,6 +195,33 @@ async def test_a_gateway_that_joins_uses_what_the_first_one_brought(tmp_path: Pa
         assert await let_in(joined, 15) == 15
         first.stop()
         joined.stop()
+
+
+@pytest.mark.parametrize("kept", [None, QuotaPool(20, 2, GATEWAYS, 0.0)])
+async def test_a_count_that_is_not_kept_ends_in_the_own_share(tmp_path: Path, kept: QuotaPool | None) -> None:
+    async with state_hosts(tmp_path, quotas=kept) as hosts:
+        client = hosts.client(GATEWAYS[0])
+        with pytest.raises(StorageError):
+            await client.call(UseQuota("a", None, (0.0,)), QuotaAnswer)
+        counted, _ = quotas(hosts, GATEWAYS[1], 20)
+        async with asyncio.timeout(2 * LEASE_S):
+            assert await let_in(counted, 1) == 0  # used up, as at every start
+        counted.stop()
+
+
+async def test_counts_are_not_refused_for_calls_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_server, "_MAX_CALLS", 0)
+    async with state_hosts(tmp_path, quotas=QuotaPool(20, 1, GATEWAYS, time.monotonic())) as hosts:
+        client = hosts.client(GATEWAYS[0])
+        assert (await client.call(UseQuota("a", None, (0.0,)), QuotaAnswer)).wait_s == 0.0
+        with pytest.raises(StoreUnavailable):
+            await client.call(BeginUpload(FILE), Done)
+
+
+async def test_a_gateway_without_a_share_that_is_cut_off_says_so() -> None:
+    joined = RequestQuotas(20, 1, gateway="gateway-2", gateways=GATEWAYS)
+    with pytest.raises(Unavailable, match="joined later"):
+        await joined.count(0)
 
 
 @pytest.mark.slow
