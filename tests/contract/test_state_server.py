@@ -1,9 +1,12 @@
 """The state server and gateways of other hosts: what fails, and what must never be let in."""
 
 import asyncio
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log.log_format import LineOutcome, ResultRecord
 from alignedserve.batches.records import FileId, ResultKind
-from alignedserve.batches.remote import state_client, state_server
+from alignedserve.batches.remote import remote_stores, state_client, state_server
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.batches.stores.memory_records import MemoryRecords
@@ -91,6 +94,27 @@ async def test_an_upload_of_a_lost_gateway_is_dropped(tmp_path: Path) -> None:
         assert len(list(files.iterdir())) == 1
         await client.close()
         await holds(lambda: not list(files.iterdir()))
+
+
+async def test_a_download_reads_ahead_and_leaves_no_call(tmp_path: Path) -> None:
+    async with state_hosts(tmp_path) as hosts:
+        client = hosts.client()
+        blobs, content = RemoteBlobs(client), os.urandom(4 * remote_stores._PART_BYTES)
+        upload = await blobs.begin(FILE)
+        await upload.write(content)
+        await upload.commit()
+        for start in (0, 1, remote_stores._PART_BYTES, len(content) - 1):
+            assert b"".join([part async for part in blobs.chunks(FILE, start)]) == content[start:]
+        async with aclosing(cast(AsyncGenerator[bytes, None], blobs.chunks(FILE))) as parts:
+            assert await anext(parts) == content[: remote_stores._PART_BYTES]
+            await holds(lambda: blobs._reads._value == remote_stores._MAX_READS)  # those ahead have come
+        assert not client._waiting
+        reading = blobs.chunks(FILE)
+        await anext(reading)
+        await hosts.stop()
+        with pytest.raises(StoreUnavailable):
+            _ = [part async for part in reading]
+        assert not client._waiting
 
 
 async def test_a_new_process_gets_no_answer_to_a_call_of_the_old_one(tmp_path: Path) -> None:
