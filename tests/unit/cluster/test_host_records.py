@@ -126,7 +126,7 @@ def test_a_node_drains_stays_out_and_is_used_again(
     monkeypatch.setattr(running, "take_orders", lambda cluster_id: [orders.pop()] if orders else [])
     monkeypatch.setattr(running, "answer_order", lambda cluster_id, name, answer: answers.append(answer))
     monkeypatch.setattr(joining, "release", lambda folder: None)
-    monkeypatch.setattr(joining, "_end", lambda actor: None)
+    monkeypatch.setattr(joining, "end_keepers", lambda actors: None)
 
     def after(order: Order) -> tuple[str, list[str]]:
         orders.append(("x", order))
@@ -285,6 +285,13 @@ def test_a_driver_hands_over_once_a_second_at_most(cluster: ClusterOnHosts) -> N
     cluster._hand_over()
     cluster._hand_over()
     assert [len(member.keeper.actor.copies) for member in cluster._members.values()] == [1, 1]
+
+
+def test_what_has_changed_is_handed_over_at_once(cluster: ClusterOnHosts, announced: list[ClusterRecord]) -> None:
+    cluster._hand_over()
+    cluster._announce()
+    assert [len(member.keeper.actor.copies) for member in cluster._members.values()] == [2, 2]
+    assert len(announced) == 1
 
 
 def test_an_authority_that_was_handed_over_issues_what_the_others_believe() -> None:
