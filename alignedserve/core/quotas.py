@@ -91,7 +91,7 @@ class QuotaPool:
     def __init__(self, requests_per_minute: int, num_keys: int, owners: Sequence[str], now: float) -> None:
         """`owners`: the gateways that own shares. Later ones may use the pool, and bring nothing to it."""
         self._share = requests_per_minute / len(owners) if owners else 0.0
-        self._num_keys = num_keys
+        self.num_keys = num_keys
         self._owners = frozenset(owners)
         self._bucket = Bucket(num_keys, 0.0, now)
         self._known: dict[str, _Known] = {}
@@ -108,16 +108,16 @@ class QuotaPool:
         if call.seen_s is not None:
             known.seen_s = max(known.seen_s, min(call.seen_s, now))
         self._count_out(now)
-        if not known.is_member and now - known.seen_s < LEASE_S and len(call.spent) == self._num_keys:
+        if not known.is_member and now - known.seen_s < LEASE_S and len(call.spent) == self.num_keys:
             self._take_in(call, known, now)
-        if not known.is_member or call.key_number is None or call.key_number >= self._num_keys:
+        if not known.is_member or call.key_number is None or call.key_number >= self.num_keys:
             return LEASE_S if call.key_number is not None else 0.0
         return self._bucket.take(call.key_number, now)
 
     def _take_in(self, call: QuotaCall, known: _Known, now: float) -> None:
         known.is_member = True
         share = self._share_of(call.gateway)
-        spent = (share,) * self._num_keys if known.may_have_used else tuple(min(one, share) for one in call.spent)
+        spent = (share,) * self.num_keys if known.may_have_used else tuple(min(one, share) for one in call.spent)
         known.may_have_used = False
         self._bucket.add(spent, now)
         self._set_limit(now)
@@ -126,7 +126,7 @@ class QuotaPool:
         for gateway, known in self._known.items():
             if known.is_member and now - known.seen_s >= LEASE_S:
                 known.is_member = False
-                self._bucket.add((-self._share_of(gateway),) * self._num_keys, now)
+                self._bucket.add((-self._share_of(gateway),) * self.num_keys, now)
                 self._set_limit(now)
 
     def _set_limit(self, now: float) -> None:

@@ -1,7 +1,8 @@
 """Requests per minute of each key: counted for all gateways together, by the state server; without one, here alone.
 
 A request waits for one answer of the state server, where requests are limited at all. Of a gateway that cannot reach it
-the first requests wait until its lease is over (LEASE_S at most); then its own share of the limit applies.
+the first requests wait until its lease is over (LEASE_S at most); then its own share of the limit applies, and one that
+joined later, without a share, refuses them as unavailable.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError
 from alignedserve.core.quotas import LEASE_S, OwnShare
-from alignedserve.gateway.errors import QuotaExceeded
+from alignedserve.gateway.errors import QuotaExceeded, Unavailable
 from alignedserve.messages.state import QuotaAnswer, UseQuota
 from alignedserve.runtime.process.background_tasks import start_background
 
@@ -39,6 +40,7 @@ class RequestQuotas:
         self._gateway = gateway
         self._client = client
         share = 1.0 if not gateways else (gateway in gateways) / len(gateways)
+        self._has_share = share > 0.0
         now = time.monotonic()
         self._share = OwnShare(share * (requests_per_minute or 0), num_keys, secrets.token_hex(8), now)
         if client is not None:
@@ -57,7 +59,8 @@ class RequestQuotas:
             self._signs.cancel()
 
     async def count(self, key_number: int) -> None:
-        """Count one request. Raises QuotaExceeded with the time until the next one is allowed."""
+        """Count one request. Raises QuotaExceeded with the time until the next one is allowed, or Unavailable where it
+        cannot be counted."""
         if self._per_minute is None:
             return
         wait_s = await self._take(key_number)
@@ -71,6 +74,8 @@ class RequestQuotas:
                 await asyncio.sleep(min(leased_s, _SIGN_OF_LIFE_S))
             elif answer.is_member:
                 return answer.wait_s
+        if not self._has_share:
+            raise Unavailable("This gateway joined later, and cannot count requests without the head's state server.")
         return self._share.take(key_number, time.monotonic())
 
     async def _call(self, key_number: int | None = None) -> QuotaAnswer | None:

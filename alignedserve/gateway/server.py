@@ -22,6 +22,7 @@ from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.background_tasks import start_background
 
 logger = logging.getLogger(__name__)
@@ -104,8 +105,8 @@ class GatewayServer:
         if batches is not None:
             client = StateClient(self._links.identity, self._links.book)
             self._stores = open_stores(batches, client)
-            is_limited_elsewhere = self._config.requests_per_minute is not None and self._state.gateways != (name,)
-            if batches.folder is None or is_limited_elsewhere:
+            is_limited = self._config.requests_per_minute is not None
+            if batches.folder is None or (is_limited and shares_limits(name, self._state.gateways, self._links.book)):
                 self._client = client
                 client.start()
         self._quotas = RequestQuotas(
@@ -134,6 +135,14 @@ class GatewayServer:
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+
+
+def shares_limits(name: str, gateways: tuple[str, ...], book: AddressBook | None) -> bool:
+    """Return whether other gateways count requests of the same keys: those of the start, and those that may join.
+
+    Those that join own no share: they depend on the pool having the shares of all others.
+    """
+    return gateways != (name,) or (book is not None and book.is_among_hosts)
 
 
 class HttpServer:

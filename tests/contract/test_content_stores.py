@@ -157,6 +157,18 @@ async def test_a_server_that_never_answers_is_given_up(bucket: S3Server, monkeyp
 
 
 @pytest.mark.slow
+async def test_a_client_that_is_slow_gets_all(bucket: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = os.urandom(9 << 20)
+    await put(ObjectBlobs(bucket.location), FILE, content)
+    monkeypatch.setattr(object_blobs, "_TIMEOUT", datetime.timedelta(seconds=2.0))
+    parts = []
+    async for part in ObjectBlobs(bucket.location).chunks(FILE):
+        parts.append(part)
+        await asyncio.sleep(1.2)
+    assert b"".join(parts) == content
+
+
+@pytest.mark.slow
 async def test_a_bucket_that_is_not_there_is_refused(bucket: S3Server) -> None:
     with pytest.raises(StorageError, match="no such bucket"):
         ObjectBlobs(replace(bucket.location, url="s3://another-bucket/x")).check()

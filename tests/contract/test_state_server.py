@@ -1,9 +1,12 @@
 """The state server and gateways of other hosts: what fails, and what must never be let in."""
 
 import asyncio
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log.log_format import LineOutcome, ResultRecord
 from alignedserve.batches.records import FileId, ResultKind
-from alignedserve.batches.remote import state_client
+from alignedserve.batches.remote import remote_stores, state_client, state_server
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.batches.stores.memory_records import MemoryRecords
@@ -19,10 +22,20 @@ from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.core.quotas import LEASE_S, QuotaPool
-from alignedserve.gateway.errors import QuotaExceeded
+from alignedserve.gateway.errors import QuotaExceeded, Unavailable
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.state import BeginUpload, Call, Done, ReadContent, ReadResults, SetValue, WriteUpload
+from alignedserve.messages.state import (
+    BeginUpload,
+    Call,
+    Done,
+    QuotaAnswer,
+    ReadContent,
+    ReadResults,
+    SetValue,
+    UseQuota,
+    WriteUpload,
+)
 from alignedserve.messages.state import ChunkRead as Chunk
 from tests.support.batch_samples import BATCH
 from tests.support.state_links import StateHosts, state_hosts
@@ -83,6 +96,27 @@ async def test_an_upload_of_a_lost_gateway_is_dropped(tmp_path: Path) -> None:
         await holds(lambda: not list(files.iterdir()))
 
 
+async def test_a_download_reads_ahead_and_leaves_no_call(tmp_path: Path) -> None:
+    async with state_hosts(tmp_path) as hosts:
+        client = hosts.client()
+        blobs, content = RemoteBlobs(client), os.urandom(4 * remote_stores._PART_BYTES)
+        upload = await blobs.begin(FILE)
+        await upload.write(content)
+        await upload.commit()
+        for start in (0, 1, remote_stores._PART_BYTES, len(content) - 1):
+            assert b"".join([part async for part in blobs.chunks(FILE, start)]) == content[start:]
+        async with aclosing(cast(AsyncGenerator[bytes, None], blobs.chunks(FILE))) as parts:
+            assert await anext(parts) == content[: remote_stores._PART_BYTES]
+            await holds(lambda: blobs._reads._value == remote_stores._MAX_READS)  # those ahead have come
+        assert not client._waiting
+        reading = blobs.chunks(FILE)
+        await anext(reading)
+        await hosts.stop()
+        with pytest.raises(StoreUnavailable):
+            _ = [part async for part in reading]
+        assert not client._waiting
+
+
 async def test_a_new_process_gets_no_answer_to_a_call_of_the_old_one(tmp_path: Path) -> None:
     class SlowRecords(MemoryRecords):
         may_answer = asyncio.Event()
@@ -137,9 +171,11 @@ async def test_a_process_that_is_no_gateway_is_refused(tmp_path: Path) -> None:
 # --- requests per minute
 
 
-def quotas(hosts: StateHosts, name: str, limit: int) -> tuple[RequestQuotas, StateClient]:
+def quotas(
+    hosts: StateHosts, name: str, limit: int, owners: Sequence[str] = GATEWAYS
+) -> tuple[RequestQuotas, StateClient]:
     client = hosts.client(name)
-    counted = RequestQuotas(limit, 1, gateway=name, gateways=GATEWAYS, client=client)
+    counted = RequestQuotas(limit, 1, gateway=name, gateways=owners, client=client)
     counted.start()
     return counted, client
 
@@ -173,6 +209,43 @@ async def test_gateways_have_one_limit_together(tmp_path: Path) -> None:
         assert 0.0 < refused.value.retry_after_s <= 60.0 / limit
         first.stop()
         second.stop()
+
+
+async def test_a_gateway_that_joins_uses_what_the_first_one_brought(tmp_path: Path) -> None:
+    limit = 20
+    async with state_hosts(tmp_path, quotas=QuotaPool(limit, 1, GATEWAYS[:1], time.monotonic())) as hosts:
+        first, joined = (quotas(hosts, name, limit, owners=GATEWAYS[:1])[0] for name in GATEWAYS)
+        await are_members(first, joined)
+        assert await let_in(joined, 15) == 15
+        first.stop()
+        joined.stop()
+
+
+@pytest.mark.parametrize("kept", [None, QuotaPool(20, 2, GATEWAYS, 0.0)])
+async def test_a_count_that_is_not_kept_ends_in_the_own_share(tmp_path: Path, kept: QuotaPool | None) -> None:
+    async with state_hosts(tmp_path, quotas=kept) as hosts:
+        client = hosts.client(GATEWAYS[0])
+        with pytest.raises(StorageError):
+            await client.call(UseQuota("a", None, (0.0,)), QuotaAnswer)
+        counted, _ = quotas(hosts, GATEWAYS[1], 20)
+        async with asyncio.timeout(2 * LEASE_S):
+            assert await let_in(counted, 1) == 0  # used up, as at every start
+        counted.stop()
+
+
+async def test_counts_are_not_refused_for_calls_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_server, "_MAX_CALLS", 0)
+    async with state_hosts(tmp_path, quotas=QuotaPool(20, 1, GATEWAYS, time.monotonic())) as hosts:
+        client = hosts.client(GATEWAYS[0])
+        assert (await client.call(UseQuota("a", None, (0.0,)), QuotaAnswer)).wait_s == 0.0
+        with pytest.raises(StoreUnavailable):
+            await client.call(BeginUpload(FILE), Done)
+
+
+async def test_a_gateway_without_a_share_that_is_cut_off_says_so() -> None:
+    joined = RequestQuotas(20, 1, gateway="gateway-2", gateways=GATEWAYS)
+    with pytest.raises(Unavailable, match="joined later"):
+        await joined.count(0)
 
 
 @pytest.mark.slow

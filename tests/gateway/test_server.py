@@ -18,14 +18,16 @@ from alignedserve.gateway.backend.cluster import ClusterLinks
 from alignedserve.gateway.backend.scripted import IDLE_STATUS, Script, ScriptedBackend
 from alignedserve.gateway.errors import Overloaded, Unavailable
 from alignedserve.gateway.model_card import ModelCard
-from alignedserve.gateway.server import GatewayServer, HttpServer, bind
+from alignedserve.gateway.server import GatewayServer, HttpServer, bind, shares_limits
 from alignedserve.messages.gateways import SubmitRequest, TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
 from tests.gateway.support import EOS, saying, services_for, tokenizer_folder, tokens_of
+from tests.support.state_links import Entries
 from tests.support.waiting import holds
 
 SECRET = b"s" * 32
@@ -202,3 +204,10 @@ async def test_a_gateway_that_cannot_start_leaves_nothing(tmp_path: Path, unused
     again = GatewayServer(links=links, model=model, config=config)
     await again.start()
     await again.stop()
+
+
+def test_a_gateway_that_is_alone_shares_limits_where_others_may_join(tmp_path: Path) -> None:
+    one_host, one_of_hosts = AddressBook(tmp_path), AddressBook(tmp_path, "node-0", "127.0.0.1", Entries())
+    assert not shares_limits("gateway-0", ("gateway-0",), one_host)
+    assert shares_limits("gateway-0", ("gateway-0", "gateway-1"), one_host)
+    assert shares_limits("gateway-0", ("gateway-0",), one_of_hosts)

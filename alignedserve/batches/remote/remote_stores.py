@@ -1,6 +1,8 @@
 """Records, contents and result logs that are kept on the head, through its state server."""
 
+import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from alignedserve.batches.interfaces import BlobWriter, Page
@@ -29,6 +31,8 @@ from alignedserve.messages.state import (
 logger = logging.getLogger(__name__)
 
 _PART_BYTES = 256 * 1024  # of a content, in one call
+_PARTS_AHEAD = 3  # of a download, read while one is sent on
+_MAX_READS = 64  # of all downloads at a time: more calls are refused, and others need some too
 _CONTENT_S = 30.0  # for a call that waits for a disk
 
 
@@ -61,6 +65,7 @@ class RemoteBlobs:
 
     def __init__(self, client: StateClient) -> None:
         self._client = client
+        self._reads = asyncio.Semaphore(_MAX_READS)
 
     async def begin(self, file_id: FileId) -> BlobWriter:
         """See ContentStore."""
@@ -69,12 +74,26 @@ class RemoteBlobs:
 
     async def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
         """See ContentStore."""
-        offset = start
-        while chunk := (
-            await self._client.call(ReadContent(file_id, offset, MAX_CHUNK_BYTES), ChunkRead, _CONTENT_S)
-        ).chunk:
-            yield chunk
-            offset += len(chunk)
+        under_way: deque[asyncio.Task[bytes]] = deque()
+        offset = start  # of the part that is next
+        try:
+            while part := await (under_way.popleft() if under_way else self._read(file_id, offset)):
+                offset += len(part)
+                if len(part) == _PART_BYTES:
+                    missing = range(len(under_way), _PARTS_AHEAD)
+                    under_way += [self._begin_read(file_id, offset + place * _PART_BYTES) for place in missing]
+                else:  # the end, most likely
+                    await _drop(under_way)
+                yield part
+        finally:
+            await _drop(under_way)
+
+    def _begin_read(self, file_id: FileId, offset: int) -> asyncio.Task[bytes]:
+        return asyncio.create_task(self._read(file_id, offset))
+
+    async def _read(self, file_id: FileId, offset: int) -> bytes:
+        async with self._reads:
+            return (await self._client.call(ReadContent(file_id, offset, _PART_BYTES), ChunkRead, _CONTENT_S)).chunk
 
     async def remove(self, file_id: FileId) -> None:
         """See ContentStore."""
@@ -139,3 +158,11 @@ class _RemoteWriter:
             part = bytes(self._pending[:MAX_CHUNK_BYTES])
             await self._client.call(WriteUpload(self._file_id, part), Done, _CONTENT_S)
             del self._pending[: len(part)]
+
+
+async def _drop(reads: deque[asyncio.Task[bytes]]) -> None:
+    """End reads that are not needed, whatever comes of them."""
+    for read in reads:
+        read.cancel()
+    await asyncio.gather(*reads, return_exceptions=True)
+    reads.clear()

@@ -116,6 +116,9 @@ class StateServer:
     def on_message(self, peer: Peer, message: Message) -> None:
         """Answer a call."""
         assert isinstance(message, StateCall), "a message of no union of this server"
+        if isinstance(message.call, UseQuota):  # waits for nothing, and is not refused for calls that do
+            self._links.send(peer.name, StateAnswer(message.call_id, self._count(peer.name, message.call)))
+            return
         linked = self._linked.setdefault(peer.name, _Linked(peer.name))
         if len(linked.calls) >= _MAX_CALLS:
             answer = CallFailed(StoreUnavailable.__name__, "too many calls at once")
@@ -203,15 +206,15 @@ class StateServer:
         await self._logs.remove(_batch_key(call.batch_id))
         return Done()
 
-    @_perform.register
-    async def _(self, call: UseQuota, linked: _Linked) -> Answer:
+    def _count(self, gateway: str, call: UseQuota) -> Answer:
+        # Refused, so that the gateway's lease ends and it counts against its own share.
+        if self._quotas is None or len(call.spent) != self._quotas.num_keys:
+            return CallFailed(ProtocolError.__name__, "a count of requests that is not kept here")
         now = time.monotonic()
-        if self._quotas is None:
-            return QuotaAnswer(now, is_member=False, wait_s=0.0)
         wait_s = self._quotas.on_call(
-            QuotaCall(linked.gateway, call.process_id, call.seen_s, call.spent, call.key_number), now
+            QuotaCall(gateway, call.process_id, call.seen_s, call.spent, call.key_number), now
         )
-        return QuotaAnswer(now, self._quotas.is_member(linked.gateway), wait_s)
+        return QuotaAnswer(now, self._quotas.is_member(gateway), wait_s)
 
 
 async def _forget(linked: _Linked) -> None:

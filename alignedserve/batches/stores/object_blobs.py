@@ -35,7 +35,7 @@ _SCHEME = "s3://"
 _TIMEOUT = datetime.timedelta(seconds=20)  # of one request, of which a large object takes several
 _MAX_RETRIES = 3
 _MAX_RETRYING = datetime.timedelta(seconds=30)
-_CHUNK_BYTES = 256 * 1024
+_PART_BYTES = 4 << 20  # of an object, in one request
 _REFUSED = (PermissionDeniedError, UnauthenticatedError, PermissionError)
 
 
@@ -78,12 +78,16 @@ class ObjectBlobs:
 
     async def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
         """See BlobStore."""
+        # A request for each part: one for the whole object would have to end, however slow the client, within _TIMEOUT.
+        path, offset = _path(file_id), start
         with _object_errors():
-            if start and start >= (await obstore.head_async(self._store, _path(file_id)))["size"]:
-                return
-            found = await obstore.get_async(self._store, _path(file_id), options={"range": {"offset": start}})
-            async for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
-                yield bytes(chunk)
+            num_bytes = (await obstore.head_async(self._store, path))["size"]
+        while offset < num_bytes:
+            end = min(offset + _PART_BYTES, num_bytes)
+            with _object_errors():
+                part = await obstore.get_range_async(self._store, path, start=offset, end=end)
+            yield bytes(part)
+            offset = end
 
     async def open(self, file_id: FileId) -> BlobReader:
         """See BlobStore. The object is copied into a file without a name."""

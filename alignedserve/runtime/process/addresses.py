@@ -60,6 +60,11 @@ class AddressBook:
     directory: Directory | None = None
     has_tls: bool = True  # between nodes
 
+    @property
+    def is_among_hosts(self) -> bool:
+        """Return whether there are other nodes, now or later."""
+        return self.directory is not None
+
     def of(self, name: str) -> str:
         """Return the address on this node of the process with this name."""
         return f"unix:{self.folder / name}.sock"
