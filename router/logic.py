@@ -59,7 +59,7 @@ from router.policies.prefill_order import PrefillOrder
 from router.prefill_queue import PrefillQueue, QueuedPrefill
 from router.request_registry import RequestRegistry
 from router.state import DispatchedPrefill, DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord
-from router.status import RouterCounters, status_of
+from router.status import QueueForecast, RouterCounters, status_of
 
 RouterEvent = CommonEvent | LengthPredicted | DrainRequested
 
@@ -103,11 +103,11 @@ class RouterLogic:
             case DrainRequested():
                 commands = self._drain_workers(event)
             case Ticked():
-                commands = self._on_tick()
+                commands = self._on_tick(now)
         if len(self._registry.queue):
             commands += self._dispatch_prefills(now)
         if is_report_due(self._last_attempt, self._reported_attempt):
-            commands += self._report_status()
+            commands += self._report_status(now)
         if self._placement.num_pooled:
             commands += [Send(pool, form) for pool, form in self._placement.batches_to_form(now)]
         return commands
@@ -357,17 +357,18 @@ class RouterLogic:
 
     # --- status
 
-    def _on_tick(self) -> list[Send]:
+    def _on_tick(self, now: float) -> list[Send]:
         self._placement.clear_refusals()  # a pool may have connected to a worker since
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []
-        return self._report_status()
+        return self._report_status(now)
 
-    def _report_status(self) -> list[Send]:
+    def _report_status(self, now: float) -> list[Send]:
         self._reported_attempt = self._last_attempt
         num_tokens = self._registry.queue.num_tokens
         wait_s = self._drain.seconds_for(num_tokens) if num_tokens else 0.0
         requests = self._registry.requests.values()
-        status = status_of(requests, self._placement, self._counters, self._last_attempt, wait_s)
+        forecast = QueueForecast(now, wait_s)
+        status = status_of(requests, self._placement, self._counters, self._last_attempt, forecast)
         return [Send(gateway, status) for gateway in self._gateways]

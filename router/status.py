@@ -40,26 +40,40 @@ class RouterCounters:
         )
 
 
-def demand_of(requests: Collection[TrackedRequest], placement: Placement, queue_wait_s: float) -> Demand:
-    """Return what clients ask; `queue_wait_s`: the forecast for the whole queue, 0 when it is empty."""
-    queued = (tracked.request for tracked in requests if tracked.stage is Stage.QUEUED)
-    decoders = (worker.registered for worker in placement.workers.values() if worker.registered.can_decode)
+@dataclass(frozen=True, slots=True)
+class QueueForecast:
+    """How long the whole queue takes from now on; 0 s when it is empty."""
+
+    now: float
+    wait_s: float
+
+
+def demand_of(requests: Collection[TrackedRequest], placement: Placement, queue: QueueForecast) -> Demand:
+    """Return what clients ask; workers that drain have no places."""
+    decoders = [one for one in placement.workers.values() if one.registered.can_decode and not one.is_draining]
     return Demand(
         num_real_time=sum(tracked.is_real_time for tracked in requests),
-        num_decode_places=sum(registered.max_running_requests for registered in decoders),
-        queue_wait_s=queue_wait_s,
-        num_at_risk=sum(first_token_s(request) < queue_wait_s for request in queued),
+        num_decode_places=sum(worker.registered.max_running_requests for worker in decoders),
+        queue_wait_s=queue.wait_s,
+        num_at_risk=sum(_is_at_risk(tracked, queue) for tracked in requests),
     )
+
+
+def _is_at_risk(tracked: TrackedRequest, queue: QueueForecast) -> bool:
+    """Return whether its first token, which it has not had, is due before the queue is done. Batches add no node."""
+    if tracked.stage is not Stage.QUEUED or tracked.generated_token_ids or not tracked.is_real_time:
+        return False
+    return tracked.request.arrival_s + first_token_s(tracked.request) < queue.now + queue.wait_s
 
 
 def status_of(
     requests: Collection[TrackedRequest],
     placement: Placement,
     counters: RouterCounters,
-    latest_attempt: int = 0,
-    queue_wait_s: float = 0.0,
+    latest_attempt: int,
+    queue: QueueForecast,
 ) -> ClusterStatus:
-    """Return the current counts of the cluster; `queue_wait_s` as for `demand_of`."""
+    """Return the current counts of the cluster."""
     workers, pools = placement.workers.values(), placement.pools.values()
     stages = Counter(tracked.stage for tracked in requests)
     return ClusterStatus(
@@ -83,5 +97,5 @@ def status_of(
         iteration_log=counters.iteration_log,
         lengths=counters.lengths,
         latest_attempt=latest_attempt,
-        demand=demand_of(requests, placement, queue_wait_s),
+        demand=demand_of(requests, placement, queue),
     )

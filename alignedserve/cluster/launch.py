@@ -168,6 +168,13 @@ class RunningCluster:
         with signals_ignored():
             self._end_everything()
 
+    def leave(self) -> None:
+        """End this process's part after an error that is a fault of its own; what can go on without it does.
+
+        Stops a cluster of one host, whose actors belong to this process. May be followed by `stop`; never raises.
+        """
+        self.stop()
+
     def __enter__(self) -> "RunningCluster":
         return self
 
@@ -198,14 +205,18 @@ class RunningCluster:
                 logger.debug("an actor was gone before it was stopped")
         self._leave_ray()
         self._actors.clear()
-        if self._redis is not None:
-            self._redis.stop()
-        if self._state_lock is not None:
-            self._state_lock.release()
+        self._close_own()
         _end_survivors(started)
         remove_stale_arenas(arena_folder(), f"{ARENA_PREFIX}{self.folder.name}-")
         for path in (*self.folder.glob("*.sock"), *self.folder.glob("*.progress")):
             path.unlink(missing_ok=True)
+
+    def _close_own(self) -> None:
+        """End what this process itself serves: the Redis of this cluster, and the lock on its folder."""
+        if self._redis is not None:
+            self._redis.stop()
+        if self._state_lock is not None:
+            self._state_lock.release()
 
     def _leave_ray(self) -> None:
         ray.shutdown()

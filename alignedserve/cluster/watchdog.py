@@ -38,13 +38,11 @@ class Watchdog:
 
     def watch(self, name: str, actor: Any) -> None:
         """Check one more."""
-        self._actors = {
-            **self._actors,
-            name: _WatchedActor(actor, actor.failure.remote()),
-        }  # the thread reads the other
+        watched = _WatchedActor(actor, actor.failure.remote())
+        self._actors = {**self._actors, name: watched}  # a new one, as the thread reads the other
 
     def forget(self, name: str) -> None:
-        """Check this one no more; a check that goes on may still end."""
+        """Check this one no more, but for a check that is under way."""
         self._actors = {known: watched for known, watched in self._actors.items() if known != name}
 
     def stop(self) -> None:

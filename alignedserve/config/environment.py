@@ -71,16 +71,22 @@ def redis_url() -> str | None:
     return os.environ.get(REDIS_URL_VARIABLE) or None
 
 
+def redis_authority_path() -> Path | None:
+    """Return the file that ALIGNEDSERVE_REDIS_CA names; None: it names none."""
+    named = os.environ.get(REDIS_CA_VARIABLE)
+    return Path(named) if named else None
+
+
 def redis_authority() -> str | None:
     """Return the certificates (PEM) that sign that of the Redis, from the file named by ALIGNEDSERVE_REDIS_CA.
 
     None: those that this system trusts. Raises ConfigError when the file cannot be read.
     """
-    named = os.environ.get(REDIS_CA_VARIABLE)
-    if not named:
+    named = redis_authority_path()
+    if named is None:
         return None
     try:
-        return Path(named).read_text()
+        return named.read_text()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{REDIS_CA_VARIABLE} names {named}, which cannot be read") from error
 

@@ -65,9 +65,9 @@ class Demand(msgspec.Struct, frozen=True, array_like=True):
     """What clients ask of the cluster now, by which it grows and shrinks."""
 
     num_real_time: Count = 0  # accepted and not finished
-    num_decode_places: Count = 0  # requests that all decode workers run together at most
+    num_decode_places: Count = 0  # requests that the decode workers which do not drain run together at most
     queue_wait_s: Seconds = 0.0  # forecast for the last of the queue
-    num_at_risk: Count = 0  # queued requests whose first token is due before that
+    num_at_risk: Count = 0  # queued real-time requests whose first token is due before that
 
     def plus(self, other: "Demand") -> "Demand":
         """Return what is asked of two routers together."""

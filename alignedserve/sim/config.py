@@ -40,6 +40,8 @@ class SimRouters:
     def __post_init__(self) -> None:
         if self.event_s < 0.0 or self.restart_s <= 0.0:
             raise ConfigError("event_s of routers must be at least 0, restart_s above 0")
+        if self.lost_at_s is not None and self.lost_at_s < 0.0:
+            raise ConfigError("lost_at_s of routers must be at least 0")
 
 
 @dataclass(frozen=True, slots=True)

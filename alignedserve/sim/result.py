@@ -67,14 +67,14 @@ class RouterResult:
     """Result of one router."""
 
     name: str
-    num_events: int  # that it decided
+    num_events: int  # that it decided, those before and after the run with them
     utilisation: float  # share of the run in which it decided; 0 where decisions take no time
     max_behind_s: float  # longest time that an event waited for its decision
 
     @classmethod
-    def of(cls, router: SimulatedRouter, duration_s: float) -> "RouterResult":
-        """Summarise a router's run."""
-        utilisation = router.busy_s / duration_s if duration_s > 0 else 0.0
+    def of(cls, router: SimulatedRouter, busy_s: float, duration_s: float) -> "RouterResult":
+        """Summarise a router's run, from the first request to the end of the last."""
+        utilisation = busy_s / duration_s if duration_s > 0 else 0.0
         return cls(router.name, router.num_events, utilisation, router.max_behind_s)
 
 

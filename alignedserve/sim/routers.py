@@ -16,9 +16,12 @@ class SimulatedRouter(SimulatedComponent):
     """Decides one event at a time, in the order of their coming, each in `event_s`; 0: at once."""
 
     def __init__(
-        self, name: str, logic: AnyLogic, event_queue: EventQueue, network: Network, *, event_s: float
+        self, name: str, logic: AnyLogic, event_queue: EventQueue, network: Network, *, event_s: float, begin_s: float
     ) -> None:
+        """`begin_s`: when requests begin; what it decides before that is not counted as its work."""
         self._event_s = event_s
+        self._begin_s = begin_s
+        self._work_s = 0.0  # that has come since then, whether done or not
         self._free_s = 0.0  # when it will have decided all that has come
         self._starts = 0  # events of an earlier start are nobody's
         self.is_lost = False
@@ -27,8 +30,8 @@ class SimulatedRouter(SimulatedComponent):
 
     @property
     def busy_s(self) -> float:
-        """Time that its decisions have taken."""
-        return self.num_events * self._event_s
+        """Time that its decisions have taken by now, since requests began."""
+        return self._work_s - self._counted_s(self._event_queue.now)
 
     def dispatch(self, event: Any) -> None:
         """Decide the event when all earlier ones are decided."""
@@ -38,19 +41,26 @@ class SimulatedRouter(SimulatedComponent):
             super().dispatch(event)
             return
         now = self._event_queue.now
-        self._free_s = max(self._free_s, now) + self._event_s
+        begins_s = max(self._free_s, now)
+        self._free_s = begins_s + self._event_s
+        self._work_s += self._counted_s(begins_s)
         self.max_behind_s = max(self.max_behind_s, self._free_s - now)
         self._event_queue.at(self._free_s, self._decide, (self._starts, event))
 
     def lose(self) -> None:
         """End as a killed process does: what it knew and had to decide is gone."""
+        self._work_s = self.busy_s
+        self._free_s = self._event_queue.now
         self.is_lost = True
 
     def restart(self, logic: AnyLogic) -> None:
         """Begin again with a logic that knows nothing."""
         self.logic, self.is_lost = logic, False
         self._starts += 1
-        self._free_s = 0.0
+
+    def _counted_s(self, since_s: float) -> float:
+        """Return how long it will be busy from then until it is free, since requests began."""
+        return max(self._free_s - max(since_s, self._begin_s), 0.0)
 
     def _decide(self, entry: tuple[int, Any]) -> None:
         start, event = entry

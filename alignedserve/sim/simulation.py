@@ -7,6 +7,7 @@ messages arrive and the counts are final.
 import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -61,6 +62,7 @@ class Simulation:
         choice = RouterChoice(names)
         self._gateway = SimulatedGateway(workload, self._event_queue, self._network, choice, on_idle=self._settle)
         self._network.to_gateway = self._gateway.emitted
+        self._busy_s: list[float] = []  # of the routers, when the last request ended
         self._components: list[SimulatedComponent] = []
         self._workers: dict[str, SimulatedWorker] = {}
         self._memory_links = MemoryLinks(self._event_queue, config.links, config.layout.block_bytes)
@@ -84,6 +86,8 @@ class Simulation:
             self._event_queue.at(_BEGIN_S, self._report, progress)
         num_events = self._event_queue.run()
         self._gateway.cut_off()
+        if not self._busy_s:
+            self._note_busy()
         return self._result(num_events)
 
     def logics(self) -> dict[str, AnyLogic]:
@@ -114,7 +118,8 @@ class Simulation:
 
     def _make_router(self, name: str) -> SimulatedRouter:
         event_s = self._config.routers.event_s
-        return SimulatedRouter(name, self._router_logic(), self._event_queue, self._network, event_s=event_s)
+        logic, queue = self._router_logic(), self._event_queue
+        return SimulatedRouter(name, logic, queue, self._network, event_s=event_s, begin_s=_BEGIN_S)
 
     def _router_logic(self) -> AnyLogic:
         cluster = self._config.cluster
@@ -226,7 +231,11 @@ class Simulation:
     # --- the end
 
     def _settle(self) -> None:
+        self._note_busy()
         self._event_queue.end_s = min(self._event_queue.end_s, self._event_queue.now + _SETTLE_S)
+
+    def _note_busy(self) -> None:
+        self._busy_s = [router.busy_s for router in self._routers.values()]
 
     def _report(self, progress: Progress) -> None:
         progress(self._event_queue.now - _BEGIN_S, len(self._gateway.records))
@@ -242,7 +251,7 @@ class Simulation:
             duration_s=duration_s,
             classes=classes_of(gateway.records, gateway.gaps, duration_s),
             workers=tuple(worker_of(name, worker.engine, duration_s) for name, worker in workers),
-            routers=tuple(RouterResult.of(router, duration_s) for router in self._routers.values()),
+            routers=tuple(map(RouterResult.of, self._routers.values(), self._busy_s, repeat(duration_s))),
             max_in_flight=gateway.max_open,
             num_preemptions=status.num_preemptions,
             num_evictions=status.num_evictions,

@@ -138,7 +138,7 @@ def test_stop_leaves_nothing_of_what_was_taken_over(nodes: RayNodes) -> None:
     done = nodes.command("stop")
     assert done.returncode == 0, done.stderr
     nodes.wait(lambda: not nodes.leftovers(), nodes.leftovers, 20.0)
-    assert not nodes.is_supervised()
+    nodes.wait(lambda: not nodes.is_supervised(), nodes.driver_log, 20.0)
 
 
 def make_batch(url: str) -> str:

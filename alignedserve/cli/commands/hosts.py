@@ -16,7 +16,7 @@ from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage, wait
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, ask_to_stop, recorded_id
 from alignedserve.cluster.hosts.succession import has_driver
 from alignedserve.cluster.hosts.supervisor import end_supervisor, running_supervisor
-from alignedserve.config.environment import redis_url
+from alignedserve.config.environment import redis_authority_path, redis_url
 from alignedserve.core.errors import PeerLost, ResourceError
 from alignedserve.messages.gateways import ClusterStatus
 
@@ -132,10 +132,10 @@ def _stop_start() -> None:
 def print_ray_storage(name: str, *, is_worker: bool) -> None:
     """Print how `ray start` keeps its state in the Redis that is named, or waits for a head that does.
 
-    Raises ConfigError for its URL.
+    Raises ConfigError for a URL that Ray cannot use.
     """
     url = redis_url()
-    storage = RayStorage(waiting_for_head(url), ()) if is_worker else ray_storage(url, name)
+    storage = RayStorage(waiting_for_head(url), ()) if is_worker else ray_storage(url, name, redis_authority_path())
     print(storage.shell())
 
 

@@ -20,6 +20,7 @@ from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.config.environment import api_keys
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.model.built_in import POCKET
 
 _READY_TIMEOUT_S = 120.0
@@ -40,6 +41,7 @@ def serve(options: ServeOptions) -> None:
     except AskedToStop:
         notes().print("Stopped before it was up; nothing is left running.")
         return
+    end = cluster.stop
     try:
         with notes().status("Waiting for the first token …"):
             cluster.wait_ready(_READY_TIMEOUT_S)
@@ -48,8 +50,13 @@ def serve(options: ServeOptions) -> None:
             time.sleep(_WATCH_S)
     except (KeyboardInterrupt, AskedToStop):
         notes().print("Stopping …")
+    except AlignedServeError:
+        raise
+    except Exception:  # a fault of the driver's, for which requests need not end
+        end = cluster.leave
+        raise
     finally:
-        cluster.stop()
+        end()
 
 
 class _StopSignals:

@@ -12,7 +12,7 @@ import yaml
 from alignedserve.cli.commands.options import SimulateOptions
 from alignedserve.config.environment import data_dir
 from alignedserve.config.loading import current_field_name, load_config
-from alignedserve.config.sections import ClusterConfig, Topology, with_fixed_sizes
+from alignedserve.config.sections import ClusterConfig, ScalingConfig, Topology, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED, WorkerSpec
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
@@ -108,7 +108,7 @@ def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
 def _cluster(options: SimulateOptions) -> ClusterConfig:
     """Load the user's configuration, or one of the size of a server; other options set the worker counts.
 
-    Raises ConfigError for overrides that would change nothing.
+    Raises ConfigError for what would change nothing.
     """
     for override in options.overrides:
         field = current_field_name(override.partition("=")[0].strip())
@@ -118,7 +118,11 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
         if field in _FOLLOWS and not options.costs.startswith(FITTED):
             raise ConfigError(f"--set {field}: memory follows from --model, --hardware and --tensor-parallel")
     sizes = () if options.config is not None else _SERVER
-    return with_fixed_sizes(load_config(options.config, (*sizes, *options.overrides)))
+    cluster = load_config(options.config, (*sizes, *options.overrides))
+    for name in ScalingConfig.__struct_fields__:
+        if getattr(cluster.scaling, name) != getattr(ScalingConfig(), name):
+            raise ConfigError(f"scaling.{name}: nodes that come and go are not simulated; see --nodes")
+    return with_fixed_sizes(cluster)
 
 
 def _default_variants(options: SimulateOptions, cluster: ClusterConfig) -> list[Variant]:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -174,14 +174,25 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
 def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: LinksConfig) -> dict[RayNode, Keeper]:
     """Start the keepers of these folders, each on its node, and wait for them.
 
-    Raises the error for which a folder cannot be made, or PeerLost.
+    Raises the error for which a folder cannot be made, or PeerLost; with none of them left then.
     """
     actors = {node: create_keeper(node, name) for node, name in folder_names.items()}
     keepers = {}
-    for node, actor in actors.items():
-        require(node, _answer(node, actor.failure.remote()))
-        keepers[node] = keeper_of(node, actor, _answer(node, actor.folder.remote()), cluster_id, links)
+    try:
+        for node, actor in actors.items():
+            require(node, _answer(node, actor.failure.remote()))
+            keepers[node] = keeper_of(node, actor, _answer(node, actor.folder.remote()), cluster_id, links)
+    except BaseException:
+        end_keepers(actors.values())
+        raise
     return keepers
+
+
+def end_keepers(actors: Iterable[Any]) -> None:
+    """End keepers without which there is nothing to end on their nodes. They are detached, and would stay."""
+    for actor in actors:
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(actor)
 
 
 def create_keeper(node: RayNode, folder_name: str) -> Any:

@@ -74,7 +74,7 @@ def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -
         members.insert(0, _prepared_head(state.joining, nodes[0]))
     served = state.joining.plan.served
     factory = ActorFactory(served, actor_classes, state.secrets, is_detached=True)
-    logger.info("the cluster of a former driver goes on, on %d nodes", len(members))
+    logger.warning("the cluster of a former driver goes on, on %d nodes", len(members))
     return ClusterOnHosts(state.joining, members, factory, driving)
 
 

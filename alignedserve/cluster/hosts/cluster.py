@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.hosts.joining import Joining, Preparation
@@ -54,6 +55,7 @@ from alignedserve.cluster.hosts.scaling.logic import GiveBack, ScaledNode
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
+from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.runtime.process.addresses import ROUTER
@@ -62,6 +64,7 @@ from alignedserve.runtime.process.loading_progress import Progress
 logger = logging.getLogger(__name__)
 
 _STOP_LOOK_S = 0.5  # between looks during a start
+_SETTLED_S = 30.0  # after which a driver has served, and an error in it is not one of each driver's start
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class ClusterOnHosts(RunningCluster):
         self._cluster_id = joining.cluster_id
         self._succession = driving.succession
         self._driver_id = secrets.token_hex(4)
-        self._is_ready = False
+        self._ready_s: float | None = None  # since when it has answered
         self._has_news = False  # that the record does not have
         self._loading: dict[Any, str] = {}  # nodes whose progress is asked for, by the call
         self._progress_of: dict[str, list[Progress | None]] = {}  # of nodes that answered
@@ -131,7 +134,7 @@ class ClusterOnHosts(RunningCluster):
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster; then every command finds the cluster."""
         super().wait_ready(timeout_s)
-        self._is_ready = True
+        self._ready_s = time.monotonic()
         self._announce()
         self._heard_s = time.monotonic()
 
@@ -151,7 +154,7 @@ class ClusterOnHosts(RunningCluster):
         answered = ray.wait(list(self._loading), num_returns=len(self._loading), timeout=0)[0] if self._loading else []
         for reference in answered:
             name = self._loading.pop(reference)
-            with contextlib.suppress(ray.exceptions.RayError):
+            with contextlib.suppress(RayError):
                 self._progress_of[name] = ray.get(reference)
         others = [member for member in self._members.values() if member.prepared.folder != self.folder]
         asked = set(self._loading.values())
@@ -189,10 +192,27 @@ class ClusterOnHosts(RunningCluster):
             model=self.served.name,
             topology=self.config.chosen_topology.value,
             started=self._succession.started,
-            is_ready=self._is_ready,
+            is_ready=self._ready_s is not None,
             nodes=(*used, *(drained_record(member) for member in self._joining.drained.values()), *refused),
             driver=self._driver_id,
         )
+
+    def leave(self) -> None:
+        """See RunningCluster; the next driver finds it as if this one had been killed, or it ends after a while.
+
+        One that has not served for long is stopped: its next driver might end in the same way.
+        """
+        if self._ready_s is None or time.monotonic() - self._ready_s < _SETTLED_S:
+            self.stop()
+            return
+        logger.error("the driver ends by an error and leaves the cluster to the next one")
+        with signals_ignored():
+            for watchdog in self._watchdogs.values():
+                watchdog.stop()
+            self._close_preparations()
+            ray.shutdown()
+            self._close_own()
+            self._close_log()
 
     def _hand_over(self) -> None:
         self._succession.hand_over(self._joining, tuple(self._members.values()), self._factory.secrets, self._actors)
@@ -262,7 +282,7 @@ class ClusterOnHosts(RunningCluster):
         """Create the actors of a node. Raises PeerLost while Ray has not given up those that had their names."""
         try:
             self.add_node(member.prepared)
-        except ValueError as error:
+        except (RayError, ValueError) as error:
             self._joining.vacate(member)
             raise PeerLost(f"its former actors have not ended: {error}") from error
         self._members[member.ray_node.node_id] = member
@@ -271,7 +291,10 @@ class ClusterOnHosts(RunningCluster):
         logger.info("%s has joined as %s with %s", member.ray_node, member.name, ", ".join(actors))
 
     def _create_worker(self, node: PreparedNode, name: str) -> None:
-        self.add_worker(node, name)
+        try:
+            self.add_worker(node, name)
+        except (RayError, ValueError) as error:  # a driver that died before it had told anyone has used the name
+            raise PeerLost(f"{name} cannot be started, try again: {error}") from error
         of_node = next(one.ray_node for one in self._members.values() if one.name == node.share.node)
         self._starting[self._actors[node.share.node][name].failure.remote()] = (of_node, name)
 
@@ -301,7 +324,7 @@ class ClusterOnHosts(RunningCluster):
             node, name = self._starting.pop(reference)
             try:
                 failure = ray.get(reference)
-            except ray.exceptions.RayError as error:
+            except RayError as error:
                 failure = error
             if failure is not None:
                 logger.error("%s on %s did not start: %s", name, node, str(failure).splitlines()[0])
@@ -329,10 +352,14 @@ class ClusterOnHosts(RunningCluster):
             else:
                 self._drains.take_again(command.node_id)
 
-    def _leave_ray(self) -> None:
+    def _close_preparations(self) -> None:
         for preparation in self._preparations.values():
-            preparation.close()
+            with contextlib.suppress(RayError, ValueError):  # Ray's head may be gone
+                preparation.close()
         self._preparations.clear()
+
+    def _leave_ray(self) -> None:
+        self._close_preparations()
         if ray.is_initialized():
             keepers = [member.keeper.actor for member in self._members.values()]
             everything = [*self.actors().values(), *keepers]
@@ -347,6 +374,9 @@ class ClusterOnHosts(RunningCluster):
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
                 end_actors(everything)
         super()._leave_ray()
+        self._close_log()
+
+    def _close_log(self) -> None:
         logging.getLogger("alignedserve").removeHandler(self._log)
         self._log.close()
 

@@ -75,7 +75,12 @@ class Joining:
             share = self._take_share(node, resources)
             self._num_folders += 1
             folder_name = f"{self.cluster_id}-{self._num_folders}"
-            keeper = create_keeper(node, folder_name)
+            try:
+                keeper = create_keeper(node, folder_name)
+            except (RayError, ValueError) as error:
+                self._vacant.setdefault(node.host, []).append(share)
+                # A driver that died before it had told anyone has used the name; the next attempt has another.
+                raise PeerLost(f"its keeper cannot be started: {error}") from error
             try:
                 failure, folder = yield [keeper.failure.remote(), keeper.folder.remote()]
                 require(node, failure)

@@ -1,5 +1,6 @@
 """Starts a cluster on the nodes of a Ray cluster."""
 
+import contextlib
 import logging
 import secrets
 import time
@@ -11,7 +12,7 @@ import ray
 
 from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets
-from alignedserve.cluster.hosts.admission import Admission, differences, start_keepers
+from alignedserve.cluster.hosts.admission import Admission, differences, end_keepers, start_keepers
 from alignedserve.cluster.hosts.adoption import adopt_cluster
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
@@ -86,7 +87,7 @@ def _prepare_cluster(
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
     if len(nodes) < hosts.num_nodes:
         logger.warning("%d of %d nodes are there after %.0f s", len(nodes), hosts.num_nodes, hosts.wait_s)
-    with Admission(nodes) as admission:
+    with contextlib.ExitStack() as if_it_fails, Admission(nodes) as admission:
         folder = resolve_model(config.model, config.engine.device, config.engine.kv_cache_dtype).folder
         reports = admission.reports(config.engine.device, folder)
         refused = admission.apart() | differences(reports, reports[nodes[0]])
@@ -100,14 +101,16 @@ def _prepare_cluster(
         cluster_id = secrets.token_hex(4)
         names = {node: f"{cluster_id}-{index}" for index, node in enumerate(found)}
         keepers = start_keepers(names, cluster_id, config.links)
+        if_it_fails.callback(end_keepers, [keeper.actor for keeper in keepers.values()])
         members = [
             member_of(node, share, one.capacity, plan.config_of(share, node.address), keepers[node])
             for (node, one), share in zip(found.items(), plan.shares, strict=True)
         ]
         expect_handoffs(members)
         admission.check({member.ray_node: member.prepared for member in members}, plan.served)
-    release_former()
-    reserve_for(members)
+        release_former()
+        reserve_for(members)
+        if_it_fails.pop_all()
     driving.observer.sizes_chosen(next(iter(plan.choices.values())))
     authority = CertificateAuthority(cluster_id) if config.links.tls else None
     joining = Joining(plan, reports[nodes[0]], cluster_id, len(members))

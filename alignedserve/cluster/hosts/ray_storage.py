@@ -1,6 +1,7 @@
 """Where Ray's head keeps its state, so that it can come back: in the Redis that is named by URL."""
 
 import shlex
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -23,10 +24,11 @@ class RayStorage(NamedTuple):
         return f"export {exports}; {arguments}" if exports else arguments
 
 
-def ray_storage(redis_url: str | None, cluster_name: str) -> RayStorage:
+def ray_storage(redis_url: str | None, cluster_name: str, authority: Path | None = None) -> RayStorage:
     """Return how Ray's head uses this Redis; None: it keeps its state in its own memory.
 
-    `cluster_name`: its keys begin with it, so that several clusters can share a Redis. Raises ConfigError for a URL
+    `cluster_name`: its keys begin with it, so that several clusters can share a Redis. `authority`: file of the
+    certificates that sign that of a Redis over TLS; None: those that the system trusts. Raises ConfigError for a URL
     that Ray cannot use.
     """
     if redis_url is None:
@@ -40,13 +42,15 @@ def ray_storage(redis_url: str | None, cluster_name: str) -> RayStorage:
         raise ConfigError("the Redis for Ray's state must be redis://HOST:PORT, or rediss:// for TLS")
     if parts.path not in ("", "/", "/0"):
         raise ConfigError("Ray keeps its state in database 0 of a Redis; leave the number out, or name another Redis")
-    scheme = "rediss://" if parts.scheme == "rediss" else ""
+    is_encrypted = parts.scheme == "rediss"
+    scheme = "rediss://" if is_encrypted else ""
     reachable = f"[{host}]" if ":" in host else host
     return RayStorage(
         {
             **waiting_for_head(redis_url),
             "RAY_REDIS_ADDRESS": f"{scheme}{reachable}:{port or _DEFAULT_PORT}",
             "RAY_external_storage_namespace": cluster_name,
+            **({"RAY_REDIS_CA_CERT": str(authority.absolute())} if is_encrypted and authority is not None else {}),
         },
         (f"--redis-username={unquote(parts.username or '')}", f"--redis-password={unquote(parts.password or '')}"),
     )

@@ -52,6 +52,8 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (("--set", "scheduling.policy=fcfs"), "here --policy says that"),
         (("--set", "decode.count=4"), "here --decode or --colocated says that"),
         (("--set", "decode.kv_cache_bytes=4GiB"), "memory follows from --model"),
+        (("--set", "scaling.max_nodes=4"), "scaling.max_nodes: nodes that come and go are not simulated"),
+        (("--set", "scaling.max_wait_s=2"), "scaling.max_wait_s: nodes that come and go are not simulated"),
         (("--set", "decode.max_runing=4"), "max_runing"),
         (("--config", "no.yaml"), "no.yaml: cannot be read"),
         (("--output", "/dev/null/x"), "--output /dev/null/x: cannot be made"),

@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.start_observer import LoggingObserver
 from alignedserve.config.sections import MIB, ModelSectionConfig, from_mapping
-from alignedserve.core.errors import NotEnoughMemory, ResourceError
+from alignedserve.core.errors import NotEnoughMemory, PeerLost, ResourceError
 from alignedserve.evaluation import cluster_demo, namespace_hosts
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.process.addresses import AddressBook
@@ -199,6 +200,32 @@ def test_the_log_of_the_driver_is_closed_with_it(cluster: ClusterOnHosts) -> Non
     cluster._leave_ray()
     cluster._leave_ray()
     assert len(package.handlers) == num_handlers - 1
+
+
+def test_a_worker_whose_name_is_taken_is_none_of_the_cluster(
+    cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_taken(node: PreparedNode, name: str) -> None:
+        raise ValueError(f"the name {name} is taken")
+
+    before = [member.prepared.share for member in cluster._members.values()]
+    monkeypatch.setattr(cluster, "add_worker", is_taken)
+    member = cluster._members["id-0"]
+    with pytest.raises(PeerLost, match="decode-2 cannot be started, try again"):
+        cluster._workers._add("decode", member)
+    assert [member.prepared.share for member in cluster._members.values()] == before
+
+
+@pytest.mark.parametrize(("served_s", "is_left"), [(60.0, True), (1.0, False)])
+def test_a_driver_that_fails_leaves_a_cluster_that_has_served(
+    cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch, served_s: float, is_left: bool
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(type(cluster), "_leave_ray", lambda self: ended.append("ray"))
+    cluster._ready_s = time.monotonic() - served_s
+    cluster.leave()
+    assert ended == ([] if is_left else ["ray"])
+    monkeypatch.undo()
 
 
 def test_a_rehearsal_removes_no_folder_but_that_of_a_former_one(tmp_path: Path) -> None:

@@ -45,3 +45,11 @@ async def test_actors_without_a_driver_are_ended_and_the_keeper_last(keeper: Nod
     keeper.keep(1, b"", ["router"], 60.0)
     keeper.keep(2, b"", ["router", "decode-0"], 0.0)
     await holds(lambda: ended == ["router", "decode-0", "keeper"])
+
+
+async def test_a_keeper_whose_driver_died_before_it_served_ends(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, ended: list[Any]
+) -> None:
+    monkeypatch.setattr(f"{MODULE}._UNUSED_S", 0.0)
+    request.getfixturevalue("keeper")
+    await holds(lambda: ended == ["keeper"])

@@ -1,6 +1,7 @@
 """Ray's head keeps its state in the Redis that is named, by what its commands take."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,11 @@ def test_address_and_password_are_those_of_the_url(url: str, address: str, user:
     storage = ray_storage(url, "one")
     assert storage.environment == WAITS | {"RAY_REDIS_ADDRESS": address, "RAY_external_storage_namespace": "one"}
     assert storage.options == (f"--redis-username={user}", f"--redis-password={password}")
+
+
+def test_ray_trusts_those_that_the_gateways_trust() -> None:
+    found = [ray_storage(f"{scheme}://host", "one", Path("/etc/ca.pem")).environment for scheme in ("rediss", "redis")]
+    assert [environment.get("RAY_REDIS_CA_CERT") for environment in found] == ["/etc/ca.pem", None]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from alignedserve.runtime.process.loading_progress import PROGRESS_SUFFIX, Progr
 _MAX_READ_BYTES = 1 << 20
 _WATCH_S = 1.0
 _END_S = 3.0
+_UNUSED_S = 600.0  # for a driver that examines slow nodes before it hands over what it knows
 
 
 class LogPart(NamedTuple):
@@ -44,7 +45,8 @@ class NodeKeeper:
 
     def __init__(self, folder_name: str) -> None:
         self._kept: KeptState | None = None
-        self._heard_s = time.monotonic()
+        self._actors: list[Any] = []
+        self._heard_s, self._patience_s = time.monotonic(), _UNUSED_S
         self._failure: AlignedServeError | None = None
         self._folder = Path()
         try:
@@ -53,6 +55,7 @@ class NodeKeeper:
             start_sweeper(self._folder, raylet_pid=os.getppid())
         except AlignedServeError as error:
             self._failure = error
+        threading.Thread(target=self._watch, name="orphans", daemon=True).start()
 
     def failure(self) -> AlignedServeError | None:
         """Return why this node cannot be used; None: it can."""
@@ -88,15 +91,13 @@ class NodeKeeper:
     def keep(self, number: int, state: bytes, actors: list[Any], patience_s: float) -> None:
         """Keep a driver's state for the next one, unless a later one is here.
 
-        From then on a driver is to come back every so often: after `patience_s` without one, these actors of this node
-        are ended, and this one with them.
+        A driver is to come back every so often: after `patience_s` without one, these actors of this node are ended,
+        and this one with them.
         """
-        self._heard_s, is_first = time.monotonic(), self._kept is None
+        self._heard_s = time.monotonic()
         if self._kept is None or number >= self._kept.number:
             self._kept = KeptState(number, state, 0.0)
             self._actors, self._patience_s = actors, patience_s
-        if is_first:
-            threading.Thread(target=self._watch, name="orphans", daemon=True).start()
 
     def kept(self) -> KeptState | None:
         """Return what the last driver handed over; None: none did."""

@@ -112,8 +112,9 @@ class WorkerScaling:
         engine = msgspec.structs.replace(prepared.config.engine, threads_per_worker=threads)
         (name,) = self._plan.placement.names(kind, 1)
         config = msgspec.structs.replace(prepared.config, engine=engine)
-        member.prepared = replace(prepared, share=share.with_worker(kind, name), config=config)
-        self._workers.create(member.prepared, name)
+        changed = replace(prepared, share=share.with_worker(kind, name), config=config)
+        self._workers.create(changed, name)
+        member.prepared = changed
         logger.info("%s starts on %s", name, member.ray_node)
         return f"{name} starts on {share.node}"
 
