@@ -107,7 +107,9 @@ class RunningCluster:
 
     def add_node(self, node: PreparedNode) -> None:
         """Create the actors of a node that has joined. They come up by themselves, in any order."""
-        self._actors[node.share.node] = self._factory.create(node, self._state_of_others())
+        # A node that comes back has its former name, and what its gateway let in still counts.
+        state = replace(self._state_of_others(), have_run=True)
+        self._actors[node.share.node] = self._factory.create(node, state)
         self._watch(node.share.node)
 
     def remove_node(self, name: str) -> None:
