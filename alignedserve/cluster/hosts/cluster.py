@@ -96,6 +96,7 @@ class ClusterOnHosts(RunningCluster):
         # Actors of nodes that joined, by the call that says how it went.
         self._starting: dict[Any, tuple[RayNode, str]] = {}
         self._joining = joining
+        self._first_gateways = joining.plan.gateways  # also those of a later driver: shares must add up to the limits
         self._preparations: dict[str, Preparation] = {}
         self._scaler = driving.scaler
         self._cluster_id = joining.cluster_id

@@ -13,6 +13,7 @@ import pytest
 from cryptography import x509
 from ray import cloudpickle
 
+from alignedserve.batches.location import SharedState
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts import joining, succession
@@ -320,3 +321,18 @@ def test_a_driver_with_another_configuration_or_other_keys_starts_anew(monkeypat
     before = digest_of(config)
     monkeypatch.setenv("ALIGNEDSERVE_API_KEYS", "one")
     assert digest_of(config) != before
+
+
+def test_limits_keep_the_shares_of_the_start(cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[SharedState] = []
+
+    def create(node: PreparedNode, state: SharedState) -> dict[str, Any]:
+        states.append(state)
+        return {}
+
+    monkeypatch.setattr(cluster, "_factory", SimpleNamespace(create=create))
+    monkeypatch.setattr(cluster, "_watch", lambda name: None)
+    node = next(iter(cluster._members.values())).prepared
+    cluster._state = SharedState(gateways=cluster._first_gateways or ())
+    cluster.add_node(node)
+    assert states == [SharedState(gateways=("gateway-0", "gateway-1"), have_run=True)]
