@@ -65,6 +65,8 @@ class RunningCluster:
         self.folder = node.folder
         self._node = node
         self._observer = observer
+        # Those of the cluster's start share the limits of keys; None: those of the nodes that are created.
+        self._first_gateways: tuple[str, ...] | None = None
         self._state = SharedState()
         self._redis: PrivateRedis | None = None
         self._state_lock: StateLock | None = None
@@ -76,8 +78,8 @@ class RunningCluster:
     def url(self) -> str:
         """Base URL of the first gateway."""
         host = self.config.gateway.host
-        reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104
-        return f"http://{reachable}:{self.config.gateway.port}"
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+        return f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{self.config.gateway.port}"
 
     def start(self, others: tuple[PreparedNode, ...] = ()) -> None:
         """Create every actor and wait until each is up. Raises the error of the first failing one."""
@@ -89,7 +91,7 @@ class RunningCluster:
     def create(self, others: tuple[PreparedNode, ...] = ()) -> None:
         """Create every actor; they come up by themselves, in any order."""
         nodes = (self._node, *others)
-        gateways = tuple(name for node in nodes for name, _ in node.share.gateways)
+        gateways = self._first_gateways or tuple(name for node in nodes for name, _ in node.share.gateways)
         self._state = SharedState(gateways=gateways)
         if self.config.batches.enabled:
             with interrupts_kept():  # it starts a process
@@ -105,7 +107,9 @@ class RunningCluster:
 
     def add_node(self, node: PreparedNode) -> None:
         """Create the actors of a node that has joined. They come up by themselves, in any order."""
-        self._actors[node.share.node] = self._factory.create(node, self._state_of_others())
+        # A node that comes back has its former name, and what its gateway let in still counts.
+        state = replace(self._state_of_others(), have_run=True)
+        self._actors[node.share.node] = self._factory.create(node, state)
         self._watch(node.share.node)
 
     def remove_node(self, name: str) -> None:

@@ -54,7 +54,7 @@ class GatewayActor(ActorHost):
                 config=msgspec.structs.replace(config, port=port),
                 api_keys=keys,
                 state=state,
-                is_first_process=not ray.get_runtime_context().was_current_actor_reconstructed,
+                is_first_process=not (state.have_run or ray.get_runtime_context().was_current_actor_reconstructed),
             )
             await server.start()
             return _Hosted(server)

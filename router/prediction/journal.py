@@ -4,6 +4,7 @@ A file of records of one size, each with its checksum: what the predictor learns
 not synced: a host that loses power loses the youngest. When it is full it becomes the old one, and the older is gone.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -44,7 +45,6 @@ class LearntLengths:
         """`encoder`: what codes depend on; those of another are not read."""
         self._path = folder / "learnt_lengths"
         self._old = folder / "learnt_lengths.old"
-        self._num_features = num_features
         self._dtype = np.dtype(
             [
                 ("digest", "<u8"),
@@ -81,7 +81,7 @@ class LearntLengths:
         try:
             if self._num_records >= _MAX_RECORDS:
                 self._turn_over()
-            os.write(self._file, self._encode(learnt))
+            _write(self._file, self._encode(learnt))
             self._num_records += 1
         except OSError as error:
             self._give_up(error)
@@ -96,7 +96,7 @@ class LearntLengths:
         """Leave in the file what can be read of it."""
         assert self._file is not None, "a journal begun before it was opened"
         os.ftruncate(self._file, 0)
-        os.write(self._file, self._head + records.tobytes())
+        _write(self._file, self._head + records.tobytes())
         os.lseek(self._file, 0, os.SEEK_END)
         self._num_records = len(records)
 
@@ -106,7 +106,7 @@ class LearntLengths:
         os.close(self._file)
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(self._file, self._head)
+        _write(self._file, self._head)
         self._num_records = 0
 
     def _records(self, path: Path) -> Records:
@@ -154,6 +154,12 @@ class LearntLengths:
     def _give_up(self, error: OSError) -> None:
         logger.warning("%s: what is learnt from now on ends with this process: %s", self._path, error)
         self.close()
+
+
+def _write(file_descriptor: int, content: bytes) -> None:
+    """Write all or raise OSError: after a part of a record, a full disk's, none behind it could be read."""
+    if os.write(file_descriptor, content) < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _digest(record: np.void) -> int:

@@ -33,6 +33,11 @@ class ClusterPlan:
     shares: tuple[NodeShare, ...]
     choices: Mapping[str, SizeChoice]  # of the nodes that have workers, by name
 
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        """Return the names of all gateways at the start."""
+        return tuple(name for share in self.shares for name, _ in share.gateways)
+
     def config_of(self, share: NodeShare, address: str) -> ClusterConfig:
         """Return the configuration of a node at this address."""
         choice = self.choices.get(share.node)

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from cryptography import x509
 from ray import cloudpickle
 
+from alignedserve.batches.location import SharedState
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts import joining
@@ -94,6 +96,15 @@ def test_every_process_with_a_log_is_named_and_every_address_is_one_to_call(clus
     assert (head.urls, other.urls) == (("http://10.0.0.0:8000",), ("http://10.0.0.1:8000",))
 
 
+@pytest.mark.parametrize(
+    ("host", "url"), [("::", "http://[::1]:8000"), ("fd00::1", "http://[fd00::1]:8000"), ("h", "http://h:8000")]
+)
+def test_the_address_of_a_gateway_is_one_to_call(cluster: ClusterOnHosts, host: str, url: str) -> None:
+    gateway = msgspec.structs.replace(cluster.config.gateway, host=host)
+    cluster.config = msgspec.structs.replace(cluster.config, gateway=gateway)
+    assert cluster.url == url
+
+
 def test_a_refused_node_that_leaves_is_no_lost_one(
     cluster: ClusterOnHosts, announced: list[ClusterRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +127,7 @@ def test_a_node_drains_stays_out_and_is_used_again(
     monkeypatch.setattr(running, "take_orders", lambda cluster_id: [orders.pop()] if orders else [])
     monkeypatch.setattr(running, "answer_order", lambda cluster_id, name, answer: answers.append(answer))
     monkeypatch.setattr(joining, "release", lambda folder: None)
-    monkeypatch.setattr(joining, "_end", lambda actor: None)
+    monkeypatch.setattr(joining, "end_keepers", lambda actors: None)
 
     def after(order: Order) -> tuple[str, list[str]]:
         orders.append(("x", order))
@@ -277,6 +288,13 @@ def test_a_driver_hands_over_once_a_second_at_most(cluster: ClusterOnHosts) -> N
     assert [len(member.keeper.actor.copies) for member in cluster._members.values()] == [1, 1]
 
 
+def test_what_has_changed_is_handed_over_at_once(cluster: ClusterOnHosts, announced: list[ClusterRecord]) -> None:
+    cluster._hand_over()
+    cluster._announce()
+    assert [len(member.keeper.actor.copies) for member in cluster._members.values()] == [2, 2]
+    assert len(announced) == 1
+
+
 def test_an_authority_that_was_handed_over_issues_what_the_others_believe() -> None:
     authority = CertificateAuthority("c")
     before = authority.issue("router")
@@ -295,3 +313,18 @@ def test_a_driver_with_another_configuration_or_other_keys_starts_anew(monkeypat
     before = digest_of(config)
     monkeypatch.setenv("ALIGNEDSERVE_API_KEYS", "one")
     assert digest_of(config) != before
+
+
+def test_limits_keep_the_shares_of_the_start(cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[SharedState] = []
+
+    def create(node: PreparedNode, state: SharedState) -> dict[str, Any]:
+        states.append(state)
+        return {}
+
+    monkeypatch.setattr(cluster, "_factory", SimpleNamespace(create=create))
+    monkeypatch.setattr(cluster, "_watch", lambda name: None)
+    node = next(iter(cluster._members.values())).prepared
+    cluster._state = SharedState(gateways=cluster._first_gateways or ())
+    cluster.add_node(node)
+    assert states == [SharedState(gateways=("gateway-0", "gateway-1"), have_run=True)]

@@ -78,6 +78,7 @@ def test_a_node_without_room_is_named() -> None:
 def test_gateways_listen_at_their_own_nodes_addresses() -> None:
     config = from_mapping({"gateway": {"host": NODE_ADDRESS, "port": 9000}})
     plan = plan_cluster(config, POCKET, [resources(0), resources(1)])
+    assert plan.gateways == ("gateway-0", "gateway-1")
     gateways = [plan.config_of(share, f"10.0.0.{index}").gateway for index, share in enumerate(plan.shares)]
     assert [(gateway.host, gateway.port) for gateway in gateways] == [("10.0.0.0", 9000), ("10.0.0.1", 9000)]
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +102,24 @@ def test_of_two_routers_in_one_folder_one_keeps_it(tmp_path: Path, caplog: pytes
     first.append(learnt(5))
     first.close()
     assert lens_in(tmp_path) == [5]
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_record_ends_the_journal(tmp_path: Path) -> None:
+    write(tmp_path, range(2))
+    num_bytes = (tmp_path / "learnt_lengths").stat().st_size
+    opened = journal(tmp_path)
+    assert len(list(opened.open())) == 2
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes + 10, before[1]))
+        opened.append(learnt(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    opened.append(learnt(3))
+    opened.close()
+    assert lens_in(tmp_path) == [0, 1]
 
 
 async def test_a_new_process_predicts_as_the_old_one_would(tmp_path: Path) -> None:
