@@ -41,7 +41,11 @@ class KvPool:
                 f"pool.memory_bytes is {config.memory_bytes}, but one block of this model takes {layout.block_bytes}"
             )
         self._arena = Arena.create(arena_path, layout, num_blocks)
-        self._server = _serve_beyond_node(self._arena, process_spec)
+        try:
+            self._server = _serve_beyond_node(self._arena, process_spec)
+        except OSError:
+            self._arena.close(unlink=True)
+            raise
         offered = ArenaOffered(
             str(arena_path),
             num_blocks,

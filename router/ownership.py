@@ -127,9 +127,6 @@ class OwnershipTransitions:
             # The link may be down and not the worker; if it returned the request, that message was lost with the link.
             abort = Send(tracked.holder, AbortRequest(message.request_id, epoch_end(message.attempt)))
             return [abort, *self._registry.interrupt([tracked])]
-        worker = self._placement.workers.get(tracked.destination or "")
-        if worker is not None:
-            self._placement.cancel_batch_request(worker)
         return self._registry.interrupt([tracked])
 
 

@@ -29,8 +29,10 @@ class Router:
         process_spec: ProcessSpec,
         state_folder: Path | None = None,
     ) -> None:
-        """Raise ConfigError or ModelError if the configured policies cannot be built. `state_folder`: for what outlives
-        this process; None: nothing does."""
+        """Raise ConfigError or ModelError if the configured policies cannot be built.
+
+        `state_folder`: for what outlives this process; None: nothing does.
+        """
         make = partial(make_logic, config=config, batching=batching)
         logic = self._logic = make()
         predictor = make_length_predictor(config, served)

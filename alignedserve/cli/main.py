@@ -25,7 +25,7 @@ from alignedserve.cli.console import FAILURE, exit_code, print_error
 from alignedserve.cli.models.app import models_app
 from alignedserve.cli.options import JsonFlag, current_option, takes_options
 from alignedserve.config.environment import limit_thread_spinning
-from alignedserve.core.errors import AlignedServeError
+from alignedserve.core.errors import AlignedServeError, ConfigError
 
 app = typer.Typer(
     name="alignedserve",
@@ -118,18 +118,23 @@ def drain(
     node: Annotated[str, typer.Argument(help="Its name, host name or address (see `alignedserve status`).")],
     undo: Annotated[bool, typer.Option("--undo", help="Use it again.")] = False,
     within: Annotated[
-        float, typer.Option(min=0.0, max=86400.0, help="Seconds in which requests may finish where they are.")
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            min=0.0, max=86400.0, help="Seconds in which requests may finish where they are.", show_default="60"
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also the last node with workers of a kind.")] = False,
     wait: Annotated[bool, typer.Option(help="Return when it has drained.")] = True,
 ) -> None:
     """Let the work of a node finish or go elsewhere, then end its processes; it stays out until --undo."""
     from alignedserve.cli.commands import hosts
 
-    if undo:
-        hosts.undo_drain(node)
+    if not undo:
+        hosts.drain(node, 60.0 if within is None else within, is_forced=force, waits=wait)
+    elif force or not wait or within is not None:
+        raise ConfigError("--undo goes with no other option")
     else:
-        hosts.drain(node, within, is_forced=force, waits=wait)
+        hosts.undo_drain(node)
 
 
 @app.command()

@@ -78,8 +78,8 @@ class RunningCluster:
     def url(self) -> str:
         """Base URL of the first gateway."""
         host = self.config.gateway.host
-        reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104
-        return f"http://{reachable}:{self.config.gateway.port}"
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+        return f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{self.config.gateway.port}"
 
     def start(self, others: tuple[PreparedNode, ...] = ()) -> None:
         """Create every actor and wait until each is up. Raises the error of the first failing one."""

@@ -20,11 +20,8 @@ def make_run_folder(name: str | None = None) -> Path:
 
     `name`: of the folder; drawn when None. Raises ResourceError saying what to set.
     """
-    root = run_root()
+    root = make_run_root()
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if root.stat().st_uid != os.getuid() or root.stat().st_mode & 0o077:
-            raise ResourceError(f"{root} must belong to you and be closed to others (mode 700); it holds the sockets")
         folder = root / (name or secrets.token_hex(4))
         if len(os.fsencode(AddressBook(folder).of(_LONGEST_NAME).removeprefix("unix:"))) > _MAX_SOCKET_PATH:
             raise ResourceError(f"{root} is too long a path for Unix sockets; set {RUN_DIR_VARIABLE} to a shorter one")
@@ -34,9 +31,26 @@ def make_run_folder(name: str | None = None) -> Path:
         fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
         _remove_old_folders(root)
     except OSError as error:
-        problem = f"{root} cannot hold sockets and logs: {error.strerror}"
-        raise ResourceError(f"{problem}; set {RUN_DIR_VARIABLE} to another folder") from error
+        raise _unusable(root, error) from error
     return folder
+
+
+def make_run_root() -> Path:
+    """Create the folder of all run folders, unless it is there. Raises ResourceError when others can enter it."""
+    root = run_root()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = root.stat()
+    except OSError as error:
+        raise _unusable(root, error) from error
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ResourceError(f"{root} must belong to you and be closed to others (mode 700); it holds the sockets")
+    return root
+
+
+def _unusable(root: Path, error: OSError) -> ResourceError:
+    problem = f"{root} cannot hold sockets and logs: {error.strerror}"
+    return ResourceError(f"{problem}; set {RUN_DIR_VARIABLE} to another folder")
 
 
 def _remove_old_folders(root: Path) -> None:

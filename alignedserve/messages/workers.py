@@ -29,8 +29,10 @@ class RegistrationRefused(Message, frozen=True):
 
 
 class PeersChanged(Message, frozen=True):
-    """Router to decode worker, when it has registered and whenever they change: the prefill workers of all nodes and
-    the pools of other nodes, to which it keeps links."""
+    """Router to decode worker: the prefill workers of all nodes and the pools of others, to which it keeps links.
+
+    Sent when it has registered, and whenever they change.
+    """
 
     joined: tuple[WorkerName, ...]
     left: tuple[WorkerName, ...] = ()  # not to be dialled any more; a link that holds is kept

@@ -38,11 +38,17 @@ def served(cloud: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
         yield made
 
 
-def status(cloud: dict[str, str]) -> dict[str, Any]:
+def command(cloud: dict[str, str], *arguments: str) -> str:
+    """Return what `alignedserve` prints."""
+    environment = os.environ | cloud
     done = subprocess.run(
-        [COMMAND, "status", "--json"], env=os.environ | cloud, capture_output=True, text=True, timeout=180, check=False
+        [COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=180, check=False
     )
-    found: dict[str, Any] = json.loads(done.stdout)
+    return done.stdout
+
+
+def status(cloud: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(command(cloud, "status", "--json"))
     return found
 
 
@@ -57,8 +63,8 @@ print(json.dumps([groups, ray.cluster_resources()["CPU"] - ray.available_resourc
 
 def used(cloud: dict[str, str]) -> list[Any]:
     """Return the bundles of the groups that are placed, and how many CPUs are not free, as another job sees it."""
-    command = [sys.executable, "-c", SEEN_BY_RAY]
-    done = subprocess.run(command, env=os.environ | cloud, capture_output=True, text=True, timeout=180, check=True)
+    asking = [sys.executable, "-c", SEEN_BY_RAY]
+    done = subprocess.run(asking, env=os.environ | cloud, capture_output=True, text=True, timeout=180, check=True)
     found: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -108,8 +114,8 @@ def test_a_node_comes_with_the_load_and_goes_with_it(cloud: dict[str, str], serv
         assert [sorted(node["actors"]) for node in status(cloud)["nodes"]][1] == ["decode-1", "gateway-1"]
     gone_s = wait_until(lambda found: len(found["nodes"]) == 1, cloud)
     assert used(cloud) == [[{"CPU": 1.0}], 1.0]
-    logs = served.logs()
-    assert "is not needed" in logs
-    assert "has drained" in logs
+    said = command(cloud, "logs", "driver")
+    assert "is not needed" in said
+    assert "has drained" in said
     assert set(clients.answers) == {(200, "o t t e r")}
     print(f"the node served after {came_s:.1f} s, and was removed {gone_s:.1f} s after the load")

@@ -187,6 +187,7 @@ async def test_prompt_logprobs_come_first_and_in_order(tmp_path: Path) -> None:
         token_ids, reason, outputs = await read(stream)
         assert [score.token_id for score in outputs[0].prompt_logprobs] == [1, 2]
         assert (token_ids, reason) == ([11], FinishReason.STOP)
+        assert sum(harness.backend.num_answers().values()) == 1
 
 
 async def test_scores_alone_end_a_request_for_no_tokens(tmp_path: Path) -> None:
@@ -196,6 +197,7 @@ async def test_scores_alone_end_a_request_for_no_tokens(tmp_path: Path) -> None:
         harness.worker.send_to(harness.gateway_address, PromptScored(RequestId("r"), 1, scores))
         token_ids, reason, _ = await read(stream)
         assert (token_ids, reason) == ([], FinishReason.LENGTH)
+        assert sum(harness.backend.num_answers().values()) == 1
 
 
 async def test_rejections_and_failures(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def compare_decisions(seed: int, shape: Shape) -> None:
     cluster.run()
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from(SHAPES))
 def test_decisions_are_those_of_the_plain_placement(seed: int, shape: Shape) -> None:
     compare_decisions(seed, shape)

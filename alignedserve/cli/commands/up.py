@@ -47,7 +47,8 @@ def up(options: ServeOptions) -> None:
 
 def urls_of(record: ClusterRecord) -> Table:
     """Return the addresses at which a cluster answers."""
-    table = Table(title=f"AlignedServe serves {record.model} on {len(record.nodes)} nodes", title_justify="left")
+    num_serving = sum(bool(node.actors) for node in record.nodes)
+    table = Table(title=f"AlignedServe serves {record.model} on {_counted(num_serving)}", title_justify="left")
     for heading in ("node", "host", "answers at"):
         table.add_column(heading)
     for node in record.nodes:
@@ -55,6 +56,10 @@ def urls_of(record: ClusterRecord) -> Table:
             node.name or "-", f"{node.hostname} ({node.address})", escape(node.problem or "\n".join(node.urls))
         )
     return table
+
+
+def _counted(num_nodes: int) -> str:
+    return f"{num_nodes} node" if num_nodes == 1 else f"{num_nodes} nodes"
 
 
 def driver_command(options: ServeOptions, config: ClusterConfig) -> list[str]:

@@ -120,7 +120,6 @@ class ClusterOnHosts(RunningCluster):
         """Start the actors of all nodes; those of a former driver are taken over. Raises the error of the first failing
         one."""
         self._announce()
-        self._hand_over()
         others = tuple(member.prepared for member in self._members.values())[1:]
         if not self._succession.is_adopted:
             self.start(others)
@@ -215,8 +214,9 @@ class ClusterOnHosts(RunningCluster):
             self._close_own()
             self._close_log()
 
-    def _hand_over(self) -> None:
-        self._succession.hand_over(self._joining, tuple(self._members.values()), self._factory.secrets, self._actors)
+    def _hand_over(self, *, has_changed: bool = False) -> None:
+        known = (self._joining, tuple(self._members.values()), self._factory.secrets, self._actors)
+        self._succession.hand_over(*known, has_changed=has_changed)
 
     def _left_out(self) -> dict[str, str]:
         """Return the nodes that are not used, and why."""
@@ -382,6 +382,7 @@ class ClusterOnHosts(RunningCluster):
         self._log.close()
 
     def _announce(self) -> None:
+        self._hand_over(has_changed=True)
         write_record(self.record())
         self._has_news = False
 

@@ -1,6 +1,5 @@
 """Prepares nodes that join a running cluster, beside the loop of its driver: nothing here waits."""
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -13,6 +12,7 @@ from alignedserve.cluster.hosts.admission import (
     Admission,
     create_keeper,
     differences,
+    end_keepers,
     keeper_of,
     require,
     warn_of_clocks,
@@ -50,7 +50,7 @@ class Joining:
     def vacate(self, member: Member) -> None:
         """Keep the share of a node that has not, or no more, its actors for the next one of its host."""
         self.keep_share(member)
-        _end(member.keeper.actor)
+        end_keepers([member.keeper.actor])
 
     def keep_share(self, member: Member) -> None:
         """Keep the share of a node that is gone with its keeper for the next one of its host, and no more in Ray."""
@@ -98,7 +98,7 @@ class Joining:
             except BaseException:
                 self._vacant.setdefault(node.host, []).append(share)
                 release(folder_name)
-                _end(keeper)
+                end_keepers([keeper])
                 raise
         return member
 
@@ -170,8 +170,3 @@ def _placed(node: RayNode, group: NodeGroup) -> Generator[Sequence[Any], Sequenc
 def _answers(asked: Sequence[Any]) -> Sequence[Any] | None:
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
     return ray.get(list(asked)) if len(answered) == len(asked) else None
-
-
-def _end(actor: Any) -> None:
-    with contextlib.suppress(RayError, ValueError):
-        ray.kill(actor)

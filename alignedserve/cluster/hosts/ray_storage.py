@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 from alignedserve.core.errors import ConfigError
 
 _DEFAULT_PORT = 6379
-_HEAD_RETURNS_S = 600  # for which Ray's other nodes wait for it
+HEAD_RETURNS_S = 600  # for which all others wait for a head whose state is in a Redis
 
 
 class RayStorage(NamedTuple):
@@ -58,4 +58,4 @@ def ray_storage(redis_url: str | None, cluster_name: str, authority: Path | None
 
 def waiting_for_head(redis_url: str | None) -> dict[str, str]:
     """Return the environment of `ray start` on every node with which it waits for a head that can come back."""
-    return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(_HEAD_RETURNS_S)} if redis_url is not None else {}
+    return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_RETURNS_S)} if redis_url is not None else {}

@@ -24,6 +24,7 @@ from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.nodes.keeper import KeptState
 from alignedserve.cluster.hosts.nodes.report import own_versions
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
+from alignedserve.cluster.hosts.ray_storage import HEAD_RETURNS_S
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.config.environment import api_keys, redis_url
 from alignedserve.config.sections import ClusterConfig
@@ -35,7 +36,6 @@ _ANSWER_S = 10.0
 _PERIOD_S = 1.0
 _HEAD_SILENT_S = 20.0
 _ORPHANED_S = 60.0  # as long as Ray's nodes wait for a head
-_HEAD_RETURNS_S = 600.0  # where Ray's state is in a Redis that outlives its head
 _SILENT_S = 4.0  # after which a driver that hands over every second has ended
 _POLL_S = 0.5
 _PATIENCE_S = 15.0  # with a driver that does not end
@@ -82,13 +82,16 @@ class Succession:
         members: Sequence[Member],
         cluster_secrets: ClusterSecrets,
         actors: Mapping[str, Mapping[str, Any]],
+        *,
+        has_changed: bool = False,
     ) -> None:
         """Give a copy to the keepers of all members, about once a second, without waiting for them.
 
         `actors`: by node and name; keepers end those of their node when they have had no driver for long.
+        `has_changed`: at once, so that a driver which dies now leaves no process that the next one does not know.
         """
         now = time.monotonic()
-        if now - self._handed_s < _PERIOD_S:
+        if now - self._handed_s < _PERIOD_S and not has_changed:
             return
         self._handed_s = now
         self._number += 1
@@ -103,12 +106,12 @@ class Succession:
 
 def head_patience_s() -> float:
     """Return for how long a driver waits for Ray's head."""
-    return _HEAD_RETURNS_S if redis_url() is not None else _HEAD_SILENT_S
+    return float(HEAD_RETURNS_S) if redis_url() is not None else _HEAD_SILENT_S
 
 
 def orphans_patience_s() -> float:
     """Return for how long a node's actors go on without a driver."""
-    return _HEAD_RETURNS_S if redis_url() is not None else _ORPHANED_S
+    return float(HEAD_RETURNS_S) if redis_url() is not None else _ORPHANED_S
 
 
 def left_by_former(record: ClusterRecord | None) -> ClusterState | None:

@@ -17,6 +17,7 @@ from types import FrameType
 
 import psutil
 
+from alignedserve.cluster.run_folder import make_run_root
 from alignedserve.config.environment import RAY_ADDRESS_VARIABLE, ray_address, run_root
 from alignedserve.core.errors import ResourceError
 
@@ -42,10 +43,9 @@ def driver_log() -> Path:
 def start_supervisor(command: Sequence[str], ray_address: str) -> "subprocess.Popen[bytes]":
     """Start a supervisor of this command, which is to join the Ray at that address. Its process outlives this one.
 
-    Raises ResourceError when a former one does not end.
+    Raises ResourceError when a former one does not end, or others can enter the folder of its log.
     """
-    root = run_root()
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    root = make_run_root()
     end_supervisor()
     arguments = [sys.executable, "-m", "alignedserve.cluster.hosts.supervisor", *command]
     log_path = driver_log()

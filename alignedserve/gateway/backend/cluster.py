@@ -143,7 +143,7 @@ class ClusterBackend:
                 for delta in message.deltas:
                     self._on_delta(peer, delta, now)
             case PromptScored():
-                self._on_prompt_logprobs(message)
+                self._on_prompt_logprobs(peer, message)
             case RequestRejected():
                 self._fail(message.request_id, Overloaded(message.reason, retry_after_s=message.retry_after_s))
             case RequestFailed():
@@ -176,17 +176,20 @@ class ClusterBackend:
             return
         entry.last_worker = worker.name
         entry.accept(delta, now)
-        if entry.is_complete:
-            self._num_answers[worker.name] += 1
-            del self._open[delta.request_id]
+        self._end_if_complete(worker, delta.request_id, entry)
 
-    def _on_prompt_logprobs(self, message: PromptScored) -> None:
+    def _on_prompt_logprobs(self, worker: Peer, message: PromptScored) -> None:
         entry = self._open.get(message.request_id)
         if entry is None:
             return
         entry.accept_prompt_logprobs(message, asyncio.get_running_loop().time())
+        self._end_if_complete(worker, message.request_id, entry)
+
+    def _end_if_complete(self, worker: Peer, request_id: RequestId, entry: "_OpenRequest") -> None:
+        """Count the answer for the worker of its tokens; for this one where there are none."""
         if entry.is_complete:
-            del self._open[message.request_id]
+            self._num_answers[entry.last_worker or worker.name] += 1
+            del self._open[request_id]
 
     def _resume(self, router: Peer, request_id: RequestId) -> None:
         entry = self._open.get(request_id)

@@ -13,9 +13,10 @@ from rich.console import Console
 from alignedserve.cli.commands import hosts
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.commands.up import driver_command, urls_of
+from alignedserve.cli.main import main
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.hosts import ray_directory
-from alignedserve.cluster.hosts.record import ClusterRecord, NodeRecord, read_record, recorded_id
+from alignedserve.cluster.hosts.record import ActorRecord, ClusterRecord, NodeRecord, read_record, recorded_id
 from alignedserve.cluster.hosts.supervisor import start_supervisor
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import from_mapping
@@ -140,3 +141,28 @@ def test_ipv6_addresses_are_no_markup() -> None:
         with console.capture() as said:
             console.print(table)
         assert "http://[fd77::1]:8000" in said.get()
+
+
+def test_a_node_that_is_not_used_serves_nothing() -> None:
+    used = NodeRecord("node-0", "id", "10.0.0.1", "host0", actors=(ActorRecord("gateway-0"),))
+    nodes = (used, NodeRecord("", "id-1", "10.0.0.2", "host1", problem="it has another Python"))
+    record = ClusterRecord("c", "v", "pocket", "colocated", started=0.0, is_ready=True, nodes=nodes)
+    assert urls_of(record).title == "AlignedServe serves pocket on 1 node"
+
+
+@pytest.mark.parametrize("options", [("--within", "60"), ("--force",), ("--no-wait",)])
+def test_an_undo_ignores_no_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["alignedserve", "drain", "node-1", "--undo", *options])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "--undo goes with no other option" in capsys.readouterr().err
+
+
+def test_a_folder_of_others_holds_no_supervisor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    with pytest.raises(ResourceError, match="closed to others"):
+        start_supervisor(["true"], "auto")
+    assert list(tmp_path.iterdir()) == []

@@ -10,10 +10,11 @@ import yaml
 
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.scaling.autoscaler import Autoscaler, find_autoscaler, most_nodes, read_autoscaler
-from alignedserve.cluster.hosts.scaling.scaler import make_scaler
+from alignedserve.cluster.hosts.scaling.logic import ScaledNode
+from alignedserve.cluster.hosts.scaling.scaler import NodeScaler, make_scaler
 from alignedserve.cluster.launch import launch_cluster
 from alignedserve.config.sections import ScalingConfig, from_mapping
-from alignedserve.core.errors import ConfigError
+from alignedserve.core.errors import ConfigError, PeerLost
 
 HEAD = RayNode("h", "10.0.0.1", "head", is_head=True, num_cpus=4.0)
 SMALL = RayNode("s", "10.0.0.2", "small", is_head=False, num_cpus=8.0)
@@ -118,3 +119,21 @@ def test_workers_that_do_not_follow_the_nodes_are_refused(section: str) -> None:
 def test_one_host_without_ray_elsewhere_does_not_scale() -> None:
     with pytest.raises(ConfigError, match=r"scaling\.max_nodes is for a cluster of several hosts"):
         launch_cluster(from_mapping(SCALING), None)  # type: ignore[arg-type]
+
+
+def test_what_did_not_reach_ray_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def ask_for(bundles: list[dict[str, float]]) -> None:
+        asked.append(len(bundles))
+        if len(asked) == 1:
+            raise PeerLost("Ray's head does not answer")
+
+    monkeypatch.setattr(f"{NodeScaler.__module__}.ask_for", ask_for)
+    made = NodeScaler(ScalingConfig(max_nodes=2), read_autoscaler(written(tmp_path)))
+    seen = [ScaledNode(HEAD.node_id, is_head=True)]
+    with pytest.raises(PeerLost):
+        made.check([], seen, {HEAD.node_id: HEAD}.__getitem__)
+    for _ in range(2):
+        assert made.check([], seen, {HEAD.node_id: HEAD}.__getitem__) == []
+    assert asked == [1, 1]

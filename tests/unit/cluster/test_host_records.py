@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from cryptography import x509
 from ray import cloudpickle
@@ -95,6 +96,15 @@ def test_every_process_with_a_log_is_named_and_every_address_is_one_to_call(clus
     assert (head.urls, other.urls) == (("http://10.0.0.0:8000",), ("http://10.0.0.1:8000",))
 
 
+@pytest.mark.parametrize(
+    ("host", "url"), [("::", "http://[::1]:8000"), ("fd00::1", "http://[fd00::1]:8000"), ("h", "http://h:8000")]
+)
+def test_the_address_of_a_gateway_is_one_to_call(cluster: ClusterOnHosts, host: str, url: str) -> None:
+    gateway = msgspec.structs.replace(cluster.config.gateway, host=host)
+    cluster.config = msgspec.structs.replace(cluster.config, gateway=gateway)
+    assert cluster.url == url
+
+
 def test_a_refused_node_that_leaves_is_no_lost_one(
     cluster: ClusterOnHosts, announced: list[ClusterRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +127,7 @@ def test_a_node_drains_stays_out_and_is_used_again(
     monkeypatch.setattr(running, "take_orders", lambda cluster_id: [orders.pop()] if orders else [])
     monkeypatch.setattr(running, "answer_order", lambda cluster_id, name, answer: answers.append(answer))
     monkeypatch.setattr(joining, "release", lambda folder: None)
-    monkeypatch.setattr(joining, "_end", lambda actor: None)
+    monkeypatch.setattr(joining, "end_keepers", lambda actors: None)
 
     def after(order: Order) -> tuple[str, list[str]]:
         orders.append(("x", order))
@@ -276,6 +286,13 @@ def test_a_driver_hands_over_once_a_second_at_most(cluster: ClusterOnHosts) -> N
     cluster._hand_over()
     cluster._hand_over()
     assert [len(member.keeper.actor.copies) for member in cluster._members.values()] == [1, 1]
+
+
+def test_what_has_changed_is_handed_over_at_once(cluster: ClusterOnHosts, announced: list[ClusterRecord]) -> None:
+    cluster._hand_over()
+    cluster._announce()
+    assert [len(member.keeper.actor.copies) for member in cluster._members.values()] == [2, 2]
+    assert len(announced) == 1
 
 
 def test_an_authority_that_was_handed_over_issues_what_the_others_believe() -> None:

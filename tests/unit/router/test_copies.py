@@ -2,11 +2,11 @@
 
 import pytest
 
-from alignedserve.core.ids import BatchId, WorkerName
+from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request, Slo
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH, FailureKind
-from alignedserve.messages.gateways import AbortRequest, RequestFailed, ResumeRequest
+from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestInterrupted, ResumeRequest
 from alignedserve.messages.pools import (
     BatchFormed,
     BatchReceived,
@@ -176,9 +176,24 @@ def test_what_the_pool_has_of_a_request_in_the_queue_is_not_wanted() -> None:
 
 def test_a_copy_lost_on_the_way_lets_its_worker_be_asked_for_again() -> None:
     made = granted()
-    assert made.hear(POOL, CopyLost(R1, GRANTED)) == [INTERRUPTED]
+    assert made.hear(POOL, CopyLost(R1, GRANTED, DECODE, BATCH)) == [INTERRUPTED]
     made.submit(request("r2"))
     assert made.hear(POOL, RequestPooled(R2, epoch(2, 1), 4, 1)) == [Send(POOL, FormBatch(BatchId(2), ASKED, 20, 1))]
+
+
+def test_a_lost_copy_does_not_end_the_wait_for_a_later_batch() -> None:
+    made = pooled()
+    for number in (2, 3):
+        made.submit(request(f"r{number}"))
+    made.hear(PREFILL, PrefillCompleted(R2, epoch(2), 4))
+    made.hear(POOL, RequestPooled(R2, epoch(2, 1), 4, 1))
+    made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED), (R2, epoch(2, 2)))))
+    asked_again = Send(POOL, FormBatch(BatchId(2), ASKED, 20, 1))
+    assert made.hear(POOL, CopyLost(R1, GRANTED, DECODE, BATCH)) == [INTERRUPTED, asked_again]
+    assert made.hear(POOL, CopyLost(R2, epoch(2, 2), DECODE, BATCH)) == [Send(GATEWAY, RequestInterrupted(R2))]
+    r3 = RequestId("r3")
+    assert made.hear(POOL, RequestPooled(r3, epoch(3, 1), 4, 1)) == []
+    assert made.hear(POOL, BatchFormed(BatchId(2), ASKED, ((r3, epoch(3, 2)),))) == []
 
 
 def test_the_next_question_waits_for_what_the_worker_reports_of_the_last_batch() -> None:

@@ -85,6 +85,10 @@ class ScalingLogic:
         """Return the number of nodes at which the cluster is to be; None before the first decision."""
         return self._num_wanted
 
+    def ask_again(self) -> None:
+        """Repeat with the next decision what Ray is asked for: the last command did not reach it."""
+        self._num_asked = None
+
     def decide(self, status: ClusterStatus | None, nodes: Sequence[ScaledNode], now: float) -> list[ScalingCommand]:
         """Return what is to be done; `nodes` in the order in which they came.
 

@@ -12,7 +12,7 @@ from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.scaling.autoscaler import Autoscaler, ask_for, find_autoscaler, most_nodes
 from alignedserve.cluster.hosts.scaling.logic import AskForNodes, GiveBack, ScaledNode, ScalingLogic, TakeAgain
 from alignedserve.config.sections import ClusterConfig, DefaultSize, ScalingConfig
-from alignedserve.core.errors import ConfigError
+from alignedserve.core.errors import ConfigError, PeerLost
 from alignedserve.messages.gateways import ClusterStatus
 
 logger = logging.getLogger(__name__)
@@ -48,11 +48,8 @@ class NodeScaler:
         for command in self._logic.decide(self._status, nodes, time.monotonic()):
             match command:
                 case AskForNodes(num_nodes):
-                    members = [find(node.node_id) for node in nodes]
-                    head = next(node for node in members if node.is_head)
-                    others = [node for node in members if not node.is_head]
                     logger.info("the load wants %d nodes; there are %d", num_nodes, len(nodes))
-                    ask_for(self._autoscaler.request(num_nodes, head, others))
+                    self._ask_ray(num_nodes, [find(node.node_id) for node in nodes])
                 case GiveBack(node_id):
                     logger.info("%s is not needed", find(node_id))
                     found.append(command)
@@ -60,6 +57,15 @@ class NodeScaler:
                     logger.info("%s is needed again", find(node_id))
                     found.append(command)
         return found
+
+    def _ask_ray(self, num_nodes: int, members: Sequence[RayNode]) -> None:
+        head = next(node for node in members if node.is_head)
+        others = [node for node in members if not node.is_head]
+        try:
+            ask_for(self._autoscaler.request(num_nodes, head, others))
+        except PeerLost:
+            self._logic.ask_again()
+            raise
 
     def close(self) -> None:
         """Ask Ray for nothing any more: it removes nodes that are idle. Raises PeerLost."""
