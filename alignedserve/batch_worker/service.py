@@ -28,7 +28,7 @@ _TOKEN_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class StateServing:
-    """What the state server beside the driver needs to serve gateways."""
+    """Settings of the state server beside the driver, which serves gateways."""
 
     process_spec: ProcessSpec
     gateways: tuple[str, ...]  # that are there from the start, and share the limits of keys

@@ -30,7 +30,7 @@ class BatchLocation:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """What the gateways of a cluster share."""
+    """State that the gateways of a cluster share."""
 
     batches: BatchLocation | None = None  # None: no files and batches, and no state server
     gateways: tuple[str, ...] = ()  # that are there from the start

@@ -22,7 +22,7 @@ _MINUTE_S = 60.0
 
 
 class Bucket:
-    """What one part of a limit owes, by key."""
+    """Requests that one part of a limit owes, by key."""
 
     def __init__(self, num_keys: int, limit: float, now: float) -> None:
         self._limit = limit

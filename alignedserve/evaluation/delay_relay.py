@@ -1,7 +1,7 @@
 """A relay of Ethernet frames between two interfaces that delays one direction: `python -m ... OUTER TAP SECONDS`.
 
 Frames of OUTER (one end of a host's cable) go to the TAP device after the delay, those of the TAP to OUTER at once.
-Both speak with virtio headers, in which the kernel leaves checksums and segments to whoever receives last.
+Both speak with virtio headers, in which the kernel leaves checksums and segments to the last receiver.
 """
 
 import fcntl

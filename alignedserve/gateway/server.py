@@ -74,9 +74,16 @@ class GatewayServer:
         return self._http.drain(is_draining) if self._http is not None else 0
 
     async def start(self) -> None:
-        """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse or ConfigError."""
+        """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse, ConfigError or StorageError."""
         tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder, self._model.vocab_size)
-        listener = bind(self._config.host, self._config.port)
+        try:
+            await self._start(tokenizer)
+        except BaseException:
+            await self.stop()
+            raise
+        logger.info("gateway %s serves %s at %s", self._links.identity.name, self._model.name, self.url)
+
+    async def _start(self, tokenizer: Tokenizer) -> None:
         self._backend = ClusterBackend(self._links, self._config)
         self._open_shared_state()
         batches = self._state.batches
@@ -90,14 +97,9 @@ class GatewayServer:
             files_api=FilesApi(self._stores, batches.config) if batches and self._stores else None,
             quotas=self._quotas,
         )
-        self._http = HttpServer(services, listener)
-        try:
-            await self._backend.start()
-            await self._http.start()
-        except BaseException:
-            await self.stop()
-            raise
-        logger.info("gateway %s serves %s at %s", self._links.identity.name, self._model.name, self.url)
+        self._http = HttpServer(services, bind(self._config.host, self._config.port))
+        await self._backend.start()
+        await self._http.start()
 
     def _open_shared_state(self) -> None:
         """Open the stores and the count of requests, and dial the state server where one of them needs it."""

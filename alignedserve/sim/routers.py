@@ -23,7 +23,7 @@ class SimulatedRouter(SimulatedComponent):
         self._begin_s = begin_s
         self._work_s = 0.0  # that has come since then, whether done or not
         self._free_s = 0.0  # when it will have decided all that has come
-        self._starts = 0  # events of an earlier start are nobody's
+        self._starts = 0  # events of an earlier start are ignored
         self.is_lost = False
         self.max_behind_s = 0.0  # longest time between the coming of an event and its decision
         super().__init__(name, Role.ROUTER, logic, event_queue, network)

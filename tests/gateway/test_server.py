@@ -11,8 +11,10 @@ import httpx
 import openai
 import pytest
 
-from alignedserve.config.sections import GatewayConfig
-from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound
+from alignedserve.batches.location import BatchLocation, SharedState
+from alignedserve.batches.stores.redis_records import RedisLocation
+from alignedserve.config.sections import BatchesConfig, GatewayConfig
+from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound, StorageError
 from alignedserve.core.request import FinishReason
 from alignedserve.gateway.backend.cluster import ClusterLinks
 from alignedserve.gateway.backend.scripted import IDLE_STATUS, Script, ScriptedBackend
@@ -201,6 +203,10 @@ async def test_a_gateway_that_cannot_start_leaves_nothing(tmp_path: Path, unused
     model = ModelCard("m", tokenizer_folder(), 16)
     with bind("127.0.0.1", unused_tcp_port), pytest.raises(AddressInUse):
         await GatewayServer(links=links, model=model, config=config).start()
+    (tmp_path / "state").touch()
+    state = SharedState(BatchLocation(BatchesConfig(), tmp_path / "state", RedisLocation("redis://127.0.0.1:1")))
+    with pytest.raises(StorageError):
+        await GatewayServer(links=links, model=model, config=config, state=state).start()
     again = GatewayServer(links=links, model=model, config=config)
     await again.start()
     await again.stop()
