@@ -16,7 +16,7 @@ from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, remove_record
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
-from alignedserve.cluster.hosts.succession import ClusterState, Succession, end_by_name, left_by_former
+from alignedserve.cluster.hosts.succession import OTHER_BUILD, ClusterState, Succession, end_by_name, left_by_former
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost, ProtocolError, ResourceError
 
@@ -45,7 +45,7 @@ def adopt_cluster(
     if state is not None and state.asked == asked:
         try:
             return _adopt(state, actor_classes, Driving(observer, Succession(asked, state), scaler))
-        except AlignedServeError as error:
+        except (AlignedServeError, *OTHER_BUILD) as error:
             logger.warning("the former cluster cannot be taken over, and is ended: %s", error)
     end_cluster(record)
     return None

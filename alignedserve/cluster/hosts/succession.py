@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pickle import UnpicklingError
 from typing import Any
 
 import msgspec
@@ -39,6 +40,8 @@ _ORPHANED_S = 60.0  # as long as Ray's nodes wait for a head
 _SILENT_S = 4.0  # after which a driver that hands over every second has ended
 _POLL_S = 0.5
 _PATIENCE_S = 15.0  # with a driver that does not end
+# Raised where the classes of a state have changed and their version has not, as happens to those who work on them.
+OTHER_BUILD = (UnpicklingError, AttributeError, EOFError, ImportError, IndexError, TypeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +129,21 @@ def left_by_former(record: ClusterRecord | None) -> ClusterState | None:
     while kept := _kept_by(keepers):
         if min(one.age_s for one in kept) > _SILENT_S:
             latest = max(kept, key=lambda one: one.number)
-            # As every result of an actor, it was pickled by a process of this cluster and came over Ray's channel.
-            state: ClusterState = cloudpickle.loads(latest.state)
-            return state
+            return _read(latest)
         if time.monotonic() > ends_s:
             raise ResourceError("a cluster serves on these hosts already; end it with `alignedserve stop`")
         time.sleep(_POLL_S)
     return None
+
+
+def _read(kept: KeptState) -> ClusterState | None:
+    try:
+        # As every result of an actor, it was pickled by a process of this cluster and came over Ray's channel.
+        state: ClusterState = cloudpickle.loads(kept.state)
+    except OTHER_BUILD as error:
+        logger.warning("what the former driver has left is of another build: %r", error)
+        return None
+    return state
 
 
 def has_driver(record: ClusterRecord) -> bool:

@@ -122,7 +122,7 @@ class BlockCopier:
         if known is not None or entry is None:
             return known
         offered, stamps = entry
-        # The pool's arena is always shared memory of this host; the choice is about buffers.
+        # Pools offer no choice: memory of this host is mapped, that of another is read by tcp.
         transport = self._transport if stamps else AUTO
         try:
             opened = open_transfer(offered, self._storage, identity=self._identity, stamps=stamps, transport=transport)

@@ -5,12 +5,14 @@ import itertools
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from alignedserve.cli.commands import hosts
+from alignedserve.cli.commands import serve as serving
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.commands.up import driver_command, urls_of
 from alignedserve.cli.main import main
@@ -18,9 +20,10 @@ from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.cluster.hosts.record import ActorRecord, ClusterRecord, NodeRecord, read_record, recorded_id
 from alignedserve.cluster.hosts.supervisor import start_supervisor
+from alignedserve.cluster.launch import AskedToStop
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import from_mapping
-from alignedserve.core.errors import ConfigError, ProtocolError, ResourceError
+from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
 
 
 def settings_from(folder: Path, options: ServeOptions) -> dict[str, str]:
@@ -166,3 +169,20 @@ def test_a_folder_of_others_holds_no_supervisor(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ResourceError, match="closed to others"):
         start_supervisor(["true"], "auto")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "end"), [(KeyError("node-7"), "leave"), (PeerLost("Ray's head is gone"), "stop"), (AskedToStop(), "stop")]
+)
+def test_a_fault_of_the_driver_ends_no_requests(monkeypatch: pytest.MonkeyPatch, error: Exception, end: str) -> None:
+    ended: list[str] = []
+
+    def fails(timeout_s: float) -> None:
+        raise error
+
+    made = SimpleNamespace(wait_ready=fails, stop=lambda: ended.append("stop"), leave=lambda: ended.append("leave"))
+    monkeypatch.setattr(serving, "_StopSignals", object)
+    monkeypatch.setattr(serving, "_start", lambda config, num_nodes, ending: made)
+    with contextlib.suppress(KeyError, PeerLost):
+        serving.serve(ServeOptions())
+    assert ended == [end]

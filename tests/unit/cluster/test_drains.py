@@ -66,6 +66,15 @@ def test_a_drain_can_be_given_another_time() -> None:
     assert going_on.moved(5.0) == NODE.workers
 
 
+def test_a_drain_goes_on_with_the_time_that_it_had_left_on_a_host_that_was_started_anew() -> None:
+    going_on = drains()
+    assert going_on.ended(50.0, {}) == []
+    for now in (5.0, 7.0):  # the second time on the same host
+        going_on.resume(now)
+    assert going_on.moved(14.9) == ()
+    assert going_on.moved(15.0) == NODE.workers
+
+
 RECORDS = (
     NodeRecord("node-0", "a", "10.0.0.1", "head"),
     NodeRecord("node-1", "b", "10.0.0.2", "twin"),

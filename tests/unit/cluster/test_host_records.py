@@ -16,12 +16,13 @@ from ray import cloudpickle
 from alignedserve.batches.location import SharedState
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.hosts import cluster as running
-from alignedserve.cluster.hosts import joining
+from alignedserve.cluster.hosts import joining, succession
 from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.membership import Membership
+from alignedserve.cluster.hosts.nodes.keeper import KeptState
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
 from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
@@ -29,7 +30,7 @@ from alignedserve.cluster.hosts.operations.orders import Answer, DrainNode, Orde
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
 from alignedserve.cluster.hosts.record import ClusterRecord
-from alignedserve.cluster.hosts.succession import ClusterState, Succession, digest_of
+from alignedserve.cluster.hosts.succession import ClusterState, Succession, digest_of, left_by_former
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.start_observer import LoggingObserver
@@ -286,6 +287,13 @@ def test_a_driver_hands_over_once_a_second_at_most(cluster: ClusterOnHosts) -> N
     cluster._hand_over()
     cluster._hand_over()
     assert [len(member.keeper.actor.copies) for member in cluster._members.values()] == [1, 1]
+
+
+def test_what_a_driver_of_another_build_left_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [KeptState(1, b"calignedserve.core.errors\nNoSuchClass\n.", 60.0)]
+    monkeypatch.setattr(succession, "_kept_by", lambda keepers: left)
+    record = ClusterRecord("c", own_versions(), "pocket", "colocated", started=0.0, is_ready=True, nodes=())
+    assert left_by_former(record) is None
 
 
 def test_what_has_changed_is_handed_over_at_once(cluster: ClusterOnHosts, announced: list[ClusterRecord]) -> None:

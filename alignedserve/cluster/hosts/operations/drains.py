@@ -5,7 +5,7 @@ workers, and a little later it ends, whatever is left. It ends as soon as nothin
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MOVING_S = 5.0  # between the move of what is left and the end
 
@@ -35,6 +35,7 @@ class Drains:
 
     def __init__(self) -> None:
         self._going_on: dict[str, Draining] = {}
+        self._seen_s = 0.0  # when it was last asked what is over
 
     def __contains__(self, name: str) -> bool:
         return name in self._going_on
@@ -42,6 +43,11 @@ class Drains:
     def is_given_back(self, name: str) -> bool:
         """Return whether this node drains because the load does not need it."""
         return name in self._going_on and self._going_on[name].is_given_back
+
+    def resume(self, now: float) -> None:
+        """Go on in another process. Where `now` is less than before, its host, and so the clock, was started anew."""
+        lost_s, self._seen_s = max(0.0, self._seen_s - now), now
+        self._going_on = {name: replace(one, moves_s=one.moves_s - lost_s) for name, one in self._going_on.items()}
 
     def begin(self, name: str, draining: Draining) -> None:
         """Begin a drain, or give one another time."""
@@ -67,6 +73,7 @@ class Drains:
 
     def ended(self, now: float, left: Mapping[str, int]) -> list[str]:
         """Return the drains that are over. `left`: what each process that has answered since its drain began holds."""
+        self._seen_s = now
         return [
             name
             for name, one in self._going_on.items()

@@ -36,6 +36,7 @@ class NodeDrains:
         self._joining = joining
         self._drains = joining.drains
         self._decide = decide
+        self._drains.resume(time.monotonic())
         self._watch = DrainWatch(self._drains)
         for node_id, member in joining.drained.items():
             membership.keep_out(node_id, member.ray_node.host)

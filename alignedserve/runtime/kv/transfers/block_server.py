@@ -6,9 +6,11 @@ partly written carry a generation that was never announced, and so are never rea
 """
 
 import contextlib
+import errno
 import logging
 import socket
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 256  # of peers
 _MAX_STRANGERS = 64  # beside them: connections that have yet to prove what they are
+# Reasons why a connection is not accepted that say nothing about the next one: too many open files, or no memory.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+_PAUSE_S = 0.1
 
 
 class BlockServer:
@@ -84,9 +89,13 @@ class BlockServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                if not self._is_closed:
-                    logger.error("block server at %s: %s", self.address, error)
-                return
+                if self._is_closed:
+                    return
+                logger.error("block server at %s: %s", self.address, error)
+                if error.errno not in _PASSING:
+                    return
+                time.sleep(_PAUSE_S)
+                continue
             keep_alive(connection, self._identity.peer_timeout_s)
             control = ControlSocket(connection, self._identity.peer_timeout_s)
             self._make_room(control.peer_host)

@@ -1,0 +1,40 @@
+"""The server of blocks when its process has too many open files."""
+
+import logging
+import resource
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.messages.handshake import Role
+from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.process.links import Identity
+
+
+def test_connections_are_accepted_again_when_files_can_be_opened_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    arena = Arena.create(tmp_path / "arena", BlockLayout(16, 1, 1, 4, "float16"), 4)
+    identity = Identity(Role.KV_POOL, "pool-0", b"secret", 5.0)
+    server = BlockServer(ArenaBuffer(arena), f"unix:{tmp_path}/blocks.sock", identity=identity, transports=("tcp",))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(5.0)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+            client.connect(f"{tmp_path}/blocks.sock")
+            ends_s = time.monotonic() + 5.0
+            while "Too many open files" not in caplog.text and time.monotonic() < ends_s:
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert "Too many open files" in caplog.text
+        assert client.recv(1)  # the first byte of the challenge
+    server.close()
+    arena.close(unlink=True)
