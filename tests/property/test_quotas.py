@@ -45,6 +45,7 @@ class World:
     rng: random.Random
     num_gateways: int
     max_delay_s: float
+    num_joined: int = 0  # later, without a share
     now: float = 100.0
     plain: Plain = field(default_factory=Plain)
     calls: list[tuple[float, int, int, QuotaCall]] = field(default_factory=list)
@@ -54,15 +55,17 @@ class World:
     num_processes: int = 0
 
     def __post_init__(self) -> None:
-        self.names = [f"gateway-{number}" for number in range(self.num_gateways)]
-        self.pool = QuotaPool(LIMIT, 1, self.names, self.now + self.server_clock_s)
+        self.names = [f"gateway-{number}" for number in range(self.num_gateways + self.num_joined)]
+        self.owners = self.names[: self.num_gateways]
+        self.pool = QuotaPool(LIMIT, 1, self.owners, self.now + self.server_clock_s)
         self.gateways = [self.process(name, is_first=True) for name in self.names]
 
     def process(self, name: str, *, is_first: bool) -> Gateway:
         self.num_processes += 1
         clock_s = self.rng.uniform(-50.0, 50.0)
         now = self.now + clock_s
-        share = OwnShare(LIMIT / self.num_gateways, 1, str(self.num_processes), now)
+        owned = LIMIT / self.num_gateways if name in self.owners else 0.0
+        share = OwnShare(owned, 1, str(self.num_processes), now)
         share.have_pool(now, is_first_process=is_first)
         return Gateway(name, clock_s, share)
 
@@ -106,7 +109,7 @@ class World:
         self.answers = [one for one in self.answers if one[0] > self.now]
 
     def fault(self, kind: int) -> None:
-        number = self.rng.randrange(self.num_gateways)
+        number = self.rng.randrange(len(self.names))
         if kind == 0:
             self.gateways[number].is_cut_off ^= True
         elif kind == 1:
@@ -116,7 +119,7 @@ class World:
         elif kind == 2:
             self.incarnation += 1
             self.server_clock_s = self.rng.uniform(-60.0, 900.0)
-            self.pool = QuotaPool(LIMIT, 1, self.names, self.now + self.server_clock_s)
+            self.pool = QuotaPool(LIMIT, 1, self.owners, self.now + self.server_clock_s)
             for gateway in self.gateways:
                 gateway.share.on_new_link(self.now + gateway.clock_s)
 
@@ -125,12 +128,15 @@ class World:
 @given(
     seed=st.integers(0, 1 << 32),
     num_gateways=st.integers(1, 4),
+    num_joined=st.integers(0, 2),
     max_delay_s=st.sampled_from([0.0, 0.3, 5.0]),
     fault_rate=st.sampled_from([0.0, 0.01, 0.05]),
 )
-def test_never_more_than_the_limit(seed: int, num_gateways: int, max_delay_s: float, fault_rate: float) -> None:
+def test_never_more_than_the_limit(
+    seed: int, num_gateways: int, num_joined: int, max_delay_s: float, fault_rate: float
+) -> None:
     rng = random.Random(seed)
-    world = World(rng, num_gateways, max_delay_s)
+    world = World(rng, num_gateways, max_delay_s, num_joined)
     for _ in range(600):
         if rng.random() < fault_rate:
             world.fault(rng.randrange(3))
@@ -146,6 +152,22 @@ def test_one_gateway_may_use_the_whole_limit(num_gateways: int) -> None:
         world.now += 0.001
         world.ask(0, world.gateways[0])
         world.deliver()
+    assert world.plain.num_let_in == LIMIT
+
+
+def test_a_gateway_that_joined_may_use_the_whole_limit_and_nothing_when_cut_off() -> None:
+    world = World(random.Random(1), 1, max_delay_s=0.0, num_joined=1)
+    for _ in range(10):
+        world.step(load=0.0)
+    for _ in range(30):
+        world.now += 0.001
+        world.ask(1, world.gateways[1])
+        world.deliver()
+    assert world.plain.num_let_in == LIMIT
+    world.gateways[1].is_cut_off = True
+    for _ in range(700):
+        world.step(load=0.0)
+    world.ask(1, world.gateways[1])
     assert world.plain.num_let_in == LIMIT
 
 

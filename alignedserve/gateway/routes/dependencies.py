@@ -18,14 +18,14 @@ def services_of(connection: HTTPConnection) -> Services:
 
 
 async def rate_limited_services(http: Request) -> Services:
-    """Return the app's services after counting this request. Raises QuotaExceeded."""
+    """Return the app's services after counting this request. Raises QuotaExceeded, Unavailable."""
     services = services_of(http)
     await services.quotas.count(http.state.key_number)
     return services
 
 
 async def files_api_of(http: Request) -> tuple[FilesApi, str]:
-    """Return files and batches, and the owner whose this request may see. Raises QuotaExceeded, NotFound."""
+    """Return files and batches, and the client that owns them. Raises QuotaExceeded, Unavailable, NotFound."""
     services = await rate_limited_services(http)
     if services.files_api is None:
         raise NotFound("Files and batches are not served here (batches.enabled is false).", code="batches_disabled")
