@@ -366,7 +366,7 @@ class RouterLogic:
 
     def _report_status(self, now: float) -> list[Send]:
         self._reported_attempt = self._last_attempt
-        num_tokens = self._registry.queue.num_tokens
+        num_tokens = self._registry.queue.num_tokens_until_real_time_is_done
         wait_s = self._drain.seconds_for(num_tokens) if num_tokens else 0.0
         requests = self._registry.requests.values()
         forecast = QueueForecast(now, wait_s)

@@ -24,15 +24,26 @@ class PrefillQueue:
         self._heap: list[tuple[OrderKey, float, RequestId]] = []
         self._waiting: dict[RequestId, QueuedPrefill] = {}
         self.num_tokens = 0
+        self._num_real_time_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_tokens_until_real_time_is_done(self) -> int:
+        """Number of tokens to compute until the last real-time request has its first one; 0: there is none.
+
+        Where real time has an allowance of its own it passes nearly all other work.
+        """
+        is_apart = self.order.has_real_time_allowance or not self._num_real_time_tokens
+        return self._num_real_time_tokens if is_apart else self.num_tokens
+
     def push(self, request: Request, num_tokens: int) -> None:
         """Add a request with `num_tokens` to compute; it must not be queued already."""
         assert request.request_id not in self._waiting, "a request queued twice"
-        self._waiting[request.request_id] = QueuedPrefill(num_tokens, request.request_class is RequestClass.REAL_TIME)
-        self.num_tokens += num_tokens
+        queued = QueuedPrefill(num_tokens, request.request_class is RequestClass.REAL_TIME)
+        self._waiting[request.request_id] = queued
+        self._count(queued, 1)
         heapq.heappush(self._heap, (self.order.key(request), request.arrival_s, request.request_id))
 
     def pop_if(self, is_wanted: Callable[[QueuedPrefill], bool]) -> RequestId | None:
@@ -42,10 +53,15 @@ class PrefillQueue:
         if not self._heap or not is_wanted(self._waiting[self._heap[0][2]]):
             return None
         request_id = heapq.heappop(self._heap)[2]
-        self.num_tokens -= self._waiting.pop(request_id).num_tokens
+        self._count(self._waiting.pop(request_id), -1)
         return request_id
 
     def discard(self, request_id: RequestId) -> None:
         """Remove a request if it is queued."""
         waiting = self._waiting.pop(request_id, None)
-        self.num_tokens -= waiting.num_tokens if waiting is not None else 0
+        if waiting is not None:
+            self._count(waiting, -1)
+
+    def _count(self, queued: QueuedPrefill, sign: int) -> None:
+        self.num_tokens += sign * queued.num_tokens
+        self._num_real_time_tokens += sign * queued.num_tokens * queued.is_real_time

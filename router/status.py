@@ -42,7 +42,7 @@ class RouterCounters:
 
 @dataclass(frozen=True, slots=True)
 class QueueForecast:
-    """How long the whole queue takes from now on; 0 s when it is empty."""
+    """How long the last real-time request of the queue waits from now on; 0 s when there is none."""
 
     now: float
     wait_s: float
@@ -60,7 +60,7 @@ def demand_of(requests: Collection[TrackedRequest], placement: Placement, queue:
 
 
 def _is_at_risk(tracked: TrackedRequest, queue: QueueForecast) -> bool:
-    """Return whether its first token, which it has not had, is due before the queue is done. Batches add no node."""
+    """Return whether its first token, which it has not had, is due before the queue is through. Batches add no node."""
     if tracked.stage is not Stage.QUEUED or tracked.generated_token_ids or not tracked.is_real_time:
         return False
     return tracked.request.arrival_s + first_token_s(tracked.request) < queue.now + queue.wait_s

@@ -324,7 +324,7 @@ class ScalingConfig(Section, frozen=True):
     max_nodes: int | None = None  # with the head; unset: the nodes are those that there are
     min_nodes: int = 1
     target_load: float = 0.8  # real-time requests per place of a decode worker; above it nodes are added
-    max_wait_s: float = 5.0  # forecast for the queue; above it nodes are added
+    max_wait_s: float = 5.0  # forecast for queued real-time requests; above it nodes are added
     up_after_s: float = 3.0  # nodes are added when they were wanted for this long
     down_after_s: float = 300.0  # a node is given back when it was not wanted for this long
 

@@ -66,7 +66,7 @@ class Demand(msgspec.Struct, frozen=True, array_like=True):
 
     num_real_time: Count = 0  # accepted and not finished
     num_decode_places: Count = 0  # requests that the decode workers which do not drain run together at most
-    queue_wait_s: Seconds = 0.0  # forecast for the last of the queue
+    queue_wait_s: Seconds = 0.0  # forecast for the last real-time request of the queue
     num_at_risk: Count = 0  # queued real-time requests whose first token is due before that
 
     def plus(self, other: "Demand") -> "Demand":

@@ -120,3 +120,15 @@ def test_queueing_twice_is_a_broken_invariant() -> None:
 def test_an_unknown_order_fails_listing_the_valid_ones() -> None:
     with pytest.raises(ConfigError, match=r"router\.prefill_order: unknown order 'lifo'; known: fcfs, least_slack"):
         make_prefill_order("lifo")
+
+
+@pytest.mark.parametrize(("order", "num_tokens"), [(LeastSlackOrder(), 4), (FcfsOrder(), 13)])
+def test_the_tokens_until_real_time_is_done(order: LeastSlackOrder | FcfsOrder, num_tokens: int) -> None:
+    queue = PrefillQueue(order)
+    queue.push(DOCUMENT, 9)
+    assert queue.num_tokens_until_real_time_is_done == 0
+    queue.push(request("r1"), 4)
+    assert queue.num_tokens_until_real_time_is_done == num_tokens
+    queue.discard(R1)
+    queue.discard(R1)
+    assert (queue.num_tokens_until_real_time_is_done, queue.num_tokens) == (0, 9)
