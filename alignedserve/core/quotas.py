@@ -149,8 +149,8 @@ class OwnShare:
         self._heard_s: float | None = None  # on this clock; None: not leased
         self._is_unknown = False  # what is owed for the share: taken as all of it
 
-    def have_pool(self, now: float, *, is_first_process: bool) -> None:
-        """Begin used up, as an earlier process may have used the share; the pool knows what the first one has."""
+    def begin_used_up(self, now: float, *, is_first_process: bool) -> None:
+        """Begin used up: the pool or an earlier process may have used the share. The first process has let in none."""
         self._bucket.use_up(now)
         self._is_unknown = not is_first_process
 

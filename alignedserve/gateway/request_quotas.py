@@ -43,8 +43,9 @@ class RequestQuotas:
         self._has_share = share > 0.0
         now = time.monotonic()
         self._share = OwnShare(share * (requests_per_minute or 0), num_keys, secrets.token_hex(8), now)
+        if client is not None or not is_first_process:
+            self._share.begin_used_up(now, is_first_process=is_first_process)
         if client is not None:
-            self._share.have_pool(now, is_first_process=is_first_process)
             client.on_new_link = lambda: self._share.on_new_link(time.monotonic())
         self._signs: asyncio.Task[None] | None = None
 

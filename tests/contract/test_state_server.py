@@ -248,6 +248,11 @@ async def test_a_gateway_without_a_share_that_is_cut_off_says_so() -> None:
         await joined.count(0)
 
 
+async def test_a_restarted_gateway_that_is_alone_begins_used_up() -> None:
+    assert await let_in(RequestQuotas(20, 1), 30) == 20
+    assert await let_in(RequestQuotas(20, 1, is_first_process=False), 30) == 0
+
+
 @pytest.mark.slow
 async def test_without_the_server_each_gateway_has_its_share(tmp_path: Path) -> None:
     limit = 6000  # a hundred a second

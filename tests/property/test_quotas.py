@@ -66,7 +66,7 @@ class World:
         now = self.now + clock_s
         owned = LIMIT / self.num_gateways if name in self.owners else 0.0
         share = OwnShare(owned, 1, str(self.num_processes), now)
-        share.have_pool(now, is_first_process=is_first)
+        share.begin_used_up(now, is_first_process=is_first)
         return Gateway(name, clock_s, share)
 
     def step(self, load: float) -> None:
