@@ -34,8 +34,9 @@ eval: install  ## the pocket model's accuracy per skill, through the running sys
 test: install-dev  ## the default tests: under two minutes on two cores, no GPU, no network
 	@$(BIN)/python -m pytest
 
-test-all: install-dev  ## the longer ones as well; clusters first and by two, as their time-outs are real
-	@$(BIN)/python -m pytest -m "slow and not gpu" -n 2 tests/cluster
+test-all: install-dev  ## the longer ones as well; clusters first, as their time-outs are real
+	@$(BIN)/python -m pytest -m "alone" tests/cluster
+	@$(BIN)/python -m pytest -m "slow and not gpu and not alone" -n 2 tests/cluster
 	@$(BIN)/python -m pytest -m "slow and not gpu" --ignore=tests/cluster
 
 faults: install-dev  ## deliberate faults, each of which the default tests must catch: about ten minutes

@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import stream_all
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
 ACTORS = ("Router", "KvPool", "PrefillWorker", "DecodeWorker", "Gateway", "Batch")
 PROMPTS = token_prompts(6, max_len=100)
