@@ -42,7 +42,7 @@ class RouterCounters:
 
 @dataclass(frozen=True, slots=True)
 class QueueForecast:
-    """How long the last real-time request of the queue waits from now on; 0 s when there is none."""
+    """Forecast wait of the last real-time request of the queue, from `now` on; 0 s when there is none."""
 
     now: float
     wait_s: float

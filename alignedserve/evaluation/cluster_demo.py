@@ -82,7 +82,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class FaultReport:
-    """What came of a trace with a fault in the middle of it."""
+    """Result of a trace with a fault in the middle of it."""
 
     verdict: Verdict
     noticed_s: float | None  # until the driver gave a host up; None: it did not

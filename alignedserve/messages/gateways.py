@@ -62,7 +62,7 @@ class LengthTotals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Demand(msgspec.Struct, frozen=True, array_like=True):
-    """What clients ask of the cluster now, by which it grows and shrinks."""
+    """Work that clients ask of the cluster now, by which it grows and shrinks."""
 
     num_real_time: Count = 0  # accepted and not finished
     num_decode_places: Count = 0  # requests that the decode workers which do not drain run together at most

@@ -44,7 +44,7 @@ GATEWAY = "gateway-0"
 
 
 class Case(NamedTuple):
-    """What is measured together."""
+    """Sizes of one measurement."""
 
     nodes: int
     in_flight: int

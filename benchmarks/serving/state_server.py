@@ -1,4 +1,4 @@
-"""What the state server costs: calls one after the other, requests that are counted at once, and contents.
+"""Costs of the state server: calls one after the other, requests that are counted at once, and contents.
 
 The server is a process of its own, linked over TLS on this host, as with a gateway of another node; in turn with the
 same contents written and read by a gateway of the head itself.

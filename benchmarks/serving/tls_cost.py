@@ -1,4 +1,4 @@
-"""What TLS between nodes costs a cluster in which every request's KV and every message cross them.
+"""Cost of TLS between nodes for a cluster in which every request's KV and every message cross them.
 
 python -m benchmarks.serving.tls_cost      # target: less than 5 % of the throughput
 

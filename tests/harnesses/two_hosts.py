@@ -54,7 +54,7 @@ class TwoHosts:
         run(*self.within(0), "iptables", "-F")
 
     def within(self, number: int) -> list[str]:
-        """What to put before a command that is to run on host 0 or 1."""
+        """Return the words before a command that is to run on host 0 or 1."""
         return ["ip", "netns", "exec", self.names[number]]
 
     def close(self) -> None:

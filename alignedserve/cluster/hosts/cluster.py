@@ -69,7 +69,7 @@ _SETTLED_S = 30.0  # after which a driver has served, and an error in it is not 
 
 @dataclass(frozen=True, slots=True)
 class Driving:
-    """What a driver brings along to its cluster."""
+    """Parts of a cluster that each driver brings along."""
 
     observer: StartObserver
     succession: Succession

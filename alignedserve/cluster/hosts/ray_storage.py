@@ -12,7 +12,7 @@ HEAD_RETURNS_S = 600  # for which all others wait for a head whose state is in a
 
 
 class RayStorage(NamedTuple):
-    """What `ray start --head` needs to keep its state in a Redis."""
+    """Options and variables with which `ray start --head` keeps its state in a Redis."""
 
     environment: dict[str, str]
     options: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What a driver leaves to the next one, so that a cluster goes on while its driver is started again.
+"""Hands a driver's state to the next one, so that a cluster goes on while its driver is started again.
 
 Every node's keeper has a copy, in its memory alone: the cluster's secret and its certificate authority are in it. A
 driver hands it over about once a second, which is also how keepers know that there is a driver. The next driver takes

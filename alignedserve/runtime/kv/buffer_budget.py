@@ -1,11 +1,11 @@
-"""How much memory a prefill worker lends to which decode worker: the sizes of its candidate buffers, in blocks.
+"""Divides the memory that a prefill worker lends among decode workers: the sizes of its candidate buffers, in blocks.
 
 Decode workers come one by one, more than were planned may come, and a buffer keeps its size while it is lent. So the
 memory is divided into one part for each decode worker planned on this node and one for all others (on other nodes, or
 added later): one of these gets an equal part of what is left for as many as are still expected, and one more.
 
 Example: 90 blocks, two decode workers here and two elsewhere: the ones here get 30 each; the first from elsewhere gets
-10 of the other 30, the second 10, a third that nobody planned 5, a fourth 2.
+10 of the other 30, the second 10, a third that was not planned 5, a fourth 2.
 """
 
 from collections.abc import Collection

@@ -33,7 +33,7 @@ class LogPart(NamedTuple):
 
 
 class KeptState(NamedTuple):
-    """What a driver handed over, and how long ago it last did."""
+    """State that a driver handed over, and how long ago it last did."""
 
     number: int
     state: bytes

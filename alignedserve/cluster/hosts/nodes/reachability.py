@@ -1,4 +1,4 @@
-"""Whether the hosts of a cluster reach each other, tried before anything starts: each listens, all others connect.
+"""Tries before anything starts that the hosts of a cluster reach each other: each listens, all others connect.
 
 Links and KV listen at any free port, and so does this: a firewall between two hosts shows here, with where from and
 where to, not minutes later as processes that never find each other.

@@ -25,7 +25,7 @@ Bundle = Mapping[str, float]  # of CPU and GPU
 
 @dataclass(frozen=True, slots=True)
 class Autoscaler:
-    """What the file says with which Ray's autoscaler runs."""
+    """Contents of the file with which Ray's autoscaler runs."""
 
     path: Path
     max_workers: int  # nodes besides the head

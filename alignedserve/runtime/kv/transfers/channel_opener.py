@@ -1,4 +1,4 @@
-"""How a channel is opened once both ends have agreed on its transport, and the way that needs no torch."""
+"""Opens a channel once both ends have agreed on its transport; the way over a stream needs no torch."""
 
 from typing import Any, Protocol
 
