@@ -17,9 +17,10 @@ from alignedserve.cluster.hosts.nodes.keeper import NodeActor
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.reachability import Place
 from alignedserve.cluster.hosts.nodes.report import NodeReport, NodeSurveyor
+from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.config.sections import LinksConfig
-from alignedserve.core.errors import AlignedServeError, PeerLost
+from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.addresses import AddressBook
 
@@ -64,14 +65,16 @@ class Admission:
         """Ask every node at once and wait. Raises PeerLost naming the node that does not answer."""
         asked_s = time.time()
         asked = {node: self.ask_report(node, device, model) for node in self._surveyors}
-        reports: dict[RayNode, NodeReport] = {node: _answer(node, reference) for node, reference in asked.items()}
+        reports: dict[RayNode, NodeReport] = {
+            node: answer_of(node, reference, _REPORT_S) for node, reference in asked.items()
+        }
         warn_of_clocks(reports, asked_s, time.time())
         return reports
 
     def apart(self) -> dict[RayNode, str]:
         """Let all nodes connect to each other; return why for those that cannot. Raises PeerLost."""
         asked = {node: surveyor.open_port.remote(node.address) for node, surveyor in self._surveyors.items()}
-        ports = {node: _answer(node, reference) for node, reference in asked.items()}
+        ports = {node: answer_of(node, reference, _REPORT_S) for node, reference in asked.items()}
         refused = {node: str(port) for node, port in ports.items() if not isinstance(port, int)}
         places = {node: (node.address, port) for node, port in ports.items() if isinstance(port, int)}
         tries = {
@@ -80,7 +83,9 @@ class Admission:
             )
             for node in places
         }
-        return refused | apart(places, {node: _answer(node, reference) for node, reference in tries.items()})
+        return refused | apart(
+            places, {node: answer_of(node, reference, _REPORT_S) for node, reference in tries.items()}
+        )
 
     def ask_check(self, node: RayNode, prepared: PreparedNode, served: ServedModel) -> Any:
         """Ask a node to check its memory and ports; return Ray's reference to the error found, or None."""
@@ -95,7 +100,7 @@ class Admission:
             if prepared.share.num_workers
         }
         for node, reference in asked.items():
-            require(node, _answer(node, reference))
+            require(node, answer_of(node, reference, _REPORT_S))
 
 
 def apart(nodes: Mapping[RayNode, Place], problems: Mapping[RayNode, Mapping[str, str]]) -> dict[RayNode, str]:
@@ -180,8 +185,8 @@ def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: L
     keepers = {}
     try:
         for node, actor in actors.items():
-            require(node, _answer(node, actor.failure.remote()))
-            keepers[node] = keeper_of(node, actor, _answer(node, actor.folder.remote()), cluster_id, links)
+            require(node, answer_of(node, actor.failure.remote(), _REPORT_S))
+            keepers[node] = keeper_of(node, actor, answer_of(node, actor.folder.remote(), _REPORT_S), cluster_id, links)
     except BaseException:
         end_keepers(actors.values())
         raise
@@ -210,10 +215,3 @@ def keeper_of(node: RayNode, actor: Any, folder: Path, cluster_id: str, links: L
 def keeper_name(folder_name: str) -> str:
     """Return the name of the keeper of this folder, among Ray's named actors."""
     return f"keeper-{folder_name}"
-
-
-def _answer(node: RayNode, reference: Any) -> Any:
-    try:
-        return ray.get(reference, timeout=_REPORT_S)
-    except (RayError, TimeoutError) as error:
-        raise PeerLost(f"{node} does not answer: {str(error).splitlines()[0]}") from error

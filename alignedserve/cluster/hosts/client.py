@@ -8,6 +8,7 @@ import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.hosts.nodes.ray_nodes import alive_nodes
+from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, read_record
 from alignedserve.cluster.ray_node import join_ray
@@ -44,10 +45,10 @@ def lost_nodes(record: ClusterRecord) -> set[str]:
 def call_actor(name: str, method: str, *arguments: object) -> Any:
     """Call a method of a named actor. Raises PeerLost when it is not there or does not answer."""
     try:
-        actor = ray.get_actor(name, NAMESPACE)
-        return ray.get(getattr(actor, method).remote(*arguments), timeout=_ANSWER_S)
-    except (RayError, ValueError, TimeoutError) as error:
+        reference = getattr(ray.get_actor(name, NAMESPACE), method).remote(*arguments)
+    except (RayError, ValueError) as error:
         raise PeerLost(f"{name} does not answer: {str(error).splitlines()[0]}") from error
+    return answer_of(name, reference, _ANSWER_S)
 
 
 def node_of(record: ClusterRecord, actor: str) -> NodeRecord:

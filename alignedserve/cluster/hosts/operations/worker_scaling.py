@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
-import ray
-from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.hosts.members import Member
@@ -17,9 +15,10 @@ from alignedserve.cluster.hosts.operations.drains import Draining, Drains
 from alignedserve.cluster.hosts.operations.orders import ScaleWorkers
 from alignedserve.cluster.hosts.operations.resizing import Resize, RunningNode, plan_resize
 from alignedserve.cluster.hosts.plan import ClusterPlan
+from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.placement import NodeShare, engines_of
 from alignedserve.config.sections import MIB, Topology
-from alignedserve.core.errors import NotEnoughMemory, PeerLost
+from alignedserve.core.errors import NotEnoughMemory
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class WorkerScaling:
             member = members[node]
             if member.prepared.capacity.gpus:
                 continue  # a worker checks the memory of its GPU itself
-            available = _answer(member.keeper.actor.available_bytes.remote(), f"the keeper of {node}")
+            available = answer_of(f"the keeper of {node}", member.keeper.actor.available_bytes.remote(), _ANSWER_S)
             if num_bytes > available:
                 count = sum(name == node for _, name in change.added)
                 raise NotEnoughMemory(
@@ -98,7 +97,7 @@ class WorkerScaling:
             return []
         able = {(kind, node): getattr(self._without_leaving(members[node]), kind) for kind, node in set(change.removed)}
         names = tuple(name for found in able.values() for name in found)
-        left: Mapping[str, int] = _answer(router.num_left.remote(names), "the router")
+        left: Mapping[str, int] = answer_of("the router", router.num_left.remote(names), _ANSWER_S)
         leaving: list[str] = []
         for kind, node in change.removed:
             idle = [name for name in reversed(able[kind, node]) if name not in leaving]
@@ -117,13 +116,6 @@ class WorkerScaling:
         member.prepared = changed
         logger.info("%s starts on %s", name, member.ray_node)
         return f"{name} starts on {share.node}"
-
-
-def _answer(reference: Any, name: str) -> Any:
-    try:
-        return ray.get(reference, timeout=_ANSWER_S)
-    except (RayError, TimeoutError) as error:
-        raise PeerLost(f"{name} does not answer: {str(error).splitlines()[0]}") from error
 
 
 def _said(started: list[str], leaving: list[str]) -> str:
