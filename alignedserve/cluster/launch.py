@@ -73,6 +73,7 @@ class RunningCluster:
         self._watchdogs: dict[str, Watchdog] = {}  # by node
         self._actors: dict[str, dict[str, Any]] = {}  # by node and name
         self._factory = factory
+        self._children_before = set(psutil.Process().children())  # whatever else this process has started
 
     @property
     def url(self) -> str:
@@ -200,7 +201,7 @@ class RunningCluster:
     def _end_everything(self) -> None:
         for watchdog in self._watchdogs.values():
             watchdog.stop()
-        started = psutil.Process().children(recursive=True)
+        started = self._started_processes()
         if ray.is_initialized() and self._actors:
             stops = [actor.stop.remote() for actor in self.actors().values()]
             try:
@@ -214,6 +215,13 @@ class RunningCluster:
         remove_stale_arenas(arena_folder(), f"{ARENA_PREFIX}{self.folder.name}-")
         for path in (*self.folder.glob("*.sock"), *self.folder.glob("*.progress")):
             path.unlink(missing_ok=True)
+
+    def _started_processes(self) -> list[psutil.Process]:
+        found = [child for child in psutil.Process().children() if child not in self._children_before]
+        for child in tuple(found):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += child.children(recursive=True)
+        return found
 
     def _close_own(self) -> None:
         """End what this process itself serves: the Redis of this cluster, and the lock on its folder."""

@@ -15,6 +15,7 @@ from kernels.cpu.paged_attention import supported_levels
 from tests.support.in_process import RoomCluster, running, small_config
 
 NUM_REQUESTS, NUM_TOKENS = 8, 60
+HANDED_OVER_S = 6e-5  # a batch and its tokens between two threads: 2 % of an iteration of 1.2 ms is less
 
 
 async def serve(cluster: RoomCluster) -> None:
@@ -31,7 +32,8 @@ async def test_the_parts_add_up_to_the_wall_time(topology: Topology, tmp_path: P
         assert isinstance(worker, DecodeWorker | ColocatedWorker)
         records = worker.iteration_log.records()
     # The median: where threads of all components share one process, any of them may be held up between two readings.
-    assert statistics.median(record.parts_s / record.wall_s for record in records) == pytest.approx(1.0, abs=0.02)
+    missing_s = statistics.median(record.wall_s - record.parts_s for record in records)
+    assert missing_s <= max(0.02 * statistics.median(record.wall_s for record in records), HANDED_OVER_S)
     assert all(record.parts_s <= record.wall_s for record in records)
     assert 4 <= max(record.batch_size for record in records) <= NUM_REQUESTS  # four make a batch
     for record in records:

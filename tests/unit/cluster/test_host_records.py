@@ -2,6 +2,8 @@
 
 import logging
 import pickle
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from cryptography import x509
 from ray import cloudpickle
 
 from alignedserve.batches.location import SharedState
+from alignedserve.cluster import launch
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts import joining, succession
@@ -236,6 +239,17 @@ def test_a_driver_that_fails_leaves_a_cluster_that_has_served(
     cluster.leave()
     assert ended == ([] if is_left else ["ray"])
     monkeypatch.undo()
+
+
+def test_a_cluster_that_stops_ends_its_own_processes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_RAY_EXIT_S", 0.1)
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        cluster = started(tmp_path, {})
+        with subprocess.Popen(["sleep", "60"]) as own:
+            cluster.stop()
+            assert own.wait() == -signal.SIGKILL
+        assert stranger.poll() is None
+        stranger.kill()
 
 
 def test_a_rehearsal_removes_no_folder_but_that_of_a_former_one(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_the_sweeper_outlives_the_process_that_started_it(tmp_path: Path) -> Non
     source = (
         "import os, sys, time; from pathlib import Path\n"
         "from alignedserve.cluster.hosts.nodes.sweeper import start_sweeper\n"
-        "start_sweeper(Path(sys.argv[1]), os.getppid()); print('up', flush=True); time.sleep(60)"
+        "start_sweeper(Path(sys.argv[1]), os.getpid()); print('up', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", source, str(folder)], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None

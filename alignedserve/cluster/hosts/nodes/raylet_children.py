@@ -32,7 +32,8 @@ class RayletChildren:
         try:
             if self._raylet.status() == psutil.STATUS_ZOMBIE:
                 return False
-            self._children = set(self._raylet.children())
+            # Those known are kept: a raylet that ends right now has no children any more and is no zombie yet.
+            self._children = {one for one in self._children if one.is_running()} | set(self._raylet.children())
         except psutil.NoSuchProcess:
             return False
         return True
