@@ -7,7 +7,8 @@ Nothing is decided twice from the same facts: a pool is looked at when something
 when the time is up that one of its workers or large requests had to wait.
 """
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import BatchId, WorkerName
@@ -229,18 +230,6 @@ class BatchRequests:
         self._spare.pop(worker.name, None)
         self._spare_order.discard(worker.name)
 
-    def _spare_in_order(self) -> Generator[WorkerRecord, None, None]:
-        """Yield spare workers, those with the fewest requests first; to be closed."""
-        taken = []
-        try:
-            while (first := self._spare_order.first()) is not None:
-                self._spare_order.discard(first.name)
-                taken.append(first)
-                yield self._spare[first.name]
-        finally:
-            for rank, name in taken:
-                self._spare_order.put(name, rank)
-
     def _far_forms(self) -> list[tuple[str, FormBatch]]:
         if not self._spare or not self._surplus:
             return []
@@ -249,9 +238,9 @@ class BatchRequests:
         if not left:
             return []
         asked = []
-        spare = self._spare_in_order()
-        chosen = choose_far_batches(spare, len(self._spare), left, self._pools, self._links, self._batching)
-        spare.close()
+        with closing(self._spare_order.in_order()) as names:
+            spare = (self._spare[name] for name in names)
+            chosen = choose_far_batches(spare, len(self._spare), left, self._pools, self._links, self._batching)
         for worker, pool, limits in chosen:
             form = FormBatch(self._batch_id(), WorkerName(worker.name), **limits._asdict())
             self._note_asked(worker, pool, form)
