@@ -1,38 +1,38 @@
 """Calibration of a simulated worker: the iterations that a live one measures before it serves, at their true cost."""
 
-from itertools import cycle
+from collections.abc import Sequence
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.costmodel.iteration_points import Point, calibration_points, feasible_points
+from alignedserve.costmodel.iteration_points import Point, calibrate, calibration_points, feasible_points
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
+from alignedserve.scheduling.policy import IterationLimits
 
-_MAX_SAMPLES = 256  # of costs that are next to nothing
 _SPARE = 4  # tokens by which a live worker lets every request grow
 
 
-def points_of(
-    layout: BlockLayout, *, num_blocks: int, max_running_requests: int, has_hidden_cache: bool
-) -> list[Point]:
-    """Return the points that a worker of this memory has room for."""
-    points = feasible_points(
-        calibration_points(has_hidden_cache=has_hidden_cache),
+def points_of(layout: BlockLayout, limits: IterationLimits, *, num_blocks: int, has_hidden_cache: bool) -> list[Point]:
+    """Return the points that a worker of these limits and this memory measures."""
+    points = calibration_points(
+        max_requests=limits.max_running_requests, max_tokens=limits.max_tokens, has_hidden_cache=has_hidden_cache
+    )
+    return feasible_points(
+        points,
         max_context_len=num_blocks * layout.block_size,
         num_blocks=num_blocks,
         block_size=layout.block_size,
         spare=_SPARE,
     )
-    return [point for point in points if point.num_requests <= max_running_requests]
 
 
-def calibrated(costs: CostModel, points: list[Point], duration_s: float) -> tuple[Sample, ...]:
-    """Return what a worker measures in this time, point after point and round after round; 0: nothing."""
-    samples: list[Sample] = []
+def calibrated(costs: CostModel, points: Sequence[Point], duration_s: float) -> tuple[Sample, ...]:
+    """Return what a worker measures in this time; 0: nothing."""
     elapsed_s = 0.0
-    for point in cycle(points if duration_s > 0.0 else ()):
-        sample = Sample(point.work, costs.iteration_s(point.work))
-        samples.append(sample)
-        elapsed_s += sample.seconds
-        if elapsed_s > duration_s or len(samples) == _MAX_SAMPLES:
-            break
-    return tuple(samples)
+
+    def measure(point: Point) -> float:
+        nonlocal elapsed_s
+        seconds = costs.iteration_s(point.work)
+        elapsed_s += seconds
+        return seconds
+
+    return calibrate(points, measure, clock=lambda: elapsed_s, duration_s=duration_s)

@@ -19,9 +19,9 @@ from alignedserve.messages.events import TICK_S
 from alignedserve.messages.gateways import ClusterStatus, Demand
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iteration_log import IterationLogTotals
-from alignedserve.scheduling.factory import calibration_s, resolve_policy
+from alignedserve.scheduling.factory import calibration_s, limits_of, resolve_policy
 from alignedserve.scheduling.policies import require_policy
-from alignedserve.scheduling.policy import Mechanism
+from alignedserve.scheduling.policy import IterationLimits, Mechanism
 from alignedserve.sim.calibration import calibrated, points_of
 from alignedserve.sim.components import AnyLogic, Network, SharedMemory, SimulatedComponent, SimulatedWorker
 from alignedserve.sim.config import SimConfig
@@ -169,7 +169,7 @@ class Simulation:
             scheduling=self._config.cluster.scheduling,
             eos_token_ids=_EOS_TOKEN_IDS,
             costs=self._known(costs),
-            measured=self._measured(costs, num_blocks, config.max_running_requests),
+            measured=self._measured(costs, num_blocks, limits_of(config)),
         )
         return self._add_worker(f"prefill-{number}", Role.PREFILL_WORKER, logic, _pool(node), costs)
 
@@ -178,7 +178,7 @@ class Simulation:
         num_blocks = layout.blocks_in(config.kv_cache_bytes)
         logic: AnyLogic
         cluster, costs = self._config.cluster, self._known(self._config.decode_costs)
-        measured = self._measured(self._config.decode_costs, num_blocks, config.max_running_requests)
+        measured = self._measured(self._config.decode_costs, num_blocks, limits_of(config))
         if self._config.is_colocated:
             logic = decode_factory.make_colocated_logic(
                 registered=registration_of(
@@ -210,17 +210,13 @@ class Simulation:
         """Return the costs that a worker's policy knows from the start."""
         return None if self._config.learns_costs else costs
 
-    def _measured(self, costs: CostModel, num_blocks: int, max_running_requests: int) -> tuple[Sample, ...]:
+    def _measured(self, costs: CostModel, num_blocks: int, limits: IterationLimits) -> tuple[Sample, ...]:
         """Return the iterations that a worker measures before it serves, to learn costs from."""
         config = self._config
         if not config.learns_costs:
             return ()
-        points = points_of(
-            config.layout,
-            num_blocks=num_blocks,
-            max_running_requests=max_running_requests,
-            has_hidden_cache=config.mechanisms.hidden_ratio is not None,
-        )
+        has_hidden_cache = config.mechanisms.hidden_ratio is not None
+        points = points_of(config.layout, limits, num_blocks=num_blocks, has_hidden_cache=has_hidden_cache)
         return calibrated(costs, points, calibration_s(config.cluster.engine, config.cluster.scheduling))
 
     def _add_worker(self, name: str, role: Role, logic: AnyLogic, pool: str, costs: CostModel) -> str:
