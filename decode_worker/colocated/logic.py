@@ -10,9 +10,7 @@ The life of a request on a colocated worker:
 Requests are never sent back to the router: a preempted one waits here and resumes with the tokens it has generated.
 """
 
-from dataclasses import dataclass, field
-
-from alignedserve.core.block_allocator import BlockAllocator, blocks_for
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
@@ -27,24 +25,14 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.scheduling.policy import DeviceMemory, EvictionMode, IterationPlan, PlannedEviction
-from alignedserve.scheduling.scheduler_state import AllocationResult, Scheduler, SchedulerState
+from alignedserve.scheduling.scheduler_state import AllocationResult, Scheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
-from alignedserve.worker_core.request import WorkerRequest
 from alignedserve.worker_core.router_link import RouterLink
+from decode_worker.colocated.held_requests import ColocatedRequest, HeldRequests
 
 ColocatedEvent = CommonEvent | IterationCompleted
 ColocatedCommand = Send | SendTo | RunIteration
-
-
-@dataclass(slots=True, eq=False)
-class ColocatedRequest(WorkerRequest):
-    """One request on a colocated worker; its progress is in the table."""
-
-    block_ids: list[BlockId] = field(default_factory=list)
-    is_in_engine: bool = False
-    is_on_host: bool = False  # the engine keeps a host copy of it
-    is_finished: bool = False  # it has had its last token, or has failed
 
 
 class ColocatedLogic:
@@ -62,12 +50,9 @@ class ColocatedLogic:
         assert memory.num_blocks == memory.num_free == registered.num_blocks, "memory that is not the worker's"
         self._registered = registered
         self._scheduler = scheduler
-        self._state = SchedulerState(memory)
-        self._allocator = BlockAllocator(registered.num_blocks)
-        self._requests: dict[RequestId, ColocatedRequest] = {}
+        self._requests = HeldRequests(memory)
+        self._state = self._requests.state
         self._members: tuple[ColocatedRequest, ...] = ()  # of the latest iteration
-        self._removals: list[RequestId] = []  # for the engine, with the next iteration
-        self._forgotten: list[RequestId] = []
         self._num_preemptions = 0
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
@@ -109,8 +94,8 @@ class ColocatedLogic:
         if role is not Role.ROUTER:
             return []
         # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
-        for request_id in list(self._requests):
-            self._abort(request_id)
+        for tracked in list(self._requests):
+            self._abort(tracked.request.request_id)
         return [*self._router.connected(peer)]
 
     def _add_candidate(self, message: PrefillRequest, now: float) -> list[ColocatedCommand]:
@@ -123,15 +108,10 @@ class ColocatedLogic:
         self._abort(request_id, message.attempt - 1)
         earlier = self._requests.get(request_id)
         if earlier is None:
-            self._add(message, now)
+            self._requests.add(message, now)
         else:
             earlier.successor = message
         return []
-
-    def _add(self, message: PrefillRequest, now: float) -> None:
-        request, generated = message.request, list(message.generated_token_ids)
-        self._requests[request.request_id] = ColocatedRequest(request, message.attempt, generated, granted_s=now)
-        self._state.add(request, now, predicted_len=message.predicted_output_len, num_generated=len(generated))
 
     def _set_predicted_length(self, message: SetPredictedLength) -> list[ColocatedCommand]:
         tracked = self._requests.get(message.request_id)
@@ -143,19 +123,8 @@ class ColocatedLogic:
         """Abort a request; with an attempt, only that one and earlier ones."""
         tracked = self._requests.get(request_id)
         if tracked is not None and tracked.abort(attempt) and not self._iterations.is_running:
-            self._drop(tracked)
+            self._requests.drop(tracked)
         return []
-
-    def _drop(self, tracked: ColocatedRequest) -> None:
-        """Remove a request and free its blocks."""
-        request_id = tracked.request.request_id
-        del self._requests[request_id]
-        self._allocator.free(tracked.block_ids)
-        self._state.remove(request_id)
-        if tracked.is_in_engine:
-            self._removals.append(request_id)
-        if tracked.is_on_host:
-            self._forgotten.append(request_id)
 
     # --- starting an iteration
 
@@ -166,8 +135,7 @@ class ColocatedLogic:
         if not plan.scheduled:
             assert not plan.evictions, "evictions without a scheduled request"
             return []
-        request_ids = self._state.table.request_ids
-        members = tuple(self._requests[request_ids[part.row]] for part in plan.scheduled)
+        members = tuple(self._requests.of_row(part.row) for part in plan.scheduled)
         self._state.begin(plan)
         iteration = self._perform(plan, members, now)
         self._iterations.start(now, members, has_changed=members != self._members)
@@ -193,9 +161,8 @@ class ColocatedLogic:
             elif block_ids:
                 extensions.append((request_id, block_ids))
         for row in plan.uploads:
-            self._bring_in(self._requests[self._state.table.request_ids[row]], self._state.upload(row), ins)
-        removals, self._removals = tuple(self._removals), []
-        forgotten, self._forgotten = tuple(self._forgotten), []
+            self._bring_in(self._requests.of_row(row), self._state.upload(row), ins)
+        removals, forgotten = self._requests.take_removals(), self._requests.take_forgotten()
         swaps = Swaps(forgotten, tuple(outs), tuple(ins)) if forgotten or outs or ins else None
         slices = tuple(
             (tracked.request.request_id, part.num_tokens) for part, tracked in zip(plan.scheduled, members, strict=True)
@@ -204,7 +171,7 @@ class ColocatedLogic:
 
     def _bring_in(self, tracked: ColocatedRequest, entered: AllocationResult, ins: list[Swap]) -> tuple[BlockId, ...]:
         """Allocate the request's new blocks; its cache on the host is swapped in with the iteration."""
-        block_ids = self._allocator.allocate(entered.num_blocks)
+        block_ids = self._requests.allocator.allocate(entered.num_blocks)
         assert block_ids is not None, "a plan that does not fit"
         tracked.block_ids += block_ids
         if entered.num_swapped:
@@ -213,22 +180,17 @@ class ColocatedLogic:
         return block_ids
 
     def _evict(self, part: PlannedEviction, now: float) -> Swap | None:
-        request_id = self._state.table.request_ids[part.row]
-        tracked = self._requests[request_id]
+        tracked = self._requests.of_row(part.row)
         left = self._state.evict(part, now)
         num_kept = len(tracked.block_ids) - left.num_blocks
         leaving, tracked.block_ids = tuple(tracked.block_ids[num_kept:]), tracked.block_ids[:num_kept]
-        self._allocator.free(leaving)
+        self._requests.allocator.free(leaving)
         self._num_preemptions += 1
-        if tracked.is_in_engine:
-            self._removals.append(request_id)
-            tracked.is_in_engine = False
+        self._requests.leave_engine(tracked)
         if part.how is EvictionMode.SWAP:
             tracked.is_on_host = True
-            return Swap(request_id, left.num_swapped, leaving)
-        if tracked.is_on_host:
-            self._forgotten.append(request_id)
-            tracked.is_on_host = False
+            return Swap(tracked.request.request_id, left.num_swapped, leaving)
+        self._requests.forget_host_copy(tracked)
         return None
 
     # --- ending an iteration
@@ -236,10 +198,10 @@ class ColocatedLogic:
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
         self._scheduler.completed(self._state, now=now, duration_s=self._iterations.end(event, now))
         commands = self._iterations.outcome(event, self._requests)
-        for tracked in [tracked for tracked in self._requests.values() if tracked.is_aborted or tracked.is_finished]:
-            self._drop(tracked)
+        for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
+            self._requests.drop(tracked)
             if tracked.successor is not None:
-                self._add(tracked.successor, now)
+                self._requests.add(tracked.successor, now)
         return commands
 
     def _finish(self, tracked: ColocatedRequest) -> list[ColocatedCommand]:
