@@ -1,13 +1,13 @@
 """The requests of a colocated worker: their rows in the policy's table and their blocks, always changed together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from alignedserve.core.block_allocator import BlockAllocator
+from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.scheduling.policy import DeviceMemory
-from alignedserve.scheduling.scheduler_state import SchedulerState
+from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
 from alignedserve.worker_core.request import WorkerRequest
 
 
@@ -28,6 +28,8 @@ class HeldRequests:
         """`memory`: empty."""
         self.state = SchedulerState(memory)
         self.allocator = BlockAllocator(memory.num_blocks)
+        self.num_away = 0  # blocks of requests that are leaving or coming, in no row
+        self._block_size = memory.block_size
         self._requests: dict[RequestId, ColocatedRequest] = {}
         self._removals: list[RequestId] = []  # for the engine, with the next iteration
         self._forgotten: list[RequestId] = []
@@ -75,6 +77,43 @@ class HeldRequests:
         if tracked.is_on_host:
             self._forgotten.append(tracked.request.request_id)
             tracked.is_on_host = False
+
+    # --- requests that move between workers
+
+    def has_room_beside(self, num_blocks: int) -> bool:
+        """Return whether every request here could still have all that it may need, alone, while these are held."""
+        left = self.allocator.num_blocks - self.num_away - num_blocks
+        return all(blocks_for(one.max_context_len, self._block_size) <= left for one in self)
+
+    def hold(self, num_blocks: int) -> tuple[BlockId, ...]:
+        """Take free blocks for a request that comes."""
+        self.state.hold(num_blocks)
+        block_ids = self.allocator.allocate(num_blocks)
+        assert block_ids is not None, "fewer blocks than were counted"
+        self.num_away += num_blocks
+        return block_ids
+
+    def free_held(self, block_ids: Sequence[BlockId]) -> None:
+        """Free blocks of a request that has left, or does not come."""
+        self.allocator.free(block_ids)
+        self.state.hold(-len(block_ids))
+        self.num_away -= len(block_ids)
+
+    def detach(self, tracked: ColocatedRequest) -> Progress:
+        """Take a request whose cache is on the device out of the scheduler and the engine; its blocks stay held."""
+        self.leave_engine(tracked)
+        del self._requests[tracked.request.request_id]
+        self.num_away += len(tracked.block_ids)
+        return self.state.detach(tracked.request.request_id)
+
+    def attach(self, tracked: ColocatedRequest, progress: Progress, now: float) -> None:
+        """Add a request with its cache, in blocks that were held."""
+        assert progress.num_blocks == len(tracked.block_ids), "other blocks than were held"
+        self._requests[tracked.request.request_id] = tracked
+        self.num_away -= progress.num_blocks
+        self.state.attach(tracked.request, now, progress)
+
+    # --- what the engine is told
 
     def take_removals(self) -> tuple[RequestId, ...]:
         """Return requests that the engine is to remove, each once."""
