@@ -5,31 +5,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from alignedserve.costmodel.iteration_points import calibration_points
 from alignedserve.costmodel.linear import Sample
 from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.iteration_timing import Chunk, IterationTimer, Point
+from alignedserve.runtime.engine.iteration_timing import IterationTimer
 
-# Every part of the cost occurs in several points, so that it can be told from the others; short ones come first, for
-# slow models that do not get to all.
-POINTS = (
-    Point("prefill", (Chunk(16, 0, is_last=True),)),
-    Point("decode", contexts=(64,)),
-    Point("decode", contexts=(64,) * 8),
-    Point("prefill", (Chunk(64, 0, is_last=True),)),
-    Point("decode", contexts=(512,) * 8),
-    Point("mixed", (Chunk(64, 0, is_last=True),), (256,) * 8),
-    Point("prefill", (Chunk(64, 512, is_last=False),)),
-    Point("decode", contexts=(64,) * 32),
-    Point("prefill", (Chunk(256, 0, is_last=True),)),
-    Point("decode", contexts=(512,) * 32),
-    Point("prefill", (Chunk(64, 0, is_last=True),) * 4),
-)
-# For engines with hidden caches.
-HIDDEN_POINTS = (
-    Point("hidden", hidden_contexts=(128,)),
-    Point("hidden", (Chunk(64, 0, is_last=True),), (128,) * 4, (128,) * 4),
-    Point("hidden", hidden_contexts=(512,) * 8),
-)
 _MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them
 
 
@@ -50,8 +30,7 @@ def measure_iterations(
     blocks = np.arange(min(engine.storage.num_blocks, _MAX_BLOCKS))
     engine.storage.zero_blocks(blocks)
     timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=clock)
-    # Early on: the cost of a hidden cache decides whether it is used.
-    known = POINTS if engine.hidden_block_tokens is None else (*POINTS[:2], *HIDDEN_POINTS, *POINTS[2:])
+    known = calibration_points(has_hidden_cache=engine.hidden_block_tokens is not None)
     points = [point for point in timer.feasible(known, max_context_len) if point.num_requests <= max_sequences]
     if not points:
         return ()

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from alignedserve.config.sections import EngineConfig, SchedulingConfig
+from alignedserve.costmodel.iteration_points import calibration_points
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
 from alignedserve.costmodel.online import learned_from
-from alignedserve.runtime.engine.calibration import POINTS, measure_iterations
+from alignedserve.runtime.engine.calibration import measure_iterations
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.random_weights import random_weights
@@ -71,7 +72,9 @@ def test_it_can_be_left_out() -> None:
 
 
 def test_a_scheduler_knows_from_the_start_what_was_measured() -> None:
-    samples = [Sample(point.work, MACHINE.iteration_s(point.work)) for point in POINTS]
+    samples = [
+        Sample(point.work, MACHINE.iteration_s(point.work)) for point in calibration_points(has_hidden_cache=False)
+    ]
     costs = make_scheduler(SchedulingConfig(), IterationLimits(8, 512), measured=samples).costs
     for work in (prefill(100), prefill(300), decodes(20, 300), decodes(2, 1000)):
         assert costs.iteration_s(work) == pytest.approx(MACHINE.iteration_s(work), rel=0.03)
