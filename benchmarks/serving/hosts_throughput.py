@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from alignedserve.evaluation.cluster_demo import SETTINGS, Rehearsal, clear_former
+from alignedserve.evaluation.cluster_demo import clear_former
 from alignedserve.evaluation.namespace_hosts import NamespaceHosts
+from alignedserve.evaluation.rehearsal import SETTINGS, Rehearsal
 from alignedserve.loadgen.client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
 from benchmarks.support.recording import write_result
 
