@@ -4,6 +4,7 @@ On two Ray nodes of this host, whose state is in the memory of Ray's head alone.
 """
 
 import asyncio
+import json
 import shutil
 import signal
 import subprocess
@@ -60,7 +61,7 @@ def nodes(folder: Path, up_options: tuple[str, ...]) -> Iterator[RayNodes]:
     try:
         made.start(0)
         made.start(1)
-        made.up(*up_options)
+        made.up(*up_options, "--record", str(folder / "recorded"))
         yield made
     finally:
         made.end()
@@ -123,7 +124,8 @@ async def test_an_error_of_the_driver_s_own_leaves_the_cluster_to_the_next_one(
     await running
     check(streams, right)
     assert set(nodes.actors()) == actors
-    print("up took", await asyncio.to_thread(nodes.up, *up_options))
+    record = ("--record", str(nodes.folder / "recorded"))
+    print("up took", await asyncio.to_thread(nodes.up, *up_options, *record))
     assert set(nodes.actors()) == actors
     check(await stream_all(second, PROMPTS, NUM_TOKENS), right)
 
@@ -161,6 +163,21 @@ def test_stop_ends_a_driver_that_hangs_and_its_supervisor(nodes: RayNodes, up_op
     assert not supervisor.is_running()
     assert not driver.is_running()
     nodes.wait(lambda: not nodes.leftovers(), nodes.leftovers, 20.0)
+
+
+def test_what_three_drivers_recorded_is_decided_again(nodes: RayNodes, up_options: tuple[str, ...]) -> None:
+    """The processes of both nodes, which outlived their drivers; the last one hung, so an end is missing."""
+    recorded = nodes.folder / "recorded"
+    done = nodes.command("replay", str(recorded), "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    rooms = {(one["room"], one.get("node")): one for one in found["rooms"]}
+    assert {("router", None), ("decode-0", None), ("decode-1", "node-1")} <= rooms.keys()
+    assert all(one["difference"] is None for one in rooms.values())
+    assert rooms["decode-1", "node-1"]["num_equal"] > 1000
+    assert rooms["decode-1", "node-1"]["is_whole"] is False
+    assert found["simulation"]["num_requests"] > 10
+    assert "is not empty" in nodes.command("up", *up_options, "--record", str(recorded)).stderr
     nodes.up(*up_options)
 
 
