@@ -39,12 +39,15 @@ _NUMBER_BYTES = 8
 
 def state_of(num_nodes: int) -> ClusterState:
     """Return the state of a cluster with so many nodes, none of whose processes exist."""
-    nodes = [RayNode(f"{index:056x}", f"10.{index >> 8}.{index & 255}.1", f"h{index}") for index in range(num_nodes)]
+    nodes = [
+        RayNode(f"{index:056x}", f"10.{index >> 8}.{index & 255}.1", f"host{index}", is_head=not index)
+        for index in range(num_nodes)
+    ]
     found = [NodeResources(NodeCapacity(f"node-{index}", one.address, 4), _MACHINE) for index, one in enumerate(nodes)]
     plan = plan_cluster(from_mapping({}), resolve_model(ModelSectionConfig()), found)
     members = []
     for node, resources, share in zip(nodes, found, plan.shares, strict=True):
-        book = AddressBook(Path("/tmp") / f"alignedserve-c-{share.node}", node.node_id, node.address)  # noqa: S108
+        book = AddressBook(Path("/tmp") / f"alignedserve-c-{share.node}", node.node_id, node.address)
         prepared = PreparedNode(share, resources.capacity, plan.config_of(share, node.address), book)
         members.append(Member(node, prepared, Keeper(None, book)))
     joining = Joining(plan, NodeReport(own_versions()), "c", num_nodes)
