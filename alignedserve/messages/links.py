@@ -32,6 +32,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
+    GatewayRegistered,
     PromptScored,
     RequestFailed,
     RequestInterrupted,
@@ -68,7 +69,8 @@ from alignedserve.messages.workers import (
 )
 
 RouterInbound = (
-    SubmitRequest
+    GatewayRegistered
+    | SubmitRequest
     | ResumeRequest
     | AbortRequest
     | AttemptFailed

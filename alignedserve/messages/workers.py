@@ -20,6 +20,7 @@ class WorkerRegistered(Message, frozen=True):
     can_decode: bool
     layout_digest: Text = ""  # of its blocks; all workers and pools of a cluster must have the same
     latest_attempt: Attempt = 0  # it has had; a router that is new goes on above it
+    node: Text = ""  # where it runs; empty on a cluster of one host
 
 
 class RegistrationRefused(Message, frozen=True):
