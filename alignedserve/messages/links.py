@@ -57,12 +57,15 @@ from alignedserve.messages.workers import (
     AttemptFailed,
     BlocksFetched,
     IterationLogReport,
+    MoveRequest,
     PeersChanged,
     PrefillCompleted,
     PrefillRequest,
     RegistrationRefused,
     RequestFinished,
+    RequestMoved,
     RequestPreempted,
+    RequestStayed,
     SetPredictedLength,
     WorkerLoad,
     WorkerRegistered,
@@ -78,6 +81,8 @@ RouterInbound = (
     | PrefillCompleted
     | RequestFinished
     | RequestPreempted
+    | RequestMoved
+    | RequestStayed
     | WorkerLoad
     | IterationLogReport
     | BlocksFetched
@@ -132,6 +137,10 @@ DecodeWorkerInbound = (
     | BlocksWritten
     | BlocksPrefetched
     | RequestReturned
+    | BlocksReserved
+    | ReservationRefused
+    | BlocksTaken
+    | MoveRequest
     | PeersChanged
     | RegistrationRefused
     | Ping

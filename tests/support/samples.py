@@ -197,7 +197,7 @@ EXAMPLES: tuple[Message, ...] = (
     ),
     TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
     PromptScored(R1, 1, _SCORES),
-    WorkerRegistered(256, 16, 64, POOL, True, False, "ab" * 32, 65_538, "node-1"),
+    WorkerRegistered(256, 16, 64, POOL, True, False, "ab" * 32, 65_538, True, "node-1"),
     RegistrationRefused("other blocks"),
     PrefillRequest(_FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE), predicted_output_len=6.5),
     SetPredictedLength(R1, 3, 6.5),
