@@ -17,6 +17,7 @@ requests in the same way, while their holder still lives. The router never sees 
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.attempts import beyond_unreported, is_report_due, next_epoch
@@ -330,7 +331,7 @@ class RouterLogic:
         """
         commands: list[Send] = []
         while (worker := self._placement.least_loaded_prefiller()) is not None:
-            request_id = self._next_prefill_for(worker)
+            request_id = self._registry.queue.pop_if(partial(self._has_room, worker))
             if request_id is None:
                 break
             tracked = self._registry.requests[request_id]
@@ -360,9 +361,6 @@ class RouterLogic:
             bypass_to=WorkerName(tracked.destination) if tracked.destination is not None else None,
             predicted_output_len=self._expected_len(tracked),
         )
-
-    def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
-        return self._registry.queue.pop_if(lambda queued: self._has_room(worker, queued))
 
     def _has_room(self, worker: WorkerRecord, queued: QueuedPrefill) -> bool:
         """Return whether the worker may have this prompt; one above its allowance waits until it has no other."""
