@@ -17,6 +17,7 @@ requests in the same way, while their holder still lives. The router never sees 
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.attempts import beyond_unreported, is_report_due, next_epoch
@@ -25,7 +26,14 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestRejected, ResumeRequest, SubmitRequest
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    GatewayRegistered,
+    RequestFailed,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
     BatchFormed,
@@ -77,7 +85,7 @@ class RouterLogic:
         self._registry = RequestRegistry(
             placement=self._placement, queue=PrefillQueue(order), max_retries=config.max_retries
         )
-        self._gateways: dict[str, None] = {}
+        self._gateways: dict[str, str] = {}  # those that are connected, and their nodes
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
         self._bypass = bypass
@@ -96,7 +104,7 @@ class RouterLogic:
                 commands = self._on_message(peer, message, now)
             case PeerConnected(role, peer):
                 if role is Role.GATEWAY:
-                    self._gateways[peer] = None
+                    self._gateways[peer] = ""
                 commands = []
             case PeerDisconnected(_, peer):
                 commands = self._on_disconnected(peer)
@@ -122,6 +130,8 @@ class RouterLogic:
                 return self._submit(peer, message.request)
             case ResumeRequest():
                 return self._resume(peer, message)
+            case GatewayRegistered():
+                self._gateways[peer] = message.node
             case AbortRequest():
                 return self._abort(message.request_id)
             case WorkerRegistered() | PoolRegistered():
@@ -315,13 +325,17 @@ class RouterLogic:
     # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
-        """Give queued requests to workers with free prefill capacity, the least loaded first; the rest stays queued."""
+        """Give queued requests to workers with free prefill capacity, the least loaded first; the rest stays queued.
+
+        Where loads are about equal, they go to workers near their gateways.
+        """
         commands: list[Send] = []
         while (worker := self._placement.least_loaded_prefiller()) is not None:
-            request_id = self._next_prefill_for(worker)
+            request_id = self._registry.queue.pop_if(partial(self._has_room, worker))
             if request_id is None:
                 break
             tracked = self._registry.requests[request_id]
+            worker = self._near_gateway(tracked, worker)
             tracked.move(Stage.PREFILLING, worker.name)
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
@@ -348,18 +362,19 @@ class RouterLogic:
             predicted_output_len=self._expected_len(tracked),
         )
 
-    def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
-        if worker.registered.can_decode:  # its own policy orders all requests
-            return self._registry.queue.pop_if(lambda queued: True)
-        queue, allowance = self._registry.queue, self._config.max_prefill_tokens_per_worker
-        free, real_time_free = allowance - worker.num_prefill_tokens, allowance - worker.num_real_time_tokens
+    def _has_room(self, worker: WorkerRecord, queued: QueuedPrefill) -> bool:
+        """Return whether the worker may have this prompt; one above its allowance waits until it has no other."""
+        if worker.registered.can_decode or not worker.prefilling:  # the former's own policy orders all requests
+            return True
+        is_apart = queued.is_real_time and self._registry.queue.order.has_real_time_allowance
+        given = worker.num_real_time_tokens if is_apart else worker.num_prefill_tokens
+        return queued.num_tokens <= self._config.max_prefill_tokens_per_worker - given
 
-        def fits(queued: QueuedPrefill) -> bool:
-            is_apart = queued.is_real_time and queue.order.has_real_time_allowance
-            # A prompt longer than the whole allowance goes to a worker that has nothing else.
-            return queued.num_tokens <= (real_time_free if is_apart else free) or not worker.prefilling
-
-        return queue.pop_if(fits)
+    def _near_gateway(self, tracked: TrackedRequest, least: WorkerRecord) -> WorkerRecord:
+        """Return the worker for a request that the least loaded one could take: one near its gateway, or that one."""
+        near = self._placement.near_prefiller(self._gateways.get(tracked.gateway, ""), least)
+        queued = QueuedPrefill(tracked.num_prefill_tokens, tracked.is_real_time)
+        return near if near is not None and self._has_room(near, queued) else least
 
     # --- status
 
