@@ -136,7 +136,7 @@ class _Packing:
         return urgent[first:] + urgent[:first], budget_s
 
     def _overlong(self, ranked: Ints) -> int | None:
-        """Return the first of these rows, a prompt that no iteration with the decodes has time for; None: there is none.
+        """Return the first prompt of these rows that no iteration with the decodes has time for; None: there is none.
 
         Those that have just stood back for such a prompt go before the next one.
         """
