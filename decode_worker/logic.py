@@ -14,7 +14,6 @@ The life of a request on a decode worker:
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import (
@@ -59,7 +58,7 @@ from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.router_link import RouterLink
-from decode_worker.batching.batch_order import BatchOrder, SwitchLimits, WaitingBatch
+from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, WaitingBatch
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
@@ -76,14 +75,6 @@ from decode_worker.state import (
 DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
 WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | MapArena | UnmapArena
 DecodeCommand = Send | SendTo | Dial | StopDialling | WorkCommand
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeLimits:
-    """Limits of the running batch."""
-
-    max_running_requests: int
-    switch: SwitchLimits = field(default_factory=SwitchLimits)
 
 
 class DecodeLogic:

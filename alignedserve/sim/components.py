@@ -20,11 +20,14 @@ from alignedserve.messages.events import (
 )
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
+    BufferOpened,
+    CloseBuffer,
     IterationCompleted,
     IterationTimes,
     LoadBlocks,
     MapArena,
     OffloadBlocks,
+    OpenBuffer,
     RelayBlocks,
     RunIteration,
     UnmapArena,
@@ -35,7 +38,6 @@ from alignedserve.sim.copies import SimulatedArena, SimulatedCopier
 from alignedserve.sim.engine import SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.shared_cores import SharedCores
-from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 
 Performers = Mapping[type, Callable[[Any], None]]
 _TICK = Ticked()
