@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.hosts.driver_log import DriverLog
 from alignedserve.cluster.hosts.joining import Joining, Preparation
+from alignedserve.cluster.hosts.left_behind import kill_actors
 from alignedserve.cluster.hosts.members import Member, drained_record, record_of
 from alignedserve.cluster.hosts.membership import (
     Announce,
@@ -55,7 +56,7 @@ from alignedserve.cluster.hosts.record import (
 from alignedserve.cluster.hosts.recordings import Recordings
 from alignedserve.cluster.hosts.scaling.logic import GiveBack, ScaledNode
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
-from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
+from alignedserve.cluster.hosts.succession import Succession, head_patience_s
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.start_observer import StartObserver
