@@ -62,7 +62,9 @@ def test_every_scaling(section: dict[str, Any], theta: float, max_len: int) -> N
     assert served.rope is not None
     original = section.get("original_max_position_embeddings", max_len)
     for context_len in (original, original + 1):
-        expected, factor = _library.modeling_rope_utils.ROPE_INIT_FUNCTIONS[section["rope_type"]](config, "cpu", seq_len=context_len)
+        expected, factor = _library.modeling_rope_utils.ROPE_INIT_FUNCTIONS[section["rope_type"]](
+            config, "cpu", seq_len=context_len
+        )
         rope = served.for_context(context_len).rope
         assert rope is not None
         torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=2e-5, atol=0.0)
