@@ -145,7 +145,7 @@ def test_every_port_has_a_purpose_and_refuses_those_without_credentials(rehearsa
 
 
 def test_a_wrong_token_a_second_cluster_and_a_process_of_another_cluster_are_refused(rehearsal: Rehearsal) -> None:
-    said = rehearsal.on_host(1, "RAY_AUTH_TOKEN=wrong RAY_py_gcs_connect_timeout_s=5 alignedserve status")
+    said = rehearsal.on_host(1, "RAY_AUTH_TOKEN=wrong RAY_NUM_REDIS_GET_RETRIES=2 alignedserve status")
     assert "cannot join the Ray cluster" in said
     assert "token" in said
     said = rehearsal.on_host(0, "RAY_ADDRESS=auto alignedserve serve --set gateway.port=8100", timeout_s=120.0)
