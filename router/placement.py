@@ -15,7 +15,7 @@ from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from router.batch_requests import BatchRequests
 from router.ranking import Ranking
-from router.state import DispatchedPrefill, PoolRecord, TrackedRequest, WorkerRecord
+from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
 
 
 class Placement:
@@ -198,15 +198,12 @@ class Placement:
             self.unassign(tracked)
         tracked.move(Stage.POOLED, pool)
         self.set_copy(tracked, pool)
-        self._count_pooled(pool, 1)
+        self.pools[pool].pooled[tracked.request.request_id] = PooledRecord(num_blocks, tracked.pooled_s)
+        self._num_pooled += 1
         if num_blocks > self._batch_requests.least_share(pool):
             self.pools[pool].large_requests[tracked.request.request_id] = (num_blocks, tracked.pooled_s)
-        self.clear_refusals()
-
-    def _count_pooled(self, pool: str, change: int) -> None:
-        self.pools[pool].num_pooled += change
-        self._num_pooled += change
         self._batch_requests.note_change(pool)
+        self.clear_refusals()
 
     def set_copy(self, tracked: TrackedRequest, pool: str) -> None:
         """Record that the pool has, or keeps, a copy of the request."""
@@ -228,8 +225,10 @@ class Placement:
             worker.decoding.discard(request_id)
             self._clear_refusal(worker)
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
-            self._count_pooled(tracked.holder, -1)
-            self.pools[tracked.holder].large_requests.pop(request_id, None)
+            pool = self.pools[tracked.holder]
+            self._num_pooled -= pool.pooled.pop(request_id, None) is not None
+            pool.large_requests.pop(request_id, None)
+            self._batch_requests.note_change(pool.name)
 
     def depends_on(self, tracked: TrackedRequest, peer: str) -> bool:
         """Return True if the request may be lost with this peer: held by it, or on its way to it."""

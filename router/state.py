@@ -1,7 +1,9 @@
 """The router's records of requests, workers and pools."""
 
 import enum
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.ids import BatchId, RequestId
@@ -29,6 +31,7 @@ class TrackedRequest:
     copy_at: tuple[str, int] | None = None  # the pool that may keep a copy, and that pool's epoch
     pooled_s: float = 0.0  # when it entered the pool
     num_retries: int = 0  # after lost holders and refused handoffs
+    num_moves: int = 0  # ordered, between workers that decode it
 
     def move(self, stage: Stage, holder: str | None = None) -> None:
         """Take a legal step of the lifecycle; raise AssertionError for any other."""
@@ -154,6 +157,13 @@ class WorkerRecord:
         return self.registered.num_blocks - self.load.num_free_blocks if self.load is not None else 0
 
 
+class PooledRecord(NamedTuple):
+    """A request that waits in a pool."""
+
+    num_blocks: int
+    since_s: float
+
+
 @dataclass(slots=True)
 class PoolRecord:
     """One registered pool."""
@@ -167,4 +177,21 @@ class PoolRecord:
     large_requests: dict[RequestId, tuple[int, float]] = field(
         default_factory=dict
     )  # pooled requests larger than a busy worker's share: blocks, since when
-    num_pooled: int = 0  # counted by the router: RequestPooled less BatchReceived and drops
+    pooled: OrderedDict[RequestId, PooledRecord] = field(
+        default_factory=OrderedDict
+    )  # requests that wait there for a batch or are on their way, as the router knows them; the oldest first
+
+    @property
+    def num_pooled(self) -> int:
+        """Number of requests that wait there for a batch, or are on their way to a worker."""
+        return len(self.pooled)
+
+    @property
+    def oldest_s(self) -> float:
+        """Since when the oldest of them has waited; there must be one."""
+        return next(iter(self.pooled.values())).since_s
+
+    @property
+    def oldest_blocks(self) -> int:
+        """Blocks of the oldest of them; there must be one."""
+        return next(iter(self.pooled.values())).num_blocks

@@ -1,10 +1,11 @@
 """Iterations to measure: what each computes, and those by which a worker learns its costs before it serves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from alignedserve.core.block_allocator import blocks_for
+from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.work import IterationWork
 
 
@@ -43,6 +44,11 @@ class Point:
         return len(self.chunks) + len(self.contexts) + len(self.hidden_contexts)
 
     @property
+    def num_tokens(self) -> int:
+        """Return the tokens computed: those of the chunks, and one of each decode."""
+        return sum(chunk.num_tokens for chunk in self.chunks) + self.num_requests - len(self.chunks)
+
+    @property
     def max_context_len(self) -> int:
         """Return the longest context of all requests."""
         return max(*self._lengths, 1)
@@ -68,8 +74,9 @@ def feasible_points(
     ]
 
 
-# Every part of the cost occurs in several points, so that it can be told from the others; short ones come first, for
-# slow models that do not get to all.
+# Every part of the cost occurs in several points, so that it can be told from the others. Short ones come first, for
+# slow models that do not get to all; long ones last: what a fast machine computes for nothing beside reading its
+# weights, and what it does not, shows at a thousand tokens.
 _POINTS = (
     Point("prefill", (Chunk(16, 0, is_last=True),)),
     Point("decode", contexts=(64,)),
@@ -82,18 +89,51 @@ _POINTS = (
     Point("prefill", (Chunk(256, 0, is_last=True),)),
     Point("decode", contexts=(512,) * 32),
     Point("prefill", (Chunk(64, 0, is_last=True),) * 4),
+    Point("prefill", (Chunk(1024, 0, is_last=True),)),
+    Point("decode", contexts=(2048,) * 16),
+    Point("prefill", (Chunk(2048, 0, is_last=True),)),
+    Point("mixed", (Chunk(512, 2048, is_last=False),), (1024,) * 16),
 )
-# For engines with hidden caches.
+# For engines with hidden caches. Early on: their cost decides whether they are used.
 _HIDDEN_POINTS = (
     Point("hidden", hidden_contexts=(128,)),
     Point("hidden", (Chunk(64, 0, is_last=True),), (128,) * 4, (128,) * 4),
     Point("hidden", hidden_contexts=(512,) * 8),
 )
+_NUM_FIRST = 2  # points before those of hidden caches
+_MAX_SAMPLES = 1024  # more would say nothing new
 
 
-def calibration_points(*, has_hidden_cache: bool) -> tuple[Point, ...]:
-    """Return the points in the order in which a worker measures them.
+def calibration_points(*, max_requests: int, max_tokens: int, has_hidden_cache: bool) -> list[Point]:
+    """Return the points within the limits of an iteration, in the order in which a worker measures them."""
+    hidden = _HIDDEN_POINTS if has_hidden_cache else ()
+    points = (*_POINTS[:_NUM_FIRST], *hidden, *_POINTS[_NUM_FIRST:])
+    return [point for point in points if point.num_requests <= max_requests and point.num_tokens <= max_tokens]
 
-    Those of hidden caches come early on: their cost decides whether they are used.
+
+def calibrate(
+    points: Sequence[Point], measure: Callable[[Point], float], *, clock: Callable[[], float], duration_s: float
+) -> tuple[Sample, ...]:
+    """Measure point after point, round after round, for about so many seconds by the clock.
+
+    A prompt that would take longer than is left, at the speed of the longest one so far, is left out.
     """
-    return (*_POINTS[:2], *_HIDDEN_POINTS, *_POINTS[2:]) if has_hidden_cache else _POINTS
+    left_s = duration_s
+    ends_s = clock() + left_s
+    longest, token_s = 0, 0.0
+    samples: list[Sample] = []
+    has_more = duration_s > 0.0
+    while has_more:
+        num_before = len(samples)
+        for point in points:
+            num_tokens = point.work.num_prompt_tokens
+            if num_tokens * token_s > left_s:
+                continue
+            samples.append(Sample(point.work, measure(point)))
+            if num_tokens >= max(longest, 1):
+                longest, token_s = num_tokens, samples[-1].seconds / num_tokens
+            left_s = ends_s - clock()
+            if left_s <= 0.0 or len(samples) == _MAX_SAMPLES:
+                return tuple(samples)
+        has_more = len(samples) > num_before
+    return tuple(samples)

@@ -56,12 +56,15 @@ from alignedserve.messages.workers import (
     AttemptFailed,
     BlocksFetched,
     IterationLogReport,
+    MoveRequest,
     PeersChanged,
     PrefillCompleted,
     PrefillRequest,
     RegistrationRefused,
     RequestFinished,
+    RequestMoved,
     RequestPreempted,
+    RequestStayed,
     SetPredictedLength,
     WorkerLoad,
     WorkerRegistered,
@@ -76,6 +79,8 @@ RouterInbound = (
     | PrefillCompleted
     | RequestFinished
     | RequestPreempted
+    | RequestMoved
+    | RequestStayed
     | WorkerLoad
     | IterationLogReport
     | BlocksFetched
@@ -130,6 +135,10 @@ DecodeWorkerInbound = (
     | BlocksWritten
     | BlocksPrefetched
     | RequestReturned
+    | BlocksReserved
+    | ReservationRefused
+    | BlocksTaken
+    | MoveRequest
     | PeersChanged
     | RegistrationRefused
     | Ping

@@ -1,7 +1,8 @@
 """The nodes of a running cluster, each with what it has and what runs there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper, keeper_name
@@ -85,14 +86,16 @@ def drained_record(member: Member) -> NodeRecord:
     return NodeRecord(member.name, node.node_id, node.address, node.hostname, drain=DRAINED)
 
 
-def record_of(member: Member, *, is_draining: bool = False) -> NodeRecord:
-    """Return what the record of the cluster says of this node."""
+def record_of(
+    member: Member, *, is_draining: bool = False, problems: Mapping[str, str] = MappingProxyType({})
+) -> NodeRecord:
+    """Return what the record of the cluster says of this node. `problems`: of processes that do not serve."""
     node, share, config = member.ray_node, member.prepared.share, member.prepared.config
     engines = engines_of(share, config.engine, member.prepared.capacity)
-    workers = (
-        ActorRecord(name, engine.device if engine.device != "cpu" else f"{engine.threads_per_worker} threads")
+    devices = {
+        name: engine.device if engine.device != "cpu" else f"{engine.threads_per_worker} threads"
         for name, engine in engines.items()
-    )
+    }
     has_pool = bool(share.prefill)
     of_head = [DRIVER, ROUTER, *([BATCHES] if config.batches.enabled else [])]
     others = [*(of_head if share.is_head else []), *([share.pool_name] if has_pool else [])]
@@ -104,7 +107,10 @@ def record_of(member: Member, *, is_draining: bool = False) -> NodeRecord:
         address=node.address,
         hostname=node.hostname,
         keeper=keeper_name(member.prepared.folder.name),
-        actors=(*(ActorRecord(name) for name in (*others, *(name for name, _ in share.gateways))), *workers),
+        actors=tuple(
+            ActorRecord(name, devices.get(name, ""), problems.get(name, ""))
+            for name in (*others, *(name for name, _ in share.gateways), *devices)
+        ),
         urls=tuple(f"http://{reachable}:{port}" for _, port in share.gateways),
         drain=DRAINING if is_draining else "",
     )
