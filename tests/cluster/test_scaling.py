@@ -55,8 +55,10 @@ def served(cloud: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
 
 def driver_log(cloud: dict[str, str]) -> str:
     """Return what `alignedserve logs driver` prints."""
-    command = [COMMAND, "logs", "driver"]
-    done = subprocess.run(command, env=os.environ | cloud, capture_output=True, text=True, timeout=180, check=False)
+    environment = os.environ | cloud
+    done = subprocess.run(
+        [COMMAND, "logs", "driver"], env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
     return done.stdout
 
 
