@@ -56,6 +56,7 @@ from alignedserve.messages.workers import (
     AttemptFailed,
     BlocksFetched,
     IterationLogReport,
+    PeerNeeded,
     PeersChanged,
     PrefillCompleted,
     PrefillRequest,
@@ -131,6 +132,7 @@ DecodeWorkerInbound = (
     | BlocksPrefetched
     | RequestReturned
     | PeersChanged
+    | PeerNeeded
     | RegistrationRefused
     | Ping
 )

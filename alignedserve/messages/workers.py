@@ -29,7 +29,7 @@ class RegistrationRefused(Message, frozen=True):
 
 
 class PeersChanged(Message, frozen=True):
-    """Router to decode worker: the prefill workers of all nodes and the pools of others, to which it keeps links.
+    """Router to decode worker: the prefill workers of its node, to which it keeps links.
 
     Sent when it has registered, and whenever they change.
     """
@@ -37,6 +37,15 @@ class PeersChanged(Message, frozen=True):
     joined: tuple[WorkerName, ...]
     left: tuple[WorkerName, ...] = ()  # not to be dialled any more; a link that holds is kept
     is_complete: bool = False  # there are no others than those that joined
+
+
+class PeerNeeded(Message, frozen=True):
+    """Router to decode worker: it is about to exchange blocks with this prefill worker or pool of another node.
+
+    Sent at every use. The worker keeps a link there, which it closes when it had no use for a minute.
+    """
+
+    peer: WorkerName
 
 
 class PrefillRequest(Message, frozen=True):
