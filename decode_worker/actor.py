@@ -46,7 +46,9 @@ class DecodeWorkerActor(ActorHost):
                 batching=batching,
                 scheduling=scheduling,
                 eos_token_ids=executor.eos_token_ids,
-                measured=executor.measure_iterations(calibration_s(engine_config, scheduling)),
+                measured=executor.measure_iterations(
+                    calibration_s(engine_config, scheduling), config.max_num_batched_tokens
+                ),
             )
             worker = DecodeWorker(
                 make=make,
@@ -93,7 +95,7 @@ class ColocatedWorkerActor(ActorHost):
                 config=config,
                 scheduling=scheduling,
                 eos_token_ids=executor.eos_token_ids,
-                measured=executor.measure_iterations(engine_config.calibration_s),
+                measured=executor.measure_iterations(engine_config.calibration_s, config.max_num_batched_tokens),
             )
             worker = ColocatedWorker(make=make, executor=executor, process_spec=process_spec)
             await worker.start(router_at=ROUTER)

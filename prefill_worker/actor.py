@@ -54,7 +54,9 @@ class PrefillWorkerActor(ActorHost):
                 config=config,
                 scheduling=scheduling,
                 eos_token_ids=executor.eos_token_ids,
-                measured=executor.measure_iterations(calibration_s(engine_config, scheduling)),
+                measured=executor.measure_iterations(
+                    calibration_s(engine_config, scheduling), config.max_num_batched_tokens
+                ),
             )
             worker = PrefillWorker(
                 make=make,

@@ -45,7 +45,9 @@ from alignedserve.messages.workers import (
     PrefillRequest,
     RegistrationRefused,
     RequestFinished,
+    RequestMoved,
     RequestPreempted,
+    RequestStayed,
     SetPredictedLength,
     WorkerLoad,
     WorkerRegistered,
@@ -140,6 +142,10 @@ class RouterLogic:
                 return self._finished(message)
             case RequestPreempted():
                 return self._preempted(peer, message)
+            case RequestMoved():
+                return self._ownership.moved(peer, message)
+            case RequestStayed():
+                return self._ownership.stayed(message)
             case AttemptFailed():
                 return self._failed(message)
             case WorkerLoad():

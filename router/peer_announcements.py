@@ -17,6 +17,9 @@ from router.state import WorkerRecord
 
 def announce_all(decoder: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[Send]:
     """Announce the prefill workers of its node to a worker that has registered, if it is a decode worker."""
+    if decoder.registered.can_move:
+        before = [one.name for one in workers if _are_linked(one, decoder) and one.name < decoder.name]
+        return [Send(decoder.name, PeersChanged(_names(*before), is_complete=True))]
     if not _is_decoder(decoder.registered):
         return []
     near = [one.name for one in workers if _is_prefiller(one.registered) and _is_near(one, decoder)]
@@ -26,7 +29,13 @@ def announce_all(decoder: WorkerRecord, workers: Iterable[WorkerRecord]) -> list
 def announce_prefiller(
     prefiller: WorkerRecord, workers: Iterable[WorkerRecord], *, is_lost: bool = False
 ) -> list[Send]:
-    """Announce a worker to the decode workers of its node if it is a prefill worker, or that it is lost."""
+    """Announce a worker to the decode workers of its node if it is a prefill worker, or that it is lost.
+
+    One that hands requests over is announced to those of its node, of which the later by name dials.
+    """
+    if prefiller.registered.can_move:
+        after = [one for one in workers if _are_linked(one, prefiller) and one.name > prefiller.name]
+        return [Send(one.name, _change(prefiller.name, is_lost=is_lost)) for one in after]
     if not _is_prefiller(prefiller.registered):
         return []
     message = _change(prefiller.name, is_lost=is_lost)
@@ -58,6 +67,11 @@ def _is_near(one: WorkerRecord, other: WorkerRecord) -> bool:
 def _is_prefiller(registered: WorkerRegistered) -> bool:
     """Return whether it hands requests over; a colocated worker keeps them."""
     return registered.can_prefill and not registered.can_decode
+
+
+def _are_linked(one: WorkerRecord, other: WorkerRecord) -> bool:
+    """Return whether these hand requests over to each other."""
+    return one.registered.can_move and one.registered.pool_name == other.registered.pool_name
 
 
 def _is_decoder(registered: WorkerRegistered) -> bool:

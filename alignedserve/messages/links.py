@@ -56,13 +56,16 @@ from alignedserve.messages.workers import (
     AttemptFailed,
     BlocksFetched,
     IterationLogReport,
+    MoveRequest,
     PeerNeeded,
     PeersChanged,
     PrefillCompleted,
     PrefillRequest,
     RegistrationRefused,
     RequestFinished,
+    RequestMoved,
     RequestPreempted,
+    RequestStayed,
     SetPredictedLength,
     WorkerLoad,
     WorkerRegistered,
@@ -77,6 +80,8 @@ RouterInbound = (
     | PrefillCompleted
     | RequestFinished
     | RequestPreempted
+    | RequestMoved
+    | RequestStayed
     | WorkerLoad
     | IterationLogReport
     | BlocksFetched
@@ -131,6 +136,10 @@ DecodeWorkerInbound = (
     | BlocksWritten
     | BlocksPrefetched
     | RequestReturned
+    | BlocksReserved
+    | ReservationRefused
+    | BlocksTaken
+    | MoveRequest
     | PeersChanged
     | PeerNeeded
     | RegistrationRefused

@@ -21,11 +21,14 @@ from alignedserve.messages.events import (
 )
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
+    BufferOpened,
+    CloseBuffer,
     IterationCompleted,
     IterationTimes,
     LoadBlocks,
     MapArena,
     OffloadBlocks,
+    OpenBuffer,
     RelayBlocks,
     RunIteration,
     UnmapArena,
@@ -36,7 +39,6 @@ from alignedserve.sim.copies import SimulatedArena, SimulatedCopier
 from alignedserve.sim.engine import SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.shared_cores import SharedCores
-from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 
 Performers = Mapping[type, Callable[[Any], None]]
 _TICK = Ticked()

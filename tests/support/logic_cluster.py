@@ -41,10 +41,13 @@ from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
     BlocksRelayed,
+    BufferOpened,
+    CloseBuffer,
     IterationCompleted,
     LoadBlocks,
     MapArena,
     OffloadBlocks,
+    OpenBuffer,
     RelayBlocks,
     RunIteration,
     UnmapArena,
@@ -59,7 +62,6 @@ from decode_worker.logic import DecodeLogic
 from kvpool import factory as pool_factory
 from kvpool.logic import PoolLogic, SetBlockGeneration
 from prefill_worker import factory as prefill_factory
-from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 from prefill_worker.logic import PrefillLogic
 from router import factory as router_factory
 from router.logic import RouterLogic

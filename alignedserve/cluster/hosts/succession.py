@@ -11,24 +11,23 @@ import hashlib
 import io
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any
 
 import msgspec
-import ray
 from ray import cloudpickle
 from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
 from alignedserve.cluster.hosts.joining import Joining
+from alignedserve.cluster.hosts.left_behind import SILENT_S, kept_by
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.nodes.keeper import KeptState
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import own_versions
 from alignedserve.cluster.hosts.ray_calls import answers_so_far
-from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.ray_storage import HEAD_RETURNS_S
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
@@ -41,11 +40,9 @@ from alignedserve.runtime.process.addresses import AddressBook
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 10.0
 _PERIOD_S = 1.0
 _HEAD_SILENT_S = 20.0
 _ORPHANED_S = 60.0  # as long as Ray's nodes wait for a head
-_SILENT_S = 4.0  # after which a driver that hands over every second has ended
 _POLL_S = 0.5
 _PATIENCE_S = 15.0  # with a driver that does not end
 # Parts of a state that never change: another one takes their place.
@@ -201,8 +198,8 @@ def left_by_former(record: ClusterRecord | None) -> ClusterState | None:
         return None
     keepers = [node.keeper for node in record.nodes if node.keeper]
     ends_s = time.monotonic() + _PATIENCE_S
-    while kept := _kept_by(keepers):
-        if min(one.age_s for one in kept) > _SILENT_S:
+    while kept := kept_by(keepers):
+        if min(one.age_s for one in kept) > SILENT_S:
             latest = max(kept, key=lambda one: one.number)
             return _read(latest)
         if time.monotonic() > ends_s:
@@ -219,52 +216,3 @@ def _read(kept: KeptState) -> ClusterState | None:
         logger.warning("what the former driver has left is of another build: %r", error)
         return None
     return state
-
-
-def has_driver(record: ClusterRecord) -> bool:
-    """Return whether a driver looks after this cluster."""
-    kept = _kept_by([node.keeper for node in record.nodes if node.keeper])
-    return any(one.age_s < _SILENT_S for one in kept)
-
-
-def _kept_by(keepers: Sequence[str]) -> list[KeptState]:
-    asked: list[Any] = []
-    for name in keepers:
-        try:
-            asked.append(ray.get_actor(name, NAMESPACE).kept.remote())
-        except ValueError:
-            logger.info("%s is gone", name)
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
-    found = []
-    for reference in answered:
-        try:
-            kept = ray.get(reference)
-        except RayError:
-            continue  # its node is gone
-        if kept is not None:
-            found.append(kept)
-    return found
-
-
-def kill_actors(actors: Iterable[Any]) -> None:
-    """End actors that are not to be restarted, through Ray's head."""
-    for actor in actors:
-        with contextlib.suppress(RayError, ValueError):
-            ray.kill(actor, no_restart=True)
-
-
-def end_by_name(names: Sequence[str]) -> None:
-    """End all actors with these names, and wait until others may have the names. Raises ResourceError."""
-    ends_s = time.monotonic() + _PATIENCE_S
-    while left := [actor for name in names if (actor := _actor(name)) is not None]:
-        if time.monotonic() > ends_s:
-            raise ResourceError(f"{len(left)} processes of a former cluster do not end; see `ray list actors`")
-        kill_actors(left)
-        time.sleep(_POLL_S)
-
-
-def _actor(name: str) -> Any:
-    try:
-        return ray.get_actor(name, NAMESPACE)
-    except ValueError:
-        return None

@@ -36,9 +36,11 @@ from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
     BlocksRelayed,
+    BufferOpened,
     IterationCompleted,
     LoadBlocks,
     OffloadBlocks,
+    OpenBuffer,
     RelayBlocks,
     RunIteration,
 )
@@ -50,7 +52,7 @@ from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.logic import DecodeLogic
 from kvpool.logic import PoolLogic
 from kvpool.policies import make_batch_former
-from prefill_worker.candidate_buffers import BufferOpened, CandidateBuffers, OpenBuffer
+from prefill_worker.candidate_buffers import CandidateBuffers
 
 _DECODE, _POOL, _PREFILL, _ROUTER = "decode-0", "pool-0", "prefill-0", "router"
 _BLOCK_SIZE = 16

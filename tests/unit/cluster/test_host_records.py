@@ -385,7 +385,7 @@ def test_every_change_is_handed_over(cluster: ClusterOnHosts, keepers: list[Keep
 
 def test_what_a_driver_of_another_build_left_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     left = [KeptState(1, b"calignedserve.core.errors\nNoSuchClass\n.", 60.0)]
-    monkeypatch.setattr(succession, "_kept_by", lambda keepers: left)
+    monkeypatch.setattr(succession, "kept_by", lambda keepers: left)
     record = ClusterRecord("c", own_versions(), "pocket", "colocated", started=0.0, is_ready=True, nodes=())
     assert left_by_former(record) is None
 

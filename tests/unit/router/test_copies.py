@@ -20,6 +20,7 @@ from alignedserve.messages.pools import (
 from alignedserve.messages.workers import (
     AttemptFailed,
     JoinedBatch,
+    PeerNeeded,
     PrefillCompleted,
     RequestFinished,
     RequestPreempted,

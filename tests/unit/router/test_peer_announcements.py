@@ -2,9 +2,16 @@
 
 from alignedserve.core.ids import WorkerName
 from alignedserve.messages.events import Send
-from alignedserve.messages.workers import PeersChanged, RegistrationRefused
-from tests.harnesses.router import RouterHarness
-from tests.support.samples import DECODE, PREFILL, worker
+from alignedserve.messages.pools import BatchFormed, FormBatch, PoolRegistered, RequestPooled
+from alignedserve.messages.workers import (
+    PeerNeeded,
+    PeersChanged,
+    PrefillCompleted,
+    RegistrationRefused,
+    WorkerLoad,
+)
+from tests.harnesses.router import ASKED, BATCH, DISPATCHED, POOLED, RouterHarness
+from tests.support.samples import DECODE, POOL, PREFILL, R1, request, worker
 
 PREFILLER = worker(can_prefill=True, can_decode=False)
 FAR_PREFILLER = worker(can_prefill=True, can_decode=False, pool_name="pool-1")

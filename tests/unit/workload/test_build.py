@@ -29,7 +29,7 @@ def build(
 
 def test_evenly_spaced_requests() -> None:
     workload = build("chat: rate=4, cv=0, prompt=10, output=5, ttft=1, tpot=0.1, priority=3", duration_s=0.6)
-    expected = {"prompt_len": 10, "output_len": 5, "max_tokens": 5, "class_name": "chat", "slo": Slo(1.0, 0.1)}
+    expected = {"prompt_len": 10, "output_len": 5, "max_tokens": None, "class_name": "chat", "slo": Slo(1.0, 0.1)}
     assert workload.requests == (
         TimedRequest(arrival_s=0.25, priority=3, **expected),  # type: ignore[arg-type]
         TimedRequest(arrival_s=0.5, priority=3, **expected),  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.hosts.nodes import recorded_parts
 from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.sweeper import start_sweeper
 from alignedserve.cluster.run_folder import make_run_folder
@@ -65,6 +66,10 @@ class NodeKeeper:
         """Return the private folder of the cluster on this node."""
         return self._folder
 
+    @property
+    def _recordings(self) -> Path:
+        return recorded_parts.parts_folder(self._folder)
+
     def log_names(self) -> list[str]:
         """Return the processes that have a log here."""
         return sorted(path.stem for path in (self._folder / "logs").glob("*.log"))
@@ -79,6 +84,22 @@ class NodeKeeper:
             log.seek(begin)
             text = log.read(_MAX_READ_BYTES)
         return LogPart(text.decode(errors="replace"), begin + len(text))
+
+    def recordings(self) -> dict[str, int]:
+        """Return the bytes of each recording of this node's processes."""
+        return recorded_parts.sizes(self._recordings)
+
+    def read_recording(self, name: str, offset: int) -> bytes:
+        """Return what a recording has from this byte on, a part of it at most."""
+        return recorded_parts.read_part(self._recordings, name, offset)
+
+    def remove_recordings(self) -> None:
+        """Remove all recordings, of which the driver has a copy."""
+        recorded_parts.remove(self._recordings)
+
+    def clock_s(self) -> float:
+        """Return this host's clock, as recordings have it."""
+        return time.monotonic()
 
     def available_bytes(self) -> int:
         """Return the memory of this host that is free for more workers."""
