@@ -60,6 +60,7 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
+from router.leans import Leans
 from router.ownership import OwnershipTransitions
 from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller
 from router.placement import Placement
@@ -89,6 +90,7 @@ class RouterLogic:
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
         self._bypass = bypass
+        self._leans = Leans()
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
         self._counters = RouterCounters()
         self._last_attempt = self._reported_attempt = 0
@@ -387,9 +389,11 @@ class RouterLogic:
     def _on_tick(self, now: float) -> list[Send]:
         self._placement.clear_refusals()  # a pool may have connected to a worker since
         self._num_ticks += 1
+        moves = self._leans.moves(self._placement.workers.values(), self._registry.requests, now)
+        commands = [one for tracked, receiver in moves for one in self._ownership.order_move(tracked, receiver)]
         if self._num_ticks % _TICKS_PER_STATUS:
-            return []
-        return self._report_status(now)
+            return commands
+        return commands + self._report_status(now)
 
     def _report_status(self, now: float) -> list[Send]:
         self._reported_attempt = self._last_attempt

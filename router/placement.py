@@ -248,7 +248,7 @@ class Placement:
     def least_loaded_prefiller(self) -> WorkerRecord | None:
         """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
 
-        Ties: the fewest decoding requests (colocated workers), then the name.
+        Ties: the most time for prompts (elastic workers), the fewest decoding requests (colocated ones), then the name.
         """
         name = self._prefillers.least_loaded()
         return self.workers[name] if name is not None else None

@@ -147,6 +147,18 @@ class WorkerRecord:
         )
 
     @property
+    def can_take_over(self) -> bool:
+        """True for a worker of an elastic topology with a place for one more request."""
+        num_held = len(self.prefilling) + len(self.decoding)
+        registered = self.registered
+        return registered.can_move and not self.is_draining and num_held < registered.max_running_requests
+
+    @property
+    def lean(self) -> float:
+        """Share of its time that it has for prompts, as last reported."""
+        return self.load.lean if self.load is not None else 1.0
+
+    @property
     def awaits_batch(self) -> bool:
         """True if a batch may be on its way to it, or has arrived since it last told its load."""
         return self.pending_batch is not None or self.is_load_stale
