@@ -61,7 +61,7 @@ from alignedserve.messages.workers import (
     WorkerRegistered,
 )
 from router.ownership import OwnershipTransitions
-from router.peer_announcements import announce_all, announce_pool, announce_prefiller
+from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
@@ -119,7 +119,7 @@ class RouterLogic:
         if is_report_due(self._last_attempt, self._reported_attempt):
             commands += self._report_status(now)
         if self._placement.num_pooled:
-            commands += [Send(pool, form) for pool, form in self._placement.batches_to_form(now)]
+            commands += self._form_batches(now)
         return commands
 
     # --- messages
@@ -173,12 +173,11 @@ class RouterLogic:
         reason = self._placement.register(peer, message)
         if reason is not None:
             return [Send(peer, RegistrationRefused(reason))]
-        workers, pools = self._placement.workers, self._placement.pools
-        if peer in pools:
-            return announce_pool(peer, workers.values())
-        return announce_all(workers[peer], workers.values(), pools) + announce_prefiller(
-            workers[peer], workers.values()
-        )
+        worker = self._placement.workers.get(peer)
+        if worker is None:
+            return []
+        workers = self._placement.workers.values()
+        return announce_all(worker, workers) + announce_prefiller(worker, workers)
 
     def _submit(self, gateway: str, request: Request) -> list[Send]:
         rejection = self._rejection(request)
@@ -303,10 +302,9 @@ class RouterLogic:
         commands += self._registry.interrupt(lost)
         worker = self._placement.workers.get(peer)
         self._placement.remove(peer)
-        left = self._placement.workers.values()
         if worker is None:
-            return commands + announce_pool(peer, left, is_lost=True)
-        return commands + announce_prefiller(worker, left, is_lost=True)
+            return commands
+        return commands + announce_prefiller(worker, self._placement.workers.values(), is_lost=True)
 
     def _drain_workers(self, event: DrainRequested) -> list[Send]:
         self._placement.set_draining(event.draining)
@@ -343,6 +341,8 @@ class RouterLogic:
             prefill = DispatchedPrefill(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
             self._placement.start_prefill(worker, request_id, prefill)
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
+            if tracked.destination is not None:
+                commands += need_prefiller(worker, self._placement.workers[tracked.destination])
         return commands
 
     def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
@@ -375,6 +375,12 @@ class RouterLogic:
         near = self._placement.near_prefiller(self._gateways.get(tracked.gateway, ""), least)
         queued = QueuedPrefill(tracked.num_prefill_tokens, tracked.is_real_time)
         return near if near is not None and self._has_room(near, queued) else least
+
+    def _form_batches(self, now: float) -> list[Send]:
+        commands: list[Send] = []
+        for pool, form in self._placement.batches_to_form(now):
+            commands += [*need_pool(pool, self._placement.workers[form.worker]), Send(pool, form)]
+        return commands
 
     # --- status
 

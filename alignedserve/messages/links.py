@@ -58,6 +58,7 @@ from alignedserve.messages.workers import (
     BlocksFetched,
     IterationLogReport,
     MoveRequest,
+    PeerNeeded,
     PeersChanged,
     PrefillCompleted,
     PrefillRequest,
@@ -142,6 +143,7 @@ DecodeWorkerInbound = (
     | BlocksTaken
     | MoveRequest
     | PeersChanged
+    | PeerNeeded
     | RegistrationRefused
     | Ping
 )

@@ -31,7 +31,7 @@ class RegistrationRefused(Message, frozen=True):
 
 
 class PeersChanged(Message, frozen=True):
-    """Router to decode worker: the prefill workers of all nodes and the pools of others, to which it keeps links.
+    """Router to decode worker: the prefill workers of its node, to which it keeps links.
 
     To a worker that hands requests over: the others like it on its node that it dials.
     Sent when it has registered, and whenever they change.
@@ -40,6 +40,15 @@ class PeersChanged(Message, frozen=True):
     joined: tuple[WorkerName, ...]
     left: tuple[WorkerName, ...] = ()  # not to be dialled any more; a link that holds is kept
     is_complete: bool = False  # there are no others than those that joined
+
+
+class PeerNeeded(Message, frozen=True):
+    """Router to decode worker: it is about to exchange blocks with this prefill worker or pool of another node.
+
+    Sent at every use. The worker keeps a link there, which it closes when it had no use for a minute.
+    """
+
+    peer: WorkerName
 
 
 class PrefillRequest(Message, frozen=True):

@@ -22,6 +22,7 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.events import (
     CommonEvent,
     Dial,
+    HangUp,
     PeerConnected,
     PeerDisconnected,
     Received,
@@ -366,6 +367,10 @@ class LogicCluster:
                 self.dialled[name, peer] = None
             case StopDialling(peer):
                 del self.dialled[name, peer]
+            case HangUp(peer):
+                del self.dialled[name, peer]
+                if (name, peer) in self.links:
+                    self.cut(name, peer)
             case RunIteration():
                 assert name not in self.computing, "two iterations at a time"
                 self.computing.add(name)
