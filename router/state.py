@@ -135,6 +135,14 @@ class WorkerRecord:
             self.num_prefill_tokens -= prefill.num_tokens
             self.num_real_time_tokens -= prefill.num_tokens if prefill.is_real_time else 0
 
+    def has_room(self, num_tokens: int, allowance: int, *, is_apart: bool) -> bool:
+        """Return whether it may be given a prompt of that many tokens; one above the allowance waits for all others.
+
+        `is_apart`: only real-time prompts count. A colocated worker takes any: its own policy orders them.
+        """
+        given = self.num_real_time_tokens if is_apart else self.num_prefill_tokens
+        return self.registered.can_decode or not self.prefilling or num_tokens <= allowance - given
+
     @property
     def has_free_slot(self) -> bool:
         """True for a decode worker (a colocated one takes no request of another) that can run one more request."""
