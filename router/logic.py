@@ -315,10 +315,8 @@ class RouterLogic:
     def _dispatch_prefills(self, now: float) -> list[Send]:
         """Give queued requests to workers with free prefill capacity, the least loaded first; the rest stays queued."""
         commands: list[Send] = []
-        while (worker := self._placement.least_loaded_prefiller()) is not None:
-            request_id = self._next_prefill_for(worker)
-            if request_id is None:
-                break
+        while (chosen := self._next_prefill()) is not None:
+            worker, request_id = chosen
             tracked = self._registry.requests[request_id]
             tracked.move(Stage.PREFILLING, worker.name)
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
@@ -347,6 +345,15 @@ class RouterLogic:
             bypass_to=WorkerName(tracked.destination) if tracked.destination is not None else None,
             predicted_output_len=self._expected_len(tracked),
         )
+
+    def _next_prefill(self) -> tuple[WorkerRecord, RequestId] | None:
+        """Return the next request with its worker: one whose pool has room, if any can take a request now."""
+        for at_full_pool in (False, True):
+            worker = self._placement.least_loaded_prefiller(at_full_pool=at_full_pool)
+            request_id = self._next_prefill_for(worker) if worker is not None else None
+            if worker is not None and request_id is not None:
+                return worker, request_id
+        return None
 
     def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
         if worker.registered.can_decode:  # its own policy orders all requests

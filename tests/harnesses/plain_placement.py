@@ -77,6 +77,7 @@ class PlainPlacement(Placement):
             if peer in self.pools:
                 self.pools[peer].num_blocks_used = load.num_blocks_used
                 self.pools[peer].num_blocks_kept = load.num_blocks_kept
+                self.pools[peer].num_reserved = load.num_reserved
         elif peer in self.workers:
             worker = self.workers[peer]
             worker.load, worker.is_load_stale = load, False
@@ -148,12 +149,10 @@ class PlainPlacement(Placement):
 
     # --- choices
 
-    def least_loaded_prefiller(self) -> WorkerRecord | None:
-        """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
-
-        Ties: the fewest decoding requests (colocated workers), then the name.
-        """
+    def least_loaded_prefiller(self, *, at_full_pool: bool = False) -> WorkerRecord | None:
+        """See Placement."""
         able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
+        able = [worker for worker in able if self._is_pool_full(worker) == at_full_pool]
         return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
