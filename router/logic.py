@@ -25,7 +25,14 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestRejected, ResumeRequest, SubmitRequest
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    GatewayRegistered,
+    RequestFailed,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
     BatchFormed,
@@ -58,7 +65,8 @@ from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
 from router.policies.prefill_order import PrefillOrder
-from router.prefill_queue import PrefillQueue, QueuedPrefill
+from router.prefill_choice import PrefillChoice
+from router.prefill_queue import PrefillQueue
 from router.request_registry import RequestRegistry
 from router.state import DispatchedPrefill, DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord
 from router.status import QueueForecast, RouterCounters, status_of
@@ -77,7 +85,10 @@ class RouterLogic:
         self._registry = RequestRegistry(
             placement=self._placement, queue=PrefillQueue(order), max_retries=config.max_retries
         )
-        self._gateways: dict[str, None] = {}
+        self._prefill_choice = PrefillChoice(
+            registry=self._registry, placement=placement, max_tokens_per_worker=config.max_prefill_tokens_per_worker
+        )
+        self._gateways: dict[str, str] = {}  # those that are connected, and their nodes
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
         self._bypass = bypass
@@ -96,7 +107,7 @@ class RouterLogic:
                 commands = self._on_message(peer, message, now)
             case PeerConnected(role, peer):
                 if role is Role.GATEWAY:
-                    self._gateways[peer] = None
+                    self._gateways[peer] = ""
                 commands = []
             case PeerDisconnected(_, peer):
                 commands = self._on_disconnected(peer)
@@ -122,6 +133,8 @@ class RouterLogic:
                 return self._submit(peer, message.request)
             case ResumeRequest():
                 return self._resume(peer, message)
+            case GatewayRegistered():
+                self._gateways[peer] = message.node
             case AbortRequest():
                 return self._abort(message.request_id)
             case WorkerRegistered() | PoolRegistered():
@@ -313,11 +326,11 @@ class RouterLogic:
     # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
-        """Give queued requests to workers with free prefill capacity, the least loaded first; the rest stays queued."""
+        """Give queued requests to workers with free prefill capacity; the rest stays queued."""
         commands: list[Send] = []
-        while (chosen := self._next_prefill()) is not None:
-            worker, request_id = chosen
-            tracked = self._registry.requests[request_id]
+        while (chosen := self._prefill_choice.next(self._gateways)) is not None:
+            tracked, worker = chosen
+            request_id = tracked.request.request_id
             tracked.move(Stage.PREFILLING, worker.name)
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
@@ -345,28 +358,6 @@ class RouterLogic:
             bypass_to=WorkerName(tracked.destination) if tracked.destination is not None else None,
             predicted_output_len=self._expected_len(tracked),
         )
-
-    def _next_prefill(self) -> tuple[WorkerRecord, RequestId] | None:
-        """Return the next request with its worker: one whose pool has room, if any can take a request now."""
-        for at_full_pool in (False, True):
-            worker = self._placement.least_loaded_prefiller(at_full_pool=at_full_pool)
-            request_id = self._next_prefill_for(worker) if worker is not None else None
-            if worker is not None and request_id is not None:
-                return worker, request_id
-        return None
-
-    def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
-        if worker.registered.can_decode:  # its own policy orders all requests
-            return self._registry.queue.pop_if(lambda queued: True)
-        queue, allowance = self._registry.queue, self._config.max_prefill_tokens_per_worker
-        free, real_time_free = allowance - worker.num_prefill_tokens, allowance - worker.num_real_time_tokens
-
-        def fits(queued: QueuedPrefill) -> bool:
-            is_apart = queued.is_real_time and queue.order.has_real_time_allowance
-            # A prompt longer than the whole allowance goes to a worker that has nothing else.
-            return queued.num_tokens <= (real_time_free if is_apart else free) or not worker.prefilling
-
-        return queue.pop_if(fits)
 
     def _form_batches(self, now: float) -> list[Send]:
         commands: list[Send] = []

@@ -32,6 +32,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
+    GatewayRegistered,
     PromptScored,
     RequestFailed,
     RequestInterrupted,
@@ -72,7 +73,8 @@ from alignedserve.messages.workers import (
 )
 
 RouterInbound = (
-    SubmitRequest
+    GatewayRegistered
+    | SubmitRequest
     | ResumeRequest
     | AbortRequest
     | AttemptFailed

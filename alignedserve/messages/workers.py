@@ -21,6 +21,7 @@ class WorkerRegistered(Message, frozen=True):
     layout_digest: Text = ""  # of its blocks; all workers and pools of a cluster must have the same
     latest_attempt: Attempt = 0  # it has had; a router that is new goes on above it
     can_move: bool = False  # hands requests that it decodes over to others of its node that can, and takes theirs
+    node: Text = ""  # where it runs; empty on a cluster of one host
 
 
 class RegistrationRefused(Message, frozen=True):

@@ -120,7 +120,8 @@ async def test_an_error_of_the_driver_s_own_leaves_the_cluster_to_the_next_one(
     await all_started(streams)
     asked.touch()
     assert await asyncio.to_thread(driver.wait, 60.0) != 0
-    assert "leaves the cluster to the next one" in log.read_text(errors="replace")
+    (said,) = nodes.run_dir.glob("*-0/logs/driver.log")
+    assert "leaves the cluster to the next one" in said.read_text()
     await running
     check(streams, right)
     assert set(nodes.actors()) == actors
