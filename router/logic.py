@@ -17,7 +17,6 @@ requests in the same way, while their holder still lives. The router never sees 
 """
 
 from collections.abc import Iterable
-from functools import partial
 
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.attempts import beyond_unreported, is_report_due, next_epoch
@@ -67,7 +66,8 @@ from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
 from router.policies.prefill_order import PrefillOrder
-from router.prefill_queue import PrefillQueue, QueuedPrefill
+from router.prefill_choice import PrefillChoice
+from router.prefill_queue import PrefillQueue
 from router.request_registry import RequestRegistry
 from router.state import DispatchedPrefill, DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord
 from router.status import QueueForecast, RouterCounters, status_of
@@ -85,6 +85,9 @@ class RouterLogic:
         self._placement = placement
         self._registry = RequestRegistry(
             placement=self._placement, queue=PrefillQueue(order), max_retries=config.max_retries
+        )
+        self._prefill_choice = PrefillChoice(
+            registry=self._registry, placement=placement, max_tokens_per_worker=config.max_prefill_tokens_per_worker
         )
         self._gateways: dict[str, str] = {}  # those that are connected, and their nodes
         self._lengths = OutputLengthForecast()
@@ -325,17 +328,11 @@ class RouterLogic:
     # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
-        """Give queued requests to workers with free prefill capacity, the least loaded first; the rest stays queued.
-
-        Where loads are about equal, they go to workers near their gateways.
-        """
+        """Give queued requests to workers with free prefill capacity; the rest stays queued."""
         commands: list[Send] = []
-        while (worker := self._placement.least_loaded_prefiller()) is not None:
-            request_id = self._registry.queue.pop_if(partial(self._has_room, worker))
-            if request_id is None:
-                break
-            tracked = self._registry.requests[request_id]
-            worker = self._near_gateway(tracked, worker)
+        while (chosen := self._prefill_choice.next(self._gateways)) is not None:
+            tracked, worker = chosen
+            request_id = tracked.request.request_id
             tracked.move(Stage.PREFILLING, worker.name)
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
@@ -363,17 +360,6 @@ class RouterLogic:
             bypass_to=WorkerName(tracked.destination) if tracked.destination is not None else None,
             predicted_output_len=self._expected_len(tracked),
         )
-
-    def _has_room(self, worker: WorkerRecord, queued: QueuedPrefill) -> bool:
-        is_apart = queued.is_real_time and self._registry.queue.order.has_real_time_allowance
-        return worker.has_room(queued.num_tokens, self._config.max_prefill_tokens_per_worker, is_apart=is_apart)
-
-    def _near_gateway(self, tracked: TrackedRequest, least: WorkerRecord) -> WorkerRecord:
-        """Return the worker for a request that the least loaded one could take: one near its gateway, or that one."""
-        near = self._placement.near_prefiller(self._gateways.get(tracked.gateway, ""), least)
-        if near is None or near is least:
-            return least
-        return near if self._has_room(near, QueuedPrefill(tracked.num_prefill_tokens, tracked.is_real_time)) else least
 
     def _form_batches(self, now: float) -> list[Send]:
         commands: list[Send] = []

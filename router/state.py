@@ -194,6 +194,7 @@ class PoolRecord:
     layout_digest: str = ""
     num_blocks_used: int = 0
     num_blocks_kept: int = 0
+    num_reserved: int = 0  # requests that wait for free blocks there, after their prefill
     large_requests: dict[RequestId, tuple[int, float]] = field(
         default_factory=dict
     )  # pooled requests larger than a busy worker's share: blocks, since when
