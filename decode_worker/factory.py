@@ -10,9 +10,9 @@ from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.scheduling.factory import limits_of, make_decode_iteration_scheduler, make_scheduler
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.worker_core.registration import registration_of
-from decode_worker.batching.batch_order import SwitchLimits
+from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.logic import DecodeLimits, DecodeLogic
+from decode_worker.logic import DecodeLogic
 
 
 def batch_limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num_blocks: int) -> DecodeLimits:

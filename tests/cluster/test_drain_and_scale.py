@@ -1,6 +1,7 @@
 """A node drains, more and fewer workers are asked for, and no stream notices; on two Ray nodes of this host."""
 
 import asyncio
+import json
 import shutil
 import subprocess
 import tempfile
@@ -31,7 +32,8 @@ def nodes(random_model: Path) -> Iterator[RayNodes]:
     folder = Path(tempfile.mkdtemp(prefix="as"))  # short: sockets are in it
     made = RayNodes(folder)
     try:
-        made.start_and_up(str(random_model), *EXACT, *OPTIONS, "--port", str(free_port()))
+        recorded = ("--record", str(folder / "recorded"))
+        made.start_and_up(str(random_model), *EXACT, *OPTIONS, *recorded, "--port", str(free_port()))
         yield made
     finally:
         made.end()
@@ -133,3 +135,16 @@ async def test_a_drained_node_comes_back_and_fewer_workers_serve(nodes: RayNodes
     check(await streams_through(first), right)
     assert (await order(nodes, "stop")).returncode == 0
     nodes.wait(lambda: not nodes.leftovers(), nodes.leftovers, 20.0)
+
+
+def test_every_decision_of_every_node_is_made_again(nodes: RayNodes) -> None:
+    done = nodes.command("replay", str(nodes.folder / "recorded"), "--no-simulate", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rooms = json.loads(done.stdout)["rooms"]
+    assert [(one["room"], one["difference"]) for one in rooms if one["difference"] is not None] == []
+    parts = {one["file"].rpartition("/")[0]: one["is_whole"] for one in rooms if "node" in one}
+    assert parts == {"node-1.1": True, "node-1.3": True}  # drained, and used again
+    of_others = {one["room"] for one in rooms if "node" in one}
+    assert {"pool-1", "prefill-1", "decode-1"} <= of_others
+    assert {one["room"] for one in rooms if "node" not in one} >= {"router", "pool-0", "prefill-0", "decode-0"}
+    assert sum(one["num_equal"] for one in rooms) > 10_000

@@ -13,14 +13,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.evaluation.cluster_demo import (
-    PORT,
-    SETTINGS,
-    Rehearsal,
-    Verdict,
-    chat_with_another_host,
-    replay_with_fault,
-)
+from alignedserve.evaluation.cluster_demo import Verdict, chat_with_another_host, replay_with_fault
 from alignedserve.evaluation.namespace_hosts import NamespaceHosts, obstacle
 from alignedserve.evaluation.port_scan import (
     GATEWAY,
@@ -32,6 +25,7 @@ from alignedserve.evaluation.port_scan import (
     probe,
     purpose_of,
 )
+from alignedserve.evaluation.rehearsal import PORT, SETTINGS, Rehearsal
 from tests.support.batch_samples import chat_lines
 
 REASON = obstacle()
