@@ -64,6 +64,7 @@ from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.block_peers import BlockPeers
 from decode_worker.load import LoadCounter, LoadCounts
+from decode_worker.pace import Pace
 from decode_worker.state import (
     CacheLocation,
     Candidate,
@@ -108,6 +109,7 @@ class DecodeLogic:
         self._num_iterations = 0
         self._num_verified = 0
         self._counted: LoadCounts | None = None  # as last reported
+        self._pace = Pace(registered.pool_name, scheduler)
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
         self._iterations: IterationCycle[RunningRequest, DecodeCommand] = IterationCycle(
@@ -140,12 +142,13 @@ class DecodeLogic:
             case PeerDisconnected(role, peer):
                 return self._on_disconnected(role, peer)
             case Ticked():
-                return [*self._router.totals(self.iteration_log, now)]
+                return [*self._router.totals(self.iteration_log, now), *self._pace.report()]
 
     # --- peers and messages
 
     def _on_connected(self, role: Role, peer: str) -> list[DecodeCommand]:
         self._peers.connected(role, peer)
+        self._pace.connected(role, peer)
         if role is not Role.ROUTER:
             return []
         # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
@@ -158,6 +161,7 @@ class DecodeLogic:
 
     def _on_disconnected(self, role: Role, peer: str) -> list[DecodeCommand]:
         if role is Role.KV_POOL:
+            self._pace.disconnected(peer)
             lost = self._candidates.pool_disconnected(peer)
             return [UnmapArena(peer), *self._preempted(*lost, is_refused=True)]
         if role is not Role.PREFILL_WORKER:
@@ -357,6 +361,7 @@ class DecodeLogic:
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[DecodeCommand]:
         duration_s = self._iterations.end(event, now)
+        self._pace.note(duration_s)
         if self._scheduler is not None:
             self._scheduler.completed(now, duration_s)
         self._batch.note_chunks()
