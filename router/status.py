@@ -11,7 +11,6 @@ from router.placement import Placement
 from router.policies.prefill_order import first_token_s
 from router.state import TrackedRequest
 
-
 _COUNTED = (Stage.QUEUED, Stage.PREFILLING, Stage.POOLED, Stage.DECODING)
 
 

@@ -42,9 +42,7 @@ class LengthMlp:
         )
         parameters = np.concatenate(parts)
         self._adam = AdamState(parameters, np.zeros_like(parameters), np.zeros_like(parameters))
-        self._weights, self._moments, self._squares = (
-            _views(part, num_features, num_hidden) for part in self._adam
-        )
+        self._weights, self._moments, self._squares = (_views(part, num_features, num_hidden) for part in self._adam)
         self._inputs: Array = np.zeros((memory, num_features), np.float32)
         self._targets: Array = np.zeros(memory, np.float32)
         self._is_native = allow_native and can_descend(num_hidden, _NUM_REPEATED + 1)
