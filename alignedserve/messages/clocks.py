@@ -17,7 +17,6 @@ from alignedserve.messages.gateways import ResumeRequest, SubmitRequest
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest
 
-_TIMED = (SubmitRequest, ResumeRequest, PrefillRequest, BlocksWritten, ReturnRequest, CopyGranted, BatchGranted)
 _NUM_OBSERVED = 64  # about a minute of pings, in which clocks drift apart by a few milliseconds
 
 
@@ -42,8 +41,6 @@ def on_this_clock(message: Message, offset_s: float) -> Message:
 
     Raises ProtocolError when such an arrival is no time: no order could be made of it.
     """
-    if not isinstance(message, _TIMED):
-        return message
     match message:
         case SubmitRequest() | ResumeRequest() | PrefillRequest() | BlocksWritten() | ReturnRequest():
             return msgspec.structs.replace(message, request=_moved(message.request, offset_s))
