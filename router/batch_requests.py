@@ -48,7 +48,11 @@ class BatchRequests:
         self._asked_far: dict[str, dict[str, WorkerRecord]] = {}  # workers of other nodes, by the pool that was asked
         self._waiting: Ranking[float] = Ranking()  # pools by the begin of the wait that is over next
         self._overdue = OverduePools(
-            pools=pools, nodes=nodes, max_candidate_requests=max_candidate_requests, batching=batching
+            pools=pools,
+            nodes=nodes,
+            is_served=self._is_served,
+            max_candidate_requests=max_candidate_requests,
+            batching=batching,
         )
 
     def note_change(self, pool: str) -> None:
@@ -80,7 +84,7 @@ class BatchRequests:
             self._wait(pool, now)
         for name in changed:
             self._note_spare(name)
-            self._note_overdue(name)
+            self._overdue.note(name, now)
         return asked + self._far_forms()
 
     def close(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
@@ -269,18 +273,15 @@ class BatchRequests:
     def _overdue_forms(self, changed: dict[str, None], now: float) -> list[tuple[str, FormBatch]]:
         """Ask pools that have waited too long; what concerns them and their workers is among what has changed."""
         for name in changed:
-            self._note_overdue(name)
+            self._overdue.note(name, now)
         chosen = self._overdue.choose(changed, now)
         for worker, pool, _ in chosen:
             changed[worker.registered.pool_name] = changed[pool.name] = None
         return [self._far_form(batch) for batch in chosen]
 
-    def _note_overdue(self, name: str) -> None:
-        pool = self._pools.get(name)
-        is_served = pool is not None and (
-            is_batch_awaited(name, self._may_be_asked(name)) or self._num_requested(pool) >= pool.num_pooled
-        )
-        self._overdue.note(name, is_served=is_served)
+    def _is_served(self, pool: PoolRecord) -> bool:
+        may_be_asked = self._may_be_asked(pool.name)
+        return is_batch_awaited(pool.name, may_be_asked) or self._num_requested(pool) >= pool.num_pooled
 
 
 def _largest_that_fits(worker: WorkerRecord, sizes: Iterable[int]) -> int:

@@ -17,6 +17,7 @@ requests in the same way, while their holder still lives. The router never sees 
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.attempts import beyond_unreported, is_report_due, next_epoch
@@ -25,7 +26,14 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestRejected, ResumeRequest, SubmitRequest
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    GatewayRegistered,
+    RequestFailed,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
     BatchFormed,
@@ -45,13 +53,15 @@ from alignedserve.messages.workers import (
     PrefillRequest,
     RegistrationRefused,
     RequestFinished,
+    RequestMoved,
     RequestPreempted,
+    RequestStayed,
     SetPredictedLength,
     WorkerLoad,
     WorkerRegistered,
 )
 from router.ownership import OwnershipTransitions
-from router.peer_announcements import announce_all, announce_pool, announce_prefiller
+from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
@@ -75,7 +85,7 @@ class RouterLogic:
         self._registry = RequestRegistry(
             placement=self._placement, queue=PrefillQueue(order), max_retries=config.max_retries
         )
-        self._gateways: dict[str, None] = {}
+        self._gateways: dict[str, str] = {}  # those that are connected, and their nodes
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
         self._bypass = bypass
@@ -94,7 +104,7 @@ class RouterLogic:
                 commands = self._on_message(peer, message, now)
             case PeerConnected(role, peer):
                 if role is Role.GATEWAY:
-                    self._gateways[peer] = None
+                    self._gateways[peer] = ""
                 commands = []
             case PeerDisconnected(_, peer):
                 commands = self._on_disconnected(peer)
@@ -109,7 +119,7 @@ class RouterLogic:
         if is_report_due(self._last_attempt, self._reported_attempt):
             commands += self._report_status(now)
         if self._placement.num_pooled:
-            commands += [Send(pool, form) for pool, form in self._placement.batches_to_form(now)]
+            commands += self._form_batches(now)
         return commands
 
     # --- messages
@@ -120,6 +130,8 @@ class RouterLogic:
                 return self._submit(peer, message.request)
             case ResumeRequest():
                 return self._resume(peer, message)
+            case GatewayRegistered():
+                self._gateways[peer] = message.node
             case AbortRequest():
                 return self._abort(message.request_id)
             case WorkerRegistered() | PoolRegistered():
@@ -140,6 +152,10 @@ class RouterLogic:
                 return self._finished(message)
             case RequestPreempted():
                 return self._preempted(peer, message)
+            case RequestMoved():
+                return self._ownership.moved(peer, message)
+            case RequestStayed():
+                return self._ownership.stayed(message)
             case AttemptFailed():
                 return self._failed(message)
             case WorkerLoad():
@@ -157,12 +173,11 @@ class RouterLogic:
         reason = self._placement.register(peer, message)
         if reason is not None:
             return [Send(peer, RegistrationRefused(reason))]
-        workers, pools = self._placement.workers, self._placement.pools
-        if peer in pools:
-            return announce_pool(peer, workers.values())
-        return announce_all(workers[peer], workers.values(), pools) + announce_prefiller(
-            workers[peer], workers.values()
-        )
+        worker = self._placement.workers.get(peer)
+        if worker is None:
+            return []
+        workers = self._placement.workers.values()
+        return announce_all(worker, workers) + announce_prefiller(worker, workers)
 
     def _submit(self, gateway: str, request: Request) -> list[Send]:
         rejection = self._rejection(request)
@@ -287,10 +302,9 @@ class RouterLogic:
         commands += self._registry.interrupt(lost)
         worker = self._placement.workers.get(peer)
         self._placement.remove(peer)
-        left = self._placement.workers.values()
         if worker is None:
-            return commands + announce_pool(peer, left, is_lost=True)
-        return commands + announce_prefiller(worker, left, is_lost=True)
+            return commands
+        return commands + announce_prefiller(worker, self._placement.workers.values(), is_lost=True)
 
     def _drain_workers(self, event: DrainRequested) -> list[Send]:
         self._placement.set_draining(event.draining)
@@ -309,13 +323,17 @@ class RouterLogic:
     # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
-        """Give queued requests to workers with free prefill capacity, the least loaded first; the rest stays queued."""
+        """Give queued requests to workers with free prefill capacity, the least loaded first; the rest stays queued.
+
+        Where loads are about equal, they go to workers near their gateways.
+        """
         commands: list[Send] = []
         while (worker := self._placement.least_loaded_prefiller()) is not None:
-            request_id = self._next_prefill_for(worker)
+            request_id = self._registry.queue.pop_if(partial(self._has_room, worker))
             if request_id is None:
                 break
             tracked = self._registry.requests[request_id]
+            worker = self._near_gateway(tracked, worker)
             tracked.move(Stage.PREFILLING, worker.name)
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
@@ -323,6 +341,8 @@ class RouterLogic:
             prefill = DispatchedPrefill(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
             self._placement.start_prefill(worker, request_id, prefill)
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
+            if tracked.destination is not None:
+                commands += need_prefiller(worker, self._placement.workers[tracked.destination])
         return commands
 
     def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
@@ -342,18 +362,25 @@ class RouterLogic:
             predicted_output_len=self._expected_len(tracked),
         )
 
-    def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
-        if worker.registered.can_decode:  # its own policy orders all requests
-            return self._registry.queue.pop_if(lambda queued: True)
-        queue, allowance = self._registry.queue, self._config.max_prefill_tokens_per_worker
-        free, real_time_free = allowance - worker.num_prefill_tokens, allowance - worker.num_real_time_tokens
+    def _has_room(self, worker: WorkerRecord, queued: QueuedPrefill) -> bool:
+        """Return whether the worker may have this prompt; one above its allowance waits until it has no other."""
+        if worker.registered.can_decode or not worker.prefilling:  # the former's own policy orders all requests
+            return True
+        is_apart = queued.is_real_time and self._registry.queue.order.has_real_time_allowance
+        given = worker.num_real_time_tokens if is_apart else worker.num_prefill_tokens
+        return queued.num_tokens <= self._config.max_prefill_tokens_per_worker - given
 
-        def fits(queued: QueuedPrefill) -> bool:
-            is_apart = queued.is_real_time and queue.order.has_real_time_allowance
-            # A prompt longer than the whole allowance goes to a worker that has nothing else.
-            return queued.num_tokens <= (real_time_free if is_apart else free) or not worker.prefilling
+    def _near_gateway(self, tracked: TrackedRequest, least: WorkerRecord) -> WorkerRecord:
+        """Return the worker for a request that the least loaded one could take: one near its gateway, or that one."""
+        near = self._placement.near_prefiller(self._gateways.get(tracked.gateway, ""), least)
+        queued = QueuedPrefill(tracked.num_prefill_tokens, tracked.is_real_time)
+        return near if near is not None and self._has_room(near, queued) else least
 
-        return queue.pop_if(fits)
+    def _form_batches(self, now: float) -> list[Send]:
+        commands: list[Send] = []
+        for pool, form in self._placement.batches_to_form(now):
+            commands += [*need_pool(pool, self._placement.workers[form.worker]), Send(pool, form)]
+        return commands
 
     # --- status
 

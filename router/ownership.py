@@ -11,6 +11,7 @@ from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.pools import BatchFormed, BatchReceived, CopyKept, CopyLost, DropRequest, RequestPooled
+from alignedserve.messages.workers import RequestMoved, RequestStayed
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.request_registry import RequestRegistry
@@ -81,6 +82,25 @@ class OwnershipTransitions:
                 if message.batch_id != NO_BATCH:
                     commands += self._move_copy(tracked, message.pool_name or worker.registered.pool_name)
         return commands
+
+    def moved(self, peer: str, message: RequestMoved) -> list[Send]:
+        """Make this worker the owner of a request that another has handed over."""
+        tracked = self._registry.current(message.request_id, message.attempt)
+        worker = self._placement.workers.get(peer)
+        if tracked is None or worker is None:
+            return [Send(peer, AbortRequest(message.request_id, epoch_end(message.attempt)))]  # it ended in transit
+        if message.attempt > tracked.attempt:
+            tracked.attempt = message.attempt
+            tracked.num_emitted = message.num_generated
+            self._placement.set_decoding(tracked, worker)
+        return []
+
+    def stayed(self, message: RequestStayed) -> list[Send]:
+        """Note that a request is on its way nowhere."""
+        tracked = self._registry.current(message.request_id, message.attempt)
+        if tracked is not None and tracked.attempt == message.attempt:
+            tracked.destination = None
+        return []
 
     def _move_copy(self, tracked: TrackedRequest, pool: str) -> list[Send]:
         """Record that the request was granted by this pool, if that is news: its own message is still on its way.

@@ -14,6 +14,7 @@ from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from router.batch_requests import BatchRequests
+from router.prefillers import Prefillers, is_as_free, requests_at
 from router.ranking import Ranking
 from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
 
@@ -30,7 +31,7 @@ class Placement:
         self._num_pooled = 0
         self._num_pool_epochs = 0
         self._nodes: dict[str, dict[str, WorkerRecord]] = {}  # workers by the pool of their node
-        self._prefillers: Ranking[tuple[int, int]] = Ranking()  # that can take a prefill now
+        self._prefillers = Prefillers()
         self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
         self._draining: frozenset[str] = frozenset()  # workers and pools, registered or not; membership only
@@ -96,8 +97,8 @@ class Placement:
         del self._nodes[pool][name]
         if not self._nodes[pool]:
             del self._nodes[pool]
-        for ranking in (self._prefillers, self._largest):
-            ranking.discard(name)
+        self._prefillers.discard(worker)
+        self._largest.discard(name)
         for records in (self._free, self._refused):
             records.pop(name, None)
         self._batch_requests.worker_lost(worker)
@@ -249,8 +250,25 @@ class Placement:
 
         Ties: the fewest decoding requests (colocated workers), then the name.
         """
-        first = self._prefillers.first()
-        return self.workers[first.name] if first is not None else None
+        name = self._prefillers.least_loaded()
+        return self.workers[name] if name is not None else None
+
+    def near_prefiller(self, node: str, least: WorkerRecord) -> WorkerRecord | None:
+        """Return the least loaded worker of this node that can take a prefill now, if it is about as free as `least`.
+
+        See prefillers.py.
+        """
+        name = self._prefillers.least_loaded_of(node)
+        if name is None:
+            return None
+        near = self.workers[name]
+        return near if near is least or self._is_as_free(near, least) else None
+
+    def _is_as_free(self, near: WorkerRecord, least: WorkerRecord) -> bool:
+        near_requests, requests = (
+            requests_at(one, self._nodes[one.registered.pool_name].values(), self.pools) for one in (near, least)
+        )
+        return is_as_free(near.num_prefill_tokens, near_requests, least.num_prefill_tokens, requests)
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
         """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
@@ -285,9 +303,9 @@ class Placement:
         """Bring a registered worker's place in every order up to date; its pool may now be asked for a batch."""
         name, registered = worker.name, worker.registered
         if self._can_prefill_now(worker):
-            self._prefillers.put(name, (worker.num_prefill_tokens, len(worker.decoding)))
+            self._prefillers.put(worker)
         else:
-            self._prefillers.discard(name)
+            self._prefillers.discard(worker)
         if worker.has_free_slot:
             self._free[name] = worker
         else:

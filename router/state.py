@@ -31,6 +31,7 @@ class TrackedRequest:
     copy_at: tuple[str, int] | None = None  # the pool that may keep a copy, and that pool's epoch
     pooled_s: float = 0.0  # when it entered the pool
     num_retries: int = 0  # after lost holders and refused handoffs
+    num_moves: int = 0  # ordered, between workers that decode it
 
     def move(self, stage: Stage, holder: str | None = None) -> None:
         """Take a legal step of the lifecycle; raise AssertionError for any other."""

@@ -3,7 +3,7 @@
 Shared by the worker's logic, which holds block ids and tokens, and tests that run a policy without a worker.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,22 @@ class AllocationResult(NamedTuple):
 
     num_blocks: int  # allocated, after those that the request has
     num_swapped: int  # tokens swapped in from the host
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The columns of a request that moves on with its cache."""
+
+    predicted_len: float
+    num_generated: int
+    num_cached: int
+    num_blocks: int
+    first_token_s: float
+    last_token_s: float
+    service_s: float = 0.0
+
+
+_MOVED = tuple(field.name for field in fields(Progress))
 
 
 class SchedulerState:
@@ -81,6 +97,28 @@ class SchedulerState:
         self._rows = np.array([part.row for part in plan.scheduled], np.int64)
         self._num_tokens = np.array([part.num_tokens for part in plan.scheduled], np.int64)
         self.work = work_of(self.table, plan, self._memory)
+
+    # --- requests that move between workers
+
+    def hold(self, num_blocks: int) -> None:
+        """Take free blocks for a request that is on its way; negative: give them back."""
+        assert num_blocks <= self.num_free, "blocks held that are not free"
+        self.num_free -= num_blocks
+
+    def detach(self, request_id: RequestId) -> Progress:
+        """Remove a request whose cache is on the device; its blocks stay held."""
+        table, row = self.table, self.table.row(request_id)
+        assert not table.num_swapped[row], "part of its cache is on the host"
+        values = {name: getattr(table, name)[row].item() for name in _MOVED}
+        table.remove(request_id)
+        return Progress(**values)
+
+    def attach(self, request: Request, now: float, progress: Progress) -> None:
+        """Add a request with its cache, in blocks that are held already."""
+        self.table.add(request, now, num_generated=progress.num_generated)
+        row = self.table.row(request.request_id)
+        for name in _MOVED:
+            getattr(self.table, name)[row] = getattr(progress, name)
 
     # --- a plan, part by part, evictions first
 

@@ -106,4 +106,9 @@ class SimConfig:
     @property
     def is_colocated(self) -> bool:
         """True if every worker both prefills and decodes."""
-        return self.cluster.chosen_topology is Topology.COLOCATED
+        return not self.cluster.chosen_topology.is_separate
+
+    @property
+    def can_move(self) -> bool:
+        """True if such workers hand requests over as well; one whose blocks are shared with another cannot move."""
+        return self.cluster.chosen_topology is Topology.ELASTIC and not self.mechanisms.has_shared_blocks

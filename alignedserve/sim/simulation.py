@@ -7,7 +7,7 @@ messages arrive and the counts are final.
 import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from itertools import repeat
+from itertools import combinations, repeat
 from typing import Any
 
 import msgspec
@@ -181,8 +181,8 @@ class Simulation:
         measured = self._measured(self._config.decode_costs, num_blocks, limits_of(config))
         if self._config.is_colocated:
             logic = decode_factory.make_colocated_logic(
-                registered=registration_of(
-                    layout, num_blocks, decode_factory.max_held(config), can_prefill=True, can_decode=True
+                registered=decode_factory.colocated_registration(
+                    layout, num_blocks, config, pool_name=_pool(node) if self._config.can_move else None
                 ),
                 memory=self._config.colocated_memory,
                 config=config,
@@ -224,7 +224,7 @@ class Simulation:
         engine = SimulatedEngine(
             costs, self._gateway.output_lens, self._config.colocated_memory, keeps_timeline=keeps_timeline
         )
-        copier = SimulatedCopier(name, pool, self._memory_links)
+        copier = SimulatedCopier(name, pool, self._memory_links, is_through_host=self._config.can_move)
         component = self._add_component(name, role, logic)
         self._workers[name] = SimulatedWorker(component, engine, copier, self._memory, self._event_queue)
         return name
@@ -233,6 +233,8 @@ class Simulation:
         """Link the components of one node as live ones are linked."""
         for prefiller in prefillers:
             self._network.link(prefiller, _pool(node))
+        for one, other in combinations(decoders if self._config.can_move else (), 2):
+            self._network.link(one, other)
         for decoder in decoders:
             for peer in ([_pool(node)] if prefillers else []) + prefillers:
                 self._network.link(decoder, peer)

@@ -156,6 +156,25 @@ class PlainPlacement(Placement):
         able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
         return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
 
+    def near_prefiller(self, node: str, least: WorkerRecord) -> WorkerRecord | None:
+        """See Placement."""
+        able = [one for one in self.workers.values() if one.registered.node == node and self._can_prefill_now(one)]
+        near = min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
+        if not node or near is None or near is least:
+            return near if node else None
+        more_tokens = near.num_prefill_tokens - least.num_prefill_tokens
+        return near if more_tokens <= 256 and self.load_of(near) <= 1.125 * self.load_of(least) + 1 else None
+
+    def load_of(self, worker: WorkerRecord) -> float:
+        """Return its requests; those of a prefill worker's node for each decode worker there."""
+        if worker.registered.can_decode:
+            return len(worker.prefilling) + len(worker.decoding)
+        pool = worker.registered.pool_name
+        beside = [one for one in self.workers.values() if one.registered.pool_name == pool]
+        num_pooled = self.pools[pool].num_pooled if pool in self.pools else 0
+        num_requests = num_pooled + sum(len(one.prefilling) + len(one.decoding) for one in beside)
+        return num_requests / max(1, sum(one.registered.can_decode for one in beside))
+
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
         """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
         if not worker.registered.can_prefill:

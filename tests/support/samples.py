@@ -48,6 +48,7 @@ from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
+    GatewayRegistered,
     LengthTotals,
     PromptScored,
     RequestFailed,
@@ -78,6 +79,7 @@ from alignedserve.messages.workers import (
     BlocksFetched,
     IterationLogReport,
     JoinedBatch,
+    PeerNeeded,
     PeersChanged,
     PrefillCompleted,
     PrefillRequest,
@@ -184,6 +186,7 @@ EXAMPLES: tuple[Message, ...] = (
     Hello(1, Role.PREFILL_WORKER, PREFILL, bytes(32), _NONCE, POOL),
     Welcome(Role.ROUTER, ROUTER, bytes(32)),
     Ping(1.5),
+    GatewayRegistered("node-1"),
     SubmitRequest(_FULL),
     AbortRequest(R1, 3),
     RequestRejected(R1, "the queue is full", 2.5),
@@ -195,9 +198,7 @@ EXAMPLES: tuple[Message, ...] = (
     ),
     TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
     PromptScored(R1, 1, _SCORES),
-    WorkerRegistered(
-        256, 16, 64, POOL, can_prefill=True, can_decode=False, layout_digest="ab" * 32, latest_attempt=65_538
-    ),
+    WorkerRegistered(256, 16, 64, POOL, True, False, "ab" * 32, 65_538, True, "node-1"),
     RegistrationRefused("other blocks"),
     PrefillRequest(_FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE), predicted_output_len=6.5),
     SetPredictedLength(R1, 3, 6.5),
@@ -211,6 +212,7 @@ EXAMPLES: tuple[Message, ...] = (
     ),
     IterationLogReport(TOTALS),
     BlocksFetched(POOL, 12, 0.5),
+    PeerNeeded(WorkerName("pool-1")),
     PeersChanged((WorkerName(PREFILL),), left=(WorkerName("prefill-1"),), is_complete=True),
     ReserveBlocks(R1, 3, 2, is_copy=True, may_wait=False),
     CancelReservation(R1, 3),

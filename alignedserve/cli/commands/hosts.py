@@ -7,7 +7,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.console import notes, print_json, printable, results
-from alignedserve.cluster.hosts.adoption import end_cluster
 from alignedserve.cluster.hosts.client import (
     call_actor,
     connected,
@@ -16,13 +15,13 @@ from alignedserve.cluster.hosts.client import (
     node_of,
     running_cluster,
 )
+from alignedserve.cluster.hosts.left_behind import end_cluster, has_driver
 from alignedserve.cluster.hosts.operations.drain_rules import node_called
 from alignedserve.cluster.hosts.operations.drains import MOVING_S
 from alignedserve.cluster.hosts.operations.orders import DrainNode, ScaleWorkers, UndoDrain, give_order
 from alignedserve.cluster.hosts.operations.resizing import parse_counts
 from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage, waiting_for_head
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, ask_to_stop, read_record, recorded_id
-from alignedserve.cluster.hosts.succession import has_driver
 from alignedserve.cluster.hosts.supervisor import Ending
 from alignedserve.config.environment import redis_authority_path, redis_url
 from alignedserve.core.errors import PeerLost, ProtocolError, ResourceError

@@ -166,8 +166,9 @@ def _configured(
 
 def _topology(options: SimulateOptions, cluster: ClusterConfig) -> Topology | None:
     """Return the topology that was asked for; None: each policy's own."""
+    is_elastic = cluster.topology is Topology.ELASTIC
     if options.num_colocated is not None and options.num_prefill is None and options.num_decode is None:
-        return Topology.COLOCATED
+        return Topology.ELASTIC if is_elastic else Topology.COLOCATED
     is_named = any(text.partition("=")[0].strip() == "topology" for text in options.overrides)
     is_served = options.config is not None and not options.policies
     return cluster.topology if is_named or is_served else None
@@ -181,8 +182,8 @@ def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology | N
     changed = msgspec.structs.replace
     num_prefill = options.num_prefill or cluster.prefill.count
     num_decode = options.num_decode or cluster.decode.count
-    if cluster.chosen_topology is Topology.COLOCATED:
-        num_together = num_decode if given is Topology.COLOCATED else num_prefill + num_decode
+    if not cluster.chosen_topology.is_separate:
+        num_together = num_prefill + num_decode if given is None or given.is_separate else num_decode
         num_decode = options.num_colocated or num_together
     num_alike = options.num_nodes or 1
     return changed(

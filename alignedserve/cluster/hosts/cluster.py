@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.hosts.driver_log import DriverLog
 from alignedserve.cluster.hosts.joining import Joining, Preparation
+from alignedserve.cluster.hosts.left_behind import kill_actors
 from alignedserve.cluster.hosts.members import Member, drained_record, record_of
 from alignedserve.cluster.hosts.membership import (
     Announce,
@@ -52,9 +53,10 @@ from alignedserve.cluster.hosts.record import (
     remove_record,
     write_record,
 )
+from alignedserve.cluster.hosts.recordings import Recordings
 from alignedserve.cluster.hosts.scaling.logic import GiveBack, ScaledNode
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
-from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
+from alignedserve.cluster.hosts.succession import Succession, head_patience_s
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.start_observer import StartObserver
@@ -108,6 +110,7 @@ class ClusterOnHosts(RunningCluster):
         self._progress_of: dict[str, list[Progress | None]] = {}  # of nodes that answered
         self._asked_s = 0.0  # when it was last asked whether to stop
         self._heard_s = time.monotonic()  # from Ray's head
+        self._recordings = Recordings(self.config.recording.folder)
         self._log = DriverLog(self.folder / "logs")
 
     def refuse(self, node: RayNode, problem: str) -> None:
@@ -120,6 +123,8 @@ class ClusterOnHosts(RunningCluster):
         """Start the actors of all nodes; those of a former driver are taken over. Raises the error of the first failing
         one."""
         self._announce()
+        for member in self._members.values():
+            self._recordings.follow(member)
         others = tuple(member.prepared for member in self._members.values())[1:]
         if not self._succession.is_adopted:
             self.start(others)
@@ -211,6 +216,7 @@ class ClusterOnHosts(RunningCluster):
             for watchdog in self._watchdogs.values():
                 watchdog.stop()
             self._close_preparations()
+            self._recordings.close(is_end=False)
             ray.shutdown()
             self._close_own()
             self._log.close()
@@ -255,6 +261,7 @@ class ClusterOnHosts(RunningCluster):
             case ForgetNode(node_id):
                 member = self._members.pop(node_id)
                 logger.warning("%s is lost, and with it %s", member.ray_node, member.name)
+                self._recordings.forget(member.name)
                 self._end_member(member)
             case EndNode(node_id):
                 self._end_member(self._members.pop(node_id))
@@ -288,6 +295,7 @@ class ClusterOnHosts(RunningCluster):
             self._joining.vacate(member)
             raise PeerLost(f"its former actors have not ended: {error}") from error
         self._members[member.ray_node.node_id] = member
+        self._recordings.follow(member)
         actors = ", ".join(self._actors[member.name])
         logger.info("%s has joined as %s with %s", member.ray_node, member.name, actors)
 
@@ -299,6 +307,7 @@ class ClusterOnHosts(RunningCluster):
 
     def _end_member(self, member: Member) -> None:
         self.remove_node(member.name)
+        self._recordings.finish(member.name)
         self._joining.vacate(member)
         self._drains.gone(member)
 
@@ -349,6 +358,7 @@ class ClusterOnHosts(RunningCluster):
 
     def _leave_ray(self) -> None:
         self._close_preparations()
+        self._recordings.close(is_end=ray.is_initialized())
         if ray.is_initialized():
             keepers = [member.keeper.actor for member in self._members.values()]
             everything = [*self.actors().values(), *keepers]

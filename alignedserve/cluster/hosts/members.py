@@ -8,10 +8,12 @@ from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper, keeper_name
 from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, create_group, is_placed, release, worker_shares
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.recorded_parts import parts_folder
 from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.hosts.plan import NodeResources
 from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
+from alignedserve.cluster.recording_folder import recording_into
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ResourceError
 from alignedserve.runtime.process.addresses import ROUTER
@@ -44,6 +46,8 @@ class Member:
 
 def member_of(node: RayNode, share: NodeShare, capacity: NodeCapacity, config: ClusterConfig, keeper: Keeper) -> Member:
     """Return the member that this node is, ready for its actors."""
+    if config.recording.folder is not None and not share.is_head:  # the driver copies it from there
+        config = recording_into(config, parts_folder(keeper.book.folder))
     return Member(node, PreparedNode(share, capacity, config, keeper.book), keeper)
 
 
