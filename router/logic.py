@@ -17,7 +17,6 @@ requests in the same way, while their holder still lives. The router never sees 
 """
 
 from collections.abc import Iterable
-from functools import partial
 
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.attempts import beyond_unreported, is_report_due, next_epoch
@@ -60,13 +59,15 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
+from router.leans import Leans
 from router.ownership import OwnershipTransitions
 from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
 from router.policies.prefill_order import PrefillOrder
-from router.prefill_queue import PrefillQueue, QueuedPrefill
+from router.prefill_choice import PrefillChoice
+from router.prefill_queue import PrefillQueue
 from router.request_registry import RequestRegistry
 from router.state import DispatchedPrefill, DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord
 from router.status import QueueForecast, RouterCounters, status_of
@@ -85,10 +86,14 @@ class RouterLogic:
         self._registry = RequestRegistry(
             placement=self._placement, queue=PrefillQueue(order), max_retries=config.max_retries
         )
+        self._prefill_choice = PrefillChoice(
+            registry=self._registry, placement=placement, max_tokens_per_worker=config.max_prefill_tokens_per_worker
+        )
         self._gateways: dict[str, str] = {}  # those that are connected, and their nodes
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
         self._bypass = bypass
+        self._leans = Leans()
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
         self._counters = RouterCounters()
         self._last_attempt = self._reported_attempt = 0
@@ -323,17 +328,11 @@ class RouterLogic:
     # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
-        """Give queued requests to workers with free prefill capacity, the least loaded first; the rest stays queued.
-
-        Where loads are about equal, they go to workers near their gateways.
-        """
+        """Give queued requests to workers with free prefill capacity; the rest stays queued."""
         commands: list[Send] = []
-        while (worker := self._placement.least_loaded_prefiller()) is not None:
-            request_id = self._registry.queue.pop_if(partial(self._has_room, worker))
-            if request_id is None:
-                break
-            tracked = self._registry.requests[request_id]
-            worker = self._near_gateway(tracked, worker)
+        while (chosen := self._prefill_choice.next(self._gateways)) is not None:
+            tracked, worker = chosen
+            request_id = tracked.request.request_id
             tracked.move(Stage.PREFILLING, worker.name)
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
@@ -362,20 +361,6 @@ class RouterLogic:
             predicted_output_len=self._expected_len(tracked),
         )
 
-    def _has_room(self, worker: WorkerRecord, queued: QueuedPrefill) -> bool:
-        """Return whether the worker may have this prompt; one above its allowance waits until it has no other."""
-        if worker.registered.can_decode or not worker.prefilling:  # the former's own policy orders all requests
-            return True
-        is_apart = queued.is_real_time and self._registry.queue.order.has_real_time_allowance
-        given = worker.num_real_time_tokens if is_apart else worker.num_prefill_tokens
-        return queued.num_tokens <= self._config.max_prefill_tokens_per_worker - given
-
-    def _near_gateway(self, tracked: TrackedRequest, least: WorkerRecord) -> WorkerRecord:
-        """Return the worker for a request that the least loaded one could take: one near its gateway, or that one."""
-        near = self._placement.near_prefiller(self._gateways.get(tracked.gateway, ""), least)
-        queued = QueuedPrefill(tracked.num_prefill_tokens, tracked.is_real_time)
-        return near if near is not None and self._has_room(near, queued) else least
-
     def _form_batches(self, now: float) -> list[Send]:
         commands: list[Send] = []
         for pool, form in self._placement.batches_to_form(now):
@@ -387,9 +372,11 @@ class RouterLogic:
     def _on_tick(self, now: float) -> list[Send]:
         self._placement.clear_refusals()  # a pool may have connected to a worker since
         self._num_ticks += 1
+        moves = self._leans.moves(self._placement.workers.values(), self._registry.requests, now)
+        commands = [one for tracked, receiver in moves for one in self._ownership.order_move(tracked, receiver)]
         if self._num_ticks % _TICKS_PER_STATUS:
-            return []
-        return self._report_status(now)
+            return commands
+        return commands + self._report_status(now)
 
     def _report_status(self, now: float) -> list[Send]:
         self._reported_attempt = self._last_attempt

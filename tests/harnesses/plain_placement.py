@@ -77,6 +77,7 @@ class PlainPlacement(Placement):
             if peer in self.pools:
                 self.pools[peer].num_blocks_used = load.num_blocks_used
                 self.pools[peer].num_blocks_kept = load.num_blocks_kept
+                self.pools[peer].num_reserved = load.num_reserved
         elif peer in self.workers:
             worker = self.workers[peer]
             worker.load, worker.is_load_stale = load, False
@@ -148,17 +149,16 @@ class PlainPlacement(Placement):
 
     # --- choices
 
-    def least_loaded_prefiller(self) -> WorkerRecord | None:
-        """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
-
-        Ties: the fewest decoding requests (colocated workers), then the name.
-        """
+    def least_loaded_prefiller(self, *, at_full_pool: bool = False) -> WorkerRecord | None:
+        """See Placement."""
         able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
+        able = [worker for worker in able if self._is_pool_full(worker) == at_full_pool]
         return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
 
     def near_prefiller(self, node: str, least: WorkerRecord) -> WorkerRecord | None:
         """See Placement."""
         able = [one for one in self.workers.values() if one.registered.node == node and self._can_prefill_now(one)]
+        able = [one for one in able if self._is_pool_full(one) == self._is_pool_full(least)]
         near = min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
         if not node or near is None or near is least:
             return near if node else None
