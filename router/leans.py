@@ -1,10 +1,9 @@
-"""Where prompts and decodes of elastic workers go, by each worker's lean: the share of its time free for prompts.
+"""Evens out the leans of elastic workers: the shares of their time that decodes leave for prompts.
 
 A worker measures its lean: 1 less the time that an iteration of its decodes takes, over the gap that they allow. One
-at 1 has nothing but prompts to compute, one at 0 has no time for any. The router places by leans and evens them out:
-- Per request: a prompt goes to the worker with the fewest tokens before it; among such to the one with the most time.
-- Once decoding, it stays, unless leans drift apart: then the worker with the least time for prompts, if prompts wait
-  there, hands the requests that came to it last over to the one with the most time and no prompt.
+at 1 has nothing but prompts to compute, one at 0 has no time for any. A prompt goes to the worker with the fewest
+tokens before it (placement.py), and is decoded there, unless leans drift apart: then the worker with the least time for
+prompts, if any wait there, hands the requests that came to it last over to the one with the most time and no prompt.
 No ping-pong: a request is handed over `MAX_MOVES` times at most, and a worker that has given or taken is left alone for
 `REST_S`, by when both have told their leans.
 """

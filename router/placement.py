@@ -30,7 +30,7 @@ class Placement:
         self._num_pooled = 0
         self._num_pool_epochs = 0
         self._nodes: dict[str, dict[str, WorkerRecord]] = {}  # workers by the pool of their node
-        self._prefillers: Ranking[tuple[int, float, int]] = Ranking()  # that can take a prefill now
+        self._prefillers: Ranking[tuple[int, int]] = Ranking()  # that can take a prefill now
         self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
         self._draining: frozenset[str] = frozenset()  # workers and pools, registered or not; membership only
@@ -248,7 +248,7 @@ class Placement:
     def least_loaded_prefiller(self) -> WorkerRecord | None:
         """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
 
-        Ties: the most time for prompts (elastic workers), the fewest decoding requests (colocated ones), then the name.
+        Ties: the fewest decoding requests (colocated workers), then the name.
         """
         first = self._prefillers.first()
         return self.workers[first.name] if first is not None else None
@@ -286,7 +286,7 @@ class Placement:
         """Bring a registered worker's place in every order up to date; its pool may now be asked for a batch."""
         name, registered = worker.name, worker.registered
         if self._can_prefill_now(worker):
-            self._prefillers.put(name, (worker.num_prefill_tokens, -worker.lean, len(worker.decoding)))
+            self._prefillers.put(name, (worker.num_prefill_tokens, len(worker.decoding)))
         else:
             self._prefillers.discard(name)
         if worker.has_free_slot:
