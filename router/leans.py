@@ -3,7 +3,8 @@
 A worker measures its lean: 1 less the time that an iteration of its decodes takes, over the gap that they allow. One
 at 1 has nothing but prompts to compute, one at 0 has no time for any. A prompt goes to the worker with the fewest
 tokens before it (placement.py), and is decoded there, unless leans drift apart: then the worker with the least time for
-prompts, if any wait there, hands the requests that came to it last over to the one with the most time and no prompt.
+prompts, if any wait there or its decodes fill all of it, hands those that came to it last over to the one with the most
+time and no prompt.
 No ping-pong: a request is handed over `MAX_MOVES` times at most, and a worker that has given or taken is left alone for
 `REST_S`, by when both have told their leans.
 """
@@ -18,6 +19,7 @@ from router.state import TrackedRequest, WorkerRecord
 MAX_MOVES = 2
 REST_S = 1.0
 _APART = 0.25  # leans that differ by less are left alone
+_SHORT = 0.125  # a worker with a smaller lean gives even if no prompt waits there: its decodes fill their gaps
 _SHARE = 0.25  # of the giver's decodes for each 1.0 of difference, moved at a time
 
 
@@ -39,7 +41,8 @@ class Leans:
     ) -> list[PlannedMove]:
         """Return the next moves, between the workers of one node that are furthest apart."""
         rested = [one for one in workers if one.registered.can_move and self._rests_until_s.get(one.name, 0.0) <= now]
-        giver = min((one for one in rested if one.prefilling), key=lambda one: (one.lean, one.name), default=None)
+        givers = [one for one in rested if one.prefilling or one.lean < _SHORT]
+        giver = min(givers, key=lambda one: (one.lean, one.name), default=None)
         if giver is None:
             return []
         node = giver.registered.pool_name

@@ -45,12 +45,16 @@ class Column(NamedTuple):
     def cluster(self) -> ClusterConfig:
         """Configure it, with the sizes of a server."""
         num_prefill = self.num_prefill if self.topology.is_separate else 0
-        sizes = {"max_num_batched_tokens": 2048}
         config = ClusterConfig(
             pool=PoolConfig(memory_bytes=64 * _GIB),
-            prefill=PrefillWorkerConfig(count=max(num_prefill, 1), max_running_requests=64, **sizes),
+            prefill=PrefillWorkerConfig(
+                count=max(num_prefill, 1), max_running_requests=64, max_num_batched_tokens=2048
+            ),
             decode=DecodeWorkerConfig(
-                count=4 - num_prefill, max_running_requests=256, swap_space_bytes=16 * _GIB, **sizes
+                count=4 - num_prefill,
+                max_running_requests=256,
+                max_num_batched_tokens=2048,
+                swap_space_bytes=16 * _GIB,
             ),
         )
         return with_policy(config, self.policy, topology=self.topology)
