@@ -5,8 +5,8 @@ at 1 has nothing but prompts to compute, one at 0 has no time for any. A prompt 
 tokens before it (placement.py), and is decoded there, unless leans drift apart: then the worker with the least time for
 prompts, if any wait there or its decodes fill all of it, hands those that came to it last over to the one with the most
 time and no prompt.
-No ping-pong: a request is handed over `MAX_MOVES` times at most, and a worker that has given or taken is left alone for
-`REST_S`, by when both have told their leans.
+No ping-pong: the receiver never gets more decodes than the giver keeps; a request is handed over `MAX_MOVES` times at
+most; and a worker that has given or taken is left alone for `REST_S`, by when both have told their leans.
 """
 
 from collections.abc import Iterable, Mapping
@@ -54,8 +54,9 @@ class Leans:
             (one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)),
             key=lambda one: (-one.request.arrival_s, one.request.request_id),
         )
-        count = max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1)
-        chosen = [PlannedMove(one, receiver) for one in movable[:count]]
+        surplus = len(giver.decoding) - len(receiver.decoding)
+        count = min(max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1), surplus // 2)
+        chosen = [PlannedMove(one, receiver) for one in movable[: max(count, 0)]]
         if chosen:
             resting = {name: until_s for name, until_s in self._rests_until_s.items() if until_s > now}
             self._rests_until_s = {**resting, giver.name: now + REST_S, receiver.name: now + REST_S}
