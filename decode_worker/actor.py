@@ -40,7 +40,12 @@ class DecodeWorkerActor(ActorHost):
         async def build() -> DecodeWorker:
             executor = ModelExecutor(served, sizes, process_spec.progress_path())
             registered = registration_of(
-                layout, executor.num_blocks, config.max_running_requests, pool_name, can_decode=True
+                layout,
+                executor.num_blocks,
+                config.max_running_requests,
+                pool_name,
+                node=process_spec.addresses.node,
+                can_decode=True,
             )
             make = partial(
                 make_logic,
@@ -49,7 +54,9 @@ class DecodeWorkerActor(ActorHost):
                 batching=batching,
                 scheduling=scheduling,
                 eos_token_ids=executor.eos_token_ids,
-                measured=executor.measure_iterations(calibration_s(engine_config, scheduling)),
+                measured=executor.measure_iterations(
+                    calibration_s(engine_config, scheduling), config.max_num_batched_tokens
+                ),
             )
             worker = DecodeWorker(
                 make=make,
@@ -100,13 +107,17 @@ class ColocatedWorkerActor(ActorHost):
             make = partial(
                 make_colocated_logic,
                 registered=colocated_registration(
-                    layout, executor.num_blocks, config, pool_name=process_spec.pool_name if lending else None
+                    layout,
+                    executor.num_blocks,
+                    config,
+                    pool_name=process_spec.pool_name if lending is not None else None,
+                    node=process_spec.addresses.node,
                 ),
                 memory=memory_of(config, layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens),
                 config=config,
                 scheduling=scheduling,
                 eos_token_ids=executor.eos_token_ids,
-                measured=executor.measure_iterations(engine_config.calibration_s),
+                measured=executor.measure_iterations(engine_config.calibration_s, config.max_num_batched_tokens),
             )
             memory = None
             if lending is not None:

@@ -10,9 +10,9 @@ from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.scheduling.factory import limits_of, make_decode_iteration_scheduler, make_scheduler
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.worker_core.registration import registration_of
-from decode_worker.batching.batch_order import SwitchLimits
+from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.logic import DecodeLimits, DecodeLogic
+from decode_worker.logic import DecodeLogic
 
 
 def batch_limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num_blocks: int) -> DecodeLimits:
@@ -55,11 +55,13 @@ def max_held(config: DecodeWorkerConfig) -> int:
 
 
 def colocated_registration(
-    layout: BlockLayout, num_blocks: int, config: DecodeWorkerConfig, *, pool_name: str | None = None
+    layout: BlockLayout, num_blocks: int, config: DecodeWorkerConfig, *, pool_name: str | None = None, node: str = ""
 ) -> WorkerRegistered:
     """Build the registration of a colocated worker. `pool_name`: it is elastic, on the node of this name."""
     return msgspec.structs.replace(
-        registration_of(layout, num_blocks, max_held(config), pool_name or "", can_prefill=True, can_decode=True),
+        registration_of(
+            layout, num_blocks, max_held(config), pool_name or "", node=node, can_prefill=True, can_decode=True
+        ),
         can_move=pool_name is not None,
     )
 

@@ -1,24 +1,25 @@
 """Decides which pools are asked for batches, and for which decode workers.
 
 A decode worker gets batches of its own node's pool, which shares its memory. When that has nothing for it, it takes
-from another node's pool what no worker there can take now: over the link that has lately been the fastest.
+from another node's pool what no worker there can take now: over the link that has lately been the fastest. A pool that
+has waited too long goes before the worker's own (overdue_pools.py).
 
 Nothing is decided twice from the same facts: a pool is looked at when something has changed there (`note_change`), and
 when the time is up that one of its workers or large requests had to wait.
 """
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
-from router.far_batches import choose_far_batches, is_spare, num_left
+from router.far_batches import FarBatch, choose_far_batches, is_spare, num_left
+from router.overdue_pools import Nodes, OverduePools, is_batch_awaited
 from router.ranking import Ranking
 from router.state import BatchKind, PoolRecord, WorkerRecord
-
-Nodes = Mapping[str, Mapping[str, WorkerRecord]]  # workers by name, by the pool of their node
 
 
 class BatchRequests:
@@ -46,6 +47,13 @@ class BatchRequests:
         self._surplus: dict[str, None] = {}  # pools with requests that no worker of their node can take now
         self._asked_far: dict[str, dict[str, WorkerRecord]] = {}  # workers of other nodes, by the pool that was asked
         self._waiting: Ranking[float] = Ranking()  # pools by the begin of the wait that is over next
+        self._overdue = OverduePools(
+            pools=pools,
+            nodes=nodes,
+            is_served=self._is_served,
+            max_candidate_requests=max_candidate_requests,
+            batching=batching,
+        )
 
     def note_change(self, pool: str) -> None:
         """Look at this pool, registered or not, at the next call of `to_send`."""
@@ -60,10 +68,10 @@ class BatchRequests:
         if not self._changed:
             return []
         changed, self._changed = self._changed, {}
+        asked = self._overdue_forms(changed, now)
         pools = [self._pools[name] for name in changed if name in self._pools]
         num_requested = {pool.name: self._num_requested(pool) for pool in pools}  # by FormBatch without an answer
         workers = [worker for pool in pools if pool.num_pooled for worker in self._nodes.get(pool.name, {}).values()]
-        asked: list[tuple[str, FormBatch]] = []
         for worker in sorted(workers, key=lambda worker: (len(worker.decoding), worker.name)):
             pool = self._pools[worker.registered.pool_name]
             if num_requested[pool.name] >= pool.num_pooled:
@@ -76,6 +84,7 @@ class BatchRequests:
             self._wait(pool, now)
         for name in changed:
             self._note_spare(name)
+            self._overdue.note(name, now)
         return asked + self._far_forms()
 
     def close(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
@@ -111,6 +120,7 @@ class BatchRequests:
         """Ask for nothing more for this worker."""
         self.cancel(worker)
         self._forget_spare(worker)
+        self._overdue.forget(worker)
 
     def least_share(self, pool: str) -> int:
         """Return the fewest blocks that a batch for a busy decode worker of this pool may have."""
@@ -125,9 +135,14 @@ class BatchRequests:
             self._changed[first.name] = None
 
     def _wait(self, pool: PoolRecord, now: float) -> None:
-        """Look at the pool again when its next worker or large request will have waited for `starvation_s`."""
-        begins = [worker.last_batch_s for worker in self._nodes.get(pool.name, {}).values()]
-        begins += [pooled_s for _, pooled_s in pool.large_requests.values()]
+        """Look at the pool again when its oldest or next large request or worker will have waited for `starvation_s`.
+
+        Large requests concern the workers of its node.
+        """
+        near = self._nodes.get(pool.name, {}).values()
+        begins = [pool.oldest_s] if pool.num_pooled else []
+        begins += [worker.last_batch_s for worker in near]
+        begins += [pooled_s for _, pooled_s in pool.large_requests.values()] if near else []
         begin = min((begin for begin in begins if now - begin < self._batching.starvation_s), default=None)
         if begin is None or not pool.num_pooled:
             self._waiting.discard(pool.name)
@@ -137,9 +152,13 @@ class BatchRequests:
     # --- what to ask for
 
     def _num_requested(self, pool: PoolRecord) -> int:
-        workers = (*self._nodes.get(pool.name, {}).values(), *self._asked_far.get(pool.name, {}).values())
-        awaiting = (one for one in workers if one.pending_batch is not None and one.asked_pool == pool.name)
+        asked = self._may_be_asked(pool.name)
+        awaiting = (one for one in asked if one.pending_batch is not None and one.asked_pool == pool.name)
         return sum(worker.num_requested for worker in awaiting)
+
+    def _may_be_asked(self, pool: str) -> Iterable[WorkerRecord]:
+        """Return the workers for which the pool may have a FormBatch without an answer."""
+        return (*self._nodes.get(pool, {}).values(), *self._asked_far.get(pool, {}).values())
 
     def _next_form(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
         if worker.registered.can_prefill or worker.is_draining or worker.awaits_batch:
@@ -229,18 +248,6 @@ class BatchRequests:
         self._spare.pop(worker.name, None)
         self._spare_order.discard(worker.name)
 
-    def _spare_in_order(self) -> Generator[WorkerRecord, None, None]:
-        """Yield spare workers, those with the fewest requests first; to be closed."""
-        taken = []
-        try:
-            while (first := self._spare_order.first()) is not None:
-                self._spare_order.discard(first.name)
-                taken.append(first)
-                yield self._spare[first.name]
-        finally:
-            for rank, name in taken:
-                self._spare_order.put(name, rank)
-
     def _far_forms(self) -> list[tuple[str, FormBatch]]:
         if not self._spare or not self._surplus:
             return []
@@ -248,18 +255,33 @@ class BatchRequests:
         left = {name: count for name, count in left.items() if count > 0}
         if not left:
             return []
-        asked = []
-        spare = self._spare_in_order()
-        chosen = choose_far_batches(spare, len(self._spare), left, self._pools, self._links, self._batching)
-        spare.close()
-        for worker, pool, limits in chosen:
-            form = FormBatch(self._batch_id(), WorkerName(worker.name), **limits._asdict())
-            self._note_asked(worker, pool, form)
-            self._asked_far.setdefault(pool.name, {})[worker.name] = worker
+        with closing(self._spare_order.in_order()) as names:
+            spare = (self._spare[name] for name in names)
+            chosen = choose_far_batches(spare, len(self._spare), left, self._pools, self._links, self._batching)
+        for worker, pool, _ in chosen:
             self.note_change(worker.registered.pool_name)
             self.note_change(pool.name)
-            asked.append((pool.name, form))
-        return asked
+        return [self._far_form(batch) for batch in chosen]
+
+    def _far_form(self, batch: FarBatch) -> tuple[str, FormBatch]:
+        worker, pool, limits = batch
+        form = FormBatch(self._batch_id(), WorkerName(worker.name), **limits._asdict())
+        self._note_asked(worker, pool, form)
+        self._asked_far.setdefault(pool.name, {})[worker.name] = worker
+        return pool.name, form
+
+    def _overdue_forms(self, changed: dict[str, None], now: float) -> list[tuple[str, FormBatch]]:
+        """Ask pools that have waited too long; what concerns them and their workers is among what has changed."""
+        for name in changed:
+            self._overdue.note(name, now)
+        chosen = self._overdue.choose(changed, now)
+        for worker, pool, _ in chosen:
+            changed[worker.registered.pool_name] = changed[pool.name] = None
+        return [self._far_form(batch) for batch in chosen]
+
+    def _is_served(self, pool: PoolRecord) -> bool:
+        may_be_asked = self._may_be_asked(pool.name)
+        return is_batch_awaited(pool.name, may_be_asked) or self._num_requested(pool) >= pool.num_pooled
 
 
 def _largest_that_fits(worker: WorkerRecord, sizes: Iterable[int]) -> int:

@@ -32,6 +32,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
+    GatewayRegistered,
     PromptScored,
     RequestFailed,
     RequestInterrupted,
@@ -57,6 +58,7 @@ from alignedserve.messages.workers import (
     BlocksFetched,
     IterationLogReport,
     MoveRequest,
+    PeerNeeded,
     PeersChanged,
     PrefillCompleted,
     PrefillRequest,
@@ -71,7 +73,8 @@ from alignedserve.messages.workers import (
 )
 
 RouterInbound = (
-    SubmitRequest
+    GatewayRegistered
+    | SubmitRequest
     | ResumeRequest
     | AbortRequest
     | AttemptFailed
@@ -140,6 +143,7 @@ DecodeWorkerInbound = (
     | BlocksTaken
     | MoveRequest
     | PeersChanged
+    | PeerNeeded
     | RegistrationRefused
     | Ping
 )

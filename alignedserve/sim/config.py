@@ -54,7 +54,8 @@ class SimConfig:
     decode_costs: CostModel  # of colocated workers: for both phases
     prefill_costs: CostModel | None = None  # None: as `decode_costs`
     mechanisms: SimMechanisms = SimMechanisms()
-    learns_costs: bool = False  # policies learn the cost of iterations, as live ones do; False: they know it
+    learns_costs: bool = True  # policies learn the cost of iterations, as live ones do; False: they know it
+    context_len: int | None = None  # of the model; None: what a decode worker's memory holds
     core_slowdown: float = 0.0  # share by which each other busy worker prolongs an iteration (shared_cores.py)
     num_pools: int = 1  # nodes: prefill and decode workers are distributed over them
     routers: SimRouters = SimRouters()
@@ -80,6 +81,16 @@ class SimConfig:
             hidden_ratio=mechanisms.hidden_ratio,
             has_shared_blocks=mechanisms.has_shared_blocks,
         )
+
+    @property
+    def memory_tokens(self) -> int:
+        """Tokens whose cache a decode worker's memory holds."""
+        return self.layout.blocks_in(self.cluster.decode.kv_cache_bytes) * self.layout.block_size
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens that a request may come to hold: its limit where the client sets none, as in a gateway."""
+        return min(self.context_len or self.memory_tokens, self.memory_tokens)
 
     @property
     def available(self) -> frozenset[Mechanism]:

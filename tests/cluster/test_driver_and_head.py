@@ -25,7 +25,7 @@ PROMPTS = [(5, 6, 7 + number) for number in range(3)]
 NUM_TOKENS = 600
 NUM_LINES = 60
 OPTIONS = (
-    *("--nodes", "2", "--set", "topology=colocated", "--set", "engine.threads_per_worker=1"),
+    *("--set", "topology=colocated", "--set", "engine.threads_per_worker=1"),
     *("--set", "engine.calibration_s=0.2", "--set", "model.served_model_name=model"),
     *("--set", "gateway.host=node"),  # the nodes have different addresses of this host
 )
@@ -63,9 +63,7 @@ def up_options(random_model: Path) -> tuple[str, ...]:
 def nodes(folder: Path, redis_url: str, up_options: tuple[str, ...]) -> Iterator[RayNodes]:
     made = RayNodes(folder, redis_url)
     try:
-        made.start(0)
-        made.start(1)
-        made.up(*up_options)
+        made.start_and_up(*up_options)
         yield made
     finally:
         made.end()
@@ -106,7 +104,7 @@ async def test_a_driver_that_is_killed_is_replaced_and_no_stream_notices(nodes: 
         check(each, right)
     taken_s = await asyncio.to_thread(nodes.wait, lambda: "goes on, on 2 nodes" in nodes.driver_log(), nodes.driver_log)
     print("taken over after", taken_s)
-    await asyncio.to_thread(nodes.wait, lambda: nodes.status().get("is_ready") is True, nodes.driver_log)
+    await asyncio.to_thread(nodes.wait_for_status, lambda found: found.get("is_ready") is True)
     assert nodes.driver().pid != killed.pid
     assert set(nodes.actors()) == actors
 
@@ -127,7 +125,7 @@ async def test_the_head_is_killed_with_all_that_runs_on_its_node_and_comes_back(
     began_s = time.monotonic()
     await asyncio.to_thread(nodes.start, 0)
     print("Ray's head is back after", time.monotonic() - began_s)
-    print("up took", await asyncio.to_thread(nodes.up, *up_options))
+    print("up took", await asyncio.to_thread(nodes.up, "--nodes", "2", *up_options))
     await running
     check(streams, right)
     assert "goes on, on 2 nodes" in nodes.driver_log()[-20000:]

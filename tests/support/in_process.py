@@ -167,7 +167,7 @@ class RoomCluster:
             config=section,
             scheduling=self.config.scheduling,
             eos_token_ids=executor.eos_token_ids,
-            measured=executor.measure_iterations(0.02),
+            measured=executor.measure_iterations(0.02, 512),
         )
         worker = PrefillWorker(
             make=make,
@@ -195,7 +195,7 @@ class RoomCluster:
             batching=self.config.batching,
             scheduling=self.config.scheduling,
             eos_token_ids=executor.eos_token_ids,
-            measured=executor.measure_iterations(0.02),
+            measured=executor.measure_iterations(0.02, 512),
         )
         worker = DecodeWorker(
             make=make,
@@ -227,7 +227,7 @@ class RoomCluster:
             config=section,
             scheduling=self.config.scheduling,
             eos_token_ids=executor.eos_token_ids,
-            measured=executor.measure_iterations(0.02),
+            measured=executor.measure_iterations(0.02, 512),
         )
         process_spec, transport = self._process_spec(Role.DECODE_WORKER, name), self.config.engine.kv_transport
         memory = None

@@ -22,6 +22,7 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.events import (
     CommonEvent,
     Dial,
+    HangUp,
     PeerConnected,
     PeerDisconnected,
     Received,
@@ -97,6 +98,7 @@ class Shape:
     )  # disaggregated
     refuse: float = 0.0
     direct_handoff: bool | None = None
+    gateway_beside: str = ""  # the pool of its node; empty: it is on no node of a worker
 
     @property
     def router(self) -> RouterConfig:
@@ -128,7 +130,7 @@ class LogicCluster:
         self.shape = shape
         self.now = 0.0
         self.router_ahead_s = 0.0  # of the clock of the router's host
-        self.client = Client()
+        self.client = Client(shape.gateway_beside)
         self.logics: dict[str, Logic] = {}
         self.engines: dict[str, FakeEngine] = {}
         self.links: dict[tuple[str, str], deque[Message]] = {}
@@ -324,6 +326,7 @@ class LogicCluster:
             block_size=BLOCK_SIZE,
             max_running_requests=max_running_requests,
             pool_name=self.pool_of(name),
+            node=self.pool_of(name),
             can_prefill=can_prefill,
             can_decode=can_decode,
             can_move=self.shape.is_elastic,
@@ -366,6 +369,10 @@ class LogicCluster:
                 self.dialled[name, peer] = None
             case StopDialling(peer):
                 del self.dialled[name, peer]
+            case HangUp(peer):
+                del self.dialled[name, peer]
+                if (name, peer) in self.links:
+                    self.cut(name, peer)
             case RunIteration():
                 assert name not in self.computing, "two iterations at a time"
                 self.computing.add(name)

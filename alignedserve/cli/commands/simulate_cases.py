@@ -95,7 +95,7 @@ def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
     configs = [_configured(options, cluster, machines, variant) for variant in variants]
     traffics = _traffics(options)
     for traffic, config in product(traffics, configs):
-        _require_feasible(traffic.workload, config, machines)
+        require_feasible(traffic.workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
     planned = [
         PlannedCase(label, traffic.rate, Case(f"{label} at {traffic.rate:g}/s", config, traffic.line), traffic.ends_s)
         for (label, config), traffic in product(zip((one.label for one in variants), configs, strict=True), traffics)
@@ -202,16 +202,6 @@ def _machines(options: SimulateOptions) -> ClusterHardware | MachineProfile:
         options.model or DEFAULT_MODEL, options.hardware or DEFAULT_HARDWARE, options.tensor_parallel or 1
     )
     return ClusterHardware(worker, source=options.costs)
-
-
-def _require_feasible(workload: Workload, config: SimConfig, machines: ClusterHardware | MachineProfile) -> None:
-    decode, layout = config.cluster.decode, config.layout
-    shape = machines.shape if isinstance(machines, MachineProfile) else machines.decode.shape
-    require_feasible(
-        workload,
-        max_context_len=config.cluster.model.max_context_len or shape.num_positions or None,
-        memory_tokens=layout.blocks_in(decode.kv_cache_bytes) * layout.block_size,
-    )
 
 
 def _traffics(options: SimulateOptions) -> list[_RatedWorkload]:

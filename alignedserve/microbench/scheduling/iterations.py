@@ -48,8 +48,8 @@ from alignedserve.messages.pools import FormBatch
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from alignedserve.workload.traces import TraceRow, shipped_trace
-from decode_worker.batching.batch_order import SwitchLimits
-from decode_worker.logic import DecodeLimits, DecodeLogic
+from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
+from decode_worker.logic import DecodeLogic
 from kvpool.logic import PoolLogic
 from kvpool.policies import make_batch_former
 from prefill_worker.candidate_buffers import CandidateBuffers
