@@ -37,7 +37,12 @@ class DecodeWorkerActor(ActorHost):
         async def build() -> DecodeWorker:
             executor = ModelExecutor(served, sizes, process_spec.progress_path())
             registered = registration_of(
-                layout, executor.num_blocks, config.max_running_requests, pool_name, can_decode=True
+                layout,
+                executor.num_blocks,
+                config.max_running_requests,
+                pool_name,
+                node=process_spec.addresses.node,
+                can_decode=True,
             )
             make = partial(
                 make_logic,
@@ -46,7 +51,9 @@ class DecodeWorkerActor(ActorHost):
                 batching=batching,
                 scheduling=scheduling,
                 eos_token_ids=executor.eos_token_ids,
-                measured=executor.measure_iterations(calibration_s(engine_config, scheduling)),
+                measured=executor.measure_iterations(
+                    calibration_s(engine_config, scheduling), config.max_num_batched_tokens
+                ),
             )
             worker = DecodeWorker(
                 make=make,
@@ -87,13 +94,18 @@ class ColocatedWorkerActor(ActorHost):
             make = partial(
                 make_colocated_logic,
                 registered=registration_of(
-                    layout, executor.num_blocks, max_held(config), can_prefill=True, can_decode=True
+                    layout,
+                    executor.num_blocks,
+                    max_held(config),
+                    node=process_spec.addresses.node,
+                    can_prefill=True,
+                    can_decode=True,
                 ),
                 memory=memory_of(config, layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens),
                 config=config,
                 scheduling=scheduling,
                 eos_token_ids=executor.eos_token_ids,
-                measured=executor.measure_iterations(engine_config.calibration_s),
+                measured=executor.measure_iterations(engine_config.calibration_s, config.max_num_batched_tokens),
             )
             worker = ColocatedWorker(make=make, executor=executor, process_spec=process_spec)
             await worker.start(router_at=ROUTER)

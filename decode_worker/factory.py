@@ -1,5 +1,7 @@
 """Construction of the logics of decode and colocated workers, for live workers and for simulated ones."""
 
+import msgspec
+
 from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
@@ -7,9 +9,10 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.scheduling.factory import limits_of, make_decode_iteration_scheduler, make_scheduler
 from alignedserve.scheduling.policy import DeviceMemory
-from decode_worker.batching.batch_order import SwitchLimits
+from alignedserve.worker_core.registration import registration_of
+from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.logic import DecodeLimits, DecodeLogic
+from decode_worker.logic import DecodeLogic
 
 
 def batch_limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num_blocks: int) -> DecodeLimits:
@@ -49,6 +52,16 @@ def make_logic(
 def max_held(config: DecodeWorkerConfig) -> int:
     """Return the most requests that a colocated worker holds; paused ones keep their place in the engine."""
     return config.max_running_requests + config.max_waiting_requests
+
+
+def colocated_registration(
+    layout: BlockLayout, num_blocks: int, config: DecodeWorkerConfig, *, pool_name: str | None = None
+) -> WorkerRegistered:
+    """Build the registration of a colocated worker. `pool_name`: it is elastic, on the node of this name."""
+    return msgspec.structs.replace(
+        registration_of(layout, num_blocks, max_held(config), pool_name or "", can_prefill=True, can_decode=True),
+        can_move=pool_name is not None,
+    )
 
 
 def memory_of(

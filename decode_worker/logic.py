@@ -14,7 +14,6 @@ The life of a request on a decode worker:
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import (
@@ -30,6 +29,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.events import (
     CommonEvent,
     Dial,
+    HangUp,
     PeerConnected,
     PeerDisconnected,
     Received,
@@ -54,12 +54,12 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import PeersChanged, SetPredictedLength, WorkerRegistered
+from alignedserve.messages.workers import PeerNeeded, PeersChanged, SetPredictedLength, WorkerRegistered
 from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.router_link import RouterLink
-from decode_worker.batching.batch_order import BatchOrder, SwitchLimits, WaitingBatch
+from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, WaitingBatch
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
@@ -75,15 +75,7 @@ from decode_worker.state import (
 
 DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
 WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | MapArena | UnmapArena
-DecodeCommand = Send | SendTo | Dial | StopDialling | WorkCommand
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeLimits:
-    """Limits of the running batch."""
-
-    max_running_requests: int
-    switch: SwitchLimits = field(default_factory=SwitchLimits)
+DecodeCommand = Send | SendTo | Dial | StopDialling | HangUp | WorkCommand
 
 
 class DecodeLogic:
@@ -149,12 +141,15 @@ class DecodeLogic:
             case PeerDisconnected(role, peer):
                 return self._on_disconnected(role, peer)
             case Ticked():
-                return [*self._router.totals(self.iteration_log, now)]
+                moving = (*self._batch.loading_candidates(), *self._evictions.candidates())
+                unused = self._peers.hang_up_unused(now, lambda: self._candidates.peers_in_use(moving))
+                return [*self._router.totals(self.iteration_log, now), *unused]
 
     # --- peers and messages
 
     def _on_connected(self, role: Role, peer: str) -> list[DecodeCommand]:
-        self._peers.connected(role, peer)
+        if self._peers.connected(role, peer):
+            self._router.await_load()  # a pool that gave nothing to a worker without a link may be asked again
         if role is not Role.ROUTER:
             return []
         # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
@@ -199,6 +194,8 @@ class DecodeLogic:
                 return self._reserve(peer, message)
             case PeersChanged():
                 return [*self._peers.changed(message)]
+            case PeerNeeded():
+                return [*self._peers.needed(message.peer, now)]
             case CancelReservation():
                 self._candidates.cancel_reservation(message.request_id, message.attempt)
                 return []

@@ -102,7 +102,8 @@ def accelgen_case(
 ) -> LabelledCase:
     """Return the case of one window. The settings of the policy are the paper's, with these changed."""
     spec = WorkerSpec(setting.model, tensor_parallel=setting.tensor_parallel)
-    worker = ColocatedWorkerSpec(spec, source=setting.source, max_tokens=8192)  # vLLM: not below the longest prompt
+    # vLLM: not below the longest prompt.
+    worker = ColocatedWorkerSpec(spec, source=setting.source, max_tokens=8192, context_len=8192)
     written = line(workload_line(setting), seed, duration_s=setting.window_s)
     known: Labels = {"model": setting.model, "source": setting.source, "rate": setting.rate, **labels}
     labelled = colocated_case(known, policy, worker, written, {**_settings(policy, setting), **(settings or {})})

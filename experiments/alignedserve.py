@@ -17,6 +17,7 @@ from alignedserve.config.sections import (
     BatchingConfig,
     ClusterConfig,
     DecodeWorkerConfig,
+    ModelSectionConfig,
     PoolConfig,
     PrefillWorkerConfig,
     RouterConfig,
@@ -145,6 +146,7 @@ class PaperCell:
 
     num_prefill: int = 1
     num_decode: int = 1
+    context_len: int = 18_000  # longer than OPT's, as in the paper: its longest prompts have 8 000 tokens, ours 16 000
 
     def cluster(self, topology: Topology) -> ClusterConfig:
         """Return the sizes of a GPU: vLLM's limits at the time of the paper.
@@ -153,6 +155,7 @@ class PaperCell:
         """
         is_colocated = topology is Topology.COLOCATED
         return ClusterConfig(
+            model=ModelSectionConfig(max_context_len=self.context_len),
             router=RouterConfig(
                 max_queued_requests=MANY,
                 max_queued_tokens=MANY,

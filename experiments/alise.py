@@ -61,7 +61,9 @@ class System:
 
 SYSTEMS: Mapping[str, System] = {
     "ORCA": System("orca", {"max_batch_size": 256}),
-    "ORCA, exact": System("orca", {"max_batch_size": 256}, limit=""),  # reserves just what will be needed
+    "ORCA, exact": System(
+        "orca", {"max_batch_size": 256}, limit="max_tokens=exact"
+    ),  # reserves just what will be needed
     "vLLM": System("fcfs"),
     "ALISE": System("alise"),
     "Oracle": System("alise", predict="exact"),

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from alignedserve.config.environment import data_dir
-from alignedserve.config.sections import ClusterConfig, DecodeWorkerConfig, RouterConfig, Topology
+from alignedserve.config.sections import ClusterConfig, DecodeWorkerConfig, ModelSectionConfig, RouterConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.sim.cluster_hardware import ClusterHardware
@@ -62,6 +62,7 @@ class ColocatedWorkerSpec:
     max_running_requests: int = 256
     max_tokens: int = 2048  # of an iteration
     swap_space_bytes: int = 64 * GIB  # host memory for caches, where the policy swaps
+    context_len: int = 2048  # OPT's: the limit of a request whose client sets none
 
 
 def colocated_case(
@@ -76,6 +77,7 @@ def colocated_case(
     Raises ConfigError for unknown names.
     """
     cluster = ClusterConfig(
+        model=ModelSectionConfig(max_context_len=on.context_len),
         router=RouterConfig(max_queued_requests=MANY, max_queued_tokens=MANY),
         decode=DecodeWorkerConfig(
             max_running_requests=on.max_running_requests,

@@ -36,6 +36,8 @@ class QuadTree:
         # When the leaf last gave requests to a batch, or was first occupied after that; in other nodes the earliest
         # of their leaves.
         self.waiting_since_s = [NEVER] * num_nodes
+        # When the node's range last gave requests to a batch, or was first occupied after that.
+        self.served_s = [NEVER] * num_nodes
         self._entries: list[OrderedEntries | None] = [None] * num_leaves
         self._paths: list[tuple[int, ...] | None] = [None] * num_leaves  # built on first use
         self._members: dict[RequestId, PooledRequest] = {}
@@ -65,6 +67,10 @@ class QuadTree:
         self._members[pooled.request_id] = pooled
         leaf = self.leaf_of(pooled.context_len)
         self._count(self._path(leaf), 1, pooled.num_blocks)
+        for node in self._path(leaf):
+            if self.num_requests[node] > 1:
+                break  # so have all nodes above
+            self.served_s[node] = now
         self._put_into(leaf, pooled, now)
 
     def remove(self, request_id: RequestId) -> PooledRequest:
@@ -78,12 +84,13 @@ class QuadTree:
     def mark_served(self, leaves: list[int], now: float) -> None:
         """Restart the waiting time of these leaves, in ascending order, which gave requests to a batch."""
         for leaf in leaves:
-            self.waiting_since_s[leaf] = now
+            self.waiting_since_s[leaf] = self.served_s[leaf] = now
         nodes = leaves
         while nodes and nodes[0] != ROOT:
             nodes = list(dict.fromkeys((node - 1) >> 2 for node in nodes))
             for node in nodes:
                 self.waiting_since_s[node] = min(self.waiting_since_s[4 * node + 1 : 4 * node + 5])
+                self.served_s[node] = now
 
     def _count(self, path: tuple[int, ...], num_requests: int, num_blocks: int) -> None:
         requests_of, blocks_of = self.num_requests, self.num_blocks
@@ -149,6 +156,13 @@ class QuadTree:
                 heappush(candidates, (self.waiting_since_s[child], first, child, width))
                 first += width
         return None
+
+    def widest_unserved(self, leaf: int, before_s: float) -> int:
+        """Return the widest range around a leaf, less than the whole, that no batch has served since `before_s`."""
+        node = leaf
+        while (parent := (node - 1) >> 2) > ROOT and self.served_s[parent] <= before_s:
+            node = parent
+        return node
 
     def occupied_between(self, start: int, stop: int) -> Iterator[int]:
         """Yield the leaves that hold lengths of [start, stop) and are not empty, shortest first."""

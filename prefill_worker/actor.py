@@ -46,7 +46,12 @@ class PrefillWorkerActor(ActorHost):
         async def build() -> PrefillWorker:
             executor = ModelExecutor(served, sizes, process_spec.progress_path())
             registered = registration_of(
-                layout, executor.num_blocks, config.max_running_requests, pool_name, can_prefill=True
+                layout,
+                executor.num_blocks,
+                config.max_running_requests,
+                pool_name,
+                node=process_spec.addresses.node,
+                can_prefill=True,
             )
             make = partial(
                 make_logic,
@@ -54,7 +59,9 @@ class PrefillWorkerActor(ActorHost):
                 config=config,
                 scheduling=scheduling,
                 eos_token_ids=executor.eos_token_ids,
-                measured=executor.measure_iterations(calibration_s(engine_config, scheduling)),
+                measured=executor.measure_iterations(
+                    calibration_s(engine_config, scheduling), config.max_num_batched_tokens
+                ),
             )
             worker = PrefillWorker(
                 make=make,

@@ -11,11 +11,9 @@ If this fails before the blocks were offered to the pool, the request stays in t
 """
 
 from collections import deque
-from dataclasses import dataclass
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import (
-    ArenaOffered,
     BlockCopy,
     BlocksPrefetched,
     BlocksReserved,
@@ -31,33 +29,8 @@ from alignedserve.messages.caches import (
     ReturnRequest,
 )
 from alignedserve.messages.events import Send
-from alignedserve.messages.iterations import BlocksRelayed, RelayBlocks
+from alignedserve.messages.iterations import BlocksRelayed, BufferOpened, CloseBuffer, OpenBuffer, RelayBlocks
 from prefill_worker.state import ReturningRequest
-
-
-@dataclass(frozen=True, slots=True)
-class OpenBuffer:
-    """Command: allocate a buffer for this decode worker, in place of any earlier one. Answered by BufferOpened."""
-
-    peer: str
-    link_epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class CloseBuffer:
-    """Command: free the buffer of a decode worker that is gone."""
-
-    peer: str
-
-
-@dataclass(frozen=True, slots=True)
-class BufferOpened:
-    """Event: the buffer is allocated; None: there is no memory for one, and the decode worker has none here."""
-
-    peer: str
-    link_epoch: int
-    offered: ArenaOffered | None
-
 
 BufferCommand = Send | RelayBlocks | OpenBuffer | CloseBuffer
 

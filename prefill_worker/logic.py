@@ -40,11 +40,14 @@ from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
     BlocksRelayed,
+    BufferOpened,
+    CloseBuffer,
     IterationCompleted,
     Load,
     LoadBlocks,
     MapArena,
     OffloadBlocks,
+    OpenBuffer,
     RelayBlocks,
     RunIteration,
 )
@@ -53,7 +56,7 @@ from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, Wo
 from alignedserve.scheduling.iteration_scheduler import IterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.router_link import RouterLink
-from prefill_worker.candidate_buffers import BufferOpened, CandidateBuffers, CloseBuffer, OpenBuffer
+from prefill_worker.candidate_buffers import CandidateBuffers
 from prefill_worker.departure import Departure, DepartureStep, JobEnd
 from prefill_worker.state import JobStage, PrefillJob, waiting_jobs
 

@@ -4,14 +4,22 @@ import asyncio
 from functools import partial
 
 from alignedserve.messages.events import CommonEvent
-from alignedserve.messages.iterations import LoadBlocks, MapArena, OffloadBlocks, RelayBlocks, RunIteration
+from alignedserve.messages.iterations import (
+    BufferOpened,
+    CloseBuffer,
+    LoadBlocks,
+    MapArena,
+    OffloadBlocks,
+    OpenBuffer,
+    RelayBlocks,
+    RunIteration,
+)
 from alignedserve.messages.links import PrefillWorkerInbound
 from alignedserve.messages.wire import Codec
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
-from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 from prefill_worker.logic import PrefillEvent, PrefillLogic, WorkCommand
 
 

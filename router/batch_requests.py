@@ -1,25 +1,26 @@
 """Decides which pools are asked for batches, and for which decode workers.
 
 A decode worker gets batches of its own node's pool, which shares its memory. When that has nothing for it, it takes
-from another node's pool what no worker there can take now: over the link that has lately been the fastest.
+from another node's pool what no worker there can take now: over the link that has lately been the fastest. A pool that
+has waited too long goes before the worker's own (overdue_pools.py).
 
 Nothing is decided twice from the same facts: a pool is looked at when something has changed there (`note_change`), and
 when the time is up that one of its workers or large requests had to wait.
 """
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
-from router.far_batches import choose_far_batches, is_spare, num_left
+from router.far_batches import FarBatch, choose_far_batches, is_spare, num_left
+from router.overdue_pools import Nodes, OverduePools, is_batch_awaited
 from router.ranking import Ranking
 from router.state import BatchKind, PoolRecord, WorkerRecord
-
-Nodes = Mapping[str, Mapping[str, WorkerRecord]]  # workers by name, by the pool of their node
 
 
 class BatchRequests:
@@ -48,6 +49,13 @@ class BatchRequests:
         self._asked_far: dict[str, dict[str, WorkerRecord]] = {}  # workers of other nodes, by the pool that was asked
         self._waiting: Ranking[float] = Ranking()  # pools by the begin of the wait that is over next
         self._requested: Counter[str] = Counter()  # requests that FormBatch without an answer ask for, by pool
+        self._overdue = OverduePools(
+            pools=pools,
+            nodes=nodes,
+            is_served=self._is_served,
+            max_candidate_requests=max_candidate_requests,
+            batching=batching,
+        )
 
     def note_change(self, pool: str) -> None:
         """Look at this pool, registered or not, at the next call of `to_send`."""
@@ -62,7 +70,7 @@ class BatchRequests:
         if not self._changed:
             return []
         changed, self._changed = self._changed, {}
-        asked: list[tuple[str, FormBatch]] = []
+        asked = self._overdue_forms(changed, now)
         for worker in self._to_ask(changed):
             pool = self._pools[worker.registered.pool_name]
             form = self._next_form(worker, pool, now) if pool.num_pooled > self._requested[pool.name] else None
@@ -71,6 +79,7 @@ class BatchRequests:
         for name in changed:
             self._wait(name, now)
             self._note_spare(name)
+            self._overdue.note(name, now)
         return asked + self._far_forms()
 
     def _to_ask(self, pools: Iterable[str]) -> list[WorkerRecord]:
@@ -122,6 +131,7 @@ class BatchRequests:
         """Ask for nothing more for this worker."""
         self.cancel(worker)
         self._forget_spare(worker)
+        self._overdue.forget(worker)
 
     def least_share(self, pool: str) -> int:
         """Return the fewest blocks that a batch for a busy decode worker of this pool may have."""
@@ -136,13 +146,17 @@ class BatchRequests:
             self._changed[first.name] = None
 
     def _wait(self, name: str, now: float) -> None:
-        """Look at the pool again when its next worker or large request will have waited for `starvation_s`."""
+        """Look at the pool again when its oldest or next large request or worker will have waited for `starvation_s`.
+
+        Large requests concern the workers of its node.
+        """
         pool = self._pools.get(name)
         if pool is None or not pool.num_pooled:
             self._waiting.discard(name)
             return
-        begins = [worker.last_batch_s for worker in self._nodes.get(name, {}).values()]
-        begins += [pooled_s for _, pooled_s in pool.large_requests.values()]
+        near = self._nodes.get(name, {}).values()
+        begins = [pool.oldest_s, *(worker.last_batch_s for worker in near)]
+        begins += [pooled_s for _, pooled_s in pool.large_requests.values()] if near else []
         begin = min((begin for begin in begins if now - begin < self._batching.starvation_s), default=None)
         if begin is None:
             self._waiting.discard(name)
@@ -150,6 +164,10 @@ class BatchRequests:
             self._waiting.put(name, begin)
 
     # --- what to ask for
+
+    def _may_be_asked(self, pool: str) -> Iterable[WorkerRecord]:
+        """Return the workers for which the pool may have a FormBatch without an answer."""
+        return (*self._nodes.get(pool, {}).values(), *self._asked_far.get(pool, {}).values())
 
     def _next_form(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
         form = self._request_batch(worker, pool, now) or self._request_joining(worker, pool, now)
@@ -238,18 +256,6 @@ class BatchRequests:
         self._spare.pop(worker.name, None)
         self._spare_order.discard(worker.name)
 
-    def _spare_in_order(self) -> Generator[WorkerRecord, None, None]:
-        """Yield spare workers, those with the fewest requests first; to be closed."""
-        taken = []
-        try:
-            while (first := self._spare_order.first()) is not None:
-                self._spare_order.discard(first.name)
-                taken.append(first)
-                yield self._spare[first.name]
-        finally:
-            for rank, name in taken:
-                self._spare_order.put(name, rank)
-
     def _far_forms(self) -> list[tuple[str, FormBatch]]:
         if not self._spare or not self._surplus:
             return []
@@ -257,18 +263,33 @@ class BatchRequests:
         left = {name: count for name, count in left.items() if count > 0}
         if not left:
             return []
-        asked = []
-        spare = self._spare_in_order()
-        chosen = choose_far_batches(spare, len(self._spare), left, self._pools, self._links, self._batching)
-        spare.close()
-        for worker, pool, limits in chosen:
-            form = FormBatch(self._batch_id(), WorkerName(worker.name), **limits._asdict())
-            self._note_asked(worker, pool, form)
-            self._asked_far.setdefault(pool.name, {})[worker.name] = worker
+        with closing(self._spare_order.in_order()) as names:
+            spare = (self._spare[name] for name in names)
+            chosen = choose_far_batches(spare, len(self._spare), left, self._pools, self._links, self._batching)
+        for worker, pool, _ in chosen:
             self.note_change(worker.registered.pool_name)
             self.note_change(pool.name)
-            asked.append((pool.name, form))
-        return asked
+        return [self._far_form(batch) for batch in chosen]
+
+    def _far_form(self, batch: FarBatch) -> tuple[str, FormBatch]:
+        worker, pool, limits = batch
+        form = FormBatch(self._batch_id(), WorkerName(worker.name), **limits._asdict())
+        self._note_asked(worker, pool, form)
+        self._asked_far.setdefault(pool.name, {})[worker.name] = worker
+        return pool.name, form
+
+    def _overdue_forms(self, changed: dict[str, None], now: float) -> list[tuple[str, FormBatch]]:
+        """Ask pools that have waited too long; what concerns them and their workers is among what has changed."""
+        for name in changed:
+            self._overdue.note(name, now)
+        chosen = self._overdue.choose(changed, now)
+        for worker, pool, _ in chosen:
+            changed[worker.registered.pool_name] = changed[pool.name] = None
+        return [self._far_form(batch) for batch in chosen]
+
+    def _is_served(self, pool: PoolRecord) -> bool:
+        may_be_asked = self._may_be_asked(pool.name)
+        return is_batch_awaited(pool.name, may_be_asked) or self._requested[pool.name] >= pool.num_pooled
 
 
 def _largest_that_fits(worker: WorkerRecord, sizes: Iterable[int]) -> int:

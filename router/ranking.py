@@ -1,9 +1,10 @@
 """Names in the order of a rank that changes: the index behind every choice of "the least loaded one"."""
 
 import heapq
+from collections.abc import Generator
 from typing import Generic, NamedTuple, TypeVar
 
-RankT = TypeVar("RankT", float, int, tuple[int, int])
+RankT = TypeVar("RankT", float, int, tuple[int, int], tuple[float, int], tuple[int, float, int])
 
 _MIN_STALE = 32  # fewer stale entries are not worth a rebuild
 
@@ -49,3 +50,15 @@ class Ranking(Generic[RankT]):
         while heap and ranks.get(heap[0].name) != heap[0].rank:
             heapq.heappop(heap)
         return heap[0] if heap else None
+
+    def in_order(self) -> Generator[str, None, None]:
+        """Yield names, the smallest rank first, as far as they are asked for; to be closed before ranks are changed."""
+        passed = []
+        try:
+            while (first := self.first()) is not None:
+                self.discard(first.name)
+                passed.append(first)
+                yield first.name
+        finally:
+            for rank, name in passed:
+                self.put(name, rank)

@@ -1,7 +1,9 @@
 """The router's records of requests, workers and pools."""
 
 import enum
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.ids import BatchId, RequestId
@@ -29,6 +31,7 @@ class TrackedRequest:
     copy_at: tuple[str, int] | None = None  # the pool that may keep a copy, and that pool's epoch
     pooled_s: float = 0.0  # when it entered the pool
     num_retries: int = 0  # after lost holders and refused handoffs
+    num_moves: int = 0  # ordered, between workers that decode it
 
     def move(self, stage: Stage, holder: str | None = None) -> None:
         """Take a legal step of the lifecycle; raise AssertionError for any other."""
@@ -132,6 +135,14 @@ class WorkerRecord:
             self.num_prefill_tokens -= prefill.num_tokens
             self.num_real_time_tokens -= prefill.num_tokens if prefill.is_real_time else 0
 
+    def has_room(self, num_tokens: int, allowance: int, *, is_apart: bool) -> bool:
+        """Return whether it may be given a prompt of that many tokens; one above the allowance waits for all others.
+
+        `is_apart`: only real-time prompts count. A colocated worker takes any: its own policy orders them.
+        """
+        given = self.num_real_time_tokens if is_apart else self.num_prefill_tokens
+        return self.registered.can_decode or not self.prefilling or num_tokens <= allowance - given
+
     @property
     def has_free_slot(self) -> bool:
         """True for a decode worker (a colocated one takes no request of another) that can run one more request."""
@@ -144,6 +155,18 @@ class WorkerRecord:
         )
 
     @property
+    def can_take_over(self) -> bool:
+        """True for a worker of an elastic topology with a place for one more request."""
+        num_held = len(self.prefilling) + len(self.decoding)
+        registered = self.registered
+        return registered.can_move and not self.is_draining and num_held < registered.max_running_requests
+
+    @property
+    def lean(self) -> float:
+        """Share of its time that it has for prompts, as last reported."""
+        return self.load.lean if self.load is not None else 1.0
+
+    @property
     def awaits_batch(self) -> bool:
         """True if a batch may be on its way to it, or has arrived since it last told its load."""
         return self.pending_batch is not None or self.is_load_stale
@@ -152,6 +175,13 @@ class WorkerRecord:
     def num_blocks_used(self) -> int:
         """Number of blocks in use, as last reported."""
         return self.registered.num_blocks - self.load.num_free_blocks if self.load is not None else 0
+
+
+class PooledRecord(NamedTuple):
+    """A request that waits in a pool."""
+
+    num_blocks: int
+    since_s: float
 
 
 @dataclass(slots=True)
@@ -164,7 +194,25 @@ class PoolRecord:
     layout_digest: str = ""
     num_blocks_used: int = 0
     num_blocks_kept: int = 0
+    num_reserved: int = 0  # requests that wait for free blocks there, after their prefill
     large_requests: dict[RequestId, tuple[int, float]] = field(
         default_factory=dict
     )  # pooled requests larger than a busy worker's share: blocks, since when
-    num_pooled: int = 0  # counted by the router: RequestPooled less BatchReceived and drops
+    pooled: OrderedDict[RequestId, PooledRecord] = field(
+        default_factory=OrderedDict
+    )  # requests that wait there for a batch or are on their way, as the router knows them; the oldest first
+
+    @property
+    def num_pooled(self) -> int:
+        """Number of requests that wait there for a batch, or are on their way to a worker."""
+        return len(self.pooled)
+
+    @property
+    def oldest_s(self) -> float:
+        """Since when the oldest of them has waited; there must be one."""
+        return next(iter(self.pooled.values())).since_s
+
+    @property
+    def oldest_blocks(self) -> int:
+        """Blocks of the oldest of them; there must be one."""
+        return next(iter(self.pooled.values())).num_blocks

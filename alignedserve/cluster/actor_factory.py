@@ -15,7 +15,7 @@ from alignedserve.batches.location import SharedState
 from alignedserve.batches.remote.state_client import STATE
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.environment import api_keys
-from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.config.sections import ClusterConfig, EngineConfig, Topology
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
@@ -63,6 +63,15 @@ class PreparedNode:
     def folder(self) -> Path:
         """Return its private folder."""
         return self.book.folder
+
+
+class _Process(NamedTuple):
+    """A process that a node is to have."""
+
+    actor_class: Any
+    role: Role
+    name: str
+    arguments: tuple[object, ...]  # of the class, before its ProcessSpec
 
 
 class ActorFactory:
@@ -113,56 +122,62 @@ class ActorFactory:
             raise
         return actors
 
+    def create_again(self, node: PreparedNode, name: str, state: SharedState, max_lines: int | None = None) -> Any:
+        """Create one process of a node anew, whose former actor is dead; return its actor. Arguments as of `create`."""
+        actors: dict[str, Any] = {}
+        self._add(actors, node, next(one for one in self._processes(node, state, max_lines) if one.name == name))
+        return actors[name]
+
+    def create_worker(self, node: PreparedNode, name: str) -> Any:
+        """Create one worker of a node that serves; return its actor."""
+        return self.create_again(node, name, SharedState())
+
     def _create(self, actors: dict[str, Any], node: PreparedNode, state: SharedState, max_lines: int | None) -> None:
+        for process in self._processes(node, state, max_lines):
+            self._add(actors, node, process)
+
+    def _processes(self, node: PreparedNode, state: SharedState, max_lines: int | None) -> Iterator[_Process]:
         config = node.config
         if node.share.is_head:
             batches = state.batches
             state_folder = batches.folder / "router" if batches is not None and batches.folder is not None else None
-            routing = (config.router, config.batching, self._served, state_folder)
-            self._add(actors, node, RouterActor, Role.ROUTER, ROUTER, *routing)
-        self._add_workers(actors, node)
+            yield _Process(
+                RouterActor, Role.ROUTER, ROUTER, (config.router, config.batching, self._served, state_folder)
+            )
+        yield from self._workers(node)
         for name, port in node.share.gateways:
             gateway = (config.gateway, port, self._served, api_keys(), state)
-            self._add(actors, node, self._actor_classes.gateway, Role.GATEWAY, name, *gateway)
+            yield _Process(self._actor_classes.gateway, Role.GATEWAY, name, gateway)
         if state.batches is not None and max_lines is not None:
             serving = (state.gateways, max(1, len(api_keys())), self._spec(node, Role.STATE_SERVER, STATE))
             driver = (config.gateway, self._served, state.batches, max_lines, *serving)
-            self._add(actors, node, self._actor_classes.batches, Role.GATEWAY, BATCHES, *driver)
+            yield _Process(self._actor_classes.batches, Role.GATEWAY, BATCHES, driver)
 
-    def create_worker(self, node: PreparedNode, name: str) -> Any:
-        """Create one worker of a node that serves; return its actor."""
-        actors: dict[str, Any] = {}
-        self._add_worker(actors, node, name)
-        return actors[name]
-
-    def _add_workers(self, actors: dict[str, Any], node: PreparedNode) -> None:
+    def _workers(self, node: PreparedNode) -> Iterator[_Process]:
         config, share = node.config, node.share
         if share.num_workers and config.chosen_topology is Topology.DISAGGREGATED:
             layout = self._served.block_layout(config.engine.block_size)
-            self._add(actors, node, KvPoolActor, Role.KV_POOL, share.pool_name, config.pool, config.batching, layout)
-        for name in (*share.prefill, *share.decode):
-            self._add_worker(actors, node, name)
+            yield _Process(KvPoolActor, Role.KV_POOL, share.pool_name, (config.pool, config.batching, layout))
+        for name, engine in engines_of(share, config.engine, node.capacity).items():
+            yield self._worker(node, name, engine)
 
-    def _add_worker(self, actors: dict[str, Any], node: PreparedNode, name: str) -> None:
+    def _worker(self, node: PreparedNode, name: str, engine: EngineConfig) -> _Process:
         config, share, served = node.config, node.share, self._served
-        engine = engines_of(share, config.engine, node.capacity)[name]
         if config.chosen_topology is Topology.COLOCATED:
             colocated = (config.decode, config.scheduling, engine, served)
-            self._add(actors, node, ColocatedWorkerActor, Role.DECODE_WORKER, name, *colocated)
-        elif name in share.prefill:
+            return _Process(ColocatedWorkerActor, Role.DECODE_WORKER, name, colocated)
+        if name in share.prefill:
             prefill = (config.prefill, config.scheduling, engine, share.decode, node.num_far_decode, served)
-            self._add(actors, node, PrefillWorkerActor, Role.PREFILL_WORKER, name, *prefill)
-        else:
-            decode = (config.decode, config.batching, config.scheduling, engine, served)
-            self._add(actors, node, DecodeWorkerActor, Role.DECODE_WORKER, name, *decode)
+            return _Process(PrefillWorkerActor, Role.PREFILL_WORKER, name, prefill)
+        decode = (config.decode, config.batching, config.scheduling, engine, served)
+        return _Process(DecodeWorkerActor, Role.DECODE_WORKER, name, decode)
 
-    def _add(
-        self, actors: dict[str, Any], node: PreparedNode, actor_class: Any, role: Role, name: str, *arguments: object
-    ) -> None:
+    def _add(self, actors: dict[str, Any], node: PreparedNode, process: _Process) -> None:
         # A dead actor is restarted for as long as its node lives.
+        name = process.name
         options = {"name": name, "get_if_exists": self._is_adopting, **self._options, **node.options_of(name)}
-        made = actor_class.options(max_restarts=-1, max_task_retries=0, **options)
-        actors[name] = made.remote(*arguments, self._spec(node, role, name))
+        made = process.actor_class.options(max_restarts=-1, max_task_retries=0, **options)
+        actors[name] = made.remote(*process.arguments, self._spec(node, process.role, name))
 
     def _spec(self, node: PreparedNode, role: Role, name: str) -> ProcessSpec:
         authority = self._secrets.authority

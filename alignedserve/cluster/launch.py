@@ -22,6 +22,7 @@ from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
 from alignedserve.cluster.machine import this_machine
 from alignedserve.cluster.placement import NodeCapacity, Placement
 from alignedserve.cluster.private_redis import PrivateRedis
+from alignedserve.cluster.process_health import Health, ProcessState
 from alignedserve.cluster.ray_node import start_ray
 from alignedserve.cluster.recording_folder import prepare_recording
 from alignedserve.cluster.run_folder import make_run_folder
@@ -68,6 +69,7 @@ class RunningCluster:
         # Those of the cluster's start share the limits of keys; None: those of the nodes that are created.
         self._first_gateways: tuple[str, ...] | None = None
         self._state = SharedState()
+        self._max_lines = 0  # of batches, in the cluster at a time
         self._redis: PrivateRedis | None = None
         self._state_lock: StateLock | None = None
         self._watchdogs: dict[str, Watchdog] = {}  # by node
@@ -101,8 +103,8 @@ class RunningCluster:
         if not ray.is_initialized():
             start_ray(self.folder, f"alignedserve-{self.folder.name}")
         num_decode = sum(len(node.share.decode) for node in nodes)
-        max_lines = max_lines_in_flight(self.config, num_decode)
-        self._actors[self._node.share.node] = self._factory.create(self._node, self._state, max_lines)
+        self._max_lines = max_lines_in_flight(self.config, num_decode)
+        self._actors[self._node.share.node] = self._factory.create(self._node, self._state, self._max_lines)
         for node in others:
             self._actors[node.share.node] = self._factory.create(node, self._state_of_others())
 
@@ -133,6 +135,24 @@ class RunningCluster:
         self._watchdogs[node].forget(name)
         with contextlib.suppress(RayError, ValueError):
             ray.kill(self._actors[node].pop(name), no_restart=True)
+
+    def healths(self) -> dict[str, Health]:
+        """Return what is known of every process, by name."""
+        return {name: health for watchdog in self._watchdogs.values() for name, health in watchdog.healths().items()}
+
+    def start_again(self, node: PreparedNode, name: str) -> None:
+        """Start a process of a node anew that serves nothing. Raises an error of Ray's while it holds the former one.
+
+        It comes up by itself. `node`: with its share as it is now.
+        """
+        of_node = self._actors[node.share.node]
+        if self.healths()[name].state is not ProcessState.DEAD:
+            ray.kill(of_node[name], no_restart=False)
+        elif node.share.is_head:
+            of_node[name] = self._factory.create_again(node, name, self._state, self._max_lines)
+        else:
+            of_node[name] = self._factory.create_again(node, name, replace(self._state_of_others(), have_run=True))
+        self._watchdogs[node.share.node].watch(name, of_node[name])
 
     def actors(self) -> dict[str, Any]:
         """Return all actors by name."""

@@ -18,12 +18,27 @@ def prepare_recording(config: ClusterConfig, served: ServedModel) -> ClusterConf
     """
     if config.recording.folder is None:
         return config
-    folder = Path(config.recording.folder).expanduser().absolute()
-    recorded = with_fixed_sizes(config)
-    recorded = msgspec.structs.replace(
-        recorded, recording=msgspec.structs.replace(config.recording, folder=str(folder))
-    )
-    metadata = RunMetadata(config=recorded, layout=served.block_layout(config.engine.block_size))
+    recorded = with_absolute_folder(with_fixed_sizes(config))
+    write_run_file(RunMetadata(config=recorded, layout=served.block_layout(config.engine.block_size)))
+    return recorded
+
+
+def with_absolute_folder(config: ClusterConfig) -> ClusterConfig:
+    """Return the configuration with the folder as it is seen from everywhere, unchanged if recording is off."""
+    if config.recording.folder is None:
+        return config
+    return recording_into(config, Path(config.recording.folder).expanduser().absolute())
+
+
+def recording_into(config: ClusterConfig, folder: Path) -> ClusterConfig:
+    """Return the configuration of processes that record into this folder."""
+    return msgspec.structs.replace(config, recording=msgspec.structs.replace(config.recording, folder=str(folder)))
+
+
+def write_run_file(metadata: RunMetadata) -> None:
+    """Create the run's folder, which its configuration names, with RUN_FILE. Raises ConfigError, see above."""
+    assert metadata.config.recording.folder is not None, "recording is off"
+    folder = Path(metadata.config.recording.folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -34,4 +49,3 @@ def prepare_recording(config: ClusterConfig, served: ServedModel) -> ClusterConf
             file.write(msgspec.json.encode(metadata))
     except OSError as error:
         raise ConfigError(f"recording.folder {folder} cannot be written: {error.strerror}") from error
-    return recorded

@@ -3,11 +3,13 @@
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayError
+
+from alignedserve.cluster.process_health import Health, ProcessState
 
 logger = logging.getLogger(__name__)
 
@@ -17,16 +19,21 @@ _CHECK_S = 1.0
 @dataclass(slots=True)
 class _WatchedActor:
     actor: Any
-    ping: Any  # the call without an answer
+    ping: Any = None  # the call without an answer
     num_checks: int = 0  # since that call
-    is_up: bool = False  # it has answered since it started
+    health: Health = field(default_factory=Health)  # by its last answer
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether its process has answered since it started."""
+        return self.health.state in (ProcessState.UP, ProcessState.FAILED)
 
 
 class Watchdog:
     """Checks actors on a thread of its own. `start` once, `stop` once, before Ray is shut down."""
 
     def __init__(self, actors: Mapping[str, Any], hang_timeout_s: float) -> None:
-        self._actors = {name: _WatchedActor(actor, actor.failure.remote()) for name, actor in actors.items()}
+        self._actors = {name: _WatchedActor(actor) for name, actor in actors.items()}
         # Checks, not seconds: time during which this process itself is stopped does not count.
         self._max_checks = max(1, round(hang_timeout_s / _CHECK_S))
         self._is_stopping = threading.Event()
@@ -37,9 +44,12 @@ class Watchdog:
         self._thread.start()
 
     def watch(self, name: str, actor: Any) -> None:
-        """Check one more."""
-        watched = _WatchedActor(actor, actor.failure.remote())
-        self._actors = {**self._actors, name: watched}  # a new one, as the thread reads the other
+        """Check one more, or one that is started again."""
+        self._actors = {**self._actors, name: _WatchedActor(actor)}  # a new one, as the thread reads the other
+
+    def healths(self) -> dict[str, Health]:
+        """Return what each last answered."""
+        return {name: watched.health for name, watched in self._actors.items()}
 
     def forget(self, name: str) -> None:
         """Check this one no more, but for a check that is under way."""
@@ -59,23 +69,38 @@ class Watchdog:
     def _check(self, name: str, watched: _WatchedActor) -> None:
         watched.num_checks += 1
         try:
-            answered, _ = ray.wait([watched.ping], timeout=0)
-            if answered:
-                watched.is_up = _is_up(watched.ping)
-            elif not watched.is_up or watched.num_checks <= self._max_checks:
+            if watched.ping is not None and not self._has_answered(name, watched):
                 return
-            else:
-                logger.error("%s has not answered for %d checks and is restarted", name, self._max_checks)
-                ray.kill(watched.actor, no_restart=False)
-                watched.is_up = False
             watched.ping, watched.num_checks = watched.actor.failure.remote(), 0
         except (RayError, ValueError):  # Ray itself fails, which cannot be handled here
             logger.debug("%s cannot be watched now", name, exc_info=True)
 
+    def _has_answered(self, name: str, watched: _WatchedActor) -> bool:
+        """Note its answer; one that hangs is restarted, and False is for one that may have time."""
+        answered, _ = ray.wait([watched.ping], timeout=0)
+        if answered:
+            watched.health = _health_of(watched.ping)
+            return True
+        if not watched.is_answering or watched.num_checks <= self._max_checks:
+            return False
+        logger.error("%s has not answered for %d checks and is restarted", name, self._max_checks)
+        ray.kill(watched.actor, no_restart=False)
+        watched.health = Health(ProcessState.ENDED)
+        return True
 
-def _is_up(ping: Any) -> bool:
+
+def _health_of(answered: Any) -> Health:
+    """Return what an answered call of `failure` says of its process."""
     try:
-        ray.get(ping)
-    except RayActorError:
-        return False  # it has ended, and Ray restarts it
-    return True
+        failure = ray.get(answered)
+    except ActorDiedError as error:  # an error that its start did not expect, which Ray takes for its end
+        return Health(ProcessState.DEAD, _line_of(error.__cause__ or error))
+    except RayError:
+        return Health(ProcessState.ENDED)
+    return Health(ProcessState.UP) if failure is None else Health(ProcessState.FAILED, _line_of(failure))
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the last line, which says more than the first where Ray quotes a traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -16,10 +16,16 @@ _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.=-]+)*
 
 
 class Topology(enum.Enum):
-    """Separate prefill and decode workers, or workers that do both."""
+    """Separate prefill and decode workers, workers that do both, or such workers that hand requests over."""
 
     DISAGGREGATED = "disaggregated"
     COLOCATED = "colocated"
+    ELASTIC = "elastic"
+
+    @property
+    def is_separate(self) -> bool:
+        """True if prompts and decodes have workers of their own, with a pool between them."""
+        return self is Topology.DISAGGREGATED
 
 
 class DefaultSize(int):

@@ -1,8 +1,9 @@
-"""Faults of the network of namespace hosts: a host cut off, packets lost, packets delayed.
+"""Faults of the network of namespace hosts: a host cut off, packets lost or delayed, little bandwidth.
 
 Packets are dropped by iptables inside the host's own network namespace, both ways, so neither end gets an answer or an
-error. This kernel may have no `netem`, so delays are made by a relay of its own process (`delay_relay.py`) between the
-host's interface and the bridge.
+error. Bandwidth is limited by a token bucket (`tc` tbf) at both ends of the host's link. This kernel may have no
+`netem`, so delays are made by a relay of its own process (`delay_relay.py`) between the host's interface and the
+bridge.
 """
 
 import contextlib
@@ -20,6 +21,9 @@ _CHAINS = (("INPUT", "-i"), ("OUTPUT", "-o"))
 _READY = "ready"
 LOST_SHARE = 0.1
 DELAY_S = 0.05
+SLOW_MBIT_S = 20
+_BURST_BYTES = 32 * 1024  # at full speed
+_QUEUE_MS = 100  # that a packet waits at most; more are dropped, as switches do
 
 
 def cut_off(host: NamespaceHost) -> None:
@@ -43,6 +47,22 @@ def heal(host: NamespaceHost) -> None:
     """Drop nothing any more."""
     for chain, _ in _CHAINS:
         _iptables(host, "-F", chain)
+
+
+def limit_rate(host: NamespaceHost, mbit_s: float) -> None:
+    """Let the host's link carry so much and no more, in each direction."""
+    limit = ("rate", f"{mbit_s:g}mbit", "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MS}ms")
+    call("tc", "qdisc", "replace", "dev", f"{BRIDGE}-{host.name}", "root", "tbf", *limit)
+    done = host.run("tc", "qdisc", "replace", "dev", _INTERFACE, "root", "tbf", *limit)
+    if done.returncode:
+        unlimit_rate(host)
+        raise ResourceError(f"tc on {host.name}: {done.stderr.strip()}")
+
+
+def unlimit_rate(host: NamespaceHost) -> None:
+    """Let the host's link carry what it can."""
+    call("tc", "qdisc", "delete", "dev", f"{BRIDGE}-{host.name}", "root")
+    host.run("tc", "qdisc", "delete", "dev", _INTERFACE, "root")
 
 
 class DelayedPackets:
@@ -147,7 +167,7 @@ class LossyNetwork:
             heal(host)
 
 
-class SlowNetwork:
+class DelayingNetwork:
     """Every packet between two hosts takes 50 ms."""
 
     def __init__(self, hosts: NamespaceHosts) -> None:
@@ -165,11 +185,30 @@ class SlowNetwork:
             delay.close()
 
 
+class SlowNetwork:
+    """Every host's link carries 20 Mbit/s in each direction."""
+
+    def __init__(self, hosts: NamespaceHosts) -> None:
+        self._hosts = hosts.hosts
+
+    def begin(self) -> str:
+        """See HostFault."""
+        for host in self._hosts:
+            limit_rate(host, SLOW_MBIT_S)
+        return f"every host's link carries {SLOW_MBIT_S} Mbit/s in each direction"
+
+    def end(self) -> None:
+        """See HostFault."""
+        for host in self._hosts:
+            unlimit_rate(host)
+
+
 FAULTS: Mapping[str, Callable[[NamespaceHosts], HostFault]] = {
     "kill": KilledHost,
     "cut": CutHost,
     "loss": LossyNetwork,
-    "delay": SlowNetwork,
+    "delay": DelayingNetwork,
+    "slow": SlowNetwork,
 }
 
 

@@ -14,7 +14,7 @@ from alignedserve.core.request import Slo
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.distributions import ValueDistribution
-from alignedserve.workload.grammar import ClassSpec, parse_classes
+from alignedserve.workload.grammar import ClassSpec, ClientLimit, parse_classes
 from alignedserve.workload.lengths import LengthLimits
 from alignedserve.workload.requests import RequestSource, TimedRequest
 from alignedserve.workload.traces import TraceRow
@@ -136,7 +136,7 @@ def _traffic_class(spec: ClassSpec) -> TrafficClass:
         "wave": spec.wave is not None,
         "be_share": spec.be_share > 0,
         "priority": spec.priority != 0,
-        "max_tokens": spec.max_tokens is not None,
+        "max_tokens": spec.max_tokens is not ClientLimit.CONTEXT,
         "predict": spec.prediction is not None,
     }
     for key, is_set in unsent.items():

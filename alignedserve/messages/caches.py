@@ -7,7 +7,7 @@ import msgspec
 
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId
 from alignedserve.core.request import Request
-from alignedserve.messages.fields import Attempt, Count, PredictedLen, Text, TokenIds
+from alignedserve.messages.fields import Attempt, Count, PredictedLen, Seconds, Text, TokenIds
 from alignedserve.messages.wire import Message
 
 
@@ -53,7 +53,8 @@ class ArenaOffered(Message, frozen=True):
 class ReserveBlocks(Message, frozen=True):
     """Worker to pool: reserve blocks for this request. Answered once they are free, in order. A repetition replaces it.
 
-    Also prefill to decode worker, about the latter's buffer in the prefill worker's memory (an urgent request that does
+    Also worker to worker, to hand a request over: about the blocks that the sender lends the receiver.
+    Prefill to decode worker, about the latter's buffer in the prefill worker's memory (an urgent request that does
     not wait in the pool); answered at once.
     """
 
@@ -97,6 +98,7 @@ class BlocksWritten(Message, frozen=True):
     request: Request
     generated_token_ids: TokenIds  # the last of them is not yet in the cache
     predicted_output_len: PredictedLen | None = None  # of its PrefillRequest
+    begun_s: Seconds = 0.0  # since its first token, where it was decoded before
 
 
 class BlocksTaken(Message, frozen=True):

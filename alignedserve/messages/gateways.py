@@ -9,6 +9,12 @@ from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.wire import Message
 
 
+class GatewayRegistered(Message, frozen=True):
+    """Gateway to router on every (re)connect: workers of the same node are near."""
+
+    node: Text  # where it runs; empty on a cluster of one host
+
+
 class SubmitRequest(Message, frozen=True):
     """Gateway to router: serve this request. Answered by tokens from a worker, RequestRejected or RequestFailed."""
 

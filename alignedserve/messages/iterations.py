@@ -179,6 +179,30 @@ class UnmapArena:
     peer: str
 
 
+@dataclass(frozen=True, slots=True)
+class OpenBuffer:
+    """Command: allocate a buffer for this decode worker, in place of any earlier one. Answered by BufferOpened."""
+
+    peer: str
+    link_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseBuffer:
+    """Command: free the buffer of a decode worker that is gone."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class BufferOpened:
+    """Event: the buffer is allocated; None: there is no memory for one, and the decode worker has none here."""
+
+    peer: str
+    link_epoch: int
+    offered: ArenaOffered | None
+
+
 def delta_of(request: Request, token: SampledToken, index: int, eos_token_ids: frozenset[int]) -> TokenDelta:
     """Build the delta for an answer's token number `index`; without a token if only the prompt was to be scored."""
     if request.sampling.max_tokens == 0:

@@ -32,6 +32,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
+    GatewayRegistered,
     PromptScored,
     RequestFailed,
     RequestInterrupted,
@@ -56,19 +57,24 @@ from alignedserve.messages.workers import (
     AttemptFailed,
     BlocksFetched,
     IterationLogReport,
+    MoveRequest,
+    PeerNeeded,
     PeersChanged,
     PrefillCompleted,
     PrefillRequest,
     RegistrationRefused,
     RequestFinished,
+    RequestMoved,
     RequestPreempted,
+    RequestStayed,
     SetPredictedLength,
     WorkerLoad,
     WorkerRegistered,
 )
 
 RouterInbound = (
-    SubmitRequest
+    GatewayRegistered
+    | SubmitRequest
     | ResumeRequest
     | AbortRequest
     | AttemptFailed
@@ -76,6 +82,8 @@ RouterInbound = (
     | PrefillCompleted
     | RequestFinished
     | RequestPreempted
+    | RequestMoved
+    | RequestStayed
     | WorkerLoad
     | IterationLogReport
     | BlocksFetched
@@ -130,7 +138,12 @@ DecodeWorkerInbound = (
     | BlocksWritten
     | BlocksPrefetched
     | RequestReturned
+    | BlocksReserved
+    | ReservationRefused
+    | BlocksTaken
+    | MoveRequest
     | PeersChanged
+    | PeerNeeded
     | RegistrationRefused
     | Ping
 )

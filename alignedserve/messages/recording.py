@@ -20,7 +20,7 @@ from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor
 
 VERSION = 2
 SUFFIX = ".recording"
-RUN_FILE = "run.json"
+RUN_FILE, PART_FILE = "run.json", "part.json"
 ENDED = "Ended"  # in place of the event's class: the last frame
 CLOSED, FULL = "closed", "limit"  # reasons: the component was closed; the recording has reached its limit
 _MARK = b"ALSVREC"
@@ -33,8 +33,19 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of RUN_FILE: what a simulation of the run needs beside the recordings."""
 
     version: int = VERSION
-    config: ClusterConfig
+    config: ClusterConfig  # of several nodes: the first one's sizes, with the counts of all
     layout: BlockLayout
+    num_nodes: int = 1
+
+
+class RecordedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of PART_FILE: another node than the first, whose recordings lie beside it."""
+
+    node: str
+    hostname: str
+    address: str
+    clock_ahead_s: float  # to be added to its times, for those of the first node
+    is_whole: bool  # False: the node was lost, or is not to its end
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from alignedserve.core.errors import RecordingError
 from alignedserve.messages.recording import ENDED, SUFFIX, Decision, Digester, RecordReader
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.replay.component_schemas import schema_of
+from alignedserve.replay.run_file import parts_in
 
 CUT, ENDS_BETWEEN = "cut", "unfinished"
 _BROKEN = (AssertionError, LookupError, ArithmeticError, AttributeError, TypeError, ValueError)  # of a logic
@@ -96,9 +97,13 @@ class ComponentReplay:
 
 
 def recordings_in(folder: Path) -> list[Path]:
-    """Return the recordings in a folder, by component and restart. Raises RecordingError if there are none."""
+    """Return the recordings in a folder and in its parts, by component and restart.
+
+    Raises RecordingError if there are none.
+    """
     try:
         paths = [path for path in folder.iterdir() if path.suffix == SUFFIX]
+        paths += [path for part in parts_in(folder) for path in part.iterdir() if path.suffix == SUFFIX]
     except OSError as error:
         raise RecordingError(f"{folder} cannot be read: {error.strerror}") from error
     if not paths:
@@ -106,6 +111,6 @@ def recordings_in(folder: Path) -> list[Path]:
     return sorted(paths, key=_name_and_epoch)
 
 
-def _name_and_epoch(path: Path) -> tuple[str, int]:
+def _name_and_epoch(path: Path) -> tuple[str, str, int]:
     name, _, epoch = path.stem.rpartition(".")
-    return name, int(epoch) if epoch.isdecimal() else 0
+    return name, str(path.parent), int(epoch) if epoch.isdecimal() else 0

@@ -9,13 +9,18 @@ from typing import Any, get_type_hints
 import msgspec
 
 from alignedserve.messages.events import Logic, PeerConnected, PeerDisconnected, Received, Ticked
-from alignedserve.messages.iterations import BlocksLoaded, BlocksOffloaded, BlocksRelayed, IterationCompleted
+from alignedserve.messages.iterations import (
+    BlocksLoaded,
+    BlocksOffloaded,
+    BlocksRelayed,
+    BufferOpened,
+    IterationCompleted,
+)
 from alignedserve.messages.links import DecodeWorkerInbound, PoolInbound, PrefillWorkerInbound, RouterInbound
 from alignedserve.messages.recording import Decision, RecordReader
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
 from prefill_worker import factory as prefill_factory
-from prefill_worker.candidate_buffers import BufferOpened
 from router import factory as router_factory
 from router.state import DrainRequested, LengthPredicted
 

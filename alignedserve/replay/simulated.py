@@ -68,13 +68,16 @@ class SimulatedMachine:
     decode: WorkerCosts
     prefill: WorkerCosts | None = None  # None: as `decode`
     slowdown: float = 0.0  # of iterations by each other busy worker
+    num_nodes: int = 1
 
 
 def fitted_machine(metadata: RunMetadata, fit: MachineFit) -> SimulatedMachine:
     """Combine a recorded run's cluster with fitted costs."""
     decode = WorkerCosts(fit.decode.costs, fit.decode.ratios)
     prefill = WorkerCosts(fit.prefill.costs, fit.prefill.ratios) if fit.prefill is not None else None
-    return SimulatedMachine(metadata.config, metadata.layout, fit.links, decode, prefill, fit.slowdown)
+    return SimulatedMachine(
+        metadata.config, metadata.layout, fit.links, decode, prefill, fit.slowdown, metadata.num_nodes
+    )
 
 
 def requests_of(run: ObservedRun) -> list[ReplayedRequest]:
@@ -123,6 +126,7 @@ def simulate(workload: Workload, machine: SimulatedMachine, seed: int) -> dict[s
         prefill_costs=machine.prefill.drawn(seed) if machine.prefill is not None else None,
         learns_costs=True,
         core_slowdown=machine.slowdown,
+        num_pools=machine.num_nodes,
     )
     return Simulation(config, workload).run().classes
 

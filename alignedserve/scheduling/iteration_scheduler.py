@@ -16,7 +16,8 @@ from alignedserve.scheduling.packer import note_decodes
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
 from alignedserve.scheduling.scheduler_state import Scheduler, SchedulerState
 
-# The worker manages its blocks itself: the policy sees a memory of one block per request, all of them held.
+# The worker manages its blocks itself: the policy sees a memory of one block per request, all of them held and none
+# free, so that memory is nothing to choose by.
 _BLOCK_TOKENS = 1 << 40
 _MIXING_TOLERANCE = 0.1  # about the error of a learned cost model
 
@@ -66,7 +67,7 @@ class PolicyIterationScheduler:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._state = SchedulerState(DeviceMemory(1 << 30, 1 << 30, _BLOCK_TOKENS))
+        self._state = SchedulerState(DeviceMemory(num_blocks=0, num_free=0, block_size=_BLOCK_TOKENS))
 
     def enter(
         self, request: Request, now: float, *, num_cached: int, num_generated: int, predicted_len: float | None
@@ -76,12 +77,12 @@ class PolicyIterationScheduler:
         row = self._state.table.row(request.request_id)
         self._state.table.num_cached[row] = num_cached
         self._state.table.num_blocks[row] = 1
-        self._state.num_free -= 1
 
     def leave(self, request_id: RequestId) -> None:
         """Remove a request, between two iterations. It may be gone already."""
         if request_id in self._state.table:
-            self._state.remove(request_id)
+            num_blocks = self._state.remove(request_id)
+            self._state.num_free -= num_blocks  # they go with it
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
         """Set a prediction that came late; requests that are not here are ignored."""
@@ -111,7 +112,8 @@ class PolicyIterationScheduler:
     def choose(self, now: float, *, stalled: Collection[RequestId] = ()) -> Slices:
         """Choose how many tokens each request computes in the iteration that begins now; stalled ones cannot."""
         view = self._state.view(limits=self._scheduler.limits, costs=self._scheduler.costs, now=now)
-        plan = self._scheduler.policy.plan(replace(view, can_evict=False))
+        view = replace(view, memory=replace(view.memory, num_blocks=len(view.table)), can_evict=False)
+        plan = self._scheduler.policy.plan(view)
         assert not plan.evictions, "evictions on a worker that cannot evict"
         request_ids = self._state.table.request_ids
         if stalled:

@@ -3,7 +3,7 @@
 Shared by the worker's logic, which holds block ids and tokens, and tests that run a policy without a worker.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.costmodel.model import CostModel, LearningCostModel
 from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.packer import note_decodes
 from alignedserve.scheduling.policy import (
     DeviceMemory,
     EvictionMode,
@@ -38,6 +39,22 @@ class AllocationResult(NamedTuple):
 
     num_blocks: int  # allocated, after those that the request has
     num_swapped: int  # tokens swapped in from the host
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The columns of a request that moves on with its cache."""
+
+    predicted_len: float
+    num_generated: int
+    num_cached: int
+    num_blocks: int
+    first_token_s: float
+    last_token_s: float
+    service_s: float = 0.0
+
+
+_MOVED = tuple(field.name for field in fields(Progress))
 
 
 class SchedulerState:
@@ -81,6 +98,28 @@ class SchedulerState:
         self._rows = np.array([part.row for part in plan.scheduled], np.int64)
         self._num_tokens = np.array([part.num_tokens for part in plan.scheduled], np.int64)
         self.work = work_of(self.table, plan, self._memory)
+
+    # --- requests that move between workers
+
+    def hold(self, num_blocks: int) -> None:
+        """Take free blocks for a request that is on its way; negative: give them back."""
+        assert num_blocks <= self.num_free, "blocks held that are not free"
+        self.num_free -= num_blocks
+
+    def detach(self, request_id: RequestId) -> Progress:
+        """Remove a request whose cache is on the device; its blocks stay held."""
+        table, row = self.table, self.table.row(request_id)
+        assert not table.num_swapped[row], "part of its cache is on the host"
+        values = {name: getattr(table, name)[row].item() for name in _MOVED}
+        table.remove(request_id)
+        return Progress(**values)
+
+    def attach(self, request: Request, now: float, progress: Progress) -> None:
+        """Add a request with its cache, in blocks that are held already."""
+        self.table.add(request, now, num_generated=progress.num_generated)
+        row = self.table.row(request.request_id)
+        for name in _MOVED:
+            getattr(self.table, name)[row] = getattr(progress, name)
 
     # --- a plan, part by part, evictions first
 
@@ -167,6 +206,18 @@ class Scheduler:
     def plan(self, state: SchedulerState, now: float) -> IterationPlan:
         """Plan the next iteration."""
         return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
+
+    def prompt_share(self, state: SchedulerState) -> float:
+        """Return the share of an iteration that its decodes leave for prompts, if it lasts as long as they allow.
+
+        1 without decodes that have an objective, 0 where they take all the time.
+        """
+        table = state.table
+        decodes = np.flatnonzero(table.is_decoding & (table.num_swapped == 0))
+        allowed_s = float(np.min(table.tpot_s[decodes], initial=np.inf))
+        work = IterationWork()
+        note_decodes(work, table, decodes)
+        return max(0.0, 1.0 - self.costs.iteration_s(work) / allowed_s)
 
     def completed(self, state: SchedulerState, *, now: float, duration_s: float) -> None:
         """Note the end of an iteration and learn from its duration; 0 where it was not measured."""

@@ -51,6 +51,7 @@ def simulated_on(cluster_hardware: ClusterHardware, cluster: ClusterConfig) -> S
         links=_links(decode),
         decode_costs=make_cost_model(cluster_hardware.source, decode),
         prefill_costs=make_cost_model(cluster_hardware.source, prefill),
+        context_len=_context_len(decode.shape, cluster),
     )
 
 
@@ -60,7 +61,13 @@ def simulated_as_profiled(profile: MachineProfile, cluster: ClusterConfig) -> Si
     Workers have the `kv_cache_bytes` of the configuration. They share no cores: each is as fast as the one profiled.
     """
     costs, link = profile.cost_model(), profile.memory_link
-    return SimConfig(cluster, _layout(profile.shape, cluster), SimLinks(link, link), costs)
+    context_len = _context_len(profile.shape, cluster)
+    return SimConfig(cluster, _layout(profile.shape, cluster), SimLinks(link, link), costs, context_len=context_len)
+
+
+def _context_len(shape: ModelShape, cluster: ClusterConfig) -> int | None:
+    """Return the configured context, or the end of learned positions; None where neither says."""
+    return cluster.model.max_context_len or shape.num_positions or None
 
 
 def _layout(shape: ModelShape, cluster: ClusterConfig) -> BlockLayout:

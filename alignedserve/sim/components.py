@@ -9,6 +9,7 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.events import (
     TICK_S,
     Dial,
+    HangUp,
     Logic,
     PeerConnected,
     PeerDisconnected,
@@ -20,11 +21,14 @@ from alignedserve.messages.events import (
 )
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
+    BufferOpened,
+    CloseBuffer,
     IterationCompleted,
     IterationTimes,
     LoadBlocks,
     MapArena,
     OffloadBlocks,
+    OpenBuffer,
     RelayBlocks,
     RunIteration,
     UnmapArena,
@@ -35,11 +39,10 @@ from alignedserve.sim.copies import SimulatedArena, SimulatedCopier
 from alignedserve.sim.engine import SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.shared_cores import SharedCores
-from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 
 Performers = Mapping[type, Callable[[Any], None]]
 _TICK = Ticked()
-_DIALLING = (Dial, StopDialling)  # the simulated cluster is linked when it is built
+_DIALLING = (Dial, StopDialling, HangUp)  # the simulated cluster is linked when it is built
 
 
 AnyLogic = Logic[Any, Any]

@@ -54,7 +54,8 @@ class SimConfig:
     decode_costs: CostModel  # of colocated workers: for both phases
     prefill_costs: CostModel | None = None  # None: as `decode_costs`
     mechanisms: SimMechanisms = SimMechanisms()
-    learns_costs: bool = False  # policies learn the cost of iterations, as live ones do; False: they know it
+    learns_costs: bool = True  # policies learn the cost of iterations, as live ones do; False: they know it
+    context_len: int | None = None  # of the model; None: what a decode worker's memory holds
     core_slowdown: float = 0.0  # share by which each other busy worker prolongs an iteration (shared_cores.py)
     num_pools: int = 1  # nodes: prefill and decode workers are distributed over them
     routers: SimRouters = SimRouters()
@@ -82,6 +83,16 @@ class SimConfig:
         )
 
     @property
+    def memory_tokens(self) -> int:
+        """Tokens whose cache a decode worker's memory holds."""
+        return self.layout.blocks_in(self.cluster.decode.kv_cache_bytes) * self.layout.block_size
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens that a request may come to hold: its limit where the client sets none, as in a gateway."""
+        return min(self.context_len or self.memory_tokens, self.memory_tokens)
+
+    @property
     def available(self) -> frozenset[Mechanism]:
         """Mechanisms that the simulated engine offers policies; known lengths depend on the workload."""
         has = {
@@ -95,4 +106,9 @@ class SimConfig:
     @property
     def is_colocated(self) -> bool:
         """True if every worker both prefills and decodes."""
-        return self.cluster.chosen_topology is Topology.COLOCATED
+        return not self.cluster.chosen_topology.is_separate
+
+    @property
+    def can_move(self) -> bool:
+        """True if such workers hand requests over as well; one whose blocks are shared with another cannot move."""
+        return self.cluster.chosen_topology is Topology.ELASTIC and not self.mechanisms.has_shared_blocks

@@ -76,7 +76,9 @@ class MemoryLinks:
 class SimulatedCopier:
     """Performs one worker's copies. Its arenas are keyed by the peer that offered one, or that it is offered to."""
 
-    def __init__(self, worker: str, pool: str, memory_links: MemoryLinks) -> None:
+    def __init__(self, worker: str, pool: str, memory_links: MemoryLinks, *, is_through_host: bool = False) -> None:
+        """`is_through_host`: buffers lent to other workers are in host memory."""
+        self._is_through_host = is_through_host
         self._worker = worker
         self._pool = pool
         self._memory_links = memory_links
@@ -100,7 +102,8 @@ class SimulatedCopier:
         return self._ends_s(source, target, len(command.target_block_ids))
 
     def _ends_s(self, source: str, target: str, num_blocks: int) -> float:
-        return self._memory_links.completion_s(source, target, num_blocks, is_host=self._pool in (source, target))
+        is_host = self._is_through_host or self._pool in (source, target)
+        return self._memory_links.completion_s(source, target, num_blocks, is_host=is_host)
 
     # --- outcomes
 

@@ -66,11 +66,13 @@ class SimulatedGateway:
         network: Network,
         routers: RouterChoice,
         *,
+        max_context_len: int,
         on_idle: Callable[[], None],
     ) -> None:
         self._event_queue = event_queue
         self._network = network
         self._routers = routers
+        self._max_context_len = max_context_len
         self._on_idle = on_idle
         self._timed = iter(workload.requests)
         self._loops = ClosedLoopRun(workload)
@@ -154,7 +156,7 @@ class SimulatedGateway:
         request = Request(
             request_id,
             self._prompts.borrow(timed.prompt_len),
-            SamplingParams(max_tokens=timed.max_tokens),
+            SamplingParams(max_tokens=self._limit(timed)),
             GATEWAY,
             now,
             timed.request_class,
@@ -169,6 +171,12 @@ class SimulatedGateway:
         self._num_to_come -= 1
         self._network.send(GATEWAY, router, SubmitRequest(request))
         self._predict(self._open[request_id])
+
+    def _limit(self, timed: TimedRequest) -> int:
+        """Return the client's limit; where it sets none, what its prompt leaves of the context."""
+        if timed.max_tokens is not None:
+            return timed.max_tokens
+        return max(self._max_context_len - timed.prompt_len, 1)
 
     def _predict(self, under_way: _SentRequest) -> None:
         """Send the prediction, if there is one; as live after the request, which does not wait for it."""

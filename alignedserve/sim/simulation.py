@@ -7,20 +7,22 @@ messages arrive and the counts are final.
 import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from itertools import repeat
+from itertools import combinations, repeat
 from typing import Any
 
 import msgspec
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.events import TICK_S
 from alignedserve.messages.gateways import ClusterStatus, Demand
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iteration_log import IterationLogTotals
-from alignedserve.scheduling.factory import resolve_policy
+from alignedserve.scheduling.factory import calibration_s, limits_of, resolve_policy
 from alignedserve.scheduling.policies import require_policy
-from alignedserve.scheduling.policy import Mechanism
+from alignedserve.scheduling.policy import IterationLimits, Mechanism
+from alignedserve.sim.calibration import calibrated, points_of
 from alignedserve.sim.components import AnyLogic, Network, SharedMemory, SimulatedComponent, SimulatedWorker
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.copies import MemoryLinks, SimulatedCopier
@@ -60,7 +62,14 @@ class Simulation:
         self._routers: dict[str, SimulatedRouter] = {}
         names = [_router(number, config.routers.count) for number in range(config.routers.count)]
         choice = RouterChoice(names)
-        self._gateway = SimulatedGateway(workload, self._event_queue, self._network, choice, on_idle=self._settle)
+        self._gateway = SimulatedGateway(
+            workload,
+            self._event_queue,
+            self._network,
+            choice,
+            max_context_len=config.max_context_len,
+            on_idle=self._settle,
+        )
         self._network.to_gateway = self._gateway.emitted
         self._busy_s: list[float] = []  # of the routers, when the last request ended
         self._components: list[SimulatedComponent] = []
@@ -160,6 +169,7 @@ class Simulation:
             scheduling=self._config.cluster.scheduling,
             eos_token_ids=_EOS_TOKEN_IDS,
             costs=self._known(costs),
+            measured=self._measured(costs, num_blocks, limits_of(config)),
         )
         return self._add_worker(f"prefill-{number}", Role.PREFILL_WORKER, logic, _pool(node), costs)
 
@@ -168,16 +178,18 @@ class Simulation:
         num_blocks = layout.blocks_in(config.kv_cache_bytes)
         logic: AnyLogic
         cluster, costs = self._config.cluster, self._known(self._config.decode_costs)
+        measured = self._measured(self._config.decode_costs, num_blocks, limits_of(config))
         if self._config.is_colocated:
             logic = decode_factory.make_colocated_logic(
-                registered=registration_of(
-                    layout, num_blocks, decode_factory.max_held(config), can_prefill=True, can_decode=True
+                registered=decode_factory.colocated_registration(
+                    layout, num_blocks, config, pool_name=_pool(node) if self._config.can_move else None
                 ),
                 memory=self._config.colocated_memory,
                 config=config,
                 scheduling=cluster.scheduling,
                 eos_token_ids=_EOS_TOKEN_IDS,
                 costs=costs,
+                measured=measured,
             )
         else:
             logic = decode_factory.make_logic(
@@ -189,6 +201,7 @@ class Simulation:
                 scheduling=cluster.scheduling,
                 eos_token_ids=_EOS_TOKEN_IDS,
                 costs=costs,
+                measured=measured,
             )
         name = f"decode-{number}"
         return self._add_worker(name, Role.DECODE_WORKER, logic, _pool(node), self._config.decode_costs)
@@ -197,12 +210,21 @@ class Simulation:
         """Return the costs that a worker's policy knows from the start."""
         return None if self._config.learns_costs else costs
 
+    def _measured(self, costs: CostModel, num_blocks: int, limits: IterationLimits) -> tuple[Sample, ...]:
+        """Return the iterations that a worker measures before it serves, to learn costs from."""
+        config = self._config
+        if not config.learns_costs:
+            return ()
+        has_hidden_cache = config.mechanisms.hidden_ratio is not None
+        points = points_of(config.layout, limits, num_blocks=num_blocks, has_hidden_cache=has_hidden_cache)
+        return calibrated(costs, points, calibration_s(config.cluster.engine, config.cluster.scheduling))
+
     def _add_worker(self, name: str, role: Role, logic: AnyLogic, pool: str, costs: CostModel) -> str:
         keeps_timeline = name == self._config.timeline_of
         engine = SimulatedEngine(
             costs, self._gateway.output_lens, self._config.colocated_memory, keeps_timeline=keeps_timeline
         )
-        copier = SimulatedCopier(name, pool, self._memory_links)
+        copier = SimulatedCopier(name, pool, self._memory_links, is_through_host=self._config.can_move)
         component = self._add_component(name, role, logic)
         self._workers[name] = SimulatedWorker(component, engine, copier, self._memory, self._event_queue)
         return name
@@ -211,6 +233,8 @@ class Simulation:
         """Link the components of one node as live ones are linked."""
         for prefiller in prefillers:
             self._network.link(prefiller, _pool(node))
+        for one, other in combinations(decoders if self._config.can_move else (), 2):
+            self._network.link(one, other)
         for decoder in decoders:
             for peer in ([_pool(node)] if prefillers else []) + prefillers:
                 self._network.link(decoder, peer)
@@ -270,14 +294,18 @@ class Simulation:
 
 
 def _check_fit(config: SimConfig, workload: Workload) -> None:
-    """Raise ConfigError for a request that no decode worker can ever hold; the live router would fail it."""
-    num_tokens = config.layout.blocks_in(config.cluster.decode.kv_cache_bytes) * config.layout.block_size
+    """Raise ConfigError for a request that could never be served as it is; live it would fail or be cut short.
+
+    One with a limit of its own is to fit a decode worker's memory at its longest; one without, the context.
+    """
     for number, timed in enumerate(workload.requests):
-        if timed.prompt_len + timed.max_tokens > num_tokens:
-            raise ConfigError(
-                f"request {number} of the workload may come to hold {timed.prompt_len + timed.max_tokens} tokens; "
-                f"a decode worker's memory holds {num_tokens}"
-            )
+        if timed.max_tokens is None:
+            holds, words, limit = timed.final_context_len, "comes to hold", config.max_context_len
+        else:
+            holds, words, limit = timed.prompt_len + timed.max_tokens, "may come to hold", config.memory_tokens
+        if holds > limit:
+            what = "a decode worker's memory holds" if limit == config.memory_tokens else "the model's context is"
+            raise ConfigError(f"request {number} of the workload {words} {holds} tokens; {what} {limit}")
 
 
 def _check_policy(config: SimConfig, workload: Workload) -> None:

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from alignedserve.core.ids import RequestId
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.wire import Message
@@ -11,6 +12,7 @@ from alignedserve.messages.workers import (
     PrefillCompleted,
     PrefillRequest,
     RequestFinished,
+    RequestStayed,
     WorkerLoad,
     WorkerRegistered,
 )
@@ -55,6 +57,10 @@ class RouterLink:
     def failed(self, one: WorkerRequest | PrefillRequest, kind: FailureKind, reason: str) -> list[Send]:
         """Report that this attempt has failed."""
         return self.send(AttemptFailed(one.request.request_id, one.attempt, kind, reason))
+
+    def stayed(self, request_id: RequestId, attempt: int) -> list[Send]:
+        """Report that a request is not handed over."""
+        return self.send(RequestStayed(request_id, attempt))
 
     # --- load
 

@@ -20,7 +20,7 @@ from alignedserve.core.request import RequestClass, Slo
 from alignedserve.workload.arrivals import GapDistribution, Renewal
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.distributions import FloatArray, ValueDistribution
-from alignedserve.workload.grammar import RECORDED, ClassSpec, parse_classes
+from alignedserve.workload.grammar import RECORDED, ClassSpec, ClientLimit, parse_classes
 from alignedserve.workload.lengths import DrawnLengths, IntArray, Lengths
 from alignedserve.workload.recordings import Extract, RecordedSource, Recording
 from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
@@ -167,9 +167,9 @@ class _ClassTraffic:
         spec, count = self.spec, len(lengths)
         assert lengths.prompt_len is not None, "lengths are complete"
         output_len = self._answers(lengths)
-        limits = output_len if spec.max_tokens is None else np.full(count, spec.max_tokens)
+        limits = _limits(spec, output_len)
         classes, slos = _objectives(spec, self._generator(_Purpose.OBJECTIVES, block), count)
-        columns = (lengths.prompt_len.tolist(), output_len.tolist(), limits.tolist(), classes, slos)
+        columns = (lengths.prompt_len.tolist(), output_len.tolist(), limits, classes, slos)
         return [
             TimedRequest(arrival, prompt, output, limit, spec.name, request_class, slo, spec.priority, prediction)
             for arrival, prompt, output, limit, request_class, slo, prediction in zip(
@@ -180,7 +180,7 @@ class _ClassTraffic:
     def _answers(self, lengths: Lengths) -> IntArray:
         assert lengths.output_len is not None, "lengths are complete"
         limit = self.spec.max_tokens
-        return lengths.output_len if limit is None else np.minimum(lengths.output_len, limit)
+        return np.minimum(lengths.output_len, limit) if isinstance(limit, int) else lengths.output_len
 
     def _predicted(self, output_len: IntArray, block: int) -> list[int] | list[None]:
         prediction = self.spec.prediction
@@ -204,6 +204,19 @@ class _DrawnStream:
         if block not in self._blocks:
             self._blocks[block] = self._traffic.block(block)
         return self._blocks[block][place]
+
+
+def _limits(spec: ClassSpec, output_len: IntArray) -> list[int] | list[None]:
+    """Return every client's limit; None: it sets none."""
+    match spec.max_tokens:
+        case ClientLimit.CONTEXT:
+            return [None] * len(output_len)
+        case ClientLimit.POWER_OF_TWO:
+            return [1 << (length - 1).bit_length() for length in output_len.tolist()]
+        case ClientLimit.EXACT:
+            return list(output_len.tolist())
+        case limit:
+            return [limit] * len(output_len)
 
 
 def _objectives(spec: ClassSpec, rng: Generator, count: int) -> tuple[list[RequestClass], list[Slo]]:

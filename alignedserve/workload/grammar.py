@@ -6,6 +6,7 @@
 lengths (or the path of a file), which may stand alone. Whatever does not belong here is refused by name.
 """
 
+import enum
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -26,6 +27,14 @@ RECORDED = "recorded"
 MAX_OUTSTANDING = 10_000
 _NAME = re.compile(r"\s*([A-Za-z][\w-]*)\s*:(.*)", re.DOTALL)
 _SOURCE = re.compile(r"[\w./~-]+")
+
+
+class ClientLimit(enum.Enum):
+    """Limits that clients set where the line names no number."""
+
+    CONTEXT = "context"  # none: what the prompt leaves of the context, as a gateway fills it in
+    POWER_OF_TWO = "power_of_two"  # the least that holds the answer: tells its length within a factor of two
+    EXACT = "exact"  # just the answer's length: tells schedulers what no server knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,7 @@ class ClassSpec:
     deadline_s: ValueDistribution | None = None
     priority: int = 0
     tier: str | None = None
-    max_tokens: int | None = None  # the client's limit; None: it asks for just what it gets
+    max_tokens: int | ClientLimit = ClientLimit.CONTEXT
     limits: LengthLimits = field(default_factory=LengthLimits)
     prediction: PredictionModel | None = None
 
@@ -157,6 +166,16 @@ def _priority(key: str, value: str) -> int:
         raise ConfigError(f"{key}: {value!r} is not a whole number") from None
 
 
+def _client_limit(key: str, value: str) -> int | ClientLimit:
+    names = [limit.value for limit in ClientLimit]
+    if value in names:
+        return ClientLimit(value)
+    try:
+        return _whole_number(key, value)
+    except ConfigError:
+        raise ConfigError(f"{key}: {value!r} is neither a whole number nor one of {', '.join(names)}") from None
+
+
 def _request_class(key: str, value: str) -> RequestClass:
     try:
         return RequestClass(value)
@@ -188,7 +207,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "deadline": _law,
     "priority": _priority,
     "tier": _source,
-    "max_tokens": _whole_number,
+    "max_tokens": _client_limit,
     "predict": lambda key, value: parse_prediction(value),
 }
 _LIMITS = ("max_prompt", "max_output", "max_total")

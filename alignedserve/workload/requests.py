@@ -16,7 +16,7 @@ class TimedRequest:
     arrival_s: float  # from the start of the run
     prompt_len: int
     output_len: int  # tokens that the answer will have
-    max_tokens: int  # the client's limit; output_len never exceeds it
+    max_tokens: int | None  # the client's limit, which output_len never exceeds; None: it sets none
     class_name: str  # of the traffic it belongs to: a row in reports
     request_class: RequestClass = RequestClass.REAL_TIME
     slo: Slo = NO_SLO

@@ -11,14 +11,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from alignedserve.evaluation.cluster_demo import SETTINGS, Rehearsal, clear_former, replay_with_fault
+from alignedserve.evaluation.cluster_demo import clear_former, replay_with_fault
 from alignedserve.evaluation.namespace_hosts import NamespaceHosts
+from alignedserve.evaluation.rehearsal import SETTINGS, Rehearsal
 from benchmarks.support.recording import write_result
 
 _NUM_HOSTS = 3
 _FAULT_AT_S = 5.0
 # Seconds of the fault (0: until the trace ends) and of the trace.
-CASES = {"cut": (20.0, 35.0), "loss": (8.0, 15.0), "delay": (8.0, 15.0), "kill": (0.0, 20.0)}
+CASES = {"cut": (20.0, 35.0), "loss": (8.0, 15.0), "delay": (8.0, 15.0), "slow": (8.0, 15.0), "kill": (0.0, 20.0)}
 
 
 def measure(rehearsal: Rehearsal, fault: str, rate: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ model, a batch may join at any time if its lengths add no cost to those that run
 """
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alignedserve.core.ids import BatchId
 from alignedserve.messages.fields import NO_BATCH
@@ -23,6 +23,14 @@ class SwitchLimits:
     low_running: int = 36  # with fewer running and no candidate requests, the next batch takes over
     starvation_s: float = 2.0
     low_blocks: int | None = None  # not while this many blocks or more are taken; None: however many
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """Limits of the running batch."""
+
+    max_running_requests: int
+    switch: SwitchLimits = field(default_factory=SwitchLimits)
 
 
 @dataclass(slots=True)

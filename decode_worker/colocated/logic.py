@@ -8,18 +8,20 @@ The life of a request on a colocated worker:
    one PrefillCompleted tells the router that its prompt is done.
 4. It ends with its stop token or its limit: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
 Requests are never sent back to the router: a preempted one waits here and resumes with the tokens it has generated.
+Under the elastic topology the router may move one that decodes to another worker: moves.py.
 """
 
-from dataclasses import dataclass, field
-
-from alignedserve.core.block_allocator import BlockAllocator, blocks_for
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.events import CommonEvent, PeerConnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     Addition,
+    BlocksLoaded,
+    BlocksOffloaded,
+    BufferOpened,
     IterationCompleted,
     RunIteration,
     Swap,
@@ -27,24 +29,17 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.scheduling.policy import DeviceMemory, EvictionMode, IterationPlan, PlannedEviction
-from alignedserve.scheduling.scheduler_state import AllocationResult, Scheduler, SchedulerState
+from alignedserve.scheduling.scheduler_state import AllocationResult, Scheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
-from alignedserve.worker_core.request import WorkerRequest
 from alignedserve.worker_core.router_link import RouterLink
+from decode_worker.colocated.held_requests import ColocatedRequest, HeldRequests
+from decode_worker.colocated.moves import MoveCommand, RequestMoves
 
-ColocatedEvent = CommonEvent | IterationCompleted
-ColocatedCommand = Send | SendTo | RunIteration
+ColocatedEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
+ColocatedCommand = Send | SendTo | RunIteration | MoveCommand
 
-
-@dataclass(slots=True, eq=False)
-class ColocatedRequest(WorkerRequest):
-    """One request on a colocated worker; its progress is in the table."""
-
-    block_ids: list[BlockId] = field(default_factory=list)
-    is_in_engine: bool = False
-    is_on_host: bool = False  # the engine keeps a host copy of it
-    is_finished: bool = False  # it has had its last token, or has failed
+_LEAN_STEPS = 32
 
 
 class ColocatedLogic:
@@ -62,15 +57,15 @@ class ColocatedLogic:
         assert memory.num_blocks == memory.num_free == registered.num_blocks, "memory that is not the worker's"
         self._registered = registered
         self._scheduler = scheduler
-        self._state = SchedulerState(memory)
-        self._allocator = BlockAllocator(registered.num_blocks)
-        self._requests: dict[RequestId, ColocatedRequest] = {}
+        self._requests = HeldRequests(memory)
+        self._state = self._requests.state
         self._members: tuple[ColocatedRequest, ...] = ()  # of the latest iteration
-        self._removals: list[RequestId] = []  # for the engine, with the next iteration
-        self._forgotten: list[RequestId] = []
+        self._postponed: dict[RequestId, PrefillRequest] = {}  # until blocks that are held for moves are free again
         self._num_preemptions = 0
+        self._lean = 1.0
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
+        self._moves = RequestMoves(self._requests, self._router, registered) if registered.can_move else None
         self._iterations: IterationCycle[ColocatedRequest, ColocatedCommand] = IterationCycle(
             router=self._router,
             eos_token_ids=eos_token_ids,
@@ -94,23 +89,27 @@ class ColocatedLogic:
                 return self._set_predicted_length(message)
             case Received(_, AbortRequest(request_id=request_id, attempt=attempt)):
                 return self._abort(request_id, attempt)
+            case PeerConnected(Role.ROUTER, peer):
+                return self._on_router(peer)
+            case Ticked():
+                if self._moves is not None:
+                    self._measure_lean()
+                return [*self._router.totals(self.iteration_log, now)]
+            case _ if self._moves is not None:
+                return [*self._moves.on_event(event, now)]
             case Received(_, message):
                 raise AssertionError(f"a colocated worker does not take {type(message).__name__}")
-            case PeerConnected(role, peer):
-                return self._on_connected(role, peer)
-            case PeerDisconnected():
-                return []
-            case Ticked():
-                return [*self._router.totals(self.iteration_log, now)]
+        return []
 
     # --- peers and messages
 
-    def _on_connected(self, role: Role, peer: str) -> list[ColocatedCommand]:
-        if role is not Role.ROUTER:
-            return []
+    def _on_router(self, peer: str) -> list[ColocatedCommand]:
         # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
-        for request_id in list(self._requests):
-            self._abort(request_id)
+        for tracked in list(self._requests):
+            self._abort(tracked.request.request_id)
+        self._postponed.clear()
+        if self._moves is not None:
+            self._moves.abort_all()
         return [*self._router.connected(peer)]
 
     def _add_candidate(self, message: PrefillRequest, now: float) -> list[ColocatedCommand]:
@@ -123,15 +122,24 @@ class ColocatedLogic:
         self._abort(request_id, message.attempt - 1)
         earlier = self._requests.get(request_id)
         if earlier is None:
-            self._add(message, now)
+            self._admit(message, now)
         else:
             earlier.successor = message
         return []
 
-    def _add(self, message: PrefillRequest, now: float) -> None:
-        request, generated = message.request, list(message.generated_token_ids)
-        self._requests[request.request_id] = ColocatedRequest(request, message.attempt, generated, granted_s=now)
-        self._state.add(request, now, predicted_len=message.predicted_output_len, num_generated=len(generated))
+    def _admit(self, message: PrefillRequest, now: float) -> None:
+        """Add a request; later, if it might need blocks that are held for requests on their way."""
+        held, request = self._requests, message.request
+        num_left = self._registered.num_blocks - held.num_away
+        if held.num_away and blocks_for(request.max_context_len, self._registered.block_size) > num_left:
+            self._postponed[request.request_id] = message
+        else:
+            held.add(message, now)
+
+    def _admit_postponed(self, now: float) -> None:
+        postponed, self._postponed = self._postponed, {}
+        for message in postponed.values():
+            self._admit(message, now)
 
     def _set_predicted_length(self, message: SetPredictedLength) -> list[ColocatedCommand]:
         tracked = self._requests.get(message.request_id)
@@ -143,36 +151,34 @@ class ColocatedLogic:
         """Abort a request; with an attempt, only that one and earlier ones."""
         tracked = self._requests.get(request_id)
         if tracked is not None and tracked.abort(attempt) and not self._iterations.is_running:
-            self._drop(tracked)
+            self._requests.drop(tracked)
+        postponed = self._postponed.get(request_id)
+        if postponed is not None and (attempt is None or postponed.attempt <= attempt):
+            del self._postponed[request_id]
+        if self._moves is not None:
+            self._moves.abort(request_id, attempt)
         return []
-
-    def _drop(self, tracked: ColocatedRequest) -> None:
-        """Remove a request and free its blocks."""
-        request_id = tracked.request.request_id
-        del self._requests[request_id]
-        self._allocator.free(tracked.block_ids)
-        self._state.remove(request_id)
-        if tracked.is_in_engine:
-            self._removals.append(request_id)
-        if tracked.is_on_host:
-            self._forgotten.append(request_id)
 
     # --- starting an iteration
 
     def _start_iteration(self, now: float) -> list[ColocatedCommand]:
-        if self._iterations.is_running or not self._requests:
+        if self._iterations.is_running:
             return []
+        commands: list[ColocatedCommand] = [*self._moves.leave(now)] if self._moves is not None else []
+        if self._postponed:
+            self._admit_postponed(now)
+        if not self._requests:
+            return commands
         plan = self._scheduler.plan(self._state, now)
         if not plan.scheduled:
             assert not plan.evictions, "evictions without a scheduled request"
-            return []
-        request_ids = self._state.table.request_ids
-        members = tuple(self._requests[request_ids[part.row]] for part in plan.scheduled)
+            return commands
+        members = tuple(self._requests.of_row(part.row) for part in plan.scheduled)
         self._state.begin(plan)
         iteration = self._perform(plan, members, now)
         self._iterations.start(now, members, has_changed=members != self._members)
         self._members = members
-        return [iteration]
+        return [iteration, *commands]
 
     def _perform(self, plan: IterationPlan, members: tuple[ColocatedRequest, ...], now: float) -> RunIteration:
         """Allocate and free blocks by the plan; return the command for the engine."""
@@ -193,9 +199,8 @@ class ColocatedLogic:
             elif block_ids:
                 extensions.append((request_id, block_ids))
         for row in plan.uploads:
-            self._bring_in(self._requests[self._state.table.request_ids[row]], self._state.upload(row), ins)
-        removals, self._removals = tuple(self._removals), []
-        forgotten, self._forgotten = tuple(self._forgotten), []
+            self._bring_in(self._requests.of_row(row), self._state.upload(row), ins)
+        removals, forgotten = self._requests.take_removals(), self._requests.take_forgotten()
         swaps = Swaps(forgotten, tuple(outs), tuple(ins)) if forgotten or outs or ins else None
         slices = tuple(
             (tracked.request.request_id, part.num_tokens) for part, tracked in zip(plan.scheduled, members, strict=True)
@@ -204,7 +209,7 @@ class ColocatedLogic:
 
     def _bring_in(self, tracked: ColocatedRequest, entered: AllocationResult, ins: list[Swap]) -> tuple[BlockId, ...]:
         """Allocate the request's new blocks; its cache on the host is swapped in with the iteration."""
-        block_ids = self._allocator.allocate(entered.num_blocks)
+        block_ids = self._requests.allocator.allocate(entered.num_blocks)
         assert block_ids is not None, "a plan that does not fit"
         tracked.block_ids += block_ids
         if entered.num_swapped:
@@ -213,22 +218,17 @@ class ColocatedLogic:
         return block_ids
 
     def _evict(self, part: PlannedEviction, now: float) -> Swap | None:
-        request_id = self._state.table.request_ids[part.row]
-        tracked = self._requests[request_id]
+        tracked = self._requests.of_row(part.row)
         left = self._state.evict(part, now)
         num_kept = len(tracked.block_ids) - left.num_blocks
         leaving, tracked.block_ids = tuple(tracked.block_ids[num_kept:]), tracked.block_ids[:num_kept]
-        self._allocator.free(leaving)
+        self._requests.allocator.free(leaving)
         self._num_preemptions += 1
-        if tracked.is_in_engine:
-            self._removals.append(request_id)
-            tracked.is_in_engine = False
+        self._requests.leave_engine(tracked)
         if part.how is EvictionMode.SWAP:
             tracked.is_on_host = True
-            return Swap(request_id, left.num_swapped, leaving)
-        if tracked.is_on_host:
-            self._forgotten.append(request_id)
-            tracked.is_on_host = False
+            return Swap(tracked.request.request_id, left.num_swapped, leaving)
+        self._requests.forget_host_copy(tracked)
         return None
 
     # --- ending an iteration
@@ -236,10 +236,10 @@ class ColocatedLogic:
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
         self._scheduler.completed(self._state, now=now, duration_s=self._iterations.end(event, now))
         commands = self._iterations.outcome(event, self._requests)
-        for tracked in [tracked for tracked in self._requests.values() if tracked.is_aborted or tracked.is_finished]:
-            self._drop(tracked)
+        for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
+            self._requests.drop(tracked)
             if tracked.successor is not None:
-                self._add(tracked.successor, now)
+                self._admit(tracked.successor, now)
         return commands
 
     def _finish(self, tracked: ColocatedRequest) -> list[ColocatedCommand]:
@@ -251,9 +251,14 @@ class ColocatedLogic:
     def _report(self) -> list[Send]:
         num_running = len(self._members) if self._iterations.is_running else 0
         load = WorkerLoad(
-            num_waiting=len(self._requests) - num_running,
+            num_waiting=len(self._requests) + len(self._postponed) - num_running,
             num_running=num_running,
             num_free_blocks=self._state.num_free,
             num_evictions=self._num_preemptions,
+            lean=self._lean,
         )
         return self._router.load(load)
+
+    def _measure_lean(self) -> None:
+        """Note the share of time that decodes leave for prompts, in coarse steps: it is told whenever it changes."""
+        self._lean = round(self._scheduler.prompt_share(self._state) * _LEAN_STEPS) / _LEAN_STEPS

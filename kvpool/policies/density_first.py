@@ -66,8 +66,7 @@ class DensityFirstBatchFormer:
             start = tree.leaf_of(urgent.context_len)
             builder.take_around(urgent, start)
         else:
-            starving = tree.longest_waiting(now - self._starvation_s, limits.max_blocks)
-            start = _densest(tree, limits) if starving is None else starving
+            start = _densest(tree, limits, self._first_range(limits, now))
             builder.take(start, limits.max_requests)
         builder.widen(start, min(limits.min_requests, limits.max_requests))
         return self._served(builder.chosen, now)
@@ -91,6 +90,12 @@ class DensityFirstBatchFormer:
         entry = next(self._deadlines.up_to(max_blocks), None)
         return self._tree[entry[2]] if entry is not None and entry[0] <= now else None
 
+    def _first_range(self, limits: BatchLimits, now: float) -> int:
+        """Return the node to begin the search from: the widest starving range around the leaf that waits longest."""
+        before_s = now - self._starvation_s
+        leaf = self._tree.longest_waiting(before_s, limits.max_blocks)
+        return ROOT if leaf is None else self._tree.widest_unserved(leaf, before_s)
+
     def _within(self, lengths: LengthRange, limits: BatchLimits) -> Iterator[Iterator[Entry]]:
         """Yield, per leaf, the requests of these lengths and no more blocks than allowed, oldest first."""
         tree = self._tree
@@ -112,12 +117,12 @@ class DensityFirstBatchFormer:
         return batch
 
 
-def _densest(tree: QuadTree, limits: BatchLimits) -> int:
-    """Return the first node within both limits, or leaf, on the way down through the children with most requests.
+def _densest(tree: QuadTree, limits: BatchLimits, node: int) -> int:
+    """Return the first node within both limits, or leaf, on the way down from a node through the children with most
+    requests.
 
     A child in which every request exceeds the limit by itself is skipped; ties go to the left.
     """
-    node = ROOT
     while node < tree.first_leaf:
         if tree.num_blocks[node] <= limits.max_blocks and tree.num_requests[node] <= limits.max_requests:
             break

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
-from alignedserve.evaluation.cluster_demo import PORT, SETTINGS, Rehearsal
 from alignedserve.evaluation.namespace_hosts import BRIDGE, NamespaceHosts, call, obstacle
+from alignedserve.evaluation.rehearsal import PORT, SETTINGS, Rehearsal
 from alignedserve.loadgen.client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
 
 REASON = obstacle()

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from alignedserve.evaluation.namespace_hosts import NamespaceHost, NamespaceHosts, obstacle
-from alignedserve.evaluation.network_faults import DelayedPackets, cut_off, drop_port, heal, lose_packets
+from alignedserve.evaluation.network_faults import (
+    SLOW_MBIT_S,
+    DelayedPackets,
+    cut_off,
+    drop_port,
+    heal,
+    limit_rate,
+    lose_packets,
+    unlimit_rate,
+)
 
 REASON = obstacle()
 SSH = 22
@@ -55,6 +64,28 @@ def test_a_dropped_port_is_silent_and_no_other(hosts: NamespaceHosts) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host.address, SSH + 1), 1.0)
     heal(host)
+
+
+def test_a_slow_link_carries_its_rate_and_no_more(hosts: NamespaceHosts) -> None:
+    host, num_bytes = hosts.hosts[1], 1_500_000
+    with socket.create_server(("10.77.0.254", 0)) as listener, ThreadPoolExecutor() as pool:
+        port = listener.getsockname()[1]
+
+        def send() -> None:
+            host.run("bash", "-c", f"head -c {num_bytes} /dev/zero > /dev/tcp/10.77.0.254/{port}")
+
+        limit_rate(host, SLOW_MBIT_S)
+        sending = pool.submit(send)
+        connection, _ = listener.accept()
+        with connection:
+            began_s, left = time.monotonic(), num_bytes
+            while left:
+                left -= len(connection.recv(left))
+            assert time.monotonic() - began_s > 0.8 * (num_bytes * 8 / (SLOW_MBIT_S * 1e6))
+        sending.result()
+    assert "tbf" in host.run("tc", "qdisc", "show", "dev", "eth0").stdout
+    unlimit_rate(host)
+    assert "tbf" not in host.run("tc", "qdisc", "show", "dev", "eth0").stdout
 
 
 def test_a_firewall_between_hosts_is_named_before_a_start(hosts: NamespaceHosts) -> None:

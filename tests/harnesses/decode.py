@@ -33,8 +33,8 @@ from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad
 from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
-from decode_worker.batching.batch_order import SwitchLimits
-from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
+from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
+from decode_worker.logic import DecodeCommand, DecodeLogic
 from tests.support.samples import POOL, PREFILL, REPLY_TO, ROUTER, blocks, handoff, request, worker
 
 BATCH = BatchId(1)

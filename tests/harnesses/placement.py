@@ -32,11 +32,12 @@ def placement(batching: dict[str, Any] | None = None, **decoders: dict[str, Any]
 
 
 def pool_requests(
-    where: Placement, count: int, prefix: str = "p", pool: str = POOL, num_blocks: int = 1
+    where: Placement, count: int, prefix: str = "p", pool: str = POOL, num_blocks: int = 1, now: float = 0.0
 ) -> list[TrackedRequest]:
     tracked = [TrackedRequest(request(f"{prefix}{number}"), GATEWAY, 1.0) for number in range(count)]
     for one in tracked:
         one.move(Stage.PREFILLING, PREFILL)
+        one.pooled_s = now
         where.set_pooled(one, pool, num_blocks)
     return tracked
 

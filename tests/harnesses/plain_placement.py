@@ -12,9 +12,10 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad, WorkerRegistered
-from router.far_batches import choose_far_batches, is_spare, num_left
+from router.far_batches import FarLimits, choose_far_batches, is_spare, num_left
+from router.overdue_pools import can_take_batch, has_waited, is_batch_awaited, lender_rank, limits_of, oldest_of
 from router.placement import Placement
-from router.state import BatchKind, DispatchedPrefill, PoolRecord, TrackedRequest, WorkerRecord
+from router.state import BatchKind, DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
 
 
 class PlainPlacement(Placement):
@@ -76,6 +77,7 @@ class PlainPlacement(Placement):
             if peer in self.pools:
                 self.pools[peer].num_blocks_used = load.num_blocks_used
                 self.pools[peer].num_blocks_kept = load.num_blocks_kept
+                self.pools[peer].num_reserved = load.num_reserved
         elif peer in self.workers:
             worker = self.workers[peer]
             worker.load, worker.is_load_stale = load, False
@@ -114,7 +116,7 @@ class PlainPlacement(Placement):
             self.unassign(tracked)
         tracked.move(Stage.POOLED, pool)
         self.set_copy(tracked, pool)
-        self.pools[pool].num_pooled += 1
+        self.pools[pool].pooled[tracked.request.request_id] = PooledRecord(num_blocks, tracked.pooled_s)
         if num_blocks > self._least_share(pool):
             self.pools[pool].large_requests[tracked.request.request_id] = (num_blocks, tracked.pooled_s)
         self.clear_refusals()
@@ -137,7 +139,7 @@ class PlainPlacement(Placement):
             worker.refused_kinds.clear()
             worker.refusing_pools.clear()
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
-            self.pools[tracked.holder].num_pooled -= 1
+            self.pools[tracked.holder].pooled.pop(request_id, None)
             self.pools[tracked.holder].large_requests.pop(request_id, None)
 
     @property
@@ -147,13 +149,31 @@ class PlainPlacement(Placement):
 
     # --- choices
 
-    def least_loaded_prefiller(self) -> WorkerRecord | None:
-        """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
-
-        Ties: the fewest decoding requests (colocated workers), then the name.
-        """
+    def least_loaded_prefiller(self, *, at_full_pool: bool = False) -> WorkerRecord | None:
+        """See Placement."""
         able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
+        able = [worker for worker in able if self._is_pool_full(worker) == at_full_pool]
         return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
+
+    def near_prefiller(self, node: str, least: WorkerRecord) -> WorkerRecord | None:
+        """See Placement."""
+        able = [one for one in self.workers.values() if one.registered.node == node and self._can_prefill_now(one)]
+        able = [one for one in able if self._is_pool_full(one) == self._is_pool_full(least)]
+        near = min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
+        if not node or near is None or near is least:
+            return near if node else None
+        more_tokens = near.num_prefill_tokens - least.num_prefill_tokens
+        return near if more_tokens <= 256 and self.load_of(near) <= 1.125 * self.load_of(least) + 1 else None
+
+    def load_of(self, worker: WorkerRecord) -> float:
+        """Return its requests; those of a prefill worker's node for each decode worker there."""
+        if worker.registered.can_decode:
+            return len(worker.prefilling) + len(worker.decoding)
+        pool = worker.registered.pool_name
+        beside = [one for one in self.workers.values() if one.registered.pool_name == pool]
+        num_pooled = self.pools[pool].num_pooled if pool in self.pools else 0
+        num_requests = num_pooled + sum(len(one.prefilling) + len(one.decoding) for one in beside)
+        return num_requests / max(1, sum(one.registered.can_decode for one in beside))
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
         """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
@@ -168,11 +188,12 @@ class PlainPlacement(Placement):
 
         A pool gets no FormBatch while those without an answer may take all that is pooled: most would come back empty.
         """
-        asked = []
+        asked: list[tuple[str, FormBatch]] = []
         num_requested = dict.fromkeys(self.pools, 0)  # by FormBatch messages without an answer
         for worker in self.workers.values():
             if worker.pending_batch is not None:
                 num_requested[worker.asked_pool] += worker.num_requested
+        asked += self._overdue_batches(num_requested, now)
         for worker in sorted(self.workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
             pool = self.pools.get(worker.registered.pool_name)
             if pool is None or pool.num_pooled == 0 or worker.registered.can_prefill:
@@ -188,6 +209,31 @@ class PlainPlacement(Placement):
                 asked.append((pool.name, form))
         return asked + self._far_batches(num_requested)
 
+    def _overdue_batches(self, num_requested: dict[str, int], now: float) -> list[tuple[str, FormBatch]]:
+        """Ask pools that have waited too long, the longest first, for the worker whose own has waited least."""
+        asked = []
+        waiting = [pool for pool in self.pools.values() if pool.num_pooled > num_requested[pool.name]]
+        for pool in sorted(waiting, key=lambda pool: (pool.oldest_s, pool.name)):
+            if is_batch_awaited(pool.name, self.workers.values()):
+                continue
+            able = []
+            for worker in filter(can_take_batch, self.workers.values()):
+                own = self.pools.get(worker.registered.pool_name)
+                limits = limits_of(worker, pool, self._max_candidate_requests, self._batching)
+                if limits is not None and has_waited(pool, oldest_of(own), now, self._batching.starvation_s):
+                    able.append((*lender_rank(worker, own), worker.name, limits))
+            if able:
+                *_, name, limits = min(able)
+                asked.append(self._far_form(self.workers[name], pool, limits))
+                num_requested[pool.name] += limits.max_requests
+        return asked
+
+    def _far_form(self, worker: WorkerRecord, pool: PoolRecord, limits: FarLimits) -> tuple[str, FormBatch]:
+        batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
+        worker.pending_batch, worker.num_requested, worker.asked_pool = batch_id, limits.max_requests, pool.name
+        worker.requested_kind = BatchKind.BATCH
+        return pool.name, FormBatch(batch_id, WorkerName(worker.name), **limits._asdict())
+
     def _far_batches(self, num_requested: dict[str, int]) -> list[tuple[str, FormBatch]]:
         left = {}
         for name, pool in self.pools.items():
@@ -196,14 +242,8 @@ class PlainPlacement(Placement):
         spare = [one for one in self.workers.values() if is_spare(one, self.pools.get(one.registered.pool_name))]
         spare.sort(key=lambda worker: (len(worker.decoding), worker.name))
         left = {name: count for name, count in left.items() if count > 0}
-        asked = []
         chosen = choose_far_batches(spare, len(spare), left, self.pools, self.links, self._batching) if left else []
-        for worker, pool, limits in chosen:
-            batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
-            worker.pending_batch, worker.num_requested, worker.asked_pool = batch_id, limits.max_requests, pool.name
-            worker.requested_kind = BatchKind.BATCH
-            asked.append((pool.name, FormBatch(batch_id, WorkerName(worker.name), **limits._asdict())))
-        return asked
+        return [self._far_form(*batch) for batch in chosen]
 
     def close_batch_request(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
         """Note the answer to the worker's FormBatch."""

@@ -21,16 +21,17 @@ from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
     BlocksRelayed,
+    BufferOpened,
     IterationCompleted,
     LoadBlocks,
     OffloadBlocks,
+    OpenBuffer,
     RelayBlocks,
     RunIteration,
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, WorkerLoad
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler, IterationScheduler
-from prefill_worker.candidate_buffers import BufferOpened, OpenBuffer
 from prefill_worker.logic import PrefillCommand, PrefillLogic
 from tests.support.samples import DECODE, POOL, R1, REPLY_TO, ROUTER, blocks, request, worker
 

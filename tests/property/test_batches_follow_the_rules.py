@@ -1,6 +1,8 @@
 """Density-first search against a plain reading of its rules over a dictionary, and what holds for every batch."""
 
 import random
+from collections.abc import Iterable
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from kvpool.policies.density_first import DensityFirstBatchFormer, DensityFirstC
 from kvpool.state import PooledRequest
 
 NUM_LEAVES, BLOCK_SIZE, STARVATION_S = 16, 4, 2.0
+WIDTHS = (1, 4, 16)
 MAX_LEN = NUM_LEAVES * BLOCK_SIZE
 CONFIG = DensityFirstConfig(starvation_s=STARVATION_S, block_size=BLOCK_SIZE, max_context_len=MAX_LEN)
 
@@ -33,16 +36,22 @@ class Model:
 
     def __init__(self) -> None:
         self.pool: dict[RequestId, PooledRequest] = {}
-        self.since_s: dict[int, float] = {}
+        self.served_s: dict[tuple[int, int], float] = {}  # by first leaf and width, of every range that is occupied
+
+    @property
+    def since_s(self) -> dict[int, float]:
+        """Of the leaves alone."""
+        return {first: since_s for (first, width), since_s in self.served_s.items() if width == 1}
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
         self.pool[pooled.request_id] = pooled
-        self.since_s.setdefault(leaf_of(pooled), now)
+        for node in ranges_around(leaf_of(pooled)):
+            self.served_s.setdefault(node, now)
 
     def remove(self, request_id: RequestId) -> None:
-        leaf = leaf_of(self.pool.pop(request_id))
-        if leaf not in map(leaf_of, self.pool.values()):
-            del self.since_s[leaf]
+        for node in ranges_around(leaf_of(self.pool.pop(request_id))):
+            if not self.within(*node):
+                del self.served_s[node]
 
     def within(self, first: int, width: int) -> list[PooledRequest]:
         return [one for one in self.pool.values() if first <= leaf_of(one) < first + width]
@@ -52,20 +61,22 @@ class Model:
         if not eligible or not limits.max_requests:
             return None
         urgent = [one for one in eligible if one.urgent_at_s is not None and one.urgent_at_s <= now]
-        starving = [leaf for leaf in map(leaf_of, eligible) if self.since_s[leaf] <= now - STARVATION_S]
+        before_s, since_s = now - STARVATION_S, self.since_s
+        starving = [leaf for leaf in map(leaf_of, eligible) if since_s[leaf] <= before_s]
         chosen: list[PooledRequest] = []
         if urgent:
             chosen = [min(urgent, key=lambda one: (one.urgent_at_s, *age(one)))]
             start = (leaf_of(chosen[0]), 1)
         elif starving:
-            start = (min(starving, key=lambda leaf: (self.since_s[leaf], leaf)), 1)
+            first = min(starving, key=lambda leaf: (since_s[leaf], leaf))
+            unserved = [node for node in ranges_around(first)[:-1] if self.served_s[node] <= before_s]
+            start = self.densest(limits, *unserved[-1])
         else:
             start = self.densest(limits)
         self._fill(chosen, start, limits)
         return self._served(chosen, now)
 
-    def densest(self, limits: BatchLimits) -> tuple[int, int]:
-        first, width = 0, NUM_LEAVES
+    def densest(self, limits: BatchLimits, first: int = 0, width: int = NUM_LEAVES) -> tuple[int, int]:
         while width > 1 and not fits(self.within(first, width), limits):
             width //= 4
             starts = [first + number * width for number in range(4)]
@@ -107,8 +118,16 @@ class Model:
         return self._served(chosen, now) if chosen else None
 
     def _served(self, chosen: list[PooledRequest], now: float) -> AlignedBatch:
-        self.since_s |= dict.fromkeys(map(leaf_of, chosen), now)
+        self.note_served(map(leaf_of, chosen), now)
         return batch_of(chosen)
+
+    def note_served(self, leaves: Iterable[int], now: float) -> None:
+        self.served_s |= dict.fromkeys(chain.from_iterable(map(ranges_around, leaves)), now)
+
+
+def ranges_around(leaf: int) -> list[tuple[int, int]]:
+    """The nodes that this leaf lies in, the narrowest first."""
+    return [(leaf - leaf % width, width) for width in WIDTHS]
 
 
 def nearest_first(first: int, width: int) -> list[int]:
@@ -259,8 +278,10 @@ def test_starving_ranges_go_in_the_order_of_their_waiting(seed: int) -> None:
         former.insert(one, number * 0.01)
         model.insert(one, number * 0.01)
     waiting = sorted(model.since_s, key=lambda leaf: (model.since_s[leaf], leaf))
-    for leaf in waiting:  # the n-th of them is in the n-th batch, at the latest
-        batch = former.form(BatchLimits(2, 2, 2), 10.0)
-        assert batch is not None
-        model.since_s |= dict.fromkeys((leaf_of(model.pool[one]) for one in batch.request_ids), 10.0)
+    for leaf in waiting:  # the n-th of them has its turn after n - 1 others, at the latest
+        for _ in WIDTHS[:-1]:  # each batch begins in a narrower range around it
+            if model.since_s[leaf] < 10.0:
+                batch = former.form(BatchLimits(2, 2, 2), 10.0)
+                assert batch is not None
+                model.note_served((leaf_of(model.pool[one]) for one in batch.request_ids), 10.0)
         assert model.since_s[leaf] == 10.0

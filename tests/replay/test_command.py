@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from alignedserve.cli.commands.options import ReplayOptions
-from alignedserve.cli.commands.replay import parse_outstanding, replay
+from alignedserve.cli.commands.replay import parse_outstanding, replay, replay_folder
 from alignedserve.config.sections import RecordingConfig
 from alignedserve.core.errors import ConfigError, RecordingError
-from alignedserve.messages.recording import RUN_FILE, RunMetadata
+from alignedserve.messages.recording import PART_FILE, RUN_FILE, RecordedPart, RunMetadata
 from alignedserve.sim.config import SimConfig
 from decode_worker.logic import DecodeLogic
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
@@ -66,6 +66,34 @@ def test_a_difference_is_shown_and_makes_the_exit_code(
     output = capsys.readouterr().out
     assert "differs after" in output
     assert "WorkerRegistered" in output
+
+
+def test_parts_of_other_nodes_are_of_the_same_run_with_times_of_the_first_one_s_clock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = recorded(tmp_path / "run", disaggregated(2, 2, learns_costs=True), 1)
+    _, alone = replay_folder(folder)
+    part = folder / "node-1.1"
+    part.mkdir()
+    moved = {"decode-1.0.recording", "prefill-1.0.recording"}
+    for name in moved:
+        (folder / name).rename(part / name)
+    about = RecordedPart(node="node-1", hostname="host1", address="10.0.0.2", clock_ahead_s=1000.0, is_whole=False)
+    (part / PART_FILE).write_bytes(msgspec.json.encode(about))
+    code, report = run_json(capsys, ReplayOptions(folder, is_simulated=False, json_output=True))
+    assert code == 0
+    assert {one["file"] for one in report["rooms"] if one.get("node") == "node-1"} == {
+        f"node-1.1/{one}" for one in moved
+    }
+    assert replay(ReplayOptions(folder, is_simulated=False)) == 0
+    assert "node-1 on host1 (10.0.0.2) was lost or its end is missing" in capsys.readouterr().out
+    _, run = replay_folder(folder)
+    times = {key: one.times_in_order[-1] for key, one in alone.requests.items()}
+    later = {key: one.times_in_order[-1] - times[key] for key, one in run.requests.items()}
+    assert {round(seconds) for seconds in later.values()} == {0, 1000}
+    (part / PART_FILE).write_bytes(b"{}")
+    with pytest.raises(RecordingError, match=r"part\.json is damaged"):
+        replay_folder(folder)
 
 
 def test_an_unknown_component_lists_those_that_there_are(tmp_path: Path) -> None:

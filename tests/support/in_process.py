@@ -165,7 +165,7 @@ class RoomCluster:
             config=section,
             scheduling=self.config.scheduling,
             eos_token_ids=executor.eos_token_ids,
-            measured=executor.measure_iterations(0.02),
+            measured=executor.measure_iterations(0.02, 512),
         )
         worker = PrefillWorker(
             make=make,
@@ -193,7 +193,7 @@ class RoomCluster:
             batching=self.config.batching,
             scheduling=self.config.scheduling,
             eos_token_ids=executor.eos_token_ids,
-            measured=executor.measure_iterations(0.02),
+            measured=executor.measure_iterations(0.02, 512),
         )
         worker = DecodeWorker(
             make=make,
@@ -222,7 +222,7 @@ class RoomCluster:
             config=section,
             scheduling=self.config.scheduling,
             eos_token_ids=executor.eos_token_ids,
-            measured=executor.measure_iterations(0.02),
+            measured=executor.measure_iterations(0.02, 512),
         )
         worker = ColocatedWorker(
             make=make, executor=executor, process_spec=self._process_spec(Role.DECODE_WORKER, name)

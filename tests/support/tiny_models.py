@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
-# transformers is not typed in a way that strict checking accepts.
-_auto_model: Any = AutoModelForCausalLM
-_logging: Any = transformers.utils.logging
+# Any, as its types are not for strict checking; it imports the code of a model when that is first asked for.
+_library: Any = transformers
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 199,
@@ -135,14 +133,14 @@ def make_tiny_model(folder: Path, family: str, seed: int = 0, **changes: Any) ->
     `changes`: arguments of its config in place of those there.
     """
     class_name, arguments = TINY_MODELS[family]
-    config = getattr(transformers, class_name)(**arguments | changes)
+    config = getattr(_library, class_name)(**arguments | changes)
     torch.manual_seed(seed)
-    model: Any = _auto_model.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model: Any = _library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Larger and less regular than a fresh model: biases that do something, logits that differ.
             parameter.add_(torch.randn(parameter.shape) * (0.05 if "norm" in name or "bias" in name else 0.08))
     model.train(False)
-    _logging.disable_progress_bar()
+    _library.utils.logging.disable_progress_bar()
     model.save_pretrained(folder, safe_serialization=True)
     return model

@@ -1,28 +1,39 @@
 """`alignedserve status`, `logs`, `drain`, `scale` and `stop`: the running cluster of hosts, from any of them."""
 
 import time
+from collections.abc import Mapping
 
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.console import notes, print_json, results
-from alignedserve.cluster.hosts.adoption import end_cluster
-from alignedserve.cluster.hosts.client import call_actor, connected, lost_nodes, node_of, running_cluster
+from alignedserve.cli.console import notes, print_json, printable, results
+from alignedserve.cluster.hosts.client import (
+    call_actor,
+    connected,
+    end_supervisor_of_head,
+    lost_nodes,
+    node_of,
+    running_cluster,
+)
+from alignedserve.cluster.hosts.left_behind import end_cluster, has_driver
 from alignedserve.cluster.hosts.operations.drain_rules import node_called
 from alignedserve.cluster.hosts.operations.drains import MOVING_S
 from alignedserve.cluster.hosts.operations.orders import DrainNode, ScaleWorkers, UndoDrain, give_order
 from alignedserve.cluster.hosts.operations.resizing import parse_counts
 from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage, waiting_for_head
-from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, ask_to_stop, recorded_id
-from alignedserve.cluster.hosts.succession import has_driver
-from alignedserve.cluster.hosts.supervisor import end_supervisor, running_supervisor
+from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, ask_to_stop, read_record, recorded_id
+from alignedserve.cluster.hosts.supervisor import Ending
 from alignedserve.config.environment import redis_authority_path, redis_url
-from alignedserve.core.errors import PeerLost, ResourceError
+from alignedserve.core.errors import PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus
 
 _TAIL_BYTES = 4096
+_NUM_LAST_LINES = 6  # of a process that does not serve
 _FOLLOW_S = 0.5
-_STOP_S = 60.0
+_STOP_S = 60.0  # for a driver to stop its cluster
+_LEAVES_S = 30.0  # for a driver that has stopped it to end
+_SILENT_S = 10.0  # after which a driver has died, or hangs
+_PATIENCE_S = 30.0  # with one that is told to end
 _DRAIN_ENDS_S = 20.0  # beyond what it was given
 
 
@@ -32,13 +43,16 @@ def status(json_output: bool) -> bool:
         record = running_cluster()
         lost = lost_nodes(record)
         load = _load(record)
+        words = _last_words(record)
     if json_output:
-        print_json(_as_document(record, lost, load))
+        print_json(_as_document(record, lost, load, words))
     else:
         results().print(_nodes_table(record, lost))
+        for name, lines in words.items():
+            results().print(f"The end of `alignedserve logs {name}`:", *lines, sep="\n  ", markup=False)
         results().print(_load_line(load))
         results().print(record.version)
-    return not lost and load is not None
+    return not lost and not words and load is not None
 
 
 def logs(actor: str | None, *, follow: bool) -> None:
@@ -63,22 +77,65 @@ def logs(actor: str | None, *, follow: bool) -> None:
 
 
 def stop() -> None:
-    """Ask the driver to stop the cluster, and wait for it. Raises ResourceError when it does not."""
+    """Stop the cluster, its driver and the driver's supervisor, also where these fail or hang.
+
+    Raises ResourceError when there is nothing to stop, or a driver without a supervisor does not end.
+    """
     with connected():
-        found = recorded_id()
-        if found is None:
-            _stop_start()
-            return
-        ends_s = time.monotonic() + _STOP_S
-        while found is not None:
-            # Anew for each: a driver that has died may be replaced by one with a cluster of its own.
-            ask_to_stop(found)
-            if time.monotonic() > ends_s:
-                _end_without_driver()
-                break
-            time.sleep(_FOLLOW_S)
-            found = recorded_id()
-    notes().print("Stopped the cluster.")
+        has_record = recorded_id() is not None
+        is_ended = _ask_driver_to_stop()
+        leaves_s = _LEAVES_S if has_record and is_ended else 0.0
+        ending = end_supervisor_of_head(leaves_s=leaves_s, patience_s=_PATIENCE_S)
+        if not has_record and ending is Ending.NOT_THERE:
+            running_cluster()  # says that there is none
+        is_left = _end_what_is_left(ending)
+    notes().print(_stopped(ending, has_record=has_record, is_left=is_left))
+
+
+def _ask_driver_to_stop() -> bool:
+    """Ask for as long as there is a cluster with a driver; return whether it has ended."""
+    began_s = heard_s = time.monotonic()
+    while (found := recorded_id()) is not None:
+        # Anew for each: a driver that has died may be replaced by one with a cluster of its own.
+        ask_to_stop(found)
+        time.sleep(_FOLLOW_S)
+        now = time.monotonic()
+        if _is_looked_after():
+            heard_s = now
+        if now - heard_s > _SILENT_S or now - began_s > _STOP_S:
+            return False
+    return True
+
+
+def _is_looked_after() -> bool:
+    try:
+        record = read_record()
+    except ProtocolError:  # of another version; its driver knows the order to stop all the same
+        return True
+    return record is not None and has_driver(record)
+
+
+def _end_what_is_left(ending: Ending) -> bool:
+    """End a cluster that its driver has left; return whether there was one. Raises ResourceError, see `stop`.
+
+    `ending`: of the supervisor, and so of its driver, which keepers may have heard of a moment ago.
+    """
+    if recorded_id() is None:
+        return False
+    record = running_cluster()
+    if ending is Ending.NOT_THERE and has_driver(record):
+        problem = f"the cluster does not end within {_STOP_S:.0f} s; its driver, which has no supervisor, is busy"
+        raise ResourceError(f"{problem}: end its `alignedserve serve`")
+    end_cluster(record)
+    return True
+
+
+def _stopped(ending: Ending, *, has_record: bool, is_left: bool) -> str:
+    if ending is Ending.KILLED:
+        return "Stopped the cluster; its driver did not end by itself and was killed with its supervisor."
+    if is_left:
+        return "Stopped the cluster, without its driver."
+    return "Stopped the cluster." if has_record else "Stopped a cluster that was about to start."
 
 
 def drain(node: str, within_s: float, *, is_forced: bool, waits: bool) -> None:
@@ -113,22 +170,6 @@ def undo_drain(node: str) -> None:
         results().print(give_order(running_cluster().cluster_id, UndoDrain(node)).text)
 
 
-def _end_without_driver() -> None:
-    """End a cluster whose driver has died for good. Raises ResourceError when it lives, or processes do not end."""
-    record = running_cluster()
-    if has_driver(record):
-        raise ResourceError(f"the cluster does not end within {_STOP_S:.0f} s; its driver is busy")
-    end_cluster(record)
-
-
-def _stop_start() -> None:
-    """End a driver of this host that waits for nodes or examines them. Raises ResourceError when there is none."""
-    if running_supervisor() is None:
-        running_cluster()
-    end_supervisor()
-    notes().print("Stopped a cluster that was about to start.")
-
-
 def print_ray_storage(name: str, *, is_worker: bool) -> None:
     """Print how `ray start` keeps its state in the Redis that is named, or waits for a head that does.
 
@@ -137,6 +178,21 @@ def print_ray_storage(name: str, *, is_worker: bool) -> None:
     url = redis_url()
     storage = RayStorage(waiting_for_head(url), ()) if is_worker else ray_storage(url, name, redis_authority_path())
     print(storage.shell())
+
+
+def _last_words(record: ClusterRecord) -> dict[str, list[str]]:
+    """Return the last lines that each process has written which does not serve."""
+    found: dict[str, list[str]] = {}
+    for node in record.nodes:
+        for actor in node.failing:
+            try:
+                part = call_actor(node.keeper, "read_log", actor.name, -_TAIL_BYTES)
+            except PeerLost as error:
+                found[actor.name] = [str(error)]
+                continue
+            lines = part.text.splitlines() if part is not None else []
+            found[actor.name] = [printable(line) for line in lines[-_NUM_LAST_LINES:]]
+    return found
 
 
 def _load(record: ClusterRecord) -> ClusterStatus | None:
@@ -159,9 +215,15 @@ def _nodes_table(record: ClusterRecord, lost: set[str]) -> Table:
     for heading in ("node", "host", "state", "runs"):
         table.add_column(heading)
     for node in record.nodes:
-        state = "lost" if node.node_id in lost else "refused" if node.problem else node.drain or "up"
+        state = "lost" if node.node_id in lost else _state_of(node)
         table.add_row(node.name or "-", f"{node.hostname}\n{node.address}", state, escape(node.summary))
     return table
+
+
+def _state_of(node: NodeRecord) -> str:
+    if node.problem:
+        return "refused"
+    return node.drain or ("up in part" if node.failing else "up")
 
 
 def _load_line(load: ClusterStatus | None) -> str:
@@ -174,7 +236,9 @@ def _load_line(load: ClusterStatus | None) -> str:
     )
 
 
-def _as_document(record: ClusterRecord, lost: set[str], load: ClusterStatus | None) -> dict[str, object]:
+def _as_document(
+    record: ClusterRecord, lost: set[str], load: ClusterStatus | None, words: Mapping[str, list[str]]
+) -> dict[str, object]:
     counts = ("num_queued", "num_prefilling", "num_pooled", "num_decoding", "num_prefill_workers", "num_decode_workers")
     return {
         "model": record.model,
@@ -191,6 +255,7 @@ def _as_document(record: ClusterRecord, lost: set[str], load: ClusterStatus | No
                 "drain": node.drain,
                 "urls": list(node.urls),
                 "actors": {actor.name: actor.device for actor in node.actors},
+                "failing": {one.name: {"problem": one.problem, "log": words[one.name]} for one in node.failing},
             }
             for node in record.nodes
         ],

@@ -15,10 +15,11 @@ from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass
 from alignedserve.costmodel.choice import FITTED, make_cost_model
 from alignedserve.loadgen.prompts import to_json
+from alignedserve.messages.recording import RecordedPart
 from alignedserve.replay.component_replay import ComponentReplay, Difference, recordings_in
 from alignedserve.replay.fitting import MachineFit, WorkerFit, fit_machine
 from alignedserve.replay.observed import ObservedRun
-from alignedserve.replay.run_file import read_run_metadata
+from alignedserve.replay.run_file import read_part, read_run_metadata
 from alignedserve.replay.simulated import OTHERS, Comparison, WorkerCosts, compare, fitted_machine, requests_of
 
 _MAX_SHOWN = 4000  # characters of one side of a difference
@@ -30,11 +31,12 @@ class ComponentCheck:
     """One file, replayed."""
 
     component: str
-    file: str
+    file: str  # in the folder of the run
     num_equal: int
     ending: str  # closed, limit, cut or unfinished
     seconds: float
     difference: Difference | None
+    part: RecordedPart | None = None  # of another node than the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,13 @@ def replay_folder(folder: Path, component: str | None = None) -> tuple[list[Comp
         raise ConfigError(f"--component {component}: recorded are {', '.join(sorted({one.name for one in replays}))}")
     for one in chosen:
         observer, began_s = run.observer(one.name, one.pool), time.perf_counter()
+        part = read_part(one.path.parent)
+        ahead_s = part.clock_ahead_s if part is not None else 0.0
         for decided in one.decided():
-            observer.take(decided)
+            observer.take(decided._replace(now=decided.now + ahead_s))
         seconds = time.perf_counter() - began_s
-        checks.append(ComponentCheck(one.name, one.path.name, one.num_equal, one.ending, seconds, one.difference))
+        file = str(one.path.relative_to(folder))
+        checks.append(ComponentCheck(one.name, file, one.num_equal, one.ending, seconds, one.difference, part))
     run.complete()
     return checks, run
 
@@ -118,6 +123,8 @@ def _plain(check: ComponentCheck) -> dict[str, Any]:
     fields = {"room": check.component} | {
         name: getattr(check, name) for name in ("file", "num_equal", "ending", "seconds")
     }
+    if check.part is not None:
+        fields |= {"node": check.part.node, "is_whole": check.part.is_whole}
     difference = check.difference
     if difference is None:
         return {**fields, "difference": None}
@@ -153,6 +160,11 @@ def _print_checks(checks: Sequence[ComponentCheck]) -> None:
         verdict = f"{check.num_equal:,}" if check.difference is None else f"[red]differs after {check.num_equal:,}[/]"
         table.add_row(check.component, check.file, verdict, per_second, _ENDINGS.get(check.ending, check.ending))
     results().print(table)
+    for part in dict.fromkeys(check.part for check in checks if check.part is not None and not check.part.is_whole):
+        line = (
+            f"{part.node} on {part.hostname} ({part.address}) was lost or its end is missing: what follows is not here"
+        )
+        results().print(line, markup=False, soft_wrap=True)
     for check in checks:
         if check.difference is not None:
             _print_difference(check, check.difference)

@@ -19,7 +19,7 @@ from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.config.environment import api_keys
 from alignedserve.config.loading import load_config
-from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.model.built_in import POCKET
 
@@ -110,8 +110,9 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
 
 def _shape(cluster: RunningCluster) -> str:
     config = cluster.config
-    if config.chosen_topology is Topology.COLOCATED:
-        return f"{config.gateway.count} gateway, 1 router, {config.decode.count} colocated workers"
+    if not config.chosen_topology.is_separate:
+        kind = config.chosen_topology.value
+        return f"{config.gateway.count} gateway, 1 router, {config.decode.count} {kind} workers"
     return (
         f"{config.gateway.count} gateway, 1 router, 1 KV pool, "
         f"{config.prefill.count} prefill and {config.decode.count} decode workers"

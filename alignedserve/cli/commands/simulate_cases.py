@@ -95,7 +95,7 @@ def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
     configs = [_configured(options, cluster, machines, variant) for variant in variants]
     traffics = _traffics(options)
     for traffic, config in product(traffics, configs):
-        _require_feasible(traffic.workload, config, machines)
+        require_feasible(traffic.workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
     planned = [
         PlannedCase(label, traffic.rate, Case(f"{label} at {traffic.rate:g}/s", config, traffic.line), traffic.ends_s)
         for (label, config), traffic in product(zip((one.label for one in variants), configs, strict=True), traffics)
@@ -166,8 +166,9 @@ def _configured(
 
 def _topology(options: SimulateOptions, cluster: ClusterConfig) -> Topology | None:
     """Return the topology that was asked for; None: each policy's own."""
+    is_elastic = cluster.topology is Topology.ELASTIC
     if options.num_colocated is not None and options.num_prefill is None and options.num_decode is None:
-        return Topology.COLOCATED
+        return Topology.ELASTIC if is_elastic else Topology.COLOCATED
     is_named = any(text.partition("=")[0].strip() == "topology" for text in options.overrides)
     is_served = options.config is not None and not options.policies
     return cluster.topology if is_named or is_served else None
@@ -181,8 +182,8 @@ def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology | N
     changed = msgspec.structs.replace
     num_prefill = options.num_prefill or cluster.prefill.count
     num_decode = options.num_decode or cluster.decode.count
-    if cluster.chosen_topology is Topology.COLOCATED:
-        num_together = num_decode if given is Topology.COLOCATED else num_prefill + num_decode
+    if not cluster.chosen_topology.is_separate:
+        num_together = num_prefill + num_decode if given is None or given.is_separate else num_decode
         num_decode = options.num_colocated or num_together
     num_alike = options.num_nodes or 1
     return changed(
@@ -201,16 +202,6 @@ def _machines(options: SimulateOptions) -> ClusterHardware | MachineProfile:
         options.model or DEFAULT_MODEL, options.hardware or DEFAULT_HARDWARE, options.tensor_parallel or 1
     )
     return ClusterHardware(worker, source=options.costs)
-
-
-def _require_feasible(workload: Workload, config: SimConfig, machines: ClusterHardware | MachineProfile) -> None:
-    decode, layout = config.cluster.decode, config.layout
-    shape = machines.shape if isinstance(machines, MachineProfile) else machines.decode.shape
-    require_feasible(
-        workload,
-        max_context_len=config.cluster.model.max_context_len or shape.num_positions or None,
-        memory_tokens=layout.blocks_in(decode.kv_cache_bytes) * layout.block_size,
-    )
 
 
 def _traffics(options: SimulateOptions) -> list[_RatedWorkload]:

@@ -81,6 +81,7 @@ def _absolute_paths(config: ClusterConfig) -> list[str]:
     paths = {
         "model.path": model if model != POCKET and Path(model).exists() else None,
         "batches.folder": config.batches.folder,
+        "recording.folder": config.recording.folder,
     }
     return [
         f"{field}={json.dumps(str(Path(path).absolute()))}"

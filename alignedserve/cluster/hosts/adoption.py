@@ -10,13 +10,14 @@ from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory
 from alignedserve.cluster.hosts.admission import keeper_name
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
+from alignedserve.cluster.hosts.left_behind import end_by_name, end_cluster
 from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
-from alignedserve.cluster.hosts.nodes.placement_group import release, release_former
+from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
-from alignedserve.cluster.hosts.record import ClusterRecord, read_record, remove_record
+from alignedserve.cluster.hosts.record import read_record
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
-from alignedserve.cluster.hosts.succession import OTHER_BUILD, ClusterState, Succession, end_by_name, left_by_former
+from alignedserve.cluster.hosts.succession import OTHER_BUILD, ClusterState, Succession, left_by_former
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost, ProtocolError, ResourceError
 
@@ -49,14 +50,6 @@ def adopt_cluster(
             logger.warning("the former cluster cannot be taken over, and is ended: %s", error)
     end_cluster(record)
     return None
-
-
-def end_cluster(record: ClusterRecord) -> None:
-    """End all processes of a recorded cluster without a driver. Raises ResourceError when they do not end."""
-    actors = [actor.name for node in record.nodes for actor in node.actors if actor.name != DRIVER]
-    end_by_name([*actors, *(node.keeper for node in record.nodes if node.keeper)])
-    release_former()
-    remove_record(record.cluster_id)
 
 
 def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -> ClusterOnHosts:

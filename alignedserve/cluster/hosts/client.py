@@ -11,6 +11,7 @@ from alignedserve.cluster.hosts.nodes.ray_nodes import alive_nodes
 from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, read_record
+from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor
 from alignedserve.cluster.ray_node import join_ray
 from alignedserve.config.environment import ray_address
 from alignedserve.core.errors import PeerLost, ResourceError
@@ -58,3 +59,17 @@ def node_of(record: ClusterRecord, actor: str) -> NodeRecord:
             return node
     known = ", ".join(one.name for node in record.nodes for one in node.actors)
     raise ResourceError(f"there is no {actor} in this cluster; there are {known}")
+
+
+def end_supervisor_of_head(*, leaves_s: float, patience_s: float) -> Ending:
+    """End the supervisor of the driver, which is on the head, from any node; return how. See `end_supervisor`.
+
+    Raises PeerLost when the head does not answer.
+    """
+    head = alive_nodes()[0]
+    if head.node_id == ray.get_runtime_context().get_node_id():
+        return end_supervisor(leaves_s=leaves_s, patience_s=patience_s)
+    task: Any = ray.remote(end_supervisor)
+    asked = task.options(num_cpus=0, max_retries=0, **head.options).remote(leaves_s=leaves_s, patience_s=patience_s)
+    answered: Ending = answer_of(head, asked, leaves_s + patience_s + _ANSWER_S)
+    return answered

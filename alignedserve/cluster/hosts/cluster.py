@@ -6,15 +6,16 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
+from alignedserve.cluster.hosts.driver_log import DriverLog
 from alignedserve.cluster.hosts.joining import Joining, Preparation
-from alignedserve.cluster.hosts.members import DRIVER, Member, drained_record, record_of
+from alignedserve.cluster.hosts.left_behind import kill_actors
+from alignedserve.cluster.hosts.members import Member, drained_record, record_of
 from alignedserve.cluster.hosts.membership import (
     Announce,
     CancelPreparation,
@@ -29,6 +30,7 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
+from alignedserve.cluster.hosts.nodes.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.nodes.keeper import end_actors
 from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
@@ -51,9 +53,10 @@ from alignedserve.cluster.hosts.record import (
     remove_record,
     write_record,
 )
+from alignedserve.cluster.hosts.recordings import Recordings
 from alignedserve.cluster.hosts.scaling.logic import GiveBack, ScaledNode
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
-from alignedserve.cluster.hosts.succession import Succession, head_patience_s, kill_actors
+from alignedserve.cluster.hosts.succession import Succession, head_patience_s
 from alignedserve.cluster.launch import AskedToStop, RunningCluster
 from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.start_observer import StartObserver
@@ -93,8 +96,7 @@ class ClusterOnHosts(RunningCluster):
         workers = WorkerActors(self._create_worker, self.remove_worker)
         self._workers = WorkerScaling(self._members, joining.plan, joining.drains, workers)
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
-        # Actors of nodes that joined, by the call that says how it went.
-        self._starting: dict[Any, tuple[RayNode, str]] = {}
+        self._failed = FailedProcesses(self.healths, self._start_again)
         self._joining = joining
         self._first_gateways = joining.plan.gateways  # also those of a later driver: shares must add up to the limits
         self._preparations: dict[str, Preparation] = {}
@@ -108,7 +110,8 @@ class ClusterOnHosts(RunningCluster):
         self._progress_of: dict[str, list[Progress | None]] = {}  # of nodes that answered
         self._asked_s = 0.0  # when it was last asked whether to stop
         self._heard_s = time.monotonic()  # from Ray's head
-        self._log = _log_to(self.folder / "logs")
+        self._recordings = Recordings(self.config.recording.folder)
+        self._log = DriverLog(self.folder / "logs")
 
     def refuse(self, node: RayNode, problem: str) -> None:
         """Note a node that is not used, and why."""
@@ -120,6 +123,8 @@ class ClusterOnHosts(RunningCluster):
         """Start the actors of all nodes; those of a former driver are taken over. Raises the error of the first failing
         one."""
         self._announce()
+        for member in self._members.values():
+            self._recordings.follow(member)
         others = tuple(member.prepared for member in self._members.values())[1:]
         if not self._succession.is_adopted:
             self.start(others)
@@ -128,8 +133,6 @@ class ClusterOnHosts(RunningCluster):
             self.create(others)
         for member in self._members.values():
             self._watch(member.name)
-            of_node = self._actors[member.name].items()
-            self._starting |= {actor.failure.remote(): (member.ray_node, name) for name, actor in of_node}
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster; then every command finds the cluster."""
@@ -181,7 +184,10 @@ class ClusterOnHosts(RunningCluster):
     def record(self) -> ClusterRecord:
         """Return what the cluster consists of now."""
         draining = self._membership.draining
-        used = (record_of(one, is_draining=node_id in draining) for node_id, one in self._members.items())
+        used = (
+            record_of(one, is_draining=node_id in draining, problems=self._failed.problems)
+            for node_id, one in self._members.items()
+        )
         refused = (
             NodeRecord("", node.node_id, node.address, node.hostname, problem=problem)
             for node, problem in ((self._seen[node_id], why) for node_id, why in self._left_out().items())
@@ -210,9 +216,10 @@ class ClusterOnHosts(RunningCluster):
             for watchdog in self._watchdogs.values():
                 watchdog.stop()
             self._close_preparations()
+            self._recordings.close(is_end=False)
             ray.shutdown()
             self._close_own()
-            self._close_log()
+            self._log.close()
 
     def _hand_over(self, *, has_changed: bool = False) -> None:
         known = (self._joining, tuple(self._members.values()), self._factory.secrets, self._actors)
@@ -230,7 +237,7 @@ class ClusterOnHosts(RunningCluster):
         self._decide(NodesSeen({node_id: node.host for node_id, node in self._seen.items()}))
         for preparation in list(self._preparations.values()):
             self._go_on(preparation)
-        self._look_at_starting()
+        self._has_news |= self._failed.look()
         for name, order in take_orders(self._cluster_id):
             answer_order(self._cluster_id, name, self._obey(order))
         for name in self._drains.look(self.actors()):
@@ -254,6 +261,7 @@ class ClusterOnHosts(RunningCluster):
             case ForgetNode(node_id):
                 member = self._members.pop(node_id)
                 logger.warning("%s is lost, and with it %s", member.ray_node, member.name)
+                self._recordings.forget(member.name)
                 self._end_member(member)
             case EndNode(node_id):
                 self._end_member(self._members.pop(node_id))
@@ -287,20 +295,19 @@ class ClusterOnHosts(RunningCluster):
             self._joining.vacate(member)
             raise PeerLost(f"its former actors have not ended: {error}") from error
         self._members[member.ray_node.node_id] = member
-        actors = self._actors[member.name]
-        self._starting |= {actor.failure.remote(): (member.ray_node, name) for name, actor in actors.items()}
-        logger.info("%s has joined as %s with %s", member.ray_node, member.name, ", ".join(actors))
+        self._recordings.follow(member)
+        actors = ", ".join(self._actors[member.name])
+        logger.info("%s has joined as %s with %s", member.ray_node, member.name, actors)
 
     def _create_worker(self, node: PreparedNode, name: str) -> None:
         try:
             self.add_worker(node, name)
         except (RayError, ValueError) as error:  # a driver that died before it had told anyone has used the name
             raise PeerLost(f"{name} cannot be started, try again: {error}") from error
-        of_node = next(one.ray_node for one in self._members.values() if one.name == node.share.node)
-        self._starting[self._actors[node.share.node][name].failure.remote()] = (of_node, name)
 
     def _end_member(self, member: Member) -> None:
         self.remove_node(member.name)
+        self._recordings.finish(member.name)
         self._joining.vacate(member)
         self._drains.gone(member)
 
@@ -317,36 +324,26 @@ class ClusterOnHosts(RunningCluster):
         except AlignedServeError as error:
             return Answer(str(error), is_refused=True)
 
-    def _look_at_starting(self) -> None:
-        if not self._starting:
-            return
-        answered, _ = ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)
-        for reference in answered:
-            node, name = self._starting.pop(reference)
-            try:
-                failure = ray.get(reference)
-            except RayError as error:
-                failure = error
-            if failure is not None:
-                logger.error("%s on %s did not start: %s", name, node, str(failure).splitlines()[0])
+    def _start_again(self, name: str) -> None:
+        member = next(one for one in self._members.values() if name in self._actors[one.name])
+        self.start_again(member.prepared, name)
 
     def _scale(self) -> None:
         """Give nodes back that the load does not need, and let Ray add those that it does."""
         if self._scaler is None:
             return
         head, *_ = self._members
-        starting = {node.node_id for node, _ in self._starting.values()}
+        actors = {node_id: self._actors[member.name] for node_id, member in self._members.items()}
         released, draining = self._membership.released, self._membership.draining
         nodes = [
             *(
-                ScaledNode(node_id, node_id == head, is_serving=node_id not in starting)
+                ScaledNode(node_id, node_id == head, is_serving=not self._failed.are_awaited(actors[node_id]))
                 for node_id in self._members
                 if node_id not in draining
             ),
             *(ScaledNode(node_id, is_released=True) for node_id in released),
         ]
-        of_head = self._actors[self._members[head].name]
-        gateways = [actor for name, actor in of_head.items() if name.startswith("gateway-")]
+        gateways = [actor for name, actor in actors[head].items() if name.startswith("gateway-")]
         for command in self._scaler.check(gateways, nodes, self._seen.__getitem__):
             if isinstance(command, GiveBack):
                 self._drains.give_back(command.node_id)
@@ -361,6 +358,7 @@ class ClusterOnHosts(RunningCluster):
 
     def _leave_ray(self) -> None:
         self._close_preparations()
+        self._recordings.close(is_end=ray.is_initialized())
         if ray.is_initialized():
             keepers = [member.keeper.actor for member in self._members.values()]
             everything = [*self.actors().values(), *keepers]
@@ -375,24 +373,9 @@ class ClusterOnHosts(RunningCluster):
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
                 end_actors(everything)
         super()._leave_ray()
-        self._close_log()
-
-    def _close_log(self) -> None:
-        logging.getLogger("alignedserve").removeHandler(self._log)
         self._log.close()
 
     def _announce(self) -> None:
         self._hand_over(has_changed=True)
         write_record(self.record())
         self._has_news = False
-
-
-def _log_to(folder: Path) -> logging.Handler:
-    """Write what the driver says beside the logs of the head's other processes, until the handler is removed."""
-    folder.mkdir(exist_ok=True)
-    handler = logging.FileHandler(folder / f"{DRIVER}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    package = logging.getLogger("alignedserve")
-    package.addHandler(handler)
-    package.setLevel(logging.INFO)
-    return handler

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,7 +16,7 @@ from alignedserve.cluster.hosts.admission import Admission, differences, end_kee
 from alignedserve.cluster.hosts.adoption import adopt_cluster
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import expect_handoffs, member_of, reserve_for, resources_of
+from alignedserve.cluster.hosts.members import Member, expect_handoffs, member_of, reserve_for, resources_of
 from alignedserve.cluster.hosts.nodes.placement_group import release_former
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, plan_cluster
@@ -24,9 +24,11 @@ from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.scaling.scaler import make_scaler
 from alignedserve.cluster.hosts.succession import Succession, digest_of
 from alignedserve.cluster.ray_node import join_ray
+from alignedserve.cluster.recording_folder import with_absolute_folder, write_run_file
 from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import ConfigError, ResourceError
+from alignedserve.core.errors import ResourceError
+from alignedserve.messages.recording import RunMetadata
 from alignedserve.runtime.engine.model_executor import bytes_beside_blocks
 from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import resolve_model
@@ -57,9 +59,8 @@ def launch_on_hosts(
     Raises an error of the tree, with nothing left running, when it cannot.
     """
     observer, asked = observer or LoggingObserver(), digest_of(config)
-    if config.recording.folder is not None:
-        raise ConfigError("recording.folder is for a cluster of one host so far; leave it out")
     config = resolve_policy(msgspec.structs.replace(config, model=with_local_model(config.model)))
+    config = with_absolute_folder(config)
     join_ray(hosts.address, NAMESPACE)
     try:
         context = ray.get_runtime_context()
@@ -110,6 +111,8 @@ def _prepare_cluster(
         admission.check({member.ray_node: member.prepared for member in members}, plan.served)
         release_former()
         reserve_for(members)
+        if config.recording.folder is not None:
+            write_run_file(_run_metadata(plan, members))
         if_it_fails.pop_all()
     driving.observer.sizes_chosen(next(iter(plan.choices.values())))
     authority = CertificateAuthority(cluster_id) if config.links.tls else None
@@ -138,6 +141,21 @@ def _plan(config: ClusterConfig, found: Mapping[RayNode, NodeResources]) -> Clus
     for choice in plan.choices.values():
         preflight.check_configuration(choice.config, plan.served)
     return plan
+
+
+def _run_metadata(plan: ClusterPlan, members: Sequence[Member]) -> RunMetadata:
+    shares = [member.prepared.share for member in members]
+    head = members[0].prepared.config
+    counts = {
+        "prefill": sum(len(share.prefill) for share in shares) or head.prefill.count,
+        "decode": sum(len(share.decode) for share in shares),
+    }
+    sections = {name: msgspec.structs.replace(getattr(head, name), count=count) for name, count in counts.items()}
+    return RunMetadata(
+        config=msgspec.structs.replace(head, **sections),
+        layout=plan.served.block_layout(head.engine.block_size),
+        num_nodes=len(members),
+    )
 
 
 def _wait_for_former() -> None:

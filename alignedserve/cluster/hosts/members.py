@@ -1,16 +1,19 @@
 """The nodes of a running cluster, each with what it has and what runs there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper, keeper_name
 from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, create_group, is_placed, release, worker_shares
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.recorded_parts import parts_folder
 from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.hosts.plan import NodeResources
 from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
+from alignedserve.cluster.recording_folder import recording_into
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ResourceError
 from alignedserve.runtime.process.addresses import ROUTER
@@ -43,6 +46,8 @@ class Member:
 
 def member_of(node: RayNode, share: NodeShare, capacity: NodeCapacity, config: ClusterConfig, keeper: Keeper) -> Member:
     """Return the member that this node is, ready for its actors."""
+    if config.recording.folder is not None and not share.is_head:  # the driver copies it from there
+        config = recording_into(config, parts_folder(keeper.book.folder))
     return Member(node, PreparedNode(share, capacity, config, keeper.book), keeper)
 
 
@@ -85,14 +90,16 @@ def drained_record(member: Member) -> NodeRecord:
     return NodeRecord(member.name, node.node_id, node.address, node.hostname, drain=DRAINED)
 
 
-def record_of(member: Member, *, is_draining: bool = False) -> NodeRecord:
-    """Return what the record of the cluster says of this node."""
+def record_of(
+    member: Member, *, is_draining: bool = False, problems: Mapping[str, str] = MappingProxyType({})
+) -> NodeRecord:
+    """Return what the record of the cluster says of this node. `problems`: of processes that do not serve."""
     node, share, config = member.ray_node, member.prepared.share, member.prepared.config
     engines = engines_of(share, config.engine, member.prepared.capacity)
-    workers = (
-        ActorRecord(name, engine.device if engine.device != "cpu" else f"{engine.threads_per_worker} threads")
+    devices = {
+        name: engine.device if engine.device != "cpu" else f"{engine.threads_per_worker} threads"
         for name, engine in engines.items()
-    )
+    }
     has_pool = bool(share.prefill)
     of_head = [DRIVER, ROUTER, *([BATCHES] if config.batches.enabled else [])]
     others = [*(of_head if share.is_head else []), *([share.pool_name] if has_pool else [])]
@@ -104,7 +111,10 @@ def record_of(member: Member, *, is_draining: bool = False) -> NodeRecord:
         address=node.address,
         hostname=node.hostname,
         keeper=keeper_name(member.prepared.folder.name),
-        actors=(*(ActorRecord(name) for name in (*others, *(name for name, _ in share.gateways))), *workers),
+        actors=tuple(
+            ActorRecord(name, devices.get(name, ""), problems.get(name, ""))
+            for name in (*others, *(name for name, _ in share.gateways), *devices)
+        ),
         urls=tuple(f"http://{reachable}:{port}" for _, port in share.gateways),
         drain=DRAINING if is_draining else "",
     )

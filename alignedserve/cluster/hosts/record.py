@@ -15,6 +15,7 @@ class ActorRecord(msgspec.Struct, frozen=True):
 
     name: str
     device: str = ""  # of a worker, with its threads where it computes on the CPU
+    problem: str = ""  # for which it does not serve
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
@@ -42,7 +43,13 @@ class NodeRecord(msgspec.Struct, frozen=True):
         if self.drain == DRAINED:
             return f"nothing; `alignedserve drain {self.name} --undo` uses it again"
         named = [f"{actor.name} ({actor.device})" if actor.device else actor.name for actor in self.actors]
-        return ", ".join((*named, *self.urls))
+        failing = [f"{actor.name} does not serve: {actor.problem}" for actor in self.failing]
+        return "\n".join((", ".join((*named, *self.urls)), *failing))
+
+    @property
+    def failing(self) -> tuple[ActorRecord, ...]:
+        """Return the processes that do not serve; they are started again by themselves."""
+        return tuple(actor for actor in self.actors if actor.problem)
 
 
 class ClusterRecord(msgspec.Struct, frozen=True):

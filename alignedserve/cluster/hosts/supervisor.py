@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
 
@@ -19,13 +20,13 @@ import psutil
 
 from alignedserve.cluster.run_folder import make_run_root
 from alignedserve.config.environment import RAY_ADDRESS_VARIABLE, ray_address, run_root
-from alignedserve.core.errors import ResourceError
 
 LOG_NAME = "driver.log"
 _LOCK_NAME = "supervisor.lock"
 _MAX_LOG_BYTES = 1 << 20  # kept of former drivers
 _POLL_S = 0.2
-_STOP_S = 60.0  # of a cluster
+_STOP_S = 60.0  # for a driver to stop its cluster
+_KILLED_S = 5.0  # for what was killed to be gone
 _FIRST_PAUSE_S = 1.0
 _LAST_PAUSE_S = 15.0
 _SETTLED_S = 120.0  # after which a driver has served, and its end is no failure to start
@@ -43,7 +44,7 @@ def driver_log() -> Path:
 def start_supervisor(command: Sequence[str], ray_address: str) -> "subprocess.Popen[bytes]":
     """Start a supervisor of this command, which is to join the Ray at that address. Its process outlives this one.
 
-    Raises ResourceError when a former one does not end, or others can enter the folder of its log.
+    A former one is ended first. Raises ResourceError when others can enter the folder of its log.
     """
     root = make_run_root()
     end_supervisor()
@@ -65,15 +66,43 @@ def start_supervisor(command: Sequence[str], ray_address: str) -> "subprocess.Po
         )
 
 
-def end_supervisor() -> None:
-    """End the supervisor of this host, if there is one, with its driver. Raises ResourceError when it does not end."""
-    ends_s = time.monotonic() + _STOP_S
+class Ending(Enum):
+    """How a supervisor has ended."""
+
+    NOT_THERE = auto()
+    ENDED = auto()
+    KILLED = auto()
+
+
+def end_supervisor(*, leaves_s: float = 0.0, patience_s: float = _STOP_S) -> Ending:
+    """End the supervisor of this host, if there is one, with its driver; return how.
+
+    `leaves_s`: in which it may end by itself. After `patience_s` more the two are killed: a driver may hang.
+    """
+    ending, began_s = Ending.NOT_THERE, time.monotonic()
     while (pid := running_supervisor()) is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-        if time.monotonic() > ends_s:
-            raise ResourceError(f"the former driver does not end; its supervisor is process {pid}")
+        ending = Ending.ENDED
+        waited_s = time.monotonic() - began_s
+        if waited_s > leaves_s + patience_s:
+            _kill(pid)
+            return Ending.KILLED
+        if waited_s >= leaves_s:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         time.sleep(_POLL_S)
+    return ending
+
+
+def _kill(pid: int) -> None:
+    """Kill a supervisor, so that it starts no driver any more, and all that its driver has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        supervisor = psutil.Process(pid)
+        supervisor.suspend()
+        processes = [supervisor, *supervisor.children(recursive=True)]
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=_KILLED_S)
 
 
 def running_supervisor() -> int | None:

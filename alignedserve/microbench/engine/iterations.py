@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.iteration_points import Chunk, Point
 from alignedserve.microbench.device_ceilings import TOY_SIZES, measure_device_ceilings
 from alignedserve.microbench.engine.throughput import load_decoder, weight_bytes
 from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
@@ -25,7 +26,7 @@ from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.device.timing import DeviceTimer
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.iteration_timing import Chunk, IterationTimer, Point
+from alignedserve.runtime.engine.iteration_timing import IterationTimer
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.iteration_points import Point
 from alignedserve.costmodel.least_squares import nonnegative_least_squares
 from alignedserve.costmodel.linear import FitError, Sample, fit_error, fit_linear
 from alignedserve.costmodel.links import LinkModel
@@ -28,7 +29,7 @@ from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.iteration_timing import IterationTimer, Point
+from alignedserve.runtime.engine.iteration_timing import IterationTimer
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import StagedCopies

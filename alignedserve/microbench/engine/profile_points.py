@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from itertools import product
 
-from alignedserve.runtime.engine.iteration_timing import Chunk, Point
+from alignedserve.costmodel.iteration_points import Chunk, Point
 
 _CHUNKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 _CACHED = (0, 128, 512, 1024)

@@ -36,9 +36,11 @@ from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
     BlocksRelayed,
+    BufferOpened,
     IterationCompleted,
     LoadBlocks,
     OffloadBlocks,
+    OpenBuffer,
     RelayBlocks,
     RunIteration,
 )
@@ -46,11 +48,11 @@ from alignedserve.messages.pools import FormBatch
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from alignedserve.workload.traces import TraceRow, shipped_trace
-from decode_worker.batching.batch_order import SwitchLimits
-from decode_worker.logic import DecodeLimits, DecodeLogic
+from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
+from decode_worker.logic import DecodeLogic
 from kvpool.logic import PoolLogic
 from kvpool.policies import make_batch_former
-from prefill_worker.candidate_buffers import BufferOpened, CandidateBuffers, OpenBuffer
+from prefill_worker.candidate_buffers import CandidateBuffers
 
 _DECODE, _POOL, _PREFILL, _ROUTER = "decode-0", "pool-0", "prefill-0", "router"
 _BLOCK_SIZE = 16

@@ -2,77 +2,15 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.costmodel.work import IterationWork
+from alignedserve.costmodel.iteration_points import Chunk, Point, feasible_points
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 
 _NUM_STEPS = 3  # consecutive iterations of one measurement
 _LONG_MEASUREMENT_S = 0.3  # after which there is no further iteration
-
-
-class Chunk(NamedTuple):
-    """A part of a prompt, computed after cached tokens."""
-
-    num_tokens: int  # 2 or more: one token is a decode
-    num_cached: int
-    is_last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One iteration to measure."""
-
-    kind: str
-    chunks: tuple[Chunk, ...] = ()
-    contexts: tuple[int, ...] = ()  # of the decodes, their new token included
-    hidden_contexts: tuple[int, ...] = ()  # of decodes with a hidden cache, likewise
-
-    @property
-    def work(self) -> IterationWork:
-        """Return the iteration's work as policies count it."""
-        work = IterationWork()
-        for chunk in self.chunks:
-            work.add_chunk(chunk.num_tokens, chunk.num_cached, is_last=chunk.is_last)
-        for context_len in self.contexts:
-            work.add_decode(context_len)
-        for context_len in self.hidden_contexts:
-            work.add_decode(context_len, is_hidden=True)
-        return work
-
-    @property
-    def num_requests(self) -> int:
-        """Return the number of requests: one per chunk and decode."""
-        return len(self.chunks) + len(self.contexts) + len(self.hidden_contexts)
-
-    @property
-    def max_context_len(self) -> int:
-        """Return the longest context of all requests."""
-        return max(*self._lengths, 1)
-
-    def num_blocks(self, block_size: int, spare: int) -> int:
-        """Return the blocks that the point needs at most, with every request growing by `spare` tokens."""
-        return sum(blocks_for(length + spare, block_size) for length in self._lengths)
-
-    @property
-    def _lengths(self) -> list[int]:
-        chunks = (chunk.num_tokens + chunk.num_cached for chunk in self.chunks)
-        return [*self.contexts, *self.hidden_contexts, *chunks]
-
-
-def feasible_points(
-    points: Sequence[Point], *, max_context_len: int, num_blocks: int, block_size: int, spare: int
-) -> list[Point]:
-    """Return the points that fit a model's context and a storage."""
-    return [
-        point
-        for point in points
-        if point.max_context_len + spare < max_context_len and point.num_blocks(block_size, spare) <= num_blocks
-    ]
 
 
 class IterationTimer:

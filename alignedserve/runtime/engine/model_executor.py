@@ -161,12 +161,13 @@ class ModelExecutor:
         """Return a copier of this engine's blocks; `transport` as in engine.kv_transport."""
         return BlockCopier(self._storage, self._threads, identity, transport=transport)
 
-    def measure_iterations(self, duration_s: float) -> tuple[Sample, ...]:
-        """Measure the initial costs of iterations for the scheduler, on the calling thread, before serving."""
+    def measure_iterations(self, duration_s: float, max_tokens: int) -> tuple[Sample, ...]:
+        """Measure the initial costs of iterations of up to `max_tokens`, on the calling thread, before serving."""
         return measure_iterations(
             self._engine,
             max_sequences=self._sizes.max_sequences,
             max_context_len=self._max_context_len,
+            max_tokens=max_tokens,
             duration_s=duration_s,
         )
 

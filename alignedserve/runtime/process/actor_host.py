@@ -56,6 +56,9 @@ class ActorHost:
         except AlignedServeError as error:
             logger.exception("%s cannot start", self._name)
             self._failure = error
+        except Exception:
+            logger.critical("%s is broken and does not start", self._name, exc_info=True)
+            raise
 
     def failure(self) -> AlignedServeError | None:
         """Return why the service could not start; None when it is up."""

@@ -185,7 +185,8 @@ def require_policy(scheduling: SchedulingConfig, topology: Topology, available: 
     """Raise ConfigError if the policy or a parameter is unknown, or cannot work with these workers."""
     name = scheduling.policy
     entry, parameters = policy_entry(name), policy_config(name, scheduling.policy_params)
-    if topology not in entry.topologies:
+    needed = Topology.COLOCATED if topology is Topology.ELASTIC else topology
+    if needed not in entry.topologies:
         able = " or ".join(one.value for one in entry.topologies)
         raise ConfigError(f"policy {name!r} is for {able} workers; set topology={entry.topologies[0].value}")
     missing = entry.needs_with(parameters) - available

@@ -183,7 +183,7 @@ class _Batch:
         memory, num_free = self._view.memory, self._packer.num_free
         if num_free == memory.num_blocks:
             return num_free
-        return num_free - int(self._config.watermark * memory.num_blocks)
+        return max(num_free - int(self._config.watermark * memory.num_blocks), 0)
 
     def _may_start(self, rows: Ints) -> Bools:
         """Return which rows may start: while a long prompt is being served, no other one begins (section 4.2)."""
@@ -221,8 +221,10 @@ class _Batch:
             if not fits.any():
                 return
             size = self._view.memory.block_size
-            left_over = (self._token_budget() - demands) ** 2 + ((self._free_blocks() - blocks) * size) ** 2
-            best = int(np.where(fits, left_over, np.iinfo(np.int64).max).argmin())
+            # As floats, which no memory is too large for.
+            free_slots = (self._free_blocks() - blocks).astype(np.float64) * size
+            left_over = (self._token_budget() - demands) ** 2 + free_slots**2
+            best = int(np.where(fits, left_over, np.inf).argmin())
             added = self._try(int(rows[best]), int(demands[best]))
             assert added, "a request that fits is refused"
             is_next = fits.copy()
@@ -235,7 +237,7 @@ class _Batch:
         """Return D_c in tokens and D_m in blocks of these requests, and which of them fit."""
         table, size = self._view.table, self._view.memory.block_size
         held, cached, remaining = table.num_blocks[rows], table.num_cached[rows], table.num_remaining[rows]
-        slots = (held + max(self._free_blocks(), 0)) * size - cached
+        slots = (held + self._free_blocks()) * size - cached
         left = self._packer.num_tokens_left
         if self._config.dynamic_chunking:
             budget = np.minimum(

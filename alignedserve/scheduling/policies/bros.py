@@ -7,6 +7,9 @@ One decision, as Algorithm 1 of the paper (section 4.2):
 2. The best-effort requests in ascending order of the tokens to swap in. One for which there is no time or place left
    may replace the real-time request with most time left.
 3. The batch size for the next decision: doubled, or back to its base if step 1 ran out of time.
+
+A prompt that alone takes longer than any decode may wait for a token never fits beside decodes, and the paper has none.
+Here it runs at once, as those decodes would be late by it whenever it ran; they run beside it.
 """
 
 import enum
@@ -17,10 +20,11 @@ from itertools import chain
 import numpy as np
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.model import chunk_within
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import Packer
+from alignedserve.scheduling.packer import Packer, note_decodes
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, WorkerView
-from alignedserve.scheduling.table import Floats
+from alignedserve.scheduling.table import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,11 @@ class Bros:
     def __init__(self, config: BrosConfig) -> None:
         self._config = config
         self._batch_size = config.base_batch_size
+        self._stood_back = False  # decodes, in the latest iteration, for a prompt that is too long to fit beside them
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
-        packing = _Packing(view, self._batch_size)
+        packing = _Packing(view, self._batch_size, stood_back=self._stood_back)
         is_in_time = packing.pack_real_time()
         packing.pack_best_effort()
         if not packing.packer.rows:
@@ -53,6 +58,7 @@ class Bros:
         self._batch_size = (
             self._next_batch_size(view.limits.max_running_requests) if is_in_time else self._config.base_batch_size
         )
+        self._stood_back = packing.has_stood_back
         return packing.packer.plan()
 
     def _next_batch_size(self, max_running_requests: int) -> int:
@@ -87,7 +93,8 @@ class _Outcome(enum.Enum):
 class _Packing:
     """One decision in construction."""
 
-    def __init__(self, view: WorkerView, batch_size: int) -> None:
+    def __init__(self, view: WorkerView, batch_size: int, *, stood_back: bool) -> None:
+        """`stood_back`: decodes did, in the latest iteration, for a prompt too long to fit beside them."""
         self._view = view
         self.packer = Packer(view)
         self.packer.num_places_left = min(self.packer.num_places_left, batch_size)
@@ -98,8 +105,15 @@ class _Packing:
         self._evicted: set[int] = set()
         self._replaceable: list[int] = []  # packed real-time rows, least urgent last
         self._is_short = False  # blocks were lacking: only requests with a cache that need none continue
+        self._stood_back = stood_back
+        self._beside: list[int] = []  # real-time decodes beside a prompt that is too long
         self._real_time, self._budget_s = self._by_urgency(left_s)
         self._best_effort = self._by_swap_cost()
+
+    @property
+    def has_stood_back(self) -> bool:
+        """Whether real-time decodes are left out for a prompt that is too long to fit beside them."""
+        return not all(row in self.packer for row in self._beside)
 
     # --- the orders
 
@@ -112,12 +126,45 @@ class _Packing:
         rows = np.flatnonzero(table.is_real_time)
         left = left_s[rows]
         ranked = np.lexsort((table.order[rows], table.arrival_s[rows], table.priority[rows], left))
+        if (prompt := self._overlong(rows[ranked])) is not None:
+            return self._around(prompt, rows[ranked], left[ranked])
         urgent: list[int] = rows[ranked].tolist()
         first = int(np.searchsorted(left[ranked], self._alone_s(None)))
         while first < len(urgent) and self._alone_s(urgent[first]) > self._residual_s[urgent[first]]:
             first += 1
         budget_s = self._residual_s[urgent[first]] if first < len(urgent) else np.inf
         return urgent[first:] + urgent[:first], budget_s
+
+    def _overlong(self, ranked: Ints) -> int | None:
+        """Return the first prompt of these rows that no iteration with the decodes has time for; None: there is none.
+
+        Those that have just stood back for such a prompt go before the next one.
+        """
+        table, view = self._view.table, self._view
+        is_decoding = table.is_decoding[ranked]
+        prompts, decodes = ranked[~is_decoding], ranked[is_decoding]
+        allowed_s = float(table.tpot_s[decodes].min(initial=np.inf))
+        if self._stood_back or not len(prompts) or allowed_s == np.inf:
+            return None
+        beside = IterationWork()
+        note_decodes(beside, table, decodes)
+        at_most = view.limits.max_tokens
+        longest = chunk_within(view.costs, beside, num_cached=0, at_most=at_most, budget_s=allowed_s)
+        overlong = prompts[table.num_remaining[prompts] > longest]
+        return int(overlong[0]) if len(overlong) else None
+
+    def _around(self, prompt: int, ranked: Ints, left_s: Floats) -> tuple[list[int], float]:
+        """Return the order with such a prompt: it, the decodes, the others; and the residual time of the first that can
+        still be met with it and them."""
+        table = self._view.table
+        others = ranked[ranked != prompt]
+        decodes, prompts = others[table.is_decoding[others]], others[~table.is_decoding[others]]
+        work = IterationWork()
+        note_decodes(work, table, decodes)
+        self.packer.note_work(work, prompt, self.packer.unchunked(prompt))
+        budget_s = float(left_s[left_s >= self._view.costs.iteration_s(work)].min(initial=np.inf))
+        self._beside = decodes.tolist()
+        return [prompt, *self._beside, *prompts.tolist()], budget_s
 
     def _alone_s(self, row: int | None) -> float:
         """Return the seconds of an iteration of this row alone; None: of the shortest possible one."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -19,11 +20,16 @@ from alignedserve.cli.main import main
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.cluster.hosts.record import ActorRecord, ClusterRecord, NodeRecord, read_record, recorded_id
-from alignedserve.cluster.hosts.supervisor import start_supervisor
+from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor, start_supervisor
 from alignedserve.cluster.launch import AskedToStop
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import from_mapping
 from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
+
+DEAF = (
+    "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+)
 
 
 def settings_from(folder: Path, options: ServeOptions) -> dict[str, str]:
@@ -51,64 +57,121 @@ def test_names_of_models_stay_as_they_are(tmp_path: Path, name: str) -> None:
     assert settings_from(tmp_path, ServeOptions(model=name, nodes=1)) == {"model.path": f'"{name}"'}
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    names: list[str] = []
+class Cluster:
+    """What `stop` finds: the ids that are recorded, look by look, a driver that is heard, and its supervisor."""
+
+    def __init__(self, ids: list[str | None], ending: Ending, *, has_driver: bool = True) -> None:
+        self.ids = ids
+        self.ending = ending
+        self.has_driver = has_driver
+        self.asked: list[str] = []
+        self.ended: list[object] = []
+
+    def recorded_id(self) -> str | None:
+        return self.ids.pop(0) if len(self.ids) > 1 else self.ids[0]
+
+    def read_record(self) -> ClusterRecord | None:
+        return self.record() if self.ids[0] is not None else None
+
+    def record(self) -> ClusterRecord:
+        if self.ids[0] is None:
+            raise ResourceError("no cluster serves on these hosts")
+        return ClusterRecord("c", "v", "pocket", "colocated", started=0.0, is_ready=True, nodes=())
+
+    def end_supervisor(self, *, leaves_s: float, patience_s: float) -> Ending:
+        self.ended.append("supervisor")
+        return self.ending
+
+    def end_cluster(self, record: ClusterRecord) -> None:
+        self.ended.append(record.cluster_id)
+        self.ids = [None]
+
+
+def stop(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> str:
+    """Return what `stop` says."""
     monkeypatch.setattr(hosts, "connected", contextlib.nullcontext)
     monkeypatch.setattr(hosts, "_FOLLOW_S", 0.0)
-    monkeypatch.setattr(hosts, "ask_to_stop", names.append)
-    return names
-
-
-def show(monkeypatch: pytest.MonkeyPatch, ids: list[str | None]) -> None:
-    found = iter(ids)
-    monkeypatch.setattr(hosts, "recorded_id", lambda: next(found))
-
-
-def test_a_cluster_that_a_supervisor_starts_anew_is_stopped_too(
-    monkeypatch: pytest.MonkeyPatch, asked: list[str]
-) -> None:
-    show(monkeypatch, ["former", "former", "next", None])
-    hosts.stop()
-    assert asked == ["former", "former", "next"]
-
-
-def test_a_cluster_that_does_not_end_is_said_so(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
-    monkeypatch.setattr(hosts, "_STOP_S", -1.0)
-    monkeypatch.setattr(hosts, "running_cluster", lambda: "record")
-    monkeypatch.setattr(hosts, "has_driver", lambda record: True)
-    show(monkeypatch, ["deaf", "deaf"])
-    with pytest.raises(ResourceError, match="does not end"):
+    monkeypatch.setattr(hosts, "ask_to_stop", cluster.asked.append)
+    monkeypatch.setattr(hosts, "recorded_id", cluster.recorded_id)
+    monkeypatch.setattr(hosts, "read_record", cluster.read_record)
+    monkeypatch.setattr(hosts, "running_cluster", cluster.record)
+    monkeypatch.setattr(hosts, "has_driver", lambda record: cluster.has_driver)
+    monkeypatch.setattr(hosts, "end_supervisor_of_head", cluster.end_supervisor)
+    monkeypatch.setattr(hosts, "end_cluster", cluster.end_cluster)
+    console = Console(width=200)
+    monkeypatch.setattr(hosts, "notes", lambda: console)
+    with console.capture() as said:
         hosts.stop()
-    assert asked == ["deaf"]
+    return said.get().strip()
 
 
-def test_a_cluster_whose_driver_has_died_for_good_is_ended_without_it(
-    monkeypatch: pytest.MonkeyPatch, asked: list[str]
+def test_a_cluster_that_a_supervisor_starts_anew_is_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(["former", "former", "former", "next", None], Ending.ENDED)
+    assert stop(monkeypatch, cluster) == "Stopped the cluster."
+    assert cluster.asked == ["former", "former", "next"]
+    assert cluster.ended == ["supervisor"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        (Ending.ENDED, "Stopped the cluster, without its driver."),
+        (Ending.NOT_THERE, "Stopped the cluster, without its driver."),
+        (Ending.KILLED, "its driver did not end by itself and was killed with its supervisor."),
+    ],
+)
+def test_a_cluster_whose_driver_fails_or_hangs_is_ended_after_its_supervisor(
+    monkeypatch: pytest.MonkeyPatch, ending: Ending, said: str
 ) -> None:
-    ended: list[str] = []
+    monkeypatch.setattr(hosts, "_SILENT_S", -1.0)
+    cluster = Cluster(["headless"], ending, has_driver=False)
+    assert said in stop(monkeypatch, cluster)
+    assert cluster.ended == ["supervisor", "c"]
+
+
+def test_a_driver_that_was_killed_as_it_went_on_is_none_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "_STOP_S", -1.0)
-    monkeypatch.setattr(hosts, "running_cluster", lambda: "record")
-    monkeypatch.setattr(hosts, "has_driver", lambda record: False)
-    monkeypatch.setattr(hosts, "end_cluster", ended.append)
-    show(monkeypatch, ["headless"])
-    hosts.stop()
-    assert (asked, ended) == (["headless"], ["record"])
+    cluster = Cluster(["busy"], Ending.KILLED, has_driver=True)
+    assert "was killed with its supervisor" in stop(monkeypatch, cluster)
+    assert cluster.ended == ["supervisor", "c"]
 
 
-def test_a_start_that_has_no_record_yet_is_ended_with_its_supervisor(
-    monkeypatch: pytest.MonkeyPatch, asked: list[str], tmp_path: Path
+def test_a_driver_without_a_supervisor_that_does_not_end_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_STOP_S", -1.0)
+    cluster = Cluster(["deaf"], Ending.NOT_THERE)
+    with pytest.raises(ResourceError, match=r"does not end .* `alignedserve serve`"):
+        stop(monkeypatch, cluster)
+    assert cluster.asked == ["deaf"]
+
+
+def test_a_start_that_has_no_record_yet_is_ended_with_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster([None], Ending.ENDED)
+    assert stop(monkeypatch, cluster) == "Stopped a cluster that was about to start."
+    assert cluster.asked == []
+
+
+def test_where_nothing_runs_there_is_nothing_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ResourceError, match="no cluster serves"):
+        stop(monkeypatch, Cluster([None], Ending.NOT_THERE))
+
+
+@pytest.mark.parametrize(("command", "ending"), [("import time; time.sleep(60)", Ending.ENDED), (DEAF, Ending.KILLED)])
+def test_a_supervisor_ends_with_its_driver_also_one_that_is_deaf(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, ending: Ending
 ) -> None:
     monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", str(tmp_path))
-    show(monkeypatch, [None])
-    driver = start_supervisor([sys.executable, "-c", "import time; time.sleep(60)"], "auto")
-    lock, ends_s = tmp_path / "supervisor.lock", time.monotonic() + 30.0
-    while not (lock.exists() and lock.read_text().isdigit()):  # to ask whether it is held would hold it
+    assert end_supervisor() is Ending.NOT_THERE
+    supervisor = start_supervisor([sys.executable, "-c", command, str(tmp_path / "deaf")], "auto")
+    waited_for = [tmp_path / "supervisor.lock", *([tmp_path / "deaf"] if command == DEAF else [])]
+    ends_s = time.monotonic() + 30.0
+    # To ask whether the lock is held would hold it.
+    while not all(path.exists() for path in waited_for) or not waited_for[0].read_text().isdigit():
         assert time.monotonic() < ends_s
         time.sleep(0.01)
-    hosts.stop()
-    assert driver.wait() != 0
-    assert asked == []
+    children = psutil.Process(supervisor.pid).children()
+    assert end_supervisor(patience_s=0.5 if ending is Ending.KILLED else 30.0) is ending
+    supervisor.wait()
+    assert not any(child.is_running() for child in children)
 
 
 @pytest.mark.parametrize("former", [b'{"cluster_id":"c-1"}', b'{"cluster_id":"c-1","version":7,"hosts":[]}'])

@@ -11,7 +11,8 @@ from alignedserve.messages.gateways import TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, MapArena
 from alignedserve.messages.workers import AttemptFailed, JoinedBatch, RequestFinished, RequestPreempted, WorkerLoad
-from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
+from decode_worker.batching.batch_order import DecodeLimits
+from decode_worker.logic import DecodeCommand, DecodeLogic
 from tests.harnesses.decode import (
     BATCH,
     EOS,

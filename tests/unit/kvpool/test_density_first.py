@@ -224,7 +224,27 @@ def test_a_starving_range_widens_like_any_other() -> None:
     former = former_with(*lengths(60))
     for one in lengths(2, 3, 6, 7, 55, 63):
         former.insert(one, 1.5)
-    assert names(former.form(BatchLimits(4, 100, 2), 2.0)) == "55 60"
+    assert names(former.form(BatchLimits(4, 100, 2), 2.0)) == "55 60 63"
+    assert names(former.form(BatchLimits(4, 100, 2), 2.0)) == "2 3 6 7"
+
+
+def test_in_a_starving_range_the_search_goes_where_most_requests_are() -> None:
+    former = former_with(*lengths(49))
+    former.insert(request("8", 8), 0.5)
+    for one in lengths(57, 58, 59, 60, 2, 3, 6, 7, 10, 11, 14, 15):
+        former.insert(one, 1.5)
+    limits = BatchLimits(4, 100)
+    assert names(former.form(limits, 2.0)) == "57 58 59 60"  # of 49-64, which gave nothing since 0.0
+    assert names(former.form(limits, 2.0)) == "49"  # of 49-52: 49-64 has been served
+
+
+def test_a_wide_range_that_was_empty_begins_to_wait_when_it_is_occupied() -> None:
+    former = former_with(*lengths(2, 49))
+    former.remove(RequestId("49"))
+    former.insert(request("57", 57), 1.5)
+    former.insert(request("58", 58), 1.5)
+    assert names(former.form(BatchLimits(2, 100), 2.0)) == "2"
+    assert names(former.form(BatchLimits(1, 100), 3.5)) == "57"
 
 
 def test_an_endangered_request_is_in_the_batch_even_where_older_ones_wait() -> None:

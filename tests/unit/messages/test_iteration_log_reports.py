@@ -9,7 +9,8 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.iterations import BlocksLoaded, IterationCompleted, IterationTimes
 from alignedserve.messages.workers import IterationLogReport
-from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
+from decode_worker.batching.batch_order import DecodeLimits
+from decode_worker.logic import DecodeCommand, DecodeLogic
 from tests.harnesses import router
 from tests.harnesses.decode import BATCH, EOS, H1, loads, to_router
 from tests.support.samples import DECODE, POOL, R1, ROUTER, TOTALS, handoff, request, worker

@@ -15,9 +15,9 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.events import PeerDisconnected, Send
 from alignedserve.messages.gateways import AbortRequest, TokenDelta
 from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import CloseBuffer
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillCompleted, RequestPreempted
-from prefill_worker.candidate_buffers import CloseBuffer
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import PrefillHarness, emitted, offload, reserved, to_pool, to_router, token, written
 from tests.support.samples import DECODE, POOL, R1, blocks, request

@@ -23,9 +23,8 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.events import PeerConnected, PeerDisconnected, Send
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import MapArena, RelayBlocks
+from alignedserve.messages.iterations import BufferOpened, CloseBuffer, MapArena, OpenBuffer, RelayBlocks
 from alignedserve.messages.wire import Message
-from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import ARENA, BUFFER, RUNS, PrefillHarness, to_pool
 from tests.support.samples import DECODE, POOL, R1, R2, blocks, request

@@ -5,10 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig, Pivot, find_pivot, urgency_of
-from alignedserve.scheduling.policy import WorkerView
-from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, scheduled_of, view_of
+from alignedserve.scheduling.policy import IterationLimits, WorkerView
+from alignedserve.scheduling.scheduler_state import Scheduler
+from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, request_of, scheduled_of, view_of
 
 PIVOT = {"pivot_len": 100}  # 0.11 s with the easy costs: 909 tokens per second
 CHAT = {"prompt_len": 40, "num_generated": 10, "tpot_s": 0.1875, "ttft_s": 1.0}
@@ -138,3 +140,14 @@ def test_among_equals_the_later_one_gives_way() -> None:
 def test_on_a_decode_worker_it_only_pauses() -> None:
     view = view_of(HOLDERS, max_running_requests=2, can_evict=False)
     assert planned(view) == {"pressing": 1, "loose": 1}
+
+
+@pytest.mark.parametrize("watermark", [0.0, 0.01, 0.5])
+def test_on_a_prefill_worker_where_blocks_are_held_compute_alone_decides(watermark: float) -> None:
+    policy = make_policy("accelgen", PIVOT | {"watermark": watermark})
+    scheduler = PolicyIterationScheduler(Scheduler(policy, EasyCosts(), IterationLimits(64, 512)))
+    for name in "abc":
+        request = request_of(name, QUEUE[name] | {"arrival_s": QUEUE[name]["waits_since_s"]})
+        scheduler.enter(request, 0.0, num_cached=0, num_generated=0, predicted_len=None)
+    # 909 * 1.5 tokens allowed, 512 in an iteration: the largest demand leaves least of them.
+    assert scheduler.choose(0.0) == (("a", 100), ("c", 90), ("b", 60))

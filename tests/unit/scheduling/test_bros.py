@@ -132,6 +132,52 @@ def test_a_long_best_effort_prompt_waits_for_as_long_as_anyone_decodes() -> None
     assert courses["be"].token_times_s[0] > last_s
 
 
+LONG = prompt(300, ttft_s=1.0, arrival_s=9.99)  # 310 ms alone: never within the 200 ms of a token
+DECODES = {"a": decode(100, 9.99), "b": decode(100, 9.95)}
+
+
+def test_a_prompt_too_long_to_fit_beside_any_decode_does_not_wait_for_their_end() -> None:
+    assert packed(view_of(DECODES | {"long": LONG}, now=10.0)) == ["long", "b", "a"]
+    late = {"long": LONG, "late": LONG | {"arrival_s": 1.0}}
+    assert packed(view_of(DECODES | late, now=10.0)) == ["late", "b", "a"]  # one at a time: an iteration has 512 tokens
+
+
+def test_too_long_is_what_does_not_fit_beside_all_the_decodes() -> None:
+    rows = {"a": decode(100, 10.0), "b": decode(100, 10.0)}  # 2 ms each, beside 10 ms and 1 ms per token
+    assert packed(view_of(rows | {"prompt": prompt(180, 9.99)}, now=10.0)) == ["a", "b", "prompt"]
+    assert packed(view_of(rows | {"prompt": prompt(190, 9.99)}, now=10.0)) == ["prompt", "a", "b"]
+    soon = DECODES | {"prompt": prompt(180, 9.99)}  # 150 ms now; 200 once both have their token
+    assert packed(view_of(soon, now=10.0)) == ["b", "a"]
+
+
+def test_beside_such_a_prompt_goes_what_those_who_can_still_be_in_time_allow() -> None:
+    rows = DECODES | {"long": LONG, "short": prompt(20, ttft_s=0.35, arrival_s=9.99)}
+    assert packed(view_of(rows, now=10.0)) == ["long", "b", "a", "short"]  # 334 ms, of 340
+    rows["short"] |= {"ttft_s": 0.33}
+    assert packed(view_of(rows, now=10.0)) == ["long", "b", "a"]
+
+
+def test_a_prompt_that_fits_beside_decodes_is_not_preferred_when_it_is_late() -> None:
+    rows = {"now": decode(100, 9.85), "late": prompt(150, 2.0)}
+    assert packed(view_of(rows, now=10.0)) == ["now"]
+
+
+def test_decodes_that_stood_back_go_before_the_next_such_prompt() -> None:
+    policy = make_policy("bros")
+    rows = DECODES | {"long": LONG | {"prompt_len": 900}}  # takes all tokens of an iteration
+    first, second, third = (policy.plan(view_of(rows, now=10.0)) for _ in range(3))
+    view = view_of(rows)
+    assert [list(scheduled_of(view, one)) for one in (first, second, third)] == [["long"], ["b", "a"], ["long"]]
+
+
+def test_long_prompts_do_not_wait_for_the_end_of_all_decodes() -> None:
+    arrivals = [Arrival(request_of(f"rt{number}", prompt(8, number * 0.1)), 60) for number in range(20)]
+    arrivals += [Arrival(request_of(f"long{number}", LONG | {"arrival_s": number * 1.0}), 5) for number in range(3)]
+    courses = PolicyRun(make_policy("bros")).run(arrivals)
+    firsts = [courses[f"long{number}"].token_times_s[0] - number for number in range(3)]
+    assert max(firsts) <= 1.0
+
+
 def test_a_decode_worker_chooses_and_takes_nothing() -> None:
     rows = {"a": decode(17, 9.9), "b": best_effort(decode(300))}
     view = view_of(rows, now=10.0, num_blocks=21, can_evict=False)

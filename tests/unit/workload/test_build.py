@@ -29,7 +29,7 @@ def build(
 
 def test_evenly_spaced_requests() -> None:
     workload = build("chat: rate=4, cv=0, prompt=10, output=5, ttft=1, tpot=0.1, priority=3", duration_s=0.6)
-    expected = {"prompt_len": 10, "output_len": 5, "max_tokens": 5, "class_name": "chat", "slo": Slo(1.0, 0.1)}
+    expected = {"prompt_len": 10, "output_len": 5, "max_tokens": None, "class_name": "chat", "slo": Slo(1.0, 0.1)}
     assert workload.requests == (
         TimedRequest(arrival_s=0.25, priority=3, **expected),  # type: ignore[arg-type]
         TimedRequest(arrival_s=0.5, priority=3, **expected),  # type: ignore[arg-type]
@@ -92,6 +92,27 @@ def test_limit_that_nothing_meets() -> None:
 def test_client_limit_cuts_the_answer_but_not_the_other_way() -> None:
     workload = build("prompt=10, output=choice(5,50), rate=1, max_tokens=20", num_requests=50)
     assert {(request.output_len, request.max_tokens) for request in workload.requests} == {(5, 20), (20, 20)}
+
+
+@pytest.mark.parametrize(
+    ("setting", "limits"),
+    [
+        ("", {5: None, 50: None}),
+        ("context", {5: None, 50: None}),
+        ("power_of_two", {5: 8, 50: 64}),
+        ("exact", {5: 5, 50: 50}),
+    ],
+)
+def test_limits_tell_the_length_only_where_the_line_says_so(setting: str, limits: dict[int, int | None]) -> None:
+    line = "prompt=10, output=choice(5,50), rate=1" + (f", max_tokens={setting}" if setting else "")
+    workload = build(line, num_requests=50)
+    assert {request.output_len: request.max_tokens for request in workload.requests} == limits
+
+
+@pytest.mark.parametrize(("length", "limit"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
+def test_powers_of_two_hold_the_answer(length: int, limit: int) -> None:
+    workload = build(f"prompt=10, output={length}, rate=1, max_tokens=power_of_two", num_requests=2)
+    assert {request.max_tokens for request in workload.requests} == {limit}
 
 
 def test_source_without_prompts_asks_for_them(tmp_path: Path) -> None:

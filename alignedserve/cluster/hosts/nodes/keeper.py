@@ -12,6 +12,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.hosts.nodes import recorded_parts
 from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.sweeper import start_sweeper
 from alignedserve.cluster.run_folder import make_run_folder
@@ -65,6 +66,10 @@ class NodeKeeper:
         """Return the private folder of the cluster on this node."""
         return self._folder
 
+    @property
+    def _recordings(self) -> Path:
+        return recorded_parts.parts_folder(self._folder)
+
     def log_names(self) -> list[str]:
         """Return the processes that have a log here."""
         return sorted(path.stem for path in (self._folder / "logs").glob("*.log"))
@@ -80,6 +85,22 @@ class NodeKeeper:
             text = log.read(_MAX_READ_BYTES)
         return LogPart(text.decode(errors="replace"), begin + len(text))
 
+    def recordings(self) -> dict[str, int]:
+        """Return the bytes of each recording of this node's processes."""
+        return recorded_parts.sizes(self._recordings)
+
+    def read_recording(self, name: str, offset: int) -> bytes:
+        """Return what a recording has from this byte on, a part of it at most."""
+        return recorded_parts.read_part(self._recordings, name, offset)
+
+    def remove_recordings(self) -> None:
+        """Remove all recordings, of which the driver has a copy."""
+        recorded_parts.remove(self._recordings)
+
+    def clock_s(self) -> float:
+        """Return this host's clock, as recordings have it."""
+        return time.monotonic()
+
     def available_bytes(self) -> int:
         """Return the memory of this host that is free for more workers."""
         return int(psutil.virtual_memory().available)
@@ -91,13 +112,18 @@ class NodeKeeper:
     def keep(self, number: int, state: bytes, actors: list[Any], patience_s: float) -> None:
         """Keep a driver's state for the next one, unless a later one is here.
 
-        A driver is to come back every so often: after `patience_s` without one, these actors of this node are ended,
+        A driver is to be heard every so often: after `patience_s` without one, these actors of this node are ended,
         and this one with them.
         """
         self._heard_s = time.monotonic()
         if self._kept is None or number >= self._kept.number:
             self._kept = KeptState(number, state, 0.0)
             self._actors, self._patience_s = actors, patience_s
+
+    def hear(self, number: int) -> bool:
+        """Note that the driver lives; return whether the state that it handed over last is here."""
+        self._heard_s = time.monotonic()
+        return self._kept is not None and self._kept.number == number
 
     def kept(self) -> KeptState | None:
         """Return what the last driver handed over; None: none did."""

@@ -19,10 +19,8 @@ from alignedserve.runtime.model.weight_loader import assemble_weights
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_gguf import HEAD_DIM, write_tiny_gguf
 
-_auto_config: Any = transformers.AutoConfig
-_auto_model: Any = transformers.AutoModelForCausalLM
 _reading: Any = modeling_gguf_pytorch_utils
-_logging: Any = transformers.utils.logging
+_library: Any = transformers  # which imports the code of a model when that is first asked for
 
 EVERY_TYPE = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16", "F32")
 TOKENS = random_tokens(1, 41)
@@ -37,13 +35,13 @@ CASES = [
 
 
 def reference_logits(path: Path, frequency_factors: Tensor | None = None, global_factor: float | None = None) -> Tensor:
-    _logging.disable_progress_bar()
-    config = _auto_config.from_pretrained(path.parent, gguf_file=path.name)
+    _library.utils.logging.disable_progress_bar()
+    config = _library.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     config.head_dim = HEAD_DIM
     config.query_pre_attn_scalar = HEAD_DIM
     if global_factor is not None:  # transformers does not read it
         config.rope_parameters["full_attention"] |= {"rope_type": "linear", "factor": global_factor}
-    model = _auto_model.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = _library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     tensors = _reading.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected

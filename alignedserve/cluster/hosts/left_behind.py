@@ -1,0 +1,84 @@
+"""Processes that a driver has left: whether another looks after them, and their end without one.
+
+Commands use it: what it imports is loaded in a moment.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from alignedserve.cluster.hosts.nodes.keeper import KeptState
+from alignedserve.cluster.hosts.nodes.placement_group import release_former
+from alignedserve.cluster.hosts.ray_directory import NAMESPACE
+from alignedserve.cluster.hosts.record import ClusterRecord, remove_record
+from alignedserve.core.errors import ResourceError
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 4.0  # after which a driver that hands over every second has ended
+_ANSWER_S = 10.0
+_POLL_S = 0.5
+_PATIENCE_S = 15.0  # with processes that do not end
+
+
+def end_cluster(record: ClusterRecord) -> None:
+    """End all processes of a recorded cluster without a driver. Raises ResourceError when they do not end."""
+    actors = [actor.name for node in record.nodes for actor in node.actors]  # the driver's name is no actor's
+    end_by_name([*actors, *(node.keeper for node in record.nodes if node.keeper)])
+    release_former()
+    remove_record(record.cluster_id)
+
+
+def has_driver(record: ClusterRecord) -> bool:
+    """Return whether a driver looks after this cluster."""
+    kept = kept_by([node.keeper for node in record.nodes if node.keeper])
+    return any(one.age_s < SILENT_S for one in kept)
+
+
+def kept_by(keepers: Sequence[str]) -> list[KeptState]:
+    """Return what these keepers have of the last driver's state, of those that answer."""
+    asked: list[Any] = []
+    for name in keepers:
+        try:
+            asked.append(ray.get_actor(name, NAMESPACE).kept.remote())
+        except ValueError:
+            logger.info("%s is gone", name)
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+    found = []
+    for reference in answered:
+        try:
+            kept = ray.get(reference)
+        except RayError:
+            continue  # its node is gone
+        if kept is not None:
+            found.append(kept)
+    return found
+
+
+def kill_actors(actors: Iterable[Any]) -> None:
+    """End actors that are not to be restarted, through Ray's head."""
+    for actor in actors:
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(actor, no_restart=True)
+
+
+def end_by_name(names: Sequence[str]) -> None:
+    """End all actors with these names, and wait until others may have the names. Raises ResourceError."""
+    ends_s = time.monotonic() + _PATIENCE_S
+    while left := [actor for name in names if (actor := _actor(name)) is not None]:
+        if time.monotonic() > ends_s:
+            raise ResourceError(f"{len(left)} processes of a former cluster do not end; see `ray list actors`")
+        kill_actors(left)
+        time.sleep(_POLL_S)
+
+
+def _actor(name: str) -> Any:
+    try:
+        return ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return None

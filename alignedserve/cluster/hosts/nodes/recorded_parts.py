@@ -1,0 +1,45 @@
+"""What a node has recorded, read in parts by its keeper for the driver."""
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+from alignedserve.messages.recording import SUFFIX
+
+MAX_PART_BYTES = 64 * 1024  # as much as Ray answers without its object store
+_NAME = re.compile(rf"[a-z]+(-\d+)?\.\d+{re.escape(SUFFIX)}")
+
+
+def is_name(name: str) -> bool:
+    """Return whether a recording may have this name, which is no path."""
+    return _NAME.fullmatch(name) is not None
+
+
+def parts_folder(private: Path) -> Path:
+    """Return the folder of recordings in the private folder of a node."""
+    return private / "recordings"
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each recording there; none, where there is no such folder."""
+    with contextlib.suppress(FileNotFoundError):
+        return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if is_name(path.name)}
+    return {}
+
+
+def read_part(folder: Path, name: str, offset: int) -> bytes:
+    """Return what a recording has from this byte on, a part of it at most; nothing, where there is no such one."""
+    if not is_name(name):
+        return b""
+    try:
+        with open(folder / name, "rb") as file:
+            file.seek(offset)
+            return file.read(MAX_PART_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
+def remove(folder: Path) -> None:
+    """Remove all recordings, of which the driver has a copy."""
+    shutil.rmtree(folder, ignore_errors=True)

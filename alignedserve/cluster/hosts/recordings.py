@@ -1,0 +1,156 @@
+"""Copies what other nodes record into the folder of the run, on the head, while it is written.
+
+Each node's processes record into its private folder. Its part of the run is a folder of its own beside RUN_FILE, named
+by the node and by how many nodes had come before; the next driver goes on with it. A node that is lost takes with it
+what it recorded in the last second.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+
+from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.nodes.recorded_parts import MAX_PART_BYTES, is_name
+from alignedserve.messages.recording import PART_FILE, RecordedPart
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S = 1.0
+_ANSWER_S = 5.0
+_NUM_ASKED = 5  # for a node's clock: the answer that took the least time counts
+_FINISH_S = 20.0  # for what is left at the end
+
+Ask = Callable[..., Any]  # a method of a keeper by its name, with its arguments; raises RayError or TimeoutError
+
+
+class RecordedNode:
+    """The part of one node. Used by one thread at a time."""
+
+    def __init__(self, ask: Ask, folder: Path, part: RecordedPart) -> None:
+        """Create the folder, or go on with it. Raises OSError, and what `ask` raises."""
+        self._ask = ask
+        self._folder = folder
+        self._part = part
+        self.lock = threading.Lock()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._note(is_whole=False)
+
+    def copy(self, ends_s: float) -> bool:
+        """Copy what has been written since; return whether that was all. Raises OSError, and what `ask` raises."""
+        for name, size in self._ask("recordings").items():
+            path = self._folder / name
+            if not is_name(name):
+                continue
+            with open(path, "ab", opener=_open_private) as file:
+                while file.tell() < size:
+                    if time.monotonic() > ends_s:
+                        return False
+                    content: bytes = self._ask("read_recording", name, file.tell())
+                    if not 0 < len(content) <= MAX_PART_BYTES:
+                        return False
+                    file.write(content)
+        return True
+
+    def finish(self, ends_s: float) -> None:
+        """Copy the rest, after which the node needs it no more. Raises as `copy`."""
+        if self.copy(ends_s):
+            self._note(is_whole=True)
+            self._ask("remove_recordings")
+
+    def _note(self, *, is_whole: bool) -> None:
+        content = msgspec.json.encode(msgspec.structs.replace(self._part, is_whole=is_whole))
+        with open(self._folder / PART_FILE, "wb", opener=_open_private) as file:
+            file.write(content)
+
+
+class Recordings:
+    """The recorded parts of one cluster's nodes."""
+
+    def __init__(self, folder: str | None) -> None:
+        """`folder`: of the run, on this host; None: nothing is recorded."""
+        self._folder = Path(folder) if folder is not None else None
+        self._nodes: dict[str, RecordedNode] = {}  # by the names of the nodes
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recordings", daemon=True)
+        if folder is not None:
+            self._thread.start()
+
+    def follow(self, member: Member) -> None:
+        """Copy what this node records from now on. The head's processes write where it is to be."""
+        if self._folder is None or member.prepared.share.is_head:
+            return
+
+        def ask(method: str, *arguments: object) -> Any:
+            return ray.get(getattr(member.keeper.actor, method).remote(*arguments), timeout=_ANSWER_S)
+
+        node, number = member.ray_node, member.prepared.folder.name.rpartition("-")[2]
+        try:
+            part = RecordedPart(
+                node=member.name,
+                hostname=node.hostname,
+                address=node.address,
+                clock_ahead_s=clock_ahead_s(lambda: ask("clock_s")),
+                is_whole=False,
+            )
+            found = RecordedNode(ask, self._folder / f"{member.name}.{number}", part)
+        except (RayError, TimeoutError, OSError) as error:
+            logger.error("what %s records stays there: %s", node, error)
+            return
+        self._nodes = {**self._nodes, member.name: found}  # a new one, as the thread reads the other
+
+    def forget(self, node: str) -> None:
+        """Note that a node is lost; what has been copied stays."""
+        self._nodes = {name: one for name, one in self._nodes.items() if name != node}
+
+    def finish(self, node: str) -> None:
+        """Copy the rest of what a node has recorded, whose processes have ended or are about to."""
+        found = self._nodes.get(node)
+        self.forget(node)
+        if found is not None:
+            self._perform(node, found.lock, lambda: found.finish(time.monotonic() + _FINISH_S))
+
+    def close(self, *, is_end: bool) -> None:
+        """Copy no more; at the end of the run after the rest of all nodes. May be repeated."""
+        self._is_closing.set()
+        if self._thread.is_alive():
+            self._thread.join(_ANSWER_S)
+        for node in self._nodes if is_end else ():
+            self.finish(node)
+        self._nodes = {}
+
+    def _run(self) -> None:
+        while not self._is_closing.wait(_PERIOD_S):
+            for node, one in self._nodes.items():
+                self._perform(node, one.lock, lambda one=one: one.copy(time.monotonic() + _PERIOD_S))  # type: ignore[misc]
+
+    def _perform(self, node: str, lock: threading.Lock, copy: Callable[[], object]) -> None:
+        try:
+            with lock:
+                copy()
+        except OSError as error:  # TimeoutError is one: a keeper that is busy
+            logger.warning("what %s records cannot be copied now: %s", node, error)
+        except (RayError, ValueError):  # its node is lost, of which others say more
+            logger.debug("what %s records cannot be copied now", node, exc_info=True)
+
+
+def clock_ahead_s(ask: Callable[[], float]) -> float:
+    """Return by how much this host's clock is ahead of the one that is asked."""
+    found = []
+    for _ in range(_NUM_ASKED):
+        asked_s = time.monotonic()
+        theirs_s = ask()
+        answered_s = time.monotonic()
+        found.append((answered_s - asked_s, (asked_s + answered_s) / 2 - theirs_s))
+    return min(found)[1]
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

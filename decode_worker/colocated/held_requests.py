@@ -1,0 +1,126 @@
+"""The requests of a colocated worker: their rows in the policy's table and their blocks, always changed together."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from alignedserve.core.block_allocator import BlockAllocator, blocks_for
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.messages.workers import PrefillRequest
+from alignedserve.scheduling.policy import DeviceMemory
+from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
+from alignedserve.worker_core.request import WorkerRequest
+
+
+@dataclass(slots=True, eq=False)
+class ColocatedRequest(WorkerRequest):
+    """One request on a colocated worker; its progress is in the table."""
+
+    block_ids: list[BlockId] = field(default_factory=list)
+    is_in_engine: bool = False
+    is_on_host: bool = False  # the engine keeps a host copy of it
+    is_finished: bool = False  # it has had its last token, or has failed
+
+
+class HeldRequests:
+    """Requests by id, in order of arrival; and what the engine is to be told of those that have left."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        """`memory`: empty."""
+        self.state = SchedulerState(memory)
+        self.allocator = BlockAllocator(memory.num_blocks)
+        self.num_away = 0  # blocks of requests that are leaving or coming, in no row
+        self._block_size = memory.block_size
+        self._requests: dict[RequestId, ColocatedRequest] = {}
+        self._removals: list[RequestId] = []  # for the engine, with the next iteration
+        self._forgotten: list[RequestId] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[ColocatedRequest]:
+        return iter(self._requests.values())
+
+    def __getitem__(self, request_id: RequestId) -> ColocatedRequest:
+        return self._requests[request_id]
+
+    def get(self, request_id: RequestId) -> ColocatedRequest | None:
+        """Return the request, if it is here."""
+        return self._requests.get(request_id)
+
+    def of_row(self, row: int) -> ColocatedRequest:
+        """Return the request of this row."""
+        return self._requests[self.state.table.request_ids[row]]
+
+    def add(self, message: PrefillRequest, now: float) -> None:
+        """Add a request without any cache."""
+        request, generated = message.request, list(message.generated_token_ids)
+        self._requests[request.request_id] = ColocatedRequest(request, message.attempt, generated, granted_s=now)
+        self.state.add(request, now, predicted_len=message.predicted_output_len, num_generated=len(generated))
+
+    def drop(self, tracked: ColocatedRequest) -> None:
+        """Remove a request and free its blocks."""
+        request_id = tracked.request.request_id
+        del self._requests[request_id]
+        self.allocator.free(tracked.block_ids)
+        self.state.remove(request_id)
+        self.leave_engine(tracked)
+        self.forget_host_copy(tracked)
+
+    def leave_engine(self, tracked: ColocatedRequest) -> None:
+        """Remove it from the engine with the next iteration."""
+        if tracked.is_in_engine:
+            self._removals.append(tracked.request.request_id)
+            tracked.is_in_engine = False
+
+    def forget_host_copy(self, tracked: ColocatedRequest) -> None:
+        """Free its cache on the host with the next iteration."""
+        if tracked.is_on_host:
+            self._forgotten.append(tracked.request.request_id)
+            tracked.is_on_host = False
+
+    # --- requests that move between workers
+
+    def has_room_beside(self, num_blocks: int) -> bool:
+        """Return whether every request here could still have all that it may need, alone, while these are held."""
+        left = self.allocator.num_blocks - self.num_away - num_blocks
+        return all(blocks_for(one.max_context_len, self._block_size) <= left for one in self)
+
+    def hold(self, num_blocks: int) -> tuple[BlockId, ...]:
+        """Take free blocks for a request that comes."""
+        self.state.hold(num_blocks)
+        block_ids = self.allocator.allocate(num_blocks)
+        assert block_ids is not None, "fewer blocks than were counted"
+        self.num_away += num_blocks
+        return block_ids
+
+    def free_held(self, block_ids: Sequence[BlockId]) -> None:
+        """Free blocks of a request that has left, or does not come."""
+        self.allocator.free(block_ids)
+        self.state.hold(-len(block_ids))
+        self.num_away -= len(block_ids)
+
+    def detach(self, tracked: ColocatedRequest) -> Progress:
+        """Take a request whose cache is on the device out of the scheduler and the engine; its blocks stay held."""
+        self.leave_engine(tracked)
+        del self._requests[tracked.request.request_id]
+        self.num_away += len(tracked.block_ids)
+        return self.state.detach(tracked.request.request_id)
+
+    def attach(self, tracked: ColocatedRequest, progress: Progress, now: float) -> None:
+        """Add a request with its cache, in blocks that were held."""
+        assert progress.num_blocks == len(tracked.block_ids), "other blocks than were held"
+        self._requests[tracked.request.request_id] = tracked
+        self.num_away -= progress.num_blocks
+        self.state.attach(tracked.request, now, progress)
+
+    # --- what the engine is told
+
+    def take_removals(self) -> tuple[RequestId, ...]:
+        """Return requests that the engine is to remove, each once."""
+        removals, self._removals = tuple(self._removals), []
+        return removals
+
+    def take_forgotten(self) -> tuple[RequestId, ...]:
+        """Return requests whose cache on the host is to be freed, each once."""
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        return forgotten

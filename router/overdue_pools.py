@@ -1,0 +1,187 @@
+"""Batches of pools that have waited too long: for decode workers of any node, before what their own pool has.
+
+A decode worker takes batches of its own node's pool, and of others what is left there while its own has nothing
+(far_batches.py). A pool that no worker shares memory with, or whose workers are too small or too slow for what it has,
+would then wait for as long as the others are never empty. So ages count: once the oldest request of a pool has waited
+for `starvation_s`, and for as much longer than all requests in the pool of a worker elsewhere, the next batch of that
+worker is this pool's, with room for that request. Of several pools the one that has waited longest is served first, by
+the worker whose own pool has waited least; a pool gets one such batch at a time.
+
+The bound: when a worker's own pool is asked for a batch, the oldest request of any other pool that could have been
+asked has waited for less than `starvation_s` longer than the oldest of that one, or a batch of it is on its way. Within
+a pool its batch former bounds the wait.
+
+Example, with `starvation_s=2`: pool-0 has no decode worker, and its oldest request came at 10 s. decode-1 has always
+something to do of its own pool-1, whose oldest came at 11 s: it keeps to that. When what came to pool-1 before 12 s is
+gone, at 13 s or later, the next batch of decode-1 is pool-0's.
+"""
+
+import math
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import closing
+
+from alignedserve.config.sections import BatchingConfig
+from alignedserve.messages.workers import WorkerLoad
+from router.far_batches import FarBatch, FarLimits
+from router.ranking import Ranking
+from router.state import BatchKind, PoolRecord, WorkerRecord
+
+Nodes = Mapping[str, Mapping[str, WorkerRecord]]  # workers by name, by the pool of their node
+
+
+# Workers serve pools of other nodes in this order: by when the oldest in their own pool came, the latest first (so that
+# it is negated), then by the number of their requests.
+LenderRank = tuple[float, int]
+
+
+class OverduePools:
+    """The overdue pools and the workers that may serve them, in order. Pools are looked at when told.
+
+    While no pool is overdue, which is the rule, nothing is known of the workers, and a change costs next to nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        pools: Mapping[str, PoolRecord],
+        nodes: Nodes,
+        is_served: Callable[[PoolRecord], bool],
+        max_candidate_requests: int,
+        batching: BatchingConfig,
+    ) -> None:
+        """`is_served`: whether a batch of this pool, or all that it has, has been asked for."""
+        self._pools = pools
+        self._is_served = is_served
+        self._nodes = nodes
+        self._max_candidate_requests = max_candidate_requests
+        self._batching = batching
+        self._oldest: Ranking[float] = Ranking()  # overdue pools without a batch on its way, by their oldest request
+        self._unseen: dict[str, None] = {}  # pools whose workers may have changed
+        self._lenders: dict[str, WorkerRecord] = {}  # decode workers that can take a batch
+        self._ranks: Ranking[LenderRank] = Ranking()
+
+    def note(self, pool_name: str, now: float) -> None:
+        """Look at a pool again, and at the workers of its node before the next choice."""
+        self._unseen[pool_name] = None
+        pool = self._pools.get(pool_name)
+        is_young = pool is None or not pool.pooled or now - pool.oldest_s < self._batching.starvation_s
+        if pool is None or is_young or self._is_served(pool):
+            self._oldest.discard(pool_name)
+        else:
+            self._oldest.put(pool_name, pool.oldest_s)
+
+    def _look_at_workers(self) -> None:
+        unseen, self._unseen = self._unseen, {}
+        for pool_name in unseen:
+            pool = self._pools.get(pool_name)
+            for worker in self._nodes.get(pool_name, {}).values():
+                if can_take_batch(worker):
+                    self._lenders[worker.name] = worker
+                    self._ranks.put(worker.name, lender_rank(worker, pool))
+                else:
+                    self.forget(worker)
+
+    def forget(self, worker: WorkerRecord) -> None:
+        """Ask for nothing more for this worker."""
+        self._lenders.pop(worker.name, None)
+        self._ranks.discard(worker.name)
+
+    def choose(self, changed: Collection[str], now: float) -> list[FarBatch]:
+        """Choose batches for pools that have waited too long, and workers for them; each at most once.
+
+        `changed`: the pools that were noted since the last time. Of others, and workers of others, no pair can have
+        become possible, except by time: the caller notes a pool when its oldest request has waited for `starvation_s`.
+        """
+        chosen: list[FarBatch] = []
+        if not len(self._oldest):
+            return chosen
+        self._look_at_workers()
+        with closing(self._oldest.in_order()) as names:
+            for name in names:
+                youngest = self._ranks.first()
+                pool = self._pools[name]
+                if youngest is None or not self._has_waited(pool, -youngest.rank[0], now):
+                    break
+                batch = self._batch_of(pool, None if name in changed else changed, now)
+                if batch is not None:
+                    chosen.append(batch)
+                    self.forget(batch.worker)
+        return chosen
+
+    def _has_waited(self, pool: PoolRecord, own_oldest_s: float, now: float) -> bool:
+        return has_waited(pool, own_oldest_s, now, self._batching.starvation_s)
+
+    def _batch_of(self, pool: PoolRecord, among: Collection[str] | None, now: float) -> FarBatch | None:
+        """Choose the worker for a batch of this pool. `among`: only workers of these nodes, by pool; None: any."""
+        with closing(self._ranks.in_order() if among is None else self._in_order(among)) as names:
+            for name in names:
+                worker = self._lenders[name]
+                own = self._pools.get(worker.registered.pool_name)
+                if not self._has_waited(pool, oldest_of(own), now):
+                    break
+                limits = limits_of(worker, pool, self._max_candidate_requests, self._batching)
+                if limits is not None:
+                    return FarBatch(worker, pool, limits)
+        return None
+
+    def _in_order(self, among: Collection[str]) -> Generator[str, None, None]:
+        ranked = [
+            (lender_rank(worker, self._pools.get(pool)), worker.name)
+            for pool in among
+            for worker in self._nodes.get(pool, {}).values()
+            if worker.name in self._lenders
+        ]
+        yield from (name for _, name in sorted(ranked))
+
+
+def can_take_batch(worker: WorkerRecord) -> bool:
+    """Return whether a decode worker may be given another batch to run next."""
+    is_decoder = worker.registered.can_decode and not worker.registered.can_prefill
+    load = worker.load or WorkerLoad()
+    return is_decoder and not worker.is_draining and not worker.awaits_batch and not load.num_batch_candidates
+
+
+def oldest_of(pool: PoolRecord | None) -> float:
+    """Return since when the oldest request of a worker's own pool has waited; infinity: it has none, or is lost."""
+    return pool.oldest_s if pool is not None and pool.num_pooled else math.inf
+
+
+def lender_rank(worker: WorkerRecord, own_pool: PoolRecord | None) -> LenderRank:
+    """Return the worker's place among those that may serve pools of other nodes."""
+    return -oldest_of(own_pool), len(worker.decoding)
+
+
+def has_waited(pool: PoolRecord, own_oldest_s: float, now: float, starvation_s: float) -> bool:
+    """Return whether this pool comes before the own one of a worker elsewhere, whose oldest request came then."""
+    return now - pool.oldest_s >= starvation_s and own_oldest_s - pool.oldest_s >= starvation_s
+
+
+def is_batch_awaited(pool: str, workers: Iterable[WorkerRecord]) -> bool:
+    """Return whether the pool has been asked for a batch for any of these workers, other than to join what runs."""
+    return any(
+        one.pending_batch is not None and one.asked_pool == pool and one.requested_kind is BatchKind.BATCH
+        for one in workers
+    )
+
+
+def limits_of(
+    worker: WorkerRecord, pool: PoolRecord, max_candidate_requests: int, batching: BatchingConfig
+) -> FarLimits | None:
+    """Return the limits of a batch of another node's pool with room for its oldest request; None: not for this worker.
+
+    They are those of a batch of its own pool, of which the worker gets as many requests as it can take.
+    """
+    registered, load = worker.registered, worker.load or WorkerLoad()
+    least_blocks = pool.oldest_blocks
+    if pool.name in (registered.pool_name, *worker.refusing_pools) or least_blocks > registered.num_blocks:
+        return None
+    min_requests = batching.enough_requests(registered.max_running_requests)
+    max_requests = registered.max_running_requests
+    if not (batching.is_aligned and load.num_running >= min_requests):
+        max_requests += max_candidate_requests - len(worker.decoding)
+    max_requests = min(max_requests, pool.num_pooled)
+    max_blocks = registered.num_blocks
+    if worker.decoding:
+        share = int(batching.max_block_share * registered.num_blocks)
+        max_blocks = max(share - load.num_candidate_blocks, least_blocks)
+    return FarLimits(max_blocks, max_requests, min(min_requests, max_requests)) if max_requests > 0 else None
