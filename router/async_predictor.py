@@ -63,15 +63,17 @@ class AsyncLengthPredictor:
 
     def observe(self, event: RouterEvent) -> None:
         """Queue the event's work for the thread; return at once."""
-        match event:
-            case Received(_, SubmitRequest(request=request) | ResumeRequest(request=request)):
+        if not isinstance(event, Received):
+            return
+        match event.message:
+            case SubmitRequest() | ResumeRequest() as message:
                 if self._num_pending < _MAX_WAITING:
                     self._num_pending += 1
-                    self._put(partial(self._predict, request))
-            case Received(_, RequestFinished(request_id=request_id, num_generated=num_generated)):
-                self._put(partial(self._learn, request_id, num_generated))
-            case Received(_, AbortRequest(request_id=request_id)):
-                self._put(partial(self._forget, request_id))
+                    self._put(partial(self._predict, message.request))
+            case RequestFinished() as message:
+                self._put(partial(self._learn, message.request_id, message.num_generated))
+            case AbortRequest() as message:
+                self._put(partial(self._forget, message.request_id))
 
     def close(self) -> None:
         """Stop the thread and drop the work it has not begun."""
