@@ -37,7 +37,7 @@ from decode_worker.colocated.held_requests import ColocatedRequest, HeldRequests
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
 
 ColocatedEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
-ColocatedCommand = Send | SendTo | RunIteration | MoveCommand
+ColocatedCommand = SendTo | RunIteration | MoveCommand
 
 _LEAN_STEPS = 32
 
@@ -254,6 +254,7 @@ class ColocatedLogic:
             num_waiting=len(self._requests) + len(self._postponed) - num_running,
             num_running=num_running,
             num_free_blocks=self._state.num_free,
+            num_handoffs_verified=self._moves.num_taken if self._moves is not None else 0,
             num_evictions=self._num_preemptions,
             lean=self._lean,
         )
