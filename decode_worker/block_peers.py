@@ -1,27 +1,34 @@
 """The prefill workers and pools with which a decode worker exchanges blocks.
 
-It keeps links to those that the router announces, and to the pool of its own node.
+It keeps links to the pool and the prefill workers of its own node. Those of other nodes, which may be thousands, it
+links with when the router says that it is about to need one, and hangs up when it had no use for `LINK_IDLE_S`.
 """
 
-from alignedserve.messages.events import Dial, StopDialling
+from collections.abc import Callable, Collection
+
+from alignedserve.messages.events import Dial, HangUp, StopDialling
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded
 from alignedserve.messages.workers import BlocksFetched, PeersChanged
 
+LINK_IDLE_S = 60.0
+
 
 class BlockPeers:
-    """Names that are being dialled, in the order in which they were announced, and those of pools among all peers."""
+    """Names that are dialled, in the order in which they were announced or needed, and pools among all peers."""
 
     def __init__(self, pool_name: str) -> None:
         """`pool_name`: the pool of this node, which is dialled from the start."""
         self._names: dict[str, None] = {}
+        self._used_s: dict[str, float] = {}  # when those of other nodes were last needed or used
         self._own_pool = pool_name
         self._pools: dict[str, None] = {pool_name: None}
 
-    def connected(self, role: Role, peer: str) -> None:
-        """Note what a peer is."""
+    def connected(self, role: Role, peer: str) -> bool:
+        """Note what a peer is; return whether it is one of another node."""
         if role is Role.KV_POOL:
             self._pools[peer] = None
+        return peer in self._used_s
 
     def is_pool(self, peer: str) -> bool:
         """Return whether this peer is a pool; others offer candidate buffers."""
@@ -32,6 +39,24 @@ class BlockPeers:
         if event.source == self._own_pool or event.source not in self._pools or event.refused:
             return None
         return BlocksFetched(event.source, sum(len(load.block_ids) for load in event.loads), event.duration_s)
+
+    def needed(self, peer: str, now: float) -> list[Dial]:
+        """Dial a peer of another node, unless it is dialled."""
+        if peer in self._names or peer == self._own_pool:
+            return []
+        commands = [] if peer in self._used_s else [Dial(peer)]
+        self._used_s[peer] = now
+        return commands
+
+    def hang_up_unused(self, now: float, in_use: Callable[[], Collection[str]]) -> list[HangUp]:
+        """Hang up on peers of other nodes that had no use for long. `in_use`: finds those that have one now."""
+        if not self._used_s:
+            return []
+        self._used_s |= {peer: now for peer in in_use() if peer in self._used_s}
+        unused = [peer for peer, used_s in self._used_s.items() if now - used_s >= LINK_IDLE_S]
+        for peer in unused:
+            del self._used_s[peer]
+        return [HangUp(peer) for peer in unused]
 
     def changed(self, message: PeersChanged) -> list[Dial | StopDialling]:
         """Dial those that have joined and stop dialling those that are gone; repeated messages change nothing."""
@@ -45,5 +70,6 @@ class BlockPeers:
         for name in joined:
             if name not in self._names:
                 self._names[name] = None
-                commands.append(Dial(name))
+                if self._used_s.pop(name, None) is None:
+                    commands.append(Dial(name))
         return commands

@@ -29,6 +29,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.events import (
     CommonEvent,
     Dial,
+    HangUp,
     PeerConnected,
     PeerDisconnected,
     Received,
@@ -53,7 +54,7 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import PeersChanged, SetPredictedLength, WorkerRegistered
+from alignedserve.messages.workers import PeerNeeded, PeersChanged, SetPredictedLength, WorkerRegistered
 from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
@@ -75,7 +76,7 @@ from decode_worker.state import (
 
 DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
 WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | MapArena | UnmapArena
-DecodeCommand = Send | SendTo | Dial | StopDialling | WorkCommand
+DecodeCommand = Send | SendTo | Dial | StopDialling | HangUp | WorkCommand
 
 
 class DecodeLogic:
@@ -142,12 +143,15 @@ class DecodeLogic:
             case PeerDisconnected(role, peer):
                 return self._on_disconnected(role, peer)
             case Ticked():
-                return [*self._router.totals(self.iteration_log, now), *self._pace.report()]
+                moving = (*self._batch.loading_candidates(), *self._evictions.candidates())
+                unused = self._peers.hang_up_unused(now, lambda: self._candidates.peers_in_use(moving))
+                return [*self._router.totals(self.iteration_log, now), *self._pace.report(), *unused]
 
     # --- peers and messages
 
     def _on_connected(self, role: Role, peer: str) -> list[DecodeCommand]:
-        self._peers.connected(role, peer)
+        if self._peers.connected(role, peer):
+            self._router.await_load()  # a pool that gave nothing to a worker without a link may be asked again
         self._pace.connected(role, peer)
         if role is not Role.ROUTER:
             return []
@@ -194,6 +198,8 @@ class DecodeLogic:
                 return self._reserve(peer, message)
             case PeersChanged():
                 return [*self._peers.changed(message)]
+            case PeerNeeded():
+                return [*self._peers.needed(message.peer, now)]
             case CancelReservation():
                 self._candidates.cancel_reservation(message.request_id, message.attempt)
                 return []

@@ -46,7 +46,12 @@ class PrefillWorkerActor(ActorHost):
         async def build() -> PrefillWorker:
             executor = ModelExecutor(served, sizes, process_spec.progress_path())
             registered = registration_of(
-                layout, executor.num_blocks, config.max_running_requests, pool_name, can_prefill=True
+                layout,
+                executor.num_blocks,
+                config.max_running_requests,
+                pool_name,
+                node=process_spec.addresses.node,
+                can_prefill=True,
             )
             make = partial(
                 make_logic,

@@ -25,7 +25,14 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestRejected, ResumeRequest, SubmitRequest
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    GatewayRegistered,
+    RequestFailed,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
     BatchFormed,
@@ -52,13 +59,15 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
+from router.leans import Leans
 from router.ownership import OwnershipTransitions
-from router.peer_announcements import announce_all, announce_pool, announce_prefiller
+from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
 from router.policies.prefill_order import PrefillOrder
-from router.prefill_queue import PrefillQueue, QueuedPrefill
+from router.prefill_choice import PrefillChoice
+from router.prefill_queue import PrefillQueue
 from router.request_registry import RequestRegistry
 from router.state import DispatchedPrefill, DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord
 from router.status import QueueForecast, RouterCounters, status_of
@@ -77,10 +86,14 @@ class RouterLogic:
         self._registry = RequestRegistry(
             placement=self._placement, queue=PrefillQueue(order), max_retries=config.max_retries
         )
-        self._gateways: dict[str, None] = {}
+        self._prefill_choice = PrefillChoice(
+            registry=self._registry, placement=placement, max_tokens_per_worker=config.max_prefill_tokens_per_worker
+        )
+        self._gateways: dict[str, str] = {}  # those that are connected, and their nodes
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
         self._bypass = bypass
+        self._leans = Leans()
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
         self._counters = RouterCounters()
         self._last_attempt = self._reported_attempt = 0
@@ -88,58 +101,68 @@ class RouterLogic:
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
-        match event:
-            case Received(peer, PoolLoad() as load):  # changes no decision, and is frequent
-                self._placement.update_load(peer, load)
-                return []
-            case Received(peer, message):
-                commands = self._on_message(peer, message, now)
-            case PeerConnected(role, peer):
-                if role is Role.GATEWAY:
-                    self._gateways[peer] = None
-                commands = []
-            case PeerDisconnected(_, peer):
-                commands = self._on_disconnected(peer)
-            case LengthPredicted():
-                commands = self._length_predicted(event)
-            case DrainRequested():
-                commands = self._drain_workers(event)
-            case Ticked():
-                commands = self._on_tick(now)
+        if not isinstance(event, Received):
+            commands = self._on_other(event, now)
+        elif isinstance(event.message, PoolLoad):  # changes no decision, and is frequent
+            self._placement.update_load(event.peer, event.message)
+            return []
+        else:
+            commands = self._on_message(event.peer, event.message, now)
         if len(self._registry.queue):
             commands += self._dispatch_prefills(now)
         if is_report_due(self._last_attempt, self._reported_attempt):
             commands += self._report_status(now)
         if self._placement.num_pooled:
-            commands += [Send(pool, form) for pool, form in self._placement.batches_to_form(now)]
+            commands += self._form_batches(now)
         return commands
+
+    def _on_other(
+        self, event: PeerConnected | PeerDisconnected | Ticked | LengthPredicted | DrainRequested, now: float
+    ) -> list[Send]:
+        match event:
+            case LengthPredicted():
+                return self._length_predicted(event)
+            case PeerConnected(role, peer):
+                if role is Role.GATEWAY:
+                    self._gateways[peer] = ""
+                return []
+            case PeerDisconnected(_, peer):
+                return self._on_disconnected(peer)
+            case DrainRequested():
+                return self._drain_workers(event)
+            case Ticked():
+                return self._on_tick(now)
 
     # --- messages
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[Send]:
-        match message:
+        match message:  # those of every request and iteration first
+            case WorkerLoad():
+                self._placement.update_load(peer, message)
             case SubmitRequest():
                 return self._submit(peer, message.request)
-            case ResumeRequest():
-                return self._resume(peer, message)
-            case AbortRequest():
-                return self._abort(message.request_id)
-            case WorkerRegistered() | PoolRegistered():
-                return self._register(peer, message)
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():
                 return self._ownership.pooled(peer, message, now)
+            case RequestFinished():
+                return self._finished(message)
             case BatchReceived():
                 return self._ownership.batch_received(peer, message, now)
             case BatchFormed():
                 return self._ownership.batch_formed(message, now)
+            case AbortRequest():
+                return self._abort(message.request_id)
+            case ResumeRequest():
+                return self._resume(peer, message)
+            case GatewayRegistered():
+                self._gateways[peer] = message.node
+            case WorkerRegistered() | PoolRegistered():
+                return self._register(peer, message)
             case CopyKept():
                 return self._ownership.copy_kept(peer, message)
             case CopyLost():
                 return self._ownership.copy_lost(peer, message)
-            case RequestFinished():
-                return self._finished(message)
             case RequestPreempted():
                 return self._preempted(peer, message)
             case RequestMoved():
@@ -148,8 +171,6 @@ class RouterLogic:
                 return self._ownership.stayed(message)
             case AttemptFailed():
                 return self._failed(message)
-            case WorkerLoad():
-                self._placement.update_load(peer, message)
             case BlocksFetched(source, num_blocks, duration_s):
                 self._placement.links.observe(peer, source, num_blocks, duration_s)
             case IterationLogReport():
@@ -163,12 +184,11 @@ class RouterLogic:
         reason = self._placement.register(peer, message)
         if reason is not None:
             return [Send(peer, RegistrationRefused(reason))]
-        workers, pools = self._placement.workers, self._placement.pools
-        if peer in pools:
-            return announce_pool(peer, workers.values())
-        return announce_all(workers[peer], workers.values(), pools) + announce_prefiller(
-            workers[peer], workers.values()
-        )
+        worker = self._placement.workers.get(peer)
+        if worker is None:
+            return []
+        workers = self._placement.workers.values()
+        return announce_all(worker, workers) + announce_prefiller(worker, workers)
 
     def _submit(self, gateway: str, request: Request) -> list[Send]:
         rejection = self._rejection(request)
@@ -293,10 +313,9 @@ class RouterLogic:
         commands += self._registry.interrupt(lost)
         worker = self._placement.workers.get(peer)
         self._placement.remove(peer)
-        left = self._placement.workers.values()
         if worker is None:
-            return commands + announce_pool(peer, left, is_lost=True)
-        return commands + announce_prefiller(worker, left, is_lost=True)
+            return commands
+        return commands + announce_prefiller(worker, self._placement.workers.values(), is_lost=True)
 
     def _drain_workers(self, event: DrainRequested) -> list[Send]:
         self._placement.set_draining(event.draining)
@@ -315,13 +334,11 @@ class RouterLogic:
     # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
-        """Give queued requests to workers with free prefill capacity, the least loaded first; the rest stays queued."""
+        """Give queued requests to workers with free prefill capacity; the rest stays queued."""
         commands: list[Send] = []
-        while (worker := self._placement.least_loaded_prefiller()) is not None:
-            request_id = self._next_prefill_for(worker)
-            if request_id is None:
-                break
-            tracked = self._registry.requests[request_id]
+        while (chosen := self._prefill_choice.next(self._gateways)) is not None:
+            tracked, worker = chosen
+            request_id = tracked.request.request_id
             tracked.move(Stage.PREFILLING, worker.name)
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
@@ -329,6 +346,8 @@ class RouterLogic:
             prefill = DispatchedPrefill(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
             self._placement.start_prefill(worker, request_id, prefill)
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
+            if tracked.destination is not None:
+                commands += need_prefiller(worker, self._placement.workers[tracked.destination])
         return commands
 
     def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
@@ -348,27 +367,22 @@ class RouterLogic:
             predicted_output_len=self._expected_len(tracked),
         )
 
-    def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
-        if worker.registered.can_decode:  # its own policy orders all requests
-            return self._registry.queue.pop_if(lambda queued: True)
-        queue, allowance = self._registry.queue, self._config.max_prefill_tokens_per_worker
-        free, real_time_free = allowance - worker.num_prefill_tokens, allowance - worker.num_real_time_tokens
-
-        def fits(queued: QueuedPrefill) -> bool:
-            is_apart = queued.is_real_time and queue.order.has_real_time_allowance
-            # A prompt longer than the whole allowance goes to a worker that has nothing else.
-            return queued.num_tokens <= (real_time_free if is_apart else free) or not worker.prefilling
-
-        return queue.pop_if(fits)
+    def _form_batches(self, now: float) -> list[Send]:
+        commands: list[Send] = []
+        for pool, form in self._placement.batches_to_form(now):
+            commands += [*need_pool(pool, self._placement.workers[form.worker]), Send(pool, form)]
+        return commands
 
     # --- status
 
     def _on_tick(self, now: float) -> list[Send]:
         self._placement.clear_refusals()  # a pool may have connected to a worker since
         self._num_ticks += 1
+        moves = self._leans.moves(self._placement.workers.values(), self._registry.requests, now)
+        commands = [one for tracked, receiver in moves for one in self._ownership.order_move(tracked, receiver)]
         if self._num_ticks % _TICKS_PER_STATUS:
-            return []
-        return self._report_status(now)
+            return commands
+        return commands + self._report_status(now)
 
     def _report_status(self, now: float) -> list[Send]:
         self._reported_attempt = self._last_attempt

@@ -17,7 +17,7 @@ gone, at 13 s or later, the next batch of decode-1 is pool-0's.
 """
 
 import math
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import closing
 
 from alignedserve.config.sections import BatchingConfig
@@ -35,32 +35,51 @@ LenderRank = tuple[float, int]
 
 
 class OverduePools:
-    """The pools that may be overdue and the workers that may serve them, in order. Pools are looked at when told."""
+    """The overdue pools and the workers that may serve them, in order. Pools are looked at when told.
+
+    While no pool is overdue, which is the rule, nothing is known of the workers, and a change costs next to nothing.
+    """
 
     def __init__(
-        self, *, pools: Mapping[str, PoolRecord], nodes: Nodes, max_candidate_requests: int, batching: BatchingConfig
+        self,
+        *,
+        pools: Mapping[str, PoolRecord],
+        nodes: Nodes,
+        is_served: Callable[[PoolRecord], bool],
+        max_candidate_requests: int,
+        batching: BatchingConfig,
     ) -> None:
+        """`is_served`: whether a batch of this pool, or all that it has, has been asked for."""
         self._pools = pools
+        self._is_served = is_served
         self._nodes = nodes
         self._max_candidate_requests = max_candidate_requests
         self._batching = batching
-        self._oldest: Ranking[float] = Ranking()  # pools with requests and without a batch on its way
+        self._oldest: Ranking[float] = Ranking()  # overdue pools without a batch on its way, by their oldest request
+        self._unseen: dict[str, None] = {}  # pools whose workers may have changed
         self._lenders: dict[str, WorkerRecord] = {}  # decode workers that can take a batch
         self._ranks: Ranking[LenderRank] = Ranking()
 
-    def note(self, pool_name: str, *, is_served: bool) -> None:
-        """Look at a pool and the workers of its node again. `is_served`: all of it, or a batch, has been asked for."""
+    def note(self, pool_name: str, now: float) -> None:
+        """Look at a pool again, and at the workers of its node before the next choice."""
+        self._unseen[pool_name] = None
         pool = self._pools.get(pool_name)
-        if pool is None or is_served or not pool.num_pooled:
+        is_young = pool is None or not pool.pooled or now - pool.oldest_s < self._batching.starvation_s
+        if pool is None or is_young or self._is_served(pool):
             self._oldest.discard(pool_name)
         else:
             self._oldest.put(pool_name, pool.oldest_s)
-        for worker in self._nodes.get(pool_name, {}).values():
-            if can_take_batch(worker):
-                self._lenders[worker.name] = worker
-                self._ranks.put(worker.name, lender_rank(worker, pool))
-            else:
-                self.forget(worker)
+
+    def _look_at_workers(self) -> None:
+        unseen, self._unseen = self._unseen, {}
+        for pool_name in unseen:
+            pool = self._pools.get(pool_name)
+            for worker in self._nodes.get(pool_name, {}).values():
+                if can_take_batch(worker):
+                    self._lenders[worker.name] = worker
+                    self._ranks.put(worker.name, lender_rank(worker, pool))
+                else:
+                    self.forget(worker)
 
     def forget(self, worker: WorkerRecord) -> None:
         """Ask for nothing more for this worker."""
@@ -74,9 +93,9 @@ class OverduePools:
         become possible, except by time: the caller notes a pool when its oldest request has waited for `starvation_s`.
         """
         chosen: list[FarBatch] = []
-        first = self._oldest.first()
-        if first is None or now - first.rank < self._batching.starvation_s or not self._lenders:
+        if not len(self._oldest):
             return chosen
+        self._look_at_workers()
         with closing(self._oldest.in_order()) as names:
             for name in names:
                 youngest = self._ranks.first()

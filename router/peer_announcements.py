@@ -1,34 +1,35 @@
-"""Tells decode workers which prefill workers and pools there are: the router alone knows who has joined or is gone.
+"""Tells decode workers with which prefill workers and pools they exchange blocks.
 
-Two processes that exchange blocks have a link of their own, which the decode worker dials: to the prefill workers of
-all nodes and to the pools of other nodes. One that joins later, on any node, is announced to those that are there; one
-that is lost is no longer dialled, until it has registered again.
+Two processes that exchange blocks have a link of their own, which the decode worker dials. It has one to each prefill
+worker of its node: one that joins later is announced to those that are there, and one that is lost is no longer
+dialled, until it has registered again. To a prefill worker or pool of another node it makes a link when the router is
+about to let blocks go that way, and keeps it while that happens now and then: every decode worker linked to everything
+would be millions of links between thousands of nodes.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from alignedserve.core.ids import WorkerName
 from alignedserve.messages.events import Send
-from alignedserve.messages.workers import PeersChanged, WorkerRegistered
+from alignedserve.messages.workers import PeerNeeded, PeersChanged, WorkerRegistered
 from router.state import WorkerRecord
 
 
-def announce_all(decoder: WorkerRecord, workers: Iterable[WorkerRecord], pools: Collection[str]) -> list[Send]:
-    """Announce everything to a worker that has registered, if it is a decode worker."""
+def announce_all(decoder: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[Send]:
+    """Announce the prefill workers of its node to a worker that has registered, if it is a decode worker."""
     if decoder.registered.can_move:
         before = [one.name for one in workers if _are_linked(one, decoder) and one.name < decoder.name]
         return [Send(decoder.name, PeersChanged(_names(*before), is_complete=True))]
     if not _is_decoder(decoder.registered):
         return []
-    prefillers = [one.name for one in workers if _is_prefiller(one.registered)]
-    far_pools = [pool for pool in pools if pool != decoder.registered.pool_name]
-    return [Send(decoder.name, PeersChanged(_names(*prefillers, *far_pools), is_complete=True))]
+    near = [one.name for one in workers if _is_prefiller(one.registered) and _is_near(one, decoder)]
+    return [Send(decoder.name, PeersChanged(_names(*near), is_complete=True))]
 
 
 def announce_prefiller(
     prefiller: WorkerRecord, workers: Iterable[WorkerRecord], *, is_lost: bool = False
 ) -> list[Send]:
-    """Announce a worker to all decode workers if it is a prefill worker, or that it is lost.
+    """Announce a worker to the decode workers of its node if it is a prefill worker, or that it is lost.
 
     One that hands requests over is announced to those of its node, of which the later by name dials.
     """
@@ -38,14 +39,17 @@ def announce_prefiller(
     if not _is_prefiller(prefiller.registered):
         return []
     message = _change(prefiller.name, is_lost=is_lost)
-    return [Send(one.name, message) for one in workers if _is_decoder(one.registered)]
+    return [Send(one.name, message) for one in workers if _is_decoder(one.registered) and _is_near(one, prefiller)]
 
 
-def announce_pool(pool: str, workers: Iterable[WorkerRecord], *, is_lost: bool = False) -> list[Send]:
-    """Announce a pool to the decode workers of other nodes, or that it is lost; those of its own know it."""
-    message = _change(pool, is_lost=is_lost)
-    far = [one for one in workers if _is_decoder(one.registered) and one.registered.pool_name != pool]
-    return [Send(one.name, message) for one in far]
+def need_pool(pool: str, decoder: WorkerRecord) -> list[Send]:
+    """Tell a decode worker that it is about to get a batch of this pool, unless that is its own."""
+    return [] if decoder.registered.pool_name == pool else [Send(decoder.name, PeerNeeded(WorkerName(pool)))]
+
+
+def need_prefiller(prefiller: WorkerRecord, decoder: WorkerRecord) -> list[Send]:
+    """Tell a decode worker that this prefill worker is about to hand a request to it, unless it is of its node."""
+    return [] if _is_near(prefiller, decoder) else [Send(decoder.name, PeerNeeded(WorkerName(prefiller.name)))]
 
 
 def _change(name: str, *, is_lost: bool) -> PeersChanged:
@@ -54,6 +58,10 @@ def _change(name: str, *, is_lost: bool) -> PeersChanged:
 
 def _names(*names: str) -> tuple[WorkerName, ...]:
     return tuple(map(WorkerName, names))
+
+
+def _is_near(one: WorkerRecord, other: WorkerRecord) -> bool:
+    return one.registered.pool_name == other.registered.pool_name
 
 
 def _is_prefiller(registered: WorkerRegistered) -> bool:

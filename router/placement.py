@@ -14,6 +14,7 @@ from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from router.batch_requests import BatchRequests
+from router.prefillers import Prefillers, is_as_free, requests_at
 from router.ranking import Ranking
 from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
 
@@ -30,7 +31,8 @@ class Placement:
         self._num_pooled = 0
         self._num_pool_epochs = 0
         self._nodes: dict[str, dict[str, WorkerRecord]] = {}  # workers by the pool of their node
-        self._prefillers: Ranking[tuple[int, int]] = Ranking()  # that can take a prefill now
+        self._prefillers = Prefillers()
+        self._at_full_pools = Prefillers()  # those whose pool has no room for what they have computed
         self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
         self._draining: frozenset[str] = frozenset()  # workers and pools, registered or not; membership only
@@ -96,8 +98,9 @@ class Placement:
         del self._nodes[pool][name]
         if not self._nodes[pool]:
             del self._nodes[pool]
-        for ranking in (self._prefillers, self._largest):
-            ranking.discard(name)
+        for prefillers in (self._prefillers, self._at_full_pools):
+            prefillers.discard(worker)
+        self._largest.discard(name)
         for records in (self._free, self._refused):
             records.pop(name, None)
         self._batch_requests.worker_lost(worker)
@@ -152,12 +155,17 @@ class Placement:
         """Take the latest counts of a worker or pool."""
         if isinstance(load, PoolLoad):
             if peer in self.pools:
-                self.pools[peer].num_blocks_used = load.num_blocks_used
-                self.pools[peer].num_blocks_kept = load.num_blocks_kept
+                self._update_pool(self.pools[peer], load)
         elif peer in self.workers:
             worker = self.workers[peer]
             worker.load, worker.is_load_stale = load, False
             self._clear_refusal(worker)
+
+    def _update_pool(self, pool: PoolRecord, load: PoolLoad) -> None:
+        pool.num_blocks_used, pool.num_blocks_kept = load.num_blocks_used, load.num_blocks_kept
+        was_full, pool.num_reserved = bool(pool.num_reserved), load.num_reserved
+        if was_full != bool(pool.num_reserved):
+            self._rank_node(pool.name)
 
     def clear_refusals(self) -> None:
         """Allow every FormBatch again: something has changed that may let a batch be formed."""
@@ -244,13 +252,32 @@ class Placement:
 
     # --- choices
 
-    def least_loaded_prefiller(self) -> WorkerRecord | None:
+    def least_loaded_prefiller(self, *, at_full_pool: bool = False) -> WorkerRecord | None:
         """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
 
         Ties: the fewest decoding requests (colocated workers), then the name.
+        `at_full_pool`: among those whose pool has no room for what they have computed, as reported last; else among the
+        others.
         """
-        first = self._prefillers.first()
-        return self.workers[first.name] if first is not None else None
+        name = (self._at_full_pools if at_full_pool else self._prefillers).least_loaded()
+        return self.workers[name] if name is not None else None
+
+    def near_prefiller(self, node: str, least: WorkerRecord) -> WorkerRecord | None:
+        """Return the least loaded worker of this node that can take a prefill now, if it is about as free as `least`.
+
+        See prefillers.py. Its pool has room if that of `least` has.
+        """
+        name = (self._at_full_pools if self._is_pool_full(least) else self._prefillers).least_loaded_of(node)
+        if name is None:
+            return None
+        near = self.workers[name]
+        return near if near is least or self._is_as_free(near, least) else None
+
+    def _is_as_free(self, near: WorkerRecord, least: WorkerRecord) -> bool:
+        near_requests, requests = (
+            requests_at(one, self._nodes[one.registered.pool_name].values(), self.pools) for one in (near, least)
+        )
+        return is_as_free(near.num_prefill_tokens, near_requests, least.num_prefill_tokens, requests)
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
         """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
@@ -259,6 +286,11 @@ class Placement:
         if worker.registered.can_decode:
             return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running_requests
         return worker.registered.pool_name in self.pools
+
+    def _is_pool_full(self, worker: WorkerRecord) -> bool:
+        """Return whether requests that are computed already wait for room in the pool that the worker's go to."""
+        pool = self.pools.get(worker.registered.pool_name)
+        return pool is not None and pool.num_reserved > 0 and not worker.registered.can_decode
 
     def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
         """Return the FormBatch messages to send, with their pools (see BatchRequests)."""
@@ -284,12 +316,15 @@ class Placement:
     def _rank(self, worker: WorkerRecord) -> None:
         """Bring a registered worker's place in every order up to date; its pool may now be asked for a batch."""
         name, registered = worker.name, worker.registered
-        if self._can_prefill_now(worker):
-            self._prefillers.put(name, (worker.num_prefill_tokens, len(worker.decoding)))
-        else:
-            self._prefillers.discard(name)
+        can_prefill, is_full = self._can_prefill_now(worker), self._is_pool_full(worker)
+        for prefillers, is_in in ((self._prefillers, not is_full), (self._at_full_pools, is_full)):
+            if can_prefill and is_in:
+                prefillers.put(worker)
+            else:
+                prefillers.discard(worker)
         if worker.has_free_slot:
             self._free[name] = worker
         else:
             self._free.pop(name, None)
-        self._batch_requests.note_change(registered.pool_name)
+        if not registered.can_prefill:  # such a worker takes no batch
+            self._batch_requests.note_change(registered.pool_name)

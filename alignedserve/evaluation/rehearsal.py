@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,14 @@ SETTINGS = (
 class Rehearsal:
     """The hosts and the cluster on them."""
 
-    def __init__(self, hosts: NamespaceHosts, settings: Sequence[str]) -> None:
+    def __init__(
+        self, hosts: NamespaceHosts, settings: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`variables`: of the environment in every shell of the hosts, such as time-outs of Ray."""
         self.hosts = hosts
         self.api_key = secrets.token_hex(16)  # without which no gateway answers
         self._settings = settings
+        self._variables = dict(variables or {})
         self._file = hosts.base / "cluster.yaml"
 
     def prepare(self) -> None:
@@ -58,11 +62,9 @@ class Rehearsal:
             inside = f"-m {module} " if module else ""
             (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} {inside}"$@"\n', encoding="utf-8")
             (commands / name).chmod(0o755)
-        (base / "bashrc").write_text(
-            f"export PATH={commands}:$PATH RAY_AUTH_MODE=token PYTHONPATH={Path.cwd()}\n"
-            f"export ALIGNEDSERVE_API_KEYS={self.api_key}\n",
-            encoding="utf-8",
-        )
+        own = {"RAY_AUTH_MODE": "token", "PYTHONPATH": str(Path.cwd()), "ALIGNEDSERVE_API_KEYS": self.api_key}
+        exported = " ".join(f"{name}={value}" for name, value in (own | self._variables).items())
+        (base / "bashrc").write_text(f"export PATH={commands}:$PATH {exported}\n", encoding="utf-8")
         for kept in Path("/tmp/ray").glob(f"cluster-{_CLUSTER_NAME}.*"):  # noqa: S108  (what Ray remembers of a former one)
             kept.unlink()
         self._file.write_text(yaml.safe_dump(self._cluster_yaml(), width=10_000), encoding="utf-8")

@@ -70,6 +70,12 @@ class StopDialling(_Event, frozen=True):
     address: str
 
 
+class HangUp(_Event, frozen=True):
+    """Command: dial this address or process no more, and close the link to it; what is under way on it is lost."""
+
+    address: str
+
+
 CommonEvent = PeerConnected | PeerDisconnected | Received | Ticked
 
 EventT = TypeVar("EventT", contravariant=True)
@@ -79,5 +85,5 @@ CommandT = TypeVar("CommandT", covariant=True)
 class Logic(Protocol[EventT, CommandT]):
     """The decisions of one component. Touches nothing outside itself, not even a clock."""
 
-    def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | Dial | StopDialling | CommandT]:
+    def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | Dial | StopDialling | HangUp | CommandT]:
         """Return the commands for an event at this time (seconds, monotonic); same history, same commands."""

@@ -33,6 +33,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
+    GatewayRegistered,
     PromptScored,
     RequestFailed,
     RequestInterrupted,
@@ -58,6 +59,7 @@ from alignedserve.messages.workers import (
     BlocksFetched,
     IterationLogReport,
     MoveRequest,
+    PeerNeeded,
     PeersChanged,
     PrefillCompleted,
     PrefillRequest,
@@ -72,7 +74,8 @@ from alignedserve.messages.workers import (
 )
 
 RouterInbound = (
-    SubmitRequest
+    GatewayRegistered
+    | SubmitRequest
     | ResumeRequest
     | AbortRequest
     | AttemptFailed
@@ -142,6 +145,7 @@ DecodeWorkerInbound = (
     | BlocksTaken
     | MoveRequest
     | PeersChanged
+    | PeerNeeded
     | RegistrationRefused
     | Ping
 )

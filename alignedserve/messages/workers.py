@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
-from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Text, TokenIds
+from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Share, Text, TokenIds
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.wire import Message
 
@@ -21,6 +21,7 @@ class WorkerRegistered(Message, frozen=True):
     layout_digest: Text = ""  # of its blocks; all workers and pools of a cluster must have the same
     latest_attempt: Attempt = 0  # it has had; a router that is new goes on above it
     can_move: bool = False  # hands requests that it decodes over to others of its node that can, and takes theirs
+    node: Text = ""  # where it runs; empty on a cluster of one host
 
 
 class RegistrationRefused(Message, frozen=True):
@@ -30,7 +31,7 @@ class RegistrationRefused(Message, frozen=True):
 
 
 class PeersChanged(Message, frozen=True):
-    """Router to decode worker: the prefill workers of all nodes and the pools of others, to which it keeps links.
+    """Router to decode worker: the prefill workers of its node, to which it keeps links.
 
     To a worker that hands requests over: the others like it on its node that it dials.
     Sent when it has registered, and whenever they change.
@@ -39,6 +40,15 @@ class PeersChanged(Message, frozen=True):
     joined: tuple[WorkerName, ...]
     left: tuple[WorkerName, ...] = ()  # not to be dialled any more; a link that holds is kept
     is_complete: bool = False  # there are no others than those that joined
+
+
+class PeerNeeded(Message, frozen=True):
+    """Router to decode worker: it is about to exchange blocks with this prefill worker or pool of another node.
+
+    Sent at every use. The worker keeps a link there, which it closes when it had no use for a minute.
+    """
+
+    peer: WorkerName
 
 
 class PrefillRequest(Message, frozen=True):
@@ -142,6 +152,7 @@ class WorkerLoad(Message, frozen=True):
     num_reused_tokens: Count = 0  # of retried requests: taken from the pool's copies
     num_recomputed_tokens: Count = 0  # of retried requests: computed again
     running: JoinedBatch | None = None  # None: no batch runs, or one of unaligned lengths
+    lean: Share = 1.0  # of its time, what its decodes leave for prompts; told by workers that hand requests over
 
 
 class BlocksFetched(Message, frozen=True):

@@ -9,6 +9,7 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.events import (
     TICK_S,
     Dial,
+    HangUp,
     Logic,
     PeerConnected,
     PeerDisconnected,
@@ -41,7 +42,7 @@ from alignedserve.sim.shared_cores import SharedCores
 
 Performers = Mapping[type, Callable[[Any], None]]
 _TICK = Ticked()
-_DIALLING = (Dial, StopDialling)  # the simulated cluster is linked when it is built
+_DIALLING = (Dial, StopDialling, HangUp)  # the simulated cluster is linked when it is built
 
 
 AnyLogic = Logic[Any, Any]

@@ -10,10 +10,14 @@ def registration_of(
     max_running_requests: int,
     pool_name: str = "",
     *,
+    node: str = "",
     can_prefill: bool = False,
     can_decode: bool = False,
 ) -> WorkerRegistered:
-    """Build the registration of a worker with that many blocks. `pool_name`: the KV pool beside it, if it has one."""
+    """Build the registration of a worker with that many blocks.
+
+    `pool_name`: the KV pool beside it, if it has one. `node`: where it runs, among several.
+    """
     return WorkerRegistered(
         num_blocks=num_blocks,
         block_size=layout.block_size,
@@ -22,4 +26,5 @@ def registration_of(
         can_prefill=can_prefill,
         can_decode=can_decode,
         layout_digest=layout.digest().hex(),
+        node=node,
     )

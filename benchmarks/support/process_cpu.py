@@ -1,7 +1,7 @@
 """CPU seconds of the processes below some others, by what they do."""
 
 import contextlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 import psutil
@@ -43,7 +43,7 @@ def kind_of(command_line: str) -> str:
 
 def spent(before: Mapping[tuple[int, str], float], after: Mapping[tuple[int, str], float]) -> dict[str, float]:
     """Return the CPU seconds between two readings by kind; what a process spent that ended meanwhile is not counted."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     for (pid, kind), total in after.items():
         seconds[kind] += total - before.get((pid, kind), 0.0)
-    return {kind: round(value, 3) for kind, value in seconds.most_common()}
+    return {kind: round(value, 3) for kind, value in sorted(seconds.items(), key=lambda entry: -entry[1])}

@@ -8,7 +8,7 @@ A request returned to the pool is tracked here until the router has learned of i
 the pool were lost before that, no other component could report that the request is gone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from alignedserve.core.attempts import next_step
 from alignedserve.core.ids import LeaseId, RequestId
@@ -92,6 +92,16 @@ class Candidates:
 
     def _granted_by(self, candidate: Candidate) -> str:
         return candidate.far_pool or self._pool_name
+
+    def peers_in_use(self, moving: Iterable[Candidate]) -> set[str]:
+        """Return the pools that granted something which is here or moves, and those who have buffer blocks for it.
+
+        `moving`: candidates that are being copied in or out. For membership only.
+        """
+        found = (*self._entries.values(), *self._returning.values(), *self._returned.values(), *moving)
+        slots = (*(one.slot for one in found), *(slot for _, slot in self._reserved.values()))
+        buffers = (*slots, *self._prefetching.values())
+        return {self._granted_by(one) for one in found} | {slot.peer for slot in buffers if slot is not None}
 
     def buffer_offered(self, peer: str, offered: ArenaOffered) -> None:
         """Add the empty candidate buffer at a prefill worker."""

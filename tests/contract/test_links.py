@@ -23,6 +23,7 @@ from alignedserve.runtime.process.link_manager import _MAX_PENDING_MESSAGES, Lin
 from alignedserve.runtime.process.links import Identity, Peer
 from alignedserve.runtime.process.tls import CertificateAuthority, Credentials
 from tests.harnesses import clock_peer
+from tests.support.marks import slow
 from tests.support.waiting import holds
 
 AUTHORITY = CertificateAuthority("this cluster")
@@ -259,6 +260,7 @@ async def test_a_clock_that_shows_no_time_ends_the_link(unused_tcp_port: int, ca
     await listener.close()
 
 
+@pytest.mark.parametrize("address", ["tls", *slow("unix", "tcp")], indirect=True)
 def test_whoever_was_stalled_does_not_take_its_peers_for_silent(address: str) -> None:
     """On uvloop, as in production: what has arrived must be read before timers run."""
     elsewhere = asyncio.new_event_loop()

@@ -272,6 +272,47 @@ async def test_a_peer_that_is_wanted_again_before_its_link_is_lost_is_dialled_on
     await listener.close()
 
 
+async def test_a_link_that_is_hung_up_is_closed_at_both_ends_and_made_anew_when_it_is_dialled(
+    here: AddressBook, there: AddressBook, directory: SharedDirectory
+) -> None:
+    listener, heard = manager("pool-0", here)
+    dialler, linked = manager("decode-0", there)
+    await listener.listen("pool-0")
+    dialler.dial("pool-0")
+    await heard.wait_for(("linked", "decode-0"))
+    await linked.wait_for(("linked", "pool-0"))
+    dialler.hang_up("pool-0")
+    await linked.wait_for(("lost", "pool-0"))
+    await heard.wait_for(("lost", "decode-0"))
+    num_asked = directory.num_asked
+    await asyncio.sleep(0.1)
+    assert (dialler.peers(), listener.peers(), directory.num_asked) == ((), (), num_asked)
+    linked.events.clear()
+    dialler.dial("pool-0")
+    await linked.wait_for(("linked", "pool-0"))
+    await dialler.close()
+    await listener.close()
+
+
+async def test_a_peer_that_is_hung_up_on_before_it_has_answered_gets_no_link(
+    here: AddressBook, there: AddressBook
+) -> None:
+    listener, heard = manager("pool-0", here)
+    dialler, linked = manager("decode-0", there)
+    await listener.listen("pool-0")
+    for pause_s in (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008):  # in any part of the handshake
+        dialler.dial("pool-0")
+        await asyncio.sleep(pause_s)
+        dialler.hang_up("pool-0")
+    await holds(lambda: dialler.peers() == () and listener.peers() == ())
+    await asyncio.sleep(0.05)
+    assert (dialler.peers(), listener.peers()) == ((), ())
+    assert [kind for kind, _ in linked.events].count("linked") == [kind for kind, _ in linked.events].count("lost")
+    assert [kind for kind, _ in heard.events].count("linked") == [kind for kind, _ in heard.events].count("lost")
+    await dialler.close()
+    await listener.close()
+
+
 async def test_a_lost_host_is_not_looked_up_for_ever(there: AddressBook, directory: SharedDirectory) -> None:
     dialler, _ = manager("decode-0", there)
     dialler.dial("prefill-0")

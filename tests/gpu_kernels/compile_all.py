@@ -1,7 +1,6 @@
 """Compiles every GPU kernel to machine code for compute capability 9.0, as for an 8B Llama in bfloat16: no GPU needed.
 
-    python -m tests.gpu_kernels.compile_all          # in every variant
-    python -m tests.gpu_kernels.compile_all --once   # the first variant of each
+    python -m tests.gpu_kernels.compile_all
 
 Without TRITON_INTERPRET, so in a process of its own. Sizes and addresses are divisible by 16 and warps as many as where
 the kernels are launched. Prints a line per kernel; one that does not compile, or keeps in memory what it should hold in
@@ -10,7 +9,6 @@ registers, raises.
 
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,13 +175,9 @@ CASES: list[Case] = [
 ]
 
 
-def main(*, once: bool) -> None:
-    """Compile all, or each kernel once."""
-    seen: set[str] = set()
+def main() -> None:
+    """Compile every kernel in every variant."""
     for kernel, types, constants, options, side_by_side in CASES:
-        if once and kernel.__name__ in seen:
-            continue
-        seen.add(kernel.__name__)
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         sizes = [name.startswith("*") or name in ("i32", "i64") for name in signature.values()]
         divisible = {
@@ -217,4 +211,4 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main(once="--once" in sys.argv)
+    main()

@@ -77,6 +77,7 @@ class PlainPlacement(Placement):
             if peer in self.pools:
                 self.pools[peer].num_blocks_used = load.num_blocks_used
                 self.pools[peer].num_blocks_kept = load.num_blocks_kept
+                self.pools[peer].num_reserved = load.num_reserved
         elif peer in self.workers:
             worker = self.workers[peer]
             worker.load, worker.is_load_stale = load, False
@@ -148,13 +149,31 @@ class PlainPlacement(Placement):
 
     # --- choices
 
-    def least_loaded_prefiller(self) -> WorkerRecord | None:
-        """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
-
-        Ties: the fewest decoding requests (colocated workers), then the name.
-        """
+    def least_loaded_prefiller(self, *, at_full_pool: bool = False) -> WorkerRecord | None:
+        """See Placement."""
         able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
+        able = [worker for worker in able if self._is_pool_full(worker) == at_full_pool]
         return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
+
+    def near_prefiller(self, node: str, least: WorkerRecord) -> WorkerRecord | None:
+        """See Placement."""
+        able = [one for one in self.workers.values() if one.registered.node == node and self._can_prefill_now(one)]
+        able = [one for one in able if self._is_pool_full(one) == self._is_pool_full(least)]
+        near = min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
+        if not node or near is None or near is least:
+            return near if node else None
+        more_tokens = near.num_prefill_tokens - least.num_prefill_tokens
+        return near if more_tokens <= 256 and self.load_of(near) <= 1.125 * self.load_of(least) + 1 else None
+
+    def load_of(self, worker: WorkerRecord) -> float:
+        """Return its requests; those of a prefill worker's node for each decode worker there."""
+        if worker.registered.can_decode:
+            return len(worker.prefilling) + len(worker.decoding)
+        pool = worker.registered.pool_name
+        beside = [one for one in self.workers.values() if one.registered.pool_name == pool]
+        num_pooled = self.pools[pool].num_pooled if pool in self.pools else 0
+        num_requests = num_pooled + sum(len(one.prefilling) + len(one.decoding) for one in beside)
+        return num_requests / max(1, sum(one.registered.can_decode for one in beside))
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
         """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""

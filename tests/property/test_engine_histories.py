@@ -12,11 +12,12 @@ from alignedserve.runtime.device.streams import CheckedStream, CheckedStreams, C
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.kv.pending_copies import PendingCopies
 from tests.harnesses.engine_histories import EngineHistory, generated_alone, undisturbed
+from tests.support.marks import slow
 from tests.support.tiny_engines import tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
-NUM_HISTORIES, NUM_SLOW_HISTORIES = 60, 10_000
-NUM_ROUNDED_HISTORIES = 40
+NUM_HISTORIES, NUM_SLOW_HISTORIES = 30, 4_000
+NUM_ROUNDED_HISTORIES, NUM_SLOW_ROUNDED_HISTORIES = 20, 100
 MAX_HISTORIES_TO_SHOW = 400
 
 
@@ -66,14 +67,15 @@ def test_whatever_happens_to_a_request_its_tokens_are_the_same(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_thousand_histories(decoder: Decoder, alone: list[list[int]], tmp_path: Path) -> None:
+def test_many_histories(decoder: Decoder, alone: list[list[int]], tmp_path: Path) -> None:
     check(decoder, alone, range(NUM_SLOW_HISTORIES), tmp_path)
 
 
-def test_rounded_copies_are_the_same_whatever_the_order(decoder: Decoder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_histories", [NUM_ROUNDED_HISTORIES, *slow(NUM_SLOW_ROUNDED_HISTORIES)])
+def test_rounded_copies_are_the_same_whatever_the_order(decoder: Decoder, num_histories: int, tmp_path: Path) -> None:
     """Against copies that happen at once: what is rounded differs from what a request generates alone."""
     num_generated = 0
-    for seed in range(NUM_ROUNDED_HISTORIES):
+    for seed in range(num_histories):
         tokens: list[list[list[int]]] = []
         kinds: tuple[Callable[[int], DeviceStreams], ...] = (lambda _: HostStreams(), CheckedStreams)
         for number, make_streams in enumerate(kinds):
@@ -85,7 +87,7 @@ def test_rounded_copies_are_the_same_whatever_the_order(decoder: Decoder, tmp_pa
             tokens.append([request.tokens for request in history.requests])
         assert tokens[0] == tokens[1], f"seed {seed}"
         num_generated += sum(map(len, tokens[0]))
-    assert num_generated > 10 * NUM_ROUNDED_HISTORIES
+    assert num_generated > 10 * num_histories
 
 
 @pytest.mark.gpu

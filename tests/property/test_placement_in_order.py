@@ -23,6 +23,8 @@ SHAPES = (
     Shape(num_nodes=2, num_prefill=2, num_decode=4, max_running_requests=2, direct_handoff=True),
     Shape(num_prefill=2, num_decode=3, worker_blocks=20, buffer_blocks=40, min_requests=2, policy="fcfs"),
     Shape(is_colocated=True, num_decode=4, worker_blocks=20),
+    Shape(is_colocated=True, num_nodes=3, num_decode=5, worker_blocks=20, gateway_beside="pool-2"),
+    Shape(num_nodes=2, num_prefill=4, num_decode=4, pool_blocks=60, worker_blocks=24, gateway_beside="pool-1"),
     # Pools without a decode worker beside them, whose requests go before those of the others in time.
     Shape(num_nodes=3, num_prefill=3, num_decode=1, worker_blocks=18, max_running_requests=2, min_requests=1),
     Shape(num_nodes=4, num_prefill=4, num_decode=2, worker_blocks=18, max_running_requests=2, policy="fcfs"),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -215,3 +216,39 @@ def test_a_predicted_length_reaches_the_router_while_the_request_is_served(name:
     lengths = run(CONFIGS[name], workload_of(*requests)).lengths
     assert (lengths.num_finished, lengths.num_predicted) == (6, 6)
     assert (lengths.num_tokens, lengths.error_tokens) == (45, 3 + 2 + 1 + 0 + 1 + 2)
+
+
+# --- limits that clients do not set
+
+
+def test_without_a_limit_of_its_own_a_request_may_fill_the_context() -> None:
+    config = replace(colocated(worker_blocks=20), context_len=200)
+    simulation = Simulation(config, workload_of(timed(prompt_len=40, output_len=30, max_tokens=None)))
+    limit = simulation._gateway._limit
+    assert [limit(timed(prompt_len=length, max_tokens=None)) for length in (40, 199, 250)] == [160, 1, 1]
+    assert limit(timed(prompt_len=40, max_tokens=7)) == 7
+    assert simulation.run().classes["chat"].num_sent == 1
+
+
+def test_the_memory_of_a_worker_bounds_the_context() -> None:
+    config = colocated(worker_blocks=20)
+    assert (config.memory_tokens, config.max_context_len) == (320, 320)
+    assert replace(config, context_len=1000).max_context_len == 320
+    assert replace(config, context_len=200).max_context_len == 200
+
+
+@pytest.mark.parametrize(
+    ("context_len", "max_tokens", "complaint"),
+    [
+        (200, None, "request 0 of the workload comes to hold 250 tokens; the model's context is 200"),
+        (None, None, "comes to hold 250 tokens; a decode worker's memory holds 160"),
+        (None, 300, "may come to hold 350 tokens; a decode worker's memory holds 160"),
+    ],
+)
+def test_an_answer_that_would_be_cut_is_refused(
+    context_len: int | None, max_tokens: int | None, complaint: str
+) -> None:
+    num_blocks = 10 if context_len is None else 50
+    config = replace(colocated(worker_blocks=num_blocks), context_len=context_len)
+    with pytest.raises(ConfigError, match=complaint):
+        Simulation(config, workload_of(timed(prompt_len=50, output_len=200, max_tokens=max_tokens)))

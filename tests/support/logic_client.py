@@ -8,6 +8,7 @@ from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconn
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
+    GatewayRegistered,
     RequestFailed,
     RequestInterrupted,
     RequestRejected,
@@ -20,8 +21,9 @@ from alignedserve.runtime.process.addresses import ROUTER
 
 @dataclass
 class Client:
-    """The gateway: collects tokens as a client sees them."""
+    """The gateway: collects tokens as a client sees them. `node`: where it is, as workers register it."""
 
+    node: str = ""
     requests: dict[RequestId, Request] = field(default_factory=dict)
     answers: dict[RequestId, list[int]] = field(default_factory=dict)
     ends: dict[RequestId, FinishReason | RequestFailed | RequestRejected] = field(default_factory=dict)
@@ -31,7 +33,8 @@ class Client:
 
     def on_event(self, event: CommonEvent) -> list[Send]:
         if isinstance(event, PeerConnected) and event.role is Role.ROUTER:
-            return [Send(ROUTER, self._resumption(request_id)) for request_id in self._open()]
+            registered = [Send(ROUTER, GatewayRegistered(self.node))]
+            return [*registered, *(Send(ROUTER, self._resumption(request_id)) for request_id in self._open())]
         if isinstance(event, PeerDisconnected) and event.role is not Role.ROUTER:
             return [Send(ROUTER, self._resumption(request_id)) for request_id in self._open()]
         if not isinstance(event, Received):

@@ -22,6 +22,7 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.events import (
     CommonEvent,
     Dial,
+    HangUp,
     PeerConnected,
     PeerDisconnected,
     Received,
@@ -82,6 +83,7 @@ class Shape:
     num_prefill: int = 1
     num_decode: int = 1
     is_colocated: bool = False
+    is_elastic: bool = False  # colocated workers that hand requests over
     pool_blocks: int = 40
     worker_blocks: int = 30
     buffer_blocks: int = 16
@@ -96,6 +98,7 @@ class Shape:
     )  # disaggregated
     refuse: float = 0.0
     direct_handoff: bool | None = None
+    gateway_beside: str = ""  # the pool of its node; empty: it is on no node of a worker
 
     @property
     def router(self) -> RouterConfig:
@@ -127,7 +130,7 @@ class LogicCluster:
         self.shape = shape
         self.now = 0.0
         self.router_ahead_s = 0.0  # of the clock of the router's host
-        self.client = Client()
+        self.client = Client(shape.gateway_beside)
         self.logics: dict[str, Logic] = {}
         self.engines: dict[str, FakeEngine] = {}
         self.links: dict[tuple[str, str], deque[Message]] = {}
@@ -323,8 +326,10 @@ class LogicCluster:
             block_size=BLOCK_SIZE,
             max_running_requests=max_running_requests,
             pool_name=self.pool_of(name),
+            node=self.pool_of(name),
             can_prefill=can_prefill,
             can_decode=can_decode,
+            can_move=self.shape.is_elastic,
         )
 
     def _offer(self, arena: FakeArena, num_blocks: int, pool_name: str = "") -> ArenaOffered:
@@ -364,6 +369,10 @@ class LogicCluster:
                 self.dialled[name, peer] = None
             case StopDialling(peer):
                 del self.dialled[name, peer]
+            case HangUp(peer):
+                del self.dialled[name, peer]
+                if (name, peer) in self.links:
+                    self.cut(name, peer)
             case RunIteration():
                 assert name not in self.computing, "two iterations at a time"
                 self.computing.add(name)

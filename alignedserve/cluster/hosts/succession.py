@@ -1,12 +1,14 @@
 """Hands a driver's state to the next one, so that a cluster goes on while its driver is started again.
 
 Every node's keeper has a copy, in its memory alone: the cluster's secret and its certificate authority are in it. A
-driver hands it over about once a second, which is also how keepers know that there is a driver. The next driver takes
-the latest copy of those that are left, from keepers that the cluster's record names, over Ray's authenticated channel.
+driver hands it over when it has changed, and otherwise says about once a second that it lives; a keeper that has been
+started anew answers that it lacks the copy, and gets it. The next driver takes the latest copy of those that are left,
+from keepers that the cluster's record names, over Ray's authenticated channel.
 """
 
 import contextlib
 import hashlib
+import io
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -18,25 +20,39 @@ import msgspec
 from ray import cloudpickle
 from ray.exceptions import RayError
 
-from alignedserve.cluster.actor_factory import ClusterSecrets
+from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.left_behind import SILENT_S, kept_by
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.nodes.keeper import KeptState
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import own_versions
+from alignedserve.cluster.hosts.ray_calls import answers_so_far
 from alignedserve.cluster.hosts.ray_storage import HEAD_RETURNS_S
 from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.cluster.placement import NodeCapacity, NodeShare
+from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.config.environment import api_keys, redis_url
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ResourceError
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.process.addresses import AddressBook
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
 _HEAD_SILENT_S = 20.0
-_ORPHANED_S = 60.0  # as long as Ray's nodes wait for a head
+# Less than Ray's nodes wait for a head (60 s, or as long as one that returns): streams are to end with an error, and
+# not with their gateway's process.
+_ORPHANED_S = 50.0
+_BEFORE_RAY_S = 10.0
 _POLL_S = 0.5
 _PATIENCE_S = 15.0  # with a driver that does not end
+# Parts of a state that never change: another one takes their place.
+_UNCHANGING = (
+    *(AddressBook, ClusterConfig, ClusterSecrets, NodeCapacity, NodeShare, PreparedNode, RayNode),
+    *(ServedModel, SizeChoice),
+)
 # Raised where the classes of a state have changed and their version has not, as happens to those who work on them.
 OTHER_BUILD = (UnpicklingError, AttributeError, EOFError, ImportError, IndexError, TypeError)
 
@@ -65,8 +81,47 @@ def _typed(value: object) -> str:
     return f"{type(value).__name__} {value}"
 
 
+class Fingerprint(cloudpickle.CloudPickler):
+    """Bytes that are others when anything of a state has changed, in a fraction of the time of pickling it.
+
+    What never changes counts as the object that it is; all of those are held, so that none takes the place of another.
+    """
+
+    def __init__(self, *parts: object) -> None:
+        self._written = io.BytesIO()
+        super().__init__(self._written)  # type: ignore[no-untyped-call]
+        self._held: list[object] = []
+        self.dump(parts)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def of(cls, joining: Joining, members: Sequence[Member], cluster_secrets: ClusterSecrets) -> "Fingerprint":
+        """Build it of all that is handed over and may change."""
+        return cls(joining, [(one.ray_node, one.prepared, one.keeper.book) for one in members], cluster_secrets)
+
+    def persistent_id(self, found: object) -> int | None:
+        """Return what stands for an object; None: it is pickled."""
+        if not isinstance(found, _UNCHANGING):
+            return None
+        self._held.append(found)
+        return id(found)
+
+    def is_that_of(self, other: "Fingerprint | None") -> bool:
+        """Return whether nothing has changed between the two."""
+        return other is not None and self._written.getvalue() == other._written.getvalue()
+
+
+@dataclass(slots=True)
+class _Given:
+    """What a keeper was given, and the answer to the latest word that the driver lives."""
+
+    keeper: Any
+    number: int
+    actors: list[Any]
+    answer: Any = None  # None: there is none to come
+
+
 class Succession:
-    """Hands the state of a cluster over to its keepers, again and again."""
+    """Hands the state of a cluster over to its keepers, and says again and again that its driver lives."""
 
     def __init__(self, asked: str, former: ClusterState | None = None) -> None:
         """`former`: left by the driver before this one, which has its cluster; None: this one starts its own."""
@@ -75,6 +130,9 @@ class Succession:
         self._asked = asked
         self._number = former.number if former is not None else 0
         self._handed_s = float("-inf")
+        self._fingerprint: Fingerprint | None = None  # of the state that was handed over last
+        self._copy = b""
+        self._given: dict[str, _Given] = {}  # by node
 
     def hand_over(
         self,
@@ -85,23 +143,43 @@ class Succession:
         *,
         has_changed: bool = False,
     ) -> None:
-        """Give a copy to the keepers of all members, about once a second, without waiting for them.
+        """Give a copy to the keepers of all members that have not this state, without waiting for them.
 
-        `actors`: by node and name; keepers end those of their node when they have had no driver for long.
-        `has_changed`: at once, so that a driver which dies now leaves no process that the next one does not know.
+        Looked at about once a second. `actors`: by node and name; keepers end those of their node when they have had no
+        driver for long. `has_changed`: at once, so that a driver which dies now leaves no process that the next one
+        does not know.
         """
         now = time.monotonic()
         if now - self._handed_s < _PERIOD_S and not has_changed:
             return
         self._handed_s = now
-        self._number += 1
-        portable = tuple(one.without_keeper() for one in members)
-        state = ClusterState(self._number, self._asked, self.started, cluster_secrets, joining, portable)
-        copy: bytes = cloudpickle.dumps(state)  # type: ignore[no-untyped-call]
+        fingerprint = Fingerprint.of(joining, members, cluster_secrets)
+        if not fingerprint.is_that_of(self._fingerprint):
+            self._number += 1
+            portable = tuple(one.without_keeper() for one in members)
+            state = ClusterState(self._number, self._asked, self.started, cluster_secrets, joining, portable)
+            self._copy, self._fingerprint = cloudpickle.dumps(state), fingerprint  # type: ignore[no-untyped-call]
+        self._forget_lacking({member.name for member in members})
         for member in members:
-            of_node = list(actors.get(member.name, {}).values())
             with contextlib.suppress(RayError, ValueError):
-                member.keeper.actor.keep.remote(self._number, copy, of_node, orphans_patience_s())
+                self._tell(member, list(actors.get(member.name, {}).values()))
+
+    def _forget_lacking(self, names: set[str]) -> None:
+        """Forget what was given to keepers that are gone, or do not have it; and the answers of those that do."""
+        self._given = {name: given for name, given in self._given.items() if name in names}
+        asked = {given.answer: name for name, given in self._given.items() if given.answer is not None}
+        for answer, has_copy in answers_so_far(list(asked)).items():
+            self._given[asked[answer]].answer = None
+            if not has_copy:
+                del self._given[asked[answer]]
+
+    def _tell(self, member: Member, actors: list[Any]) -> None:
+        keeper, given = member.keeper.actor, self._given.get(member.name)
+        if given is None or (given.keeper, given.number, given.actors) != (keeper, self._number, actors):
+            keeper.keep.remote(self._number, self._copy, actors, orphans_patience_s())
+            self._given[member.name] = _Given(keeper, self._number, actors)
+        elif given.answer is None:  # one that answers late has heard enough
+            given.answer = keeper.hear.remote(self._number)
 
 
 def head_patience_s() -> float:
@@ -111,7 +189,7 @@ def head_patience_s() -> float:
 
 def orphans_patience_s() -> float:
     """Return for how long a node's actors go on without a driver."""
-    return float(HEAD_RETURNS_S) if redis_url() is not None else _ORPHANED_S
+    return HEAD_RETURNS_S - _BEFORE_RAY_S if redis_url() is not None else _ORPHANED_S
 
 
 def left_by_former(record: ClusterRecord | None) -> ClusterState | None:

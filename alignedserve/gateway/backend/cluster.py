@@ -31,6 +31,7 @@ from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
+    GatewayRegistered,
     PromptScored,
     RequestFailed,
     RequestInterrupted,
@@ -66,6 +67,11 @@ class ClusterLinks:
     router_address: str
     own_address: str  # where workers send tokens
     book: AddressBook | None = None  # where names are found
+
+    @property
+    def node(self) -> str:
+        """Return where this process runs; empty: there are no other nodes."""
+        return self.book.node if self.book is not None else ""
 
     @classmethod
     def of(cls, process_spec: ProcessSpec) -> "ClusterLinks":
@@ -128,10 +134,11 @@ class ClusterBackend:
     # --- LinkHandler
 
     def on_linked(self, peer: Peer) -> None:
-        """Remember the router and resume every open request there: one that restarted knows none of them."""
+        """Register with the router and resume every open request there: one that restarted knows none of them."""
         if peer.role is not Role.ROUTER:
             return
         self._router = peer.name
+        self._links.send(peer.name, GatewayRegistered(self._addresses.node))
         for entry in self._open.values():
             self._links.send(peer.name, self._resumption(entry))
 

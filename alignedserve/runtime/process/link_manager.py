@@ -89,6 +89,13 @@ class LinkManager:
         else:
             self._forget(address)
 
+    def hang_up(self, address: str) -> None:
+        """Dial this address no more, and close the link to it: the handler sees it lost."""
+        self.stop_dialling(address)
+        link = self._dialled.get(address)
+        if link is not None:
+            link.close()
+
     def _forget(self, address: str) -> None:
         self._stopping.pop(address, None)
         self._on_use.pop(address, None)
@@ -158,6 +165,9 @@ class LinkManager:
 
     def _linked(self, dialled_address: str | None, link: Link) -> None:
         assert link.peer is not None, "linked before the handshake was over"
+        if dialled_address is not None and dialled_address not in self._diallers:  # given up during the handshake
+            link.close()
+            return
         previous = self._links.get(link.peer.name)
         self._links[link.peer.name] = link
         if previous is not None:

@@ -10,6 +10,7 @@ from alignedserve.messages.events import (
     TICK_S,
     CommonEvent,
     Dial,
+    HangUp,
     Logic,
     PeerConnected,
     PeerDisconnected,
@@ -65,6 +66,8 @@ class LogicDriver(Generic[EventT, CommandT]):
                 self.links.dial(command.address)
             elif isinstance(command, StopDialling):
                 self.links.stop_dialling(command.address)
+            elif isinstance(command, HangUp):
+                self.links.hang_up(command.address)
             else:
                 self._perform(command)
         if self._recorder is not None:

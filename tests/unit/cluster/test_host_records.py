@@ -1,11 +1,12 @@
 """What the driver of a cluster of hosts announces, and when; what a rehearsal spares. Without Ray."""
 
+import dataclasses
 import logging
 import pickle
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from alignedserve.cluster.hosts.membership import Membership
 from alignedserve.cluster.hosts.nodes.keeper import KeptState
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
+from alignedserve.cluster.hosts.operations.drains import Draining
 from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
 from alignedserve.cluster.hosts.operations.orders import Answer, DrainNode, Order, ScaleWorkers, UndoDrain
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
@@ -53,7 +55,14 @@ class KeeperMemory:
 
     def __init__(self) -> None:
         self.copies: list[bytes] = []
+        self.num_heard = 0
         self.keep = SimpleNamespace(remote=lambda number, copy, *others: self.copies.append(copy))
+        self.hear = SimpleNamespace(remote=self._hear)
+
+    def _hear(self, number: int) -> tuple[str, bool]:
+        """Return a name of this call, and its result."""
+        self.num_heard += 1
+        return f"{id(self)}-{self.num_heard}", cloudpickle.loads(self.copies[-1]).number == number
 
 
 def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
@@ -295,10 +304,83 @@ def test_the_next_driver_gives_back_what_the_last_one_began_to(cluster: ClusterO
     assert membership.released == ("id-1",)
 
 
-def test_a_driver_hands_over_once_a_second_at_most(cluster: ClusterOnHosts) -> None:
+@pytest.fixture
+def keepers(cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch) -> list[KeeperMemory]:
+    monkeypatch.setattr(succession, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(succession, "answers_so_far", lambda calls: {call: call[1] for call in calls})
+    return [member.keeper.actor for member in cluster._members.values()]
+
+
+def test_a_driver_looks_once_a_second_at_most(cluster: ClusterOnHosts) -> None:
     cluster._hand_over()
     cluster._hand_over()
-    assert [len(member.keeper.actor.copies) for member in cluster._members.values()] == [1, 1]
+    keepers = [member.keeper.actor for member in cluster._members.values()]
+    assert [(len(keeper.copies), keeper.num_heard) for keeper in keepers] == [(1, 0), (1, 0)]
+
+
+def test_what_has_not_changed_is_handed_over_once(cluster: ClusterOnHosts, keepers: list[KeeperMemory]) -> None:
+    for second in range(4):
+        cluster._joining.drains.ended(float(second), {})
+        cluster._hand_over()
+    assert [(len(keeper.copies), keeper.num_heard) for keeper in keepers] == [(1, 3), (1, 3)]
+
+
+def test_a_keeper_that_lacks_the_state_gets_it_again(cluster: ClusterOnHosts, keepers: list[KeeperMemory]) -> None:
+    cluster._hand_over()
+    keepers[1].copies = [pickle.dumps(SimpleNamespace(number=0))]
+    cluster._hand_over()
+    cluster._hand_over()
+    assert len(keepers[0].copies) == 1
+    assert keepers[1].copies[1:] == keepers[0].copies
+
+
+def test_a_node_with_other_actors_or_another_keeper_gets_the_state(
+    cluster: ClusterOnHosts, keepers: list[KeeperMemory]
+) -> None:
+    cluster._hand_over()
+    cluster._actors["node-0"] = {"decode-0": object()}
+    cluster._hand_over()
+    assert [len(keeper.copies) for keeper in keepers] == [2, 1]
+    member, new = cluster._members["id-1"], KeeperMemory()
+    member.keeper = Keeper(new, member.keeper.book)
+    cluster._hand_over()
+    assert [len(keeper.copies) for keeper in (*keepers, new)] == [2, 1, 1]
+
+
+def test_a_keeper_that_does_not_answer_is_not_asked_again(
+    cluster: ClusterOnHosts, keepers: list[KeeperMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "answers_so_far", lambda calls: {})
+    for _ in range(5):
+        cluster._hand_over()
+    assert [keeper.num_heard for keeper in keepers] == [1, 1]
+
+
+def test_every_change_is_handed_over(cluster: ClusterOnHosts, keepers: list[KeeperMemory]) -> None:
+    known, (head, other) = cluster._joining, cluster._members.values()
+    share = dataclasses.replace(other.prepared.share, decode=("decode-1", "decode-9"))
+    changes: list[Callable[[], object]] = [
+        lambda: known.plan.placement.join(NodeCapacity("node-2", "10.0.0.2", 4)),
+        lambda: known._vacant.setdefault(("host-7", ""), []).append(share),
+        lambda: known._vacant["host-7", ""].pop(),
+        lambda: known.drains.begin("node-1", Draining(("decode-1",), (), 60.0)),
+        lambda: known.drains.ended(1.0, {}),
+        lambda: known.drained.update({"id-7": other.without_keeper()}),
+        lambda: setattr(known, "_num_nodes", 9),
+        lambda: setattr(known, "_num_folders", 9),
+        lambda: setattr(other, "prepared", dataclasses.replace(other.prepared, share=share)),
+        lambda: setattr(head, "ray_node", head.ray_node._replace(node_id="id-9")),
+        lambda: cluster._members.pop("id-1"),
+    ]
+    for number, change in enumerate(changes, start=1):
+        cluster._hand_over()
+        cluster._hand_over()
+        assert len(keepers[0].copies) == number
+        change()
+    cluster._hand_over()
+    state: ClusterState = cloudpickle.loads(keepers[0].copies[-1])
+    assert state.number == len(keepers[0].copies) == len(changes) + 1
+    assert [member.ray_node.node_id for member in state.members] == ["id-9"]
 
 
 def test_what_a_driver_of_another_build_left_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +392,7 @@ def test_what_a_driver_of_another_build_left_is_not_taken_over(monkeypatch: pyte
 
 def test_what_has_changed_is_handed_over_at_once(cluster: ClusterOnHosts, announced: list[ClusterRecord]) -> None:
     cluster._hand_over()
+    cluster._drains.give_back("id-1")
     cluster._announce()
     assert [len(member.keeper.actor.copies) for member in cluster._members.values()] == [2, 2]
     assert len(announced) == 1

@@ -41,6 +41,17 @@ def test_the_latest_state_is_kept_whichever_comes_last(keeper: NodeKeeper) -> No
     assert 0.0 <= kept.age_s < 60.0
 
 
+def test_a_keeper_that_hears_of_its_driver_says_whether_it_has_the_state(keeper: NodeKeeper) -> None:
+    assert not keeper.hear(1)
+    keeper.keep(1, b"1", [], 60.0)
+    keeper._heard_s -= 30.0
+    assert not keeper.hear(2)
+    assert keeper.hear(1)
+    kept = keeper.kept()
+    assert kept is not None
+    assert kept.age_s < 30.0
+
+
 async def test_actors_without_a_driver_are_ended_and_the_keeper_last(keeper: NodeKeeper, ended: list[Any]) -> None:
     keeper.keep(1, b"", ["router"], 60.0)
     keeper.keep(2, b"", ["router", "decode-0"], 0.0)

@@ -1,12 +1,13 @@
-"""Which prefill workers a decode worker dials, after any history of announcements."""
+"""Which prefill workers and pools a decode worker dials, after any history of announcements and needs."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from alignedserve.core.ids import WorkerName
-from alignedserve.messages.events import Dial, StopDialling
+from alignedserve.messages.events import Dial, HangUp, StopDialling
+from alignedserve.messages.handshake import Role
 from alignedserve.messages.workers import PeersChanged
-from decode_worker.block_peers import BlockPeers
+from decode_worker.block_peers import LINK_IDLE_S, BlockPeers
 from tests.support.samples import POOL
 
 ONE, OTHER, THIRD = (WorkerName(f"prefill-{number}") for number in range(3))
@@ -43,3 +44,62 @@ def test_what_is_dialled_is_what_was_announced(history: list[PeersChanged]) -> N
         announced = set() if message.is_complete else announced - set(message.left)
         announced |= set(message.joined)
         assert dialled == announced
+
+
+FAR = "pool-7"
+
+
+def test_a_peer_of_another_node_is_dialled_when_it_is_needed_and_hung_up_on_after_a_minute_without_use() -> None:
+    peers = BlockPeers(POOL)
+    assert peers.needed(FAR, 0.0) == [Dial(FAR)]
+    assert peers.needed(FAR, 1.0) == []
+    assert peers.hang_up_unused(60.9, set) == []
+    assert peers.hang_up_unused(61.0, set) == [HangUp(FAR)]
+    assert peers.hang_up_unused(200.0, set) == []
+    assert peers.needed(FAR, 201.0) == [Dial(FAR)]
+
+
+def test_a_link_over_which_something_is_held_is_kept_and_for_a_minute_after_it() -> None:
+    peers = BlockPeers(POOL)
+    peers.needed(FAR, 0.0)
+    assert peers.hang_up_unused(100.0, lambda: {FAR, POOL, "pool-8"}) == []
+    assert peers.hang_up_unused(159.0, set) == []
+    assert peers.hang_up_unused(160.0, set) == [HangUp(FAR)]
+
+
+def test_those_of_its_own_node_are_linked_for_as_long_as_they_are_announced() -> None:
+    peers = BlockPeers(POOL)
+    peers.changed(PeersChanged((ONE,)))
+    assert peers.needed(ONE, 0.0) == peers.needed(POOL, 0.0) == []
+    assert peers.hang_up_unused(1e6, set) == []
+    peers.needed(OTHER, 0.0)
+    assert peers.changed(PeersChanged((OTHER,))) == []  # dialled already
+    assert peers.hang_up_unused(1e6, set) == []
+
+
+def test_what_has_been_needed_is_told_from_what_is_always_there() -> None:
+    peers = BlockPeers(POOL)
+    peers.needed(FAR, 0.0)
+    assert peers.connected(Role.KV_POOL, FAR)
+    assert not peers.connected(Role.KV_POOL, POOL)
+    assert not peers.connected(Role.PREFILL_WORKER, ONE)
+    assert peers.is_pool(FAR)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(0.0, 50.0), st.sets(st.sampled_from("abcd")))))
+def test_a_link_is_there_from_its_first_need_until_a_minute_after_the_last_use(
+    history: list[tuple[str, float, set[str]]],
+) -> None:
+    peers, now = BlockPeers(POOL), 0.0
+    last_s: dict[str, float] = {}
+    for name, pause_s, in_use in history:
+        dialled = {command.address for command in peers.needed(name, now)}
+        assert dialled == {name} - set(last_s)
+        last_s[name] = now
+        now += pause_s
+        hung_up = [command.address for command in peers.hang_up_unused(now, lambda used=in_use: used)]  # type: ignore[misc]
+        last_s |= {peer: now for peer in in_use if peer in last_s}
+        unused = sorted(peer for peer, used_s in last_s.items() if now - used_s >= LINK_IDLE_S)
+        assert sorted(hung_up) == unused
+        for peer in unused:
+            del last_s[peer]

@@ -20,6 +20,7 @@ from alignedserve.messages.pools import (
 from alignedserve.messages.workers import (
     AttemptFailed,
     JoinedBatch,
+    PeerNeeded,
     PrefillCompleted,
     RequestFinished,
     RequestPreempted,
@@ -247,7 +248,10 @@ def test_it_goes_to_one_of_another_node_while_its_own_has_no_slot() -> None:
     made.now = 1.0
     made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),)))
     made.hear("decode-far", worker(pool_name="pool-1"))
-    assert made.submit(urgent()) == [given(urgent(), 1000, bypass_to=WorkerName("decode-far"))]
+    assert made.submit(urgent()) == [
+        given(urgent(), 1000, bypass_to=WorkerName("decode-far")),
+        Send("decode-far", PeerNeeded(WorkerName(PREFILL))),
+    ]
 
 
 def test_a_batch_from_another_nodes_pool_has_the_later_copy_whatever_is_heard_first() -> None:

@@ -94,6 +94,27 @@ def test_client_limit_cuts_the_answer_but_not_the_other_way() -> None:
     assert {(request.output_len, request.max_tokens) for request in workload.requests} == {(5, 20), (20, 20)}
 
 
+@pytest.mark.parametrize(
+    ("setting", "limits"),
+    [
+        ("", {5: None, 50: None}),
+        ("context", {5: None, 50: None}),
+        ("power_of_two", {5: 8, 50: 64}),
+        ("exact", {5: 5, 50: 50}),
+    ],
+)
+def test_limits_tell_the_length_only_where_the_line_says_so(setting: str, limits: dict[int, int | None]) -> None:
+    line = "prompt=10, output=choice(5,50), rate=1" + (f", max_tokens={setting}" if setting else "")
+    workload = build(line, num_requests=50)
+    assert {request.output_len: request.max_tokens for request in workload.requests} == limits
+
+
+@pytest.mark.parametrize(("length", "limit"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
+def test_powers_of_two_hold_the_answer(length: int, limit: int) -> None:
+    workload = build(f"prompt=10, output={length}, rate=1, max_tokens=power_of_two", num_requests=2)
+    assert {request.max_tokens for request in workload.requests} == {limit}
+
+
 def test_source_without_prompts_asks_for_them(tmp_path: Path) -> None:
     (tmp_path / "lmsys_vicuna13b_output_lengths.csv.gz").write_text("output_tokens,bert_predicted_class\n40,0\n72,0\n")
     library = Library(tmp_path)

@@ -59,6 +59,12 @@ def test_recorded_arrivals() -> None:
         ("sharegpt, outstanding=1, cv=2", "cv= has no meaning beside outstanding"),
         ("azure_conv, arrivals=recorded, cv=2", "cv= has no meaning"),
         ("arrivals=recorded, prompt=1, output=1", "needs the name of a trace"),
+        (
+            "sharegpt, rate=1, max_tokens=some",
+            "max_tokens: 'some' is neither a whole number nor one of context, pow",
+        ),
+        ("sharegpt, rate=1, max_tokens=1.5", "max_tokens: '1.5' is neither"),
+        ("sharegpt, rate=1, max_tokens=0", "max_tokens: '0' is neither"),
         ("sharegpt, rate=1, predict=good", "predictions are exact, mean or error"),
         ("sharegpt, rate=1, predict=error(9)", "between 0 and 5"),
         ("sharegpt, rate=1, priority=high", "priority: 'high' is not a whole number"),

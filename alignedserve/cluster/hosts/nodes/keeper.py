@@ -112,13 +112,18 @@ class NodeKeeper:
     def keep(self, number: int, state: bytes, actors: list[Any], patience_s: float) -> None:
         """Keep a driver's state for the next one, unless a later one is here.
 
-        A driver is to come back every so often: after `patience_s` without one, these actors of this node are ended,
+        A driver is to be heard every so often: after `patience_s` without one, these actors of this node are ended,
         and this one with them.
         """
         self._heard_s = time.monotonic()
         if self._kept is None or number >= self._kept.number:
             self._kept = KeptState(number, state, 0.0)
             self._actors, self._patience_s = actors, patience_s
+
+    def hear(self, number: int) -> bool:
+        """Note that the driver lives; return whether the state that it handed over last is here."""
+        self._heard_s = time.monotonic()
+        return self._kept is not None and self._kept.number == number
 
     def kept(self) -> KeptState | None:
         """Return what the last driver handed over; None: none did."""

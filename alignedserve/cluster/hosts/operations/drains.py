@@ -37,6 +37,12 @@ class Drains:
         self._going_on: dict[str, Draining] = {}
         self._seen_s = 0.0  # when it was last asked what is over
 
+    def __getstate__(self) -> tuple[dict[str, Draining], float]:
+        return self._going_on, self._seen_s if self._going_on else 0.0  # the same while nothing goes on
+
+    def __setstate__(self, state: tuple[dict[str, Draining], float]) -> None:
+        self._going_on, self._seen_s = state
+
     def __contains__(self, name: str) -> bool:
         return name in self._going_on
 

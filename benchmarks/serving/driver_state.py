@@ -1,0 +1,92 @@
+"""What it costs the driver to keep its state where the next one finds it, by the number of nodes.
+
+    python -m benchmarks.serving.driver_state
+
+`look_ms`: to see once a second that nothing has changed; `pickle_ms`: to pickle the whole state, which was done every
+second before and is done at a change; medians of alternating runs on one thread. `given_mib`: what one handover gives
+to the keepers of all nodes together; `heartbeat_kib`: what they get in a second without a change, without what Ray puts
+around a call.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from ray import cloudpickle
+
+from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
+from alignedserve.cluster.hosts.admission import Keeper
+from alignedserve.cluster.hosts.joining import Joining
+from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
+from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
+from alignedserve.cluster.hosts.succession import ClusterState, Fingerprint
+from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.placement import NodeCapacity
+from alignedserve.config.sections import MIB, ModelSectionConfig, from_mapping
+from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.process.addresses import AddressBook
+from alignedserve.runtime.process.tls import CertificateAuthority
+from benchmarks.support.recording import write_result
+
+NUM_NODES = (3, 10, 100, 1000)
+_MACHINE = Machine(8192 * MIB, 4096 * MIB, 4, False)
+_NUMBER_BYTES = 8
+
+
+def state_of(num_nodes: int) -> ClusterState:
+    """Return the state of a cluster with so many nodes, none of whose processes exist."""
+    nodes = [
+        RayNode(f"{index:056x}", f"10.{index >> 8}.{index & 255}.1", f"host{index}", is_head=not index)
+        for index in range(num_nodes)
+    ]
+    found = [NodeResources(NodeCapacity(f"node-{index}", one.address, 4), _MACHINE) for index, one in enumerate(nodes)]
+    plan = plan_cluster(from_mapping({}), resolve_model(ModelSectionConfig()), found)
+    members = []
+    for node, resources, share in zip(nodes, found, plan.shares, strict=True):
+        book = AddressBook(Path("/tmp") / f"alignedserve-c-{share.node}", node.node_id, node.address)
+        prepared = PreparedNode(share, resources.capacity, plan.config_of(share, node.address), book)
+        members.append(Member(node, prepared, Keeper(None, book)))
+    joining = Joining(plan, NodeReport(own_versions()), "c", num_nodes)
+    return ClusterState(1, "asked", 0.0, ClusterSecrets(authority=CertificateAuthority("c")), joining, tuple(members))
+
+
+def measure(num_nodes: int, num_runs: int) -> dict[str, Any]:
+    """Return one row of the result."""
+    state = state_of(num_nodes)
+    look_s, pickle_s = [], []
+    size = 0
+    for _ in range(num_runs):
+        begin = time.perf_counter()
+        Fingerprint.of(state.joining, state.members, state.secrets)
+        looked = time.perf_counter()
+        size = len(cloudpickle.dumps(state))  # type: ignore[no-untyped-call]
+        pickle_s.append(time.perf_counter() - looked)
+        look_s.append(looked - begin)
+    return {
+        "nodes": num_nodes,
+        "look_ms": round(statistics.median(look_s) * 1e3, 2),
+        "pickle_ms": round(statistics.median(pickle_s) * 1e3, 2),
+        "state_kib": round(size / 1024, 1),
+        "given_mib": round(size * num_nodes / MIB, 1),
+        "heartbeat_kib": round(_NUMBER_BYTES * num_nodes / 1024, 2),
+    }
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=15)
+    arguments = parser.parse_args()
+    rows = []
+    for num_nodes in NUM_NODES:
+        rows.append(measure(num_nodes, arguments.runs))
+        print(rows[-1], flush=True)
+    write_result("driver_state", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Chooses the next prompt and the worker that computes it.
+
+The least loaded worker that may have another prompt gets the first of the queue; where loads are about equal, one of
+the node of the request's gateway. A worker whose pool has no room for what it has computed comes after all others.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+from router.placement import Placement
+from router.prefill_queue import QueuedPrefill
+from router.request_registry import RequestRegistry
+from router.state import TrackedRequest, WorkerRecord
+
+
+class PrefillChoice:
+    """Takes requests out of the queue, one at a time."""
+
+    def __init__(self, *, registry: RequestRegistry, placement: Placement, max_tokens_per_worker: int) -> None:
+        self._registry = registry
+        self._placement = placement
+        self._max_tokens_per_worker = max_tokens_per_worker
+
+    def next(self, gateways: Mapping[str, str]) -> tuple[TrackedRequest, WorkerRecord] | None:
+        """Take the next request out of the queue, and return it with its worker; None: no worker can have one now.
+
+        `gateways`: with their nodes.
+        """
+        for at_full_pool in (False, True):
+            worker = self._placement.least_loaded_prefiller(at_full_pool=at_full_pool)
+            if worker is None:
+                continue
+            request_id = self._registry.queue.pop_if(partial(self._has_room, worker))
+            if request_id is not None:
+                tracked = self._registry.requests[request_id]
+                return tracked, self._near_gateway(tracked, worker, gateways)
+        return None
+
+    def _has_room(self, worker: WorkerRecord, queued: QueuedPrefill) -> bool:
+        is_apart = queued.is_real_time and self._registry.queue.order.has_real_time_allowance
+        return worker.has_room(queued.num_tokens, self._max_tokens_per_worker, is_apart=is_apart)
+
+    def _near_gateway(self, tracked: TrackedRequest, least: WorkerRecord, gateways: Mapping[str, str]) -> WorkerRecord:
+        """Return the worker for a request that the least loaded one could take: one near its gateway, or that one."""
+        near = self._placement.near_prefiller(gateways.get(tracked.gateway, ""), least)
+        queued = QueuedPrefill(tracked.num_prefill_tokens, tracked.is_real_time)
+        return near if near is not None and self._has_room(near, queued) else least

@@ -1,0 +1,71 @@
+"""The workers that can take a prefill now, by load, and the choice of one on the node of a request's gateway.
+
+Where loads are about equal, a request goes to a worker of its gateway's node: its tokens then stay on that node, and a
+worker with the requests of one gateway sends one message per iteration. What this may cost is bounded by `is_as_free`.
+"""
+
+from collections.abc import Collection, Mapping
+
+from router.ranking import Ranking
+from router.state import PoolRecord, WorkerRecord
+
+_MORE_TOKENS = 256  # to prefill before its own: less than an iteration of most devices
+_MORE_REQUESTS = 1.0
+_MORE_SHARE = 0.125  # of requests: an iteration of that many more takes no longer than that many times as long
+
+
+class Prefillers:
+    """Workers that can take a prefill now: the least loaded one of the cluster, and of each node.
+
+    Load: the tokens to prefill. Ties: the fewest decoding requests (colocated workers), then the name.
+    """
+
+    def __init__(self) -> None:
+        self._all: Ranking[tuple[int, int]] = Ranking()
+        self._by_node: dict[str, Ranking[tuple[int, int]]] = {}
+
+    def put(self, worker: WorkerRecord) -> None:
+        """Add a worker, or bring its place up to date."""
+        rank = (worker.num_prefill_tokens, len(worker.decoding))
+        self._all.put(worker.name, rank)
+        if worker.registered.node:
+            self._by_node.setdefault(worker.registered.node, Ranking()).put(worker.name, rank)
+
+    def discard(self, worker: WorkerRecord) -> None:
+        """Remove a worker, if it is there."""
+        self._all.discard(worker.name)
+        node = worker.registered.node
+        if node in self._by_node:
+            self._by_node[node].discard(worker.name)
+            if not len(self._by_node[node]):
+                del self._by_node[node]
+
+    def least_loaded(self) -> str | None:
+        """Return the name of the least loaded worker."""
+        first = self._all.first()
+        return first.name if first is not None else None
+
+    def least_loaded_of(self, node: str) -> str | None:
+        """Return the name of the least loaded worker of this node."""
+        first = self._by_node[node].first() if node in self._by_node else None
+        return first.name if first is not None else None
+
+
+def is_as_free(near_tokens: int, near_requests: float, tokens: int, requests: float) -> bool:
+    """Return whether a worker near the gateway is about as free as the least loaded one.
+
+    It has at most 256 tokens more to prefill, and at most an eighth more requests, and one.
+    """
+    return near_tokens <= tokens + _MORE_TOKENS and near_requests <= (1 + _MORE_SHARE) * requests + _MORE_REQUESTS
+
+
+def requests_at(worker: WorkerRecord, beside: Collection[WorkerRecord], pools: Mapping[str, PoolRecord]) -> float:
+    """Return how many requests a worker has that does both phases; of a prefill worker, those for each decode worker
+    beside it, which will get what it prefills. `beside`: the workers of its pool.
+    """
+    if worker.registered.can_decode:
+        return len(worker.prefilling) + len(worker.decoding)
+    pool = pools.get(worker.registered.pool_name)
+    num_requests = sum(len(one.prefilling) + len(one.decoding) for one in beside)
+    num_requests += pool.num_pooled if pool is not None else 0
+    return num_requests / max(1, sum(one.registered.can_decode for one in beside))

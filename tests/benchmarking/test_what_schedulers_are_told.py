@@ -1,0 +1,93 @@
+"""No shipped experiment, and no default of `simulate`, tells schedulers a length or a cost that no live one knows."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import product
+
+from alignedserve.cli.commands.options import SimulateOptions
+from alignedserve.cli.commands.simulate_cases import plan_cases
+from alignedserve.core.request import Request, SamplingParams
+from alignedserve.messages.workers import PrefillRequest
+from alignedserve.scheduling.table import RequestTable
+from alignedserve.sim.sweep import Case, WorkloadLine
+from alignedserve.workload.grammar import ClassSpec, ClientLimit, parse_classes
+from alignedserve.workload.prediction import PredictionKind
+from experiments import accelgen, alignedserve, alise, apt_serve, bros, leak, unseen
+from experiments.common import LabelledCase, Row
+
+SIZES = apt_serve.WorkerSizes(10, (1,), 1)
+TELLING = {"ORCA, exact"}  # a baseline of ALISE's paper that reserves what will be needed: named by what it knows
+KNOWING = {"Oracle"}  # ALISE with exact predictions: likewise
+
+
+def labelled_cases() -> Iterator[LabelledCase]:
+    """Every case of every experiment; of AccelGen's, whose workloads take long to build, the reduced ones."""
+    for parts in (alignedserve.parts_of(is_quick=False), unseen.parts_of(is_quick=False)):
+        for part in parts:
+            yield from part
+    yield from alise.cases_of(is_quick=False)
+    yield from bros.cases_of(is_quick=False)
+    yield from accelgen.cases_of(is_quick=True)
+    for make in (apt_serve.tables_4_and_5, apt_serve.figure_9, apt_serve.other_costs):
+        yield from make(SIZES)
+    for curve in apt_serve.curves_of(is_quick=False):
+        yield apt_serve.AptServeLoad(curve.dataset, 1.0, 10, model=curve.model).case("figure 8", curve.policy, 1)
+
+
+def cases() -> list[tuple[str, Case]]:
+    own = [(str(labelled.labels["policy"]), labelled.case) for labelled in labelled_cases()]
+    return own + [(one.policy, one.case) for one in plan_cases(SimulateOptions())]
+
+
+def specs_of(case: Case) -> tuple[ClassSpec, ...]:
+    workload = case.workload
+    return parse_classes(workload.line if isinstance(workload, WorkloadLine) else workload.description.name)
+
+
+def test_limits_tell_no_lengths_and_costs_are_learned() -> None:
+    found = cases()
+    assert len(found) > 600
+    for name, case in found:
+        assert case.config.learns_costs, case.name
+        for spec in specs_of(case):
+            is_telling = spec.max_tokens in (ClientLimit.EXACT, ClientLimit.POWER_OF_TWO)
+            assert is_telling == (name in TELLING), case.name
+            is_exact = spec.prediction is not None and spec.prediction.kind is PredictionKind.EXACT
+            assert is_exact == (name in KNOWING), case.name
+
+
+def test_what_schedulers_get_has_no_place_for_a_true_length() -> None:
+    names = {field.name for kind in (Request, SamplingParams) for field in fields(kind)}
+    names |= set(RequestTable._COLUMNS) | set(PrefillRequest.__struct_fields__)
+    assert {name for name in names if "output" in name or "answer" in name} == {"predicted_output_len"}
+
+
+def test_one_point_of_each_experiment_is_run_with_and_without() -> None:
+    told = {one.labels["knows"] for one in leak.apt_serve_cases()}
+    assert told == {one.name for one in leak.LENGTHS_WERE_TOLD}
+    by_name = {str(one.labels["knows"]): one.case for one in leak.apt_serve_cases()}
+    assert {name: case.config.learns_costs for name, case in by_name.items()} == {
+        "lengths and costs": False,
+        "costs": False,
+        "lengths within a factor of two": True,
+        "neither": True,
+    }
+    limits = {name: specs_of(case)[0].max_tokens for name, case in by_name.items()}
+    assert limits["lengths and costs"] is ClientLimit.EXACT
+    assert limits["lengths within a factor of two"] is ClientLimit.POWER_OF_TWO
+    assert limits["neither"] is ClientLimit.CONTEXT
+
+
+def test_limits_that_a_line_names_stay() -> None:
+    line = "a: rate=1, prompt=uniform(1,2), output=3; b: wave=2, prompt=1, output=2, max_tokens=7"
+    assert [spec.max_tokens for spec in parse_classes(leak.with_limits(line, ClientLimit.EXACT))] == [
+        ClientLimit.EXACT,
+        7,
+    ]
+
+
+def test_a_row_of_the_table_has_every_knowledge_side_by_side() -> None:
+    known: Row = {"part": "bros", "point": "10/s", "policy": "bros"}
+    of_seeds = product(("costs", "neither"), (1, 2))
+    rows = [known | {"knows": name, "seed": seed, "value": seed / 2} for name, seed in of_seeds]
+    assert leak.table(rows) == [known | {"measure": "held", "costs": 0.75, "neither": 0.75}]
