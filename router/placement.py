@@ -326,4 +326,5 @@ class Placement:
             self._free[name] = worker
         else:
             self._free.pop(name, None)
-        self._batch_requests.note_change(registered.pool_name)
+        if not registered.can_prefill:  # such a worker takes no batch
+            self._batch_requests.note_change(registered.pool_name)
