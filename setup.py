@@ -31,6 +31,7 @@ SOURCES = (
     "block_products/avxvnni",
     "block_products/avx512vnni",
     "decode_pass/module",
+    "length_prediction",
     "nanobind",
 )
 HEADERS = (

@@ -65,6 +65,7 @@ from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.block_peers import BlockPeers
 from decode_worker.load import LoadCounter, LoadCounts
+from decode_worker.pace import Pace
 from decode_worker.state import (
     CacheLocation,
     Candidate,
@@ -109,6 +110,7 @@ class DecodeLogic:
         self._num_iterations = 0
         self._num_verified = 0
         self._counted: LoadCounts | None = None  # as last reported
+        self._pace = Pace(registered.pool_name, scheduler)
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
         self._iterations: IterationCycle[RunningRequest, DecodeCommand] = IterationCycle(
@@ -143,13 +145,14 @@ class DecodeLogic:
             case Ticked():
                 moving = (*self._batch.loading_candidates(), *self._evictions.candidates())
                 unused = self._peers.hang_up_unused(now, lambda: self._candidates.peers_in_use(moving))
-                return [*self._router.totals(self.iteration_log, now), *unused]
+                return [*self._router.totals(self.iteration_log, now), *self._pace.report(), *unused]
 
     # --- peers and messages
 
     def _on_connected(self, role: Role, peer: str) -> list[DecodeCommand]:
         if self._peers.connected(role, peer):
             self._router.await_load()  # a pool that gave nothing to a worker without a link may be asked again
+        self._pace.connected(role, peer)
         if role is not Role.ROUTER:
             return []
         # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
@@ -162,6 +165,7 @@ class DecodeLogic:
 
     def _on_disconnected(self, role: Role, peer: str) -> list[DecodeCommand]:
         if role is Role.KV_POOL:
+            self._pace.disconnected(peer)
             lost = self._candidates.pool_disconnected(peer)
             return [UnmapArena(peer), *self._preempted(*lost, is_refused=True)]
         if role is not Role.PREFILL_WORKER:
@@ -363,6 +367,7 @@ class DecodeLogic:
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[DecodeCommand]:
         duration_s = self._iterations.end(event, now)
+        self._pace.note(duration_s)
         if self._scheduler is not None:
             self._scheduler.completed(now, duration_s)
         self._batch.note_chunks()

@@ -29,6 +29,7 @@ from alignedserve.messages.caches import (
     CancelReservation,
     CopyGranted,
     CopyMissing,
+    DecodePace,
     FetchCopy,
     Handoff,
     LeasesReleased,
@@ -56,8 +57,6 @@ from kvpool.state import Lease, LeaseStage, PooledRequest, Reservation
 from kvpool.waiting_forms import WaitingForms
 
 NO_GENERATION = 0
-# Assumed time per token, to decide when a request must stop waiting to meet its deadline.
-_EXPECTED_TPOT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +93,7 @@ class PoolLogic:
         self._known_attempt = 0  # the latest at any request
         self._workers: dict[str, None] = {}  # linked now
         self._waiting_forms = WaitingForms()
+        self._pace_s: dict[str, float] = {}  # of decode workers: an iteration, and so each token, takes so long
         self._reported: PoolLoad | None = None
 
     def on_event(self, event: CommonEvent, now: float) -> list[PoolCommand]:
@@ -134,6 +134,7 @@ class PoolLogic:
             self._router = None
             return []
         self._workers.pop(peer, None)
+        self._pace_s.pop(peer, None)
         self._reservations = deque(entry for entry in self._reservations if entry.worker != peer)
         commands: list[PoolCommand] = []
         for lease in self._lease_table.all():
@@ -165,6 +166,9 @@ class PoolLogic:
             case LeasesReturned():
                 commands = [command for lease in self._granted(peer, message) for command in self._index(lease, now)]
                 return commands + self._serve_reservations(now)
+            case DecodePace():
+                self._pace_s[peer] = message.iteration_s
+                return []
             case FetchCopy():
                 return self._fetch_copy(peer, message)
             case DropRequest():
@@ -241,7 +245,7 @@ class PoolLogic:
         lease.attempt = next_step(lease.attempt)
         self._lease_table.move(lease, LeaseStage.POOLED)
         self._pooled[lease.request_id] = lease
-        self._former.insert(_indexed(lease, lease.content), now)
+        self._former.insert(_indexed(lease, lease.content, max(self._pace_s.values(), default=None)), now)
         context_len, num_blocks = lease.content.copy.context_len, len(lease.block_ids)
         return self._to_router(RequestPooled(lease.request_id, lease.attempt, context_len, num_blocks))
 
@@ -369,16 +373,22 @@ class PoolLogic:
         return self._to_router(load)
 
 
-def _indexed(lease: Lease, content: BlocksWritten) -> PooledRequest:
+def _indexed(lease: Lease, content: BlocksWritten, tpot_s: float | None) -> PooledRequest:
     context_len, num_blocks = content.copy.context_len, len(lease.block_ids)
-    return PooledRequest(lease.request_id, context_len, num_blocks, content.request.arrival_s, _urgent_at_s(content))
+    urgent_at_s = _urgent_at_s(content, tpot_s)
+    return PooledRequest(lease.request_id, context_len, num_blocks, content.request.arrival_s, urgent_at_s)
 
 
-def _urgent_at_s(content: BlocksWritten) -> float | None:
-    """Return when waiting must end: the remaining tokens must fit, in half of the time to the deadline at most."""
+def _urgent_at_s(content: BlocksWritten, tpot_s: float | None) -> float | None:
+    """Return when waiting must end: the remaining tokens must fit, in half of the time to the deadline at most.
+
+    `tpot_s`: of the slowest decode worker; None: not known yet, and half of the time is kept.
+    """
     request = content.request
     if request.slo.deadline_s is None:
         return None
     num_remaining = request.sampling.max_tokens - len(content.generated_token_ids)
-    needed_s = min(num_remaining * _EXPECTED_TPOT_S, request.slo.deadline_s / 2)
+    needed_s = request.slo.deadline_s / 2
+    if tpot_s is not None:
+        needed_s = min(num_remaining * tpot_s, needed_s)
     return request.arrival_s + request.slo.deadline_s - needed_s

@@ -4,9 +4,13 @@ The thread handles events in order, so the same events give the same predictions
 prediction comes back as LengthPredicted, perhaps too late, or not at all if the thread is behind.
 """
 
+import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
@@ -24,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 256  # predictions requested and not made; more would come too late to be of use
 _MAX_ENCODED = 16_384  # prompts kept until their request finishes; the oldest go first
+_LONGEST_TURN_S = 0.005  # of the thread, before its predictions are delivered
 _THREAD = "length predictor"
+
+_Work = Callable[[], LengthPredicted | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +55,25 @@ class AsyncLengthPredictor:
         self._deliver = deliver
         self._threads = WorkerThreads()
         self._num_pending = 0
+        self._queued: deque[_Work] = deque()  # filled on the loop, emptied on the thread
+        self._is_busy = False
         self._encoded: dict[RequestId, _EncodedRequest] = {}  # of the thread
         if journal is not None:
             self._threads.submit(_THREAD, lambda: self._learn_again(journal), _ignore)
 
     def observe(self, event: RouterEvent) -> None:
-        """Queue the event's work on the thread; return at once."""
-        match event:
-            case Received(_, SubmitRequest(request=request) | ResumeRequest(request=request)):
+        """Queue the event's work for the thread; return at once."""
+        if not isinstance(event, Received):
+            return
+        match event.message:
+            case SubmitRequest() | ResumeRequest() as message:
                 if self._num_pending < _MAX_WAITING:
                     self._num_pending += 1
-                    self._threads.submit(_THREAD, lambda: self._predict(request), self._predicted)
-            case Received(_, RequestFinished(request_id=request_id, num_generated=num_generated)):
-                self._threads.submit(_THREAD, lambda: self._learn(request_id, num_generated), _ignore)
-            case Received(_, AbortRequest(request_id=request_id)):
-                self._threads.submit(_THREAD, lambda: self._encoded.pop(request_id, None), _ignore)
+                    self._put(partial(self._predict, message.request))
+            case RequestFinished() as message:
+                self._put(partial(self._learn, message.request_id, message.num_generated))
+            case AbortRequest() as message:
+                self._put(partial(self._forget, message.request_id))
 
     def close(self) -> None:
         """Stop the thread and drop the work it has not begun."""
@@ -70,11 +81,35 @@ class AsyncLengthPredictor:
         if self._journal is not None:
             self._journal.close()
 
-    def _predicted(self, event: LengthPredicted) -> None:
-        self._num_pending -= 1
-        self._deliver(event)
+    def _put(self, work: _Work) -> None:
+        """Hand it to the thread, with all that comes while the thread is busy: a handover costs as much as its work."""
+        self._queued.append(work)
+        if not self._is_busy:
+            self._is_busy = True
+            asyncio.get_running_loop().call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        self._threads.submit(_THREAD, self._work_off, self._handed_back)
+
+    def _handed_back(self, predictions: list[LengthPredicted]) -> None:
+        self._num_pending -= len(predictions)
+        for event in predictions:
+            self._deliver(event)
+        if self._queued:
+            self._hand_over()
+        else:
+            self._is_busy = False
 
     # --- on the thread
+
+    def _work_off(self) -> list[LengthPredicted]:
+        """Do what is queued, in order, until the time for one turn is over; return the predictions."""
+        predictions, end_s = [], time.monotonic() + _LONGEST_TURN_S
+        while self._queued and time.monotonic() < end_s:
+            predicted = self._queued.popleft()()
+            if predicted is not None:
+                predictions.append(predicted)
+        return predictions
 
     def _predict(self, request: Request) -> LengthPredicted:
         code = self._predictor.encode(request)
@@ -83,6 +118,9 @@ class AsyncLengthPredictor:
         if len(self._encoded) > _MAX_ENCODED:
             del self._encoded[next(iter(self._encoded))]
         return LengthPredicted(request.request_id, self._predictor.predict(request, code).output_len)
+
+    def _forget(self, request_id: RequestId) -> None:
+        self._encoded.pop(request_id, None)
 
     def _learn(self, request_id: RequestId, num_generated: int) -> None:
         encoded = self._encoded.pop(request_id, None)

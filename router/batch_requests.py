@@ -8,6 +8,7 @@ Nothing is decided twice from the same facts: a pool is looked at when something
 when the time is up that one of its workers or large requests had to wait.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 
@@ -47,6 +48,7 @@ class BatchRequests:
         self._surplus: dict[str, None] = {}  # pools with requests that no worker of their node can take now
         self._asked_far: dict[str, dict[str, WorkerRecord]] = {}  # workers of other nodes, by the pool that was asked
         self._waiting: Ranking[float] = Ranking()  # pools by the begin of the wait that is over next
+        self._requested: Counter[str] = Counter()  # requests that FormBatch without an answer ask for, by pool
         self._overdue = OverduePools(
             pools=pools,
             nodes=nodes,
@@ -69,23 +71,29 @@ class BatchRequests:
             return []
         changed, self._changed = self._changed, {}
         asked = self._overdue_forms(changed, now)
-        pools = [self._pools[name] for name in changed if name in self._pools]
-        num_requested = {pool.name: self._num_requested(pool) for pool in pools}  # by FormBatch without an answer
-        workers = [worker for pool in pools if pool.num_pooled for worker in self._nodes.get(pool.name, {}).values()]
-        for worker in sorted(workers, key=lambda worker: (len(worker.decoding), worker.name)):
+        for worker in self._to_ask(changed):
             pool = self._pools[worker.registered.pool_name]
-            if num_requested[pool.name] >= pool.num_pooled:
-                continue
-            form = self._next_form(worker, pool, now)
+            form = self._next_form(worker, pool, now) if pool.num_pooled > self._requested[pool.name] else None
             if form is not None:
-                num_requested[pool.name] += form.max_requests
                 asked.append((pool.name, form))
-        for pool in pools:
-            self._wait(pool, now)
         for name in changed:
+            self._wait(name, now)
             self._note_spare(name)
             self._overdue.note(name, now)
         return asked + self._far_forms()
+
+    def _to_ask(self, pools: Iterable[str]) -> list[WorkerRecord]:
+        """Return the workers that take batches of those of these pools which have any, the least busy first."""
+        workers = [
+            worker
+            for name in pools
+            if (pool := self._pools.get(name)) is not None and pool.num_pooled > self._requested[name]
+            for worker in self._nodes.get(name, {}).values()
+            if not (worker.registered.can_prefill or worker.is_draining or worker.awaits_batch)
+        ]
+        if len(workers) > 1:
+            workers.sort(key=lambda worker: (len(worker.decoding), worker.name))
+        return workers
 
     def close(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
         """Note the answer to the worker's FormBatch."""
@@ -102,6 +110,8 @@ class BatchRequests:
 
     def cancel(self, worker: WorkerRecord) -> None:
         """Expect no answer to the worker's FormBatch."""
+        if worker.pending_batch is not None:
+            self._requested[worker.asked_pool] -= worker.num_requested
         worker.pending_batch = None
         self._asked_far.get(worker.asked_pool, {}).pop(worker.name, None)
         self.note_change(worker.registered.pool_name)
@@ -115,6 +125,7 @@ class BatchRequests:
                 self.cancel(worker)
         self._asked_far.pop(pool, None)
         self._surplus.pop(pool, None)
+        self._requested.pop(pool, None)
 
     def worker_lost(self, worker: WorkerRecord) -> None:
         """Ask for nothing more for this worker."""
@@ -134,35 +145,31 @@ class BatchRequests:
             self._waiting.discard(first.name)
             self._changed[first.name] = None
 
-    def _wait(self, pool: PoolRecord, now: float) -> None:
+    def _wait(self, name: str, now: float) -> None:
         """Look at the pool again when its oldest or next large request or worker will have waited for `starvation_s`.
 
         Large requests concern the workers of its node.
         """
-        near = self._nodes.get(pool.name, {}).values()
-        begins = [pool.oldest_s] if pool.num_pooled else []
-        begins += [worker.last_batch_s for worker in near]
+        pool = self._pools.get(name)
+        if pool is None or not pool.num_pooled:
+            self._waiting.discard(name)
+            return
+        near = self._nodes.get(name, {}).values()
+        begins = [pool.oldest_s, *(worker.last_batch_s for worker in near)]
         begins += [pooled_s for _, pooled_s in pool.large_requests.values()] if near else []
         begin = min((begin for begin in begins if now - begin < self._batching.starvation_s), default=None)
-        if begin is None or not pool.num_pooled:
-            self._waiting.discard(pool.name)
+        if begin is None:
+            self._waiting.discard(name)
         else:
-            self._waiting.put(pool.name, begin)
+            self._waiting.put(name, begin)
 
     # --- what to ask for
-
-    def _num_requested(self, pool: PoolRecord) -> int:
-        asked = self._may_be_asked(pool.name)
-        awaiting = (one for one in asked if one.pending_batch is not None and one.asked_pool == pool.name)
-        return sum(worker.num_requested for worker in awaiting)
 
     def _may_be_asked(self, pool: str) -> Iterable[WorkerRecord]:
         """Return the workers for which the pool may have a FormBatch without an answer."""
         return (*self._nodes.get(pool, {}).values(), *self._asked_far.get(pool, {}).values())
 
     def _next_form(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        if worker.registered.can_prefill or worker.is_draining or worker.awaits_batch:
-            return None
         form = self._request_batch(worker, pool, now) or self._request_joining(worker, pool, now)
         if form is not None:
             self._note_asked(worker, pool, form)
@@ -171,6 +178,7 @@ class BatchRequests:
     def _note_asked(self, worker: WorkerRecord, pool: PoolRecord, form: FormBatch) -> None:
         worker.pending_batch, worker.num_requested, worker.asked_pool = form.batch_id, form.max_requests, pool.name
         worker.requested_kind = BatchKind.BATCH if form.joins is None else BatchKind.JOIN
+        self._requested[pool.name] += form.max_requests
 
     def _request_batch(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
         """Request the next batch; while the worker has enough to run, only one worth a switch, or after a long time."""
@@ -239,7 +247,7 @@ class BatchRequests:
                 self._spare_order.put(worker.name, len(worker.decoding))
             else:
                 self._forget_spare(worker)
-        if pool is not None and num_left(pool, near.values(), self._num_requested(pool)):
+        if pool is not None and num_left(pool, near.values(), self._requested[pool_name]):
             self._surplus[pool_name] = None
         else:
             self._surplus.pop(pool_name, None)
@@ -251,7 +259,7 @@ class BatchRequests:
     def _far_forms(self) -> list[tuple[str, FormBatch]]:
         if not self._spare or not self._surplus:
             return []
-        left = {name: self._pools[name].num_pooled - self._num_requested(self._pools[name]) for name in self._surplus}
+        left = {name: self._pools[name].num_pooled - self._requested[name] for name in self._surplus}
         left = {name: count for name, count in left.items() if count > 0}
         if not left:
             return []
@@ -281,7 +289,7 @@ class BatchRequests:
 
     def _is_served(self, pool: PoolRecord) -> bool:
         may_be_asked = self._may_be_asked(pool.name)
-        return is_batch_awaited(pool.name, may_be_asked) or self._num_requested(pool) >= pool.num_pooled
+        return is_batch_awaited(pool.name, may_be_asked) or self._requested[pool.name] >= pool.num_pooled
 
 
 def _largest_that_fits(worker: WorkerRecord, sizes: Iterable[int]) -> int:

@@ -49,9 +49,8 @@ def num_left(pool: PoolRecord, near: Iterable[WorkerRecord], num_requested: int)
 
     None while such a worker may get a batch or has just got one: it may have room for more.
     """
-    if any(worker.awaits_batch for worker in near):
-        return 0
-    return max(pool.num_pooled - num_requested, 0)
+    num = pool.num_pooled - num_requested
+    return 0 if num <= 0 or any(worker.awaits_batch for worker in near) else num
 
 
 def choose_far_batches(

@@ -59,6 +59,7 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
+from router.leans import Leans
 from router.ownership import OwnershipTransitions
 from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller
 from router.placement import Placement
@@ -92,6 +93,7 @@ class RouterLogic:
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
         self._bypass = bypass
+        self._leans = Leans()
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
         self._counters = RouterCounters()
         self._last_attempt = self._reported_attempt = 0
@@ -99,24 +101,13 @@ class RouterLogic:
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
-        match event:
-            case Received(peer, PoolLoad() as load):  # changes no decision, and is frequent
-                self._placement.update_load(peer, load)
-                return []
-            case Received(peer, message):
-                commands = self._on_message(peer, message, now)
-            case PeerConnected(role, peer):
-                if role is Role.GATEWAY:
-                    self._gateways[peer] = ""
-                commands = []
-            case PeerDisconnected(_, peer):
-                commands = self._on_disconnected(peer)
-            case LengthPredicted():
-                commands = self._length_predicted(event)
-            case DrainRequested():
-                commands = self._drain_workers(event)
-            case Ticked():
-                commands = self._on_tick(now)
+        if not isinstance(event, Received):
+            commands = self._on_other(event, now)
+        elif isinstance(event.message, PoolLoad):  # changes no decision, and is frequent
+            self._placement.update_load(event.peer, event.message)
+            return []
+        else:
+            commands = self._on_message(event.peer, event.message, now)
         if len(self._registry.queue):
             commands += self._dispatch_prefills(now)
         if is_report_due(self._last_attempt, self._reported_attempt):
@@ -125,34 +116,53 @@ class RouterLogic:
             commands += self._form_batches(now)
         return commands
 
+    def _on_other(
+        self, event: PeerConnected | PeerDisconnected | Ticked | LengthPredicted | DrainRequested, now: float
+    ) -> list[Send]:
+        match event:
+            case LengthPredicted():
+                return self._length_predicted(event)
+            case PeerConnected(role, peer):
+                if role is Role.GATEWAY:
+                    self._gateways[peer] = ""
+                return []
+            case PeerDisconnected(_, peer):
+                return self._on_disconnected(peer)
+            case DrainRequested():
+                return self._drain_workers(event)
+            case Ticked():
+                return self._on_tick(now)
+
     # --- messages
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[Send]:
-        match message:
+        match message:  # those of every request and iteration first
+            case WorkerLoad():
+                self._placement.update_load(peer, message)
             case SubmitRequest():
                 return self._submit(peer, message.request)
-            case ResumeRequest():
-                return self._resume(peer, message)
-            case GatewayRegistered():
-                self._gateways[peer] = message.node
-            case AbortRequest():
-                return self._abort(message.request_id)
-            case WorkerRegistered() | PoolRegistered():
-                return self._register(peer, message)
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():
                 return self._ownership.pooled(peer, message, now)
+            case RequestFinished():
+                return self._finished(message)
             case BatchReceived():
                 return self._ownership.batch_received(peer, message, now)
             case BatchFormed():
                 return self._ownership.batch_formed(message, now)
+            case AbortRequest():
+                return self._abort(message.request_id)
+            case ResumeRequest():
+                return self._resume(peer, message)
+            case GatewayRegistered():
+                self._gateways[peer] = message.node
+            case WorkerRegistered() | PoolRegistered():
+                return self._register(peer, message)
             case CopyKept():
                 return self._ownership.copy_kept(peer, message)
             case CopyLost():
                 return self._ownership.copy_lost(peer, message)
-            case RequestFinished():
-                return self._finished(message)
             case RequestPreempted():
                 return self._preempted(peer, message)
             case RequestMoved():
@@ -161,8 +171,6 @@ class RouterLogic:
                 return self._ownership.stayed(message)
             case AttemptFailed():
                 return self._failed(message)
-            case WorkerLoad():
-                self._placement.update_load(peer, message)
             case BlocksFetched(source, num_blocks, duration_s):
                 self._placement.links.observe(peer, source, num_blocks, duration_s)
             case IterationLogReport():
@@ -370,9 +378,11 @@ class RouterLogic:
     def _on_tick(self, now: float) -> list[Send]:
         self._placement.clear_refusals()  # a pool may have connected to a worker since
         self._num_ticks += 1
+        moves = self._leans.moves(self._placement.workers.values(), self._registry.requests, now)
+        commands = [one for tracked, receiver in moves for one in self._ownership.order_move(tracked, receiver)]
         if self._num_ticks % _TICKS_PER_STATUS:
-            return []
-        return self._report_status(now)
+            return commands
+        return commands + self._report_status(now)
 
     def _report_status(self, now: float) -> list[Send]:
         self._reported_attempt = self._last_attempt

@@ -6,16 +6,17 @@ sender to release the whole epoch.
 """
 
 from alignedserve.core.attempts import epoch_end
+from alignedserve.core.ids import WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.pools import BatchFormed, BatchReceived, CopyKept, CopyLost, DropRequest, RequestPooled
-from alignedserve.messages.workers import RequestMoved, RequestStayed
+from alignedserve.messages.workers import MoveRequest, RequestMoved, RequestStayed
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.request_registry import RequestRegistry
-from router.state import TrackedRequest
+from router.state import TrackedRequest, WorkerRecord
 
 
 class OwnershipTransitions:
@@ -82,6 +83,14 @@ class OwnershipTransitions:
                 if message.batch_id != NO_BATCH:
                     commands += self._move_copy(tracked, message.pool_name or worker.registered.pool_name)
         return commands
+
+    def order_move(self, tracked: TrackedRequest, receiver: WorkerRecord) -> list[Send]:
+        """Tell the worker that decodes a request to hand it over to this one."""
+        assert tracked.holder is not None, "moved from nowhere"
+        tracked.destination = receiver.name
+        tracked.num_moves += 1
+        message = MoveRequest(tracked.request.request_id, tracked.attempt, WorkerName(receiver.name))
+        return [Send(tracked.holder, message)]
 
     def moved(self, peer: str, message: RequestMoved) -> list[Send]:
         """Make this worker the owner of a request that another has handed over."""

@@ -255,8 +255,9 @@ class Placement:
     def least_loaded_prefiller(self, *, at_full_pool: bool = False) -> WorkerRecord | None:
         """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
 
-        Ties: the fewest decoding requests (colocated workers), then the name. `at_full_pool`: among those whose pool
-        has no room for what they have computed, as reported last; else among the others.
+        Ties: the fewest decoding requests (colocated workers), then the name.
+        `at_full_pool`: among those whose pool has no room for what they have computed, as reported last; else among the
+        others.
         """
         name = (self._at_full_pools if at_full_pool else self._prefillers).least_loaded()
         return self.workers[name] if name is not None else None
@@ -325,4 +326,5 @@ class Placement:
             self._free[name] = worker
         else:
             self._free.pop(name, None)
-        self._batch_requests.note_change(registered.pool_name)
+        if not registered.can_prefill:  # such a worker takes no batch
+            self._batch_requests.note_change(registered.pool_name)

@@ -37,12 +37,8 @@ class PrefillChoice:
         return None
 
     def _has_room(self, worker: WorkerRecord, queued: QueuedPrefill) -> bool:
-        """Return whether the worker may have this prompt; one above its allowance waits until it has no other."""
-        if worker.registered.can_decode or not worker.prefilling:  # the former's own policy orders all requests
-            return True
         is_apart = queued.is_real_time and self._registry.queue.order.has_real_time_allowance
-        given = worker.num_real_time_tokens if is_apart else worker.num_prefill_tokens
-        return queued.num_tokens <= self._max_tokens_per_worker - given
+        return worker.has_room(queued.num_tokens, self._max_tokens_per_worker, is_apart=is_apart)
 
     def _near_gateway(self, tracked: TrackedRequest, least: WorkerRecord, gateways: Mapping[str, str]) -> WorkerRecord:
         """Return the worker for a request that the least loaded one could take: one near its gateway, or that one."""

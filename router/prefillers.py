@@ -17,7 +17,7 @@ _MORE_SHARE = 0.125  # of requests: an iteration of that many more takes no long
 class Prefillers:
     """Workers that can take a prefill now: the least loaded one of the cluster, and of each node.
 
-    Load: the tokens to prefill, then the decoding requests (colocated workers). Ties: the name.
+    Load: the tokens to prefill. Ties: the fewest decoding requests (colocated workers), then the name.
     """
 
     def __init__(self) -> None:

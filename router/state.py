@@ -135,6 +135,14 @@ class WorkerRecord:
             self.num_prefill_tokens -= prefill.num_tokens
             self.num_real_time_tokens -= prefill.num_tokens if prefill.is_real_time else 0
 
+    def has_room(self, num_tokens: int, allowance: int, *, is_apart: bool) -> bool:
+        """Return whether it may be given a prompt of that many tokens; one above the allowance waits for all others.
+
+        `is_apart`: only real-time prompts count. A colocated worker takes any: its own policy orders them.
+        """
+        given = self.num_real_time_tokens if is_apart else self.num_prefill_tokens
+        return self.registered.can_decode or not self.prefilling or num_tokens <= allowance - given
+
     @property
     def has_free_slot(self) -> bool:
         """True for a decode worker (a colocated one takes no request of another) that can run one more request."""
@@ -145,6 +153,18 @@ class WorkerRecord:
             and not self.is_draining
             and len(self.decoding) < registered.max_running_requests
         )
+
+    @property
+    def can_take_over(self) -> bool:
+        """True for a worker of an elastic topology with a place for one more request."""
+        num_held = len(self.prefilling) + len(self.decoding)
+        registered = self.registered
+        return registered.can_move and not self.is_draining and num_held < registered.max_running_requests
+
+    @property
+    def lean(self) -> float:
+        """Share of its time that it has for prompts, as last reported."""
+        return self.load.lean if self.load is not None else 1.0
 
     @property
     def awaits_batch(self) -> bool:

@@ -142,6 +142,12 @@ class LeasesReturned(Message, frozen=True):
     lease_ids: tuple[LeaseId, ...]
 
 
+class DecodePace(Message, frozen=True):
+    """Decode worker to its pool, when it changed by a tenth or more: how long an iteration of what runs there takes."""
+
+    iteration_s: Seconds
+
+
 class FetchCopy(Message, frozen=True):
     """Prefill worker to pool: grant a copy of an earlier attempt at this request, if there is one."""
 

@@ -11,6 +11,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)], ...]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0.0)]
 PredictedLen = Annotated[float, msgspec.Meta(ge=0.0)]  # output tokens in all, those already generated included
 Text = Annotated[str, msgspec.Meta(max_length=1024)]

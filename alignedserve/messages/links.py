@@ -20,6 +20,7 @@ from alignedserve.messages.caches import (
     CancelReservation,
     CopyGranted,
     CopyMissing,
+    DecodePace,
     FetchCopy,
     LeasesReleased,
     LeasesReturned,
@@ -105,6 +106,7 @@ PoolInbound = (
     | BlocksWritten
     | LeasesReleased
     | LeasesReturned
+    | DecodePace
     | FetchCopy
     | FormBatch
     | DropRequest

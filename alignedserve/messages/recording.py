@@ -18,7 +18,7 @@ from alignedserve.core.errors import RecordingError
 from alignedserve.messages.events import Received
 from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor
 
-VERSION = 2
+VERSION = 3  # 3: policies decide otherwise, so recordings of before would not replay
 SUFFIX = ".recording"
 RUN_FILE, PART_FILE = "run.json", "part.json"
 ENDED = "Ended"  # in place of the event's class: the last frame

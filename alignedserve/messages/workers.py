@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
-from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Text, TokenIds
+from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Share, Text, TokenIds
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.wire import Message
 
@@ -152,6 +152,7 @@ class WorkerLoad(Message, frozen=True):
     num_reused_tokens: Count = 0  # of retried requests: taken from the pool's copies
     num_recomputed_tokens: Count = 0  # of retried requests: computed again
     running: JoinedBatch | None = None  # None: no batch runs, or one of unaligned lengths
+    lean: Share = 1.0  # of its time, what its decodes leave for prompts; told by workers that hand requests over
 
 
 class BlocksFetched(Message, frozen=True):

@@ -89,6 +89,13 @@ class PolicyIterationScheduler:
         if request_id in self._state.table:
             self._state.set_predicted_length(request_id, predicted_len)
 
+    def decode_s(self) -> float | None:
+        """Return the time of an iteration of all decodes here, by the cost model; None: there are none."""
+        table = self._state.table
+        work = IterationWork()
+        note_decodes(work, table, np.flatnonzero(table.num_remaining == 1))
+        return self._scheduler.costs.iteration_s(work) if work.num_decodes else None
+
     def is_mixing_cheaper(self, context_lens: Collection[int]) -> bool:
         """Return whether decodes of these contexts cost no more in the running iteration than in one of equal lengths.
 

@@ -12,6 +12,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.costmodel.model import CostModel, LearningCostModel
 from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.packer import note_decodes
 from alignedserve.scheduling.policy import (
     DeviceMemory,
     EvictionMode,
@@ -205,6 +206,18 @@ class Scheduler:
     def plan(self, state: SchedulerState, now: float) -> IterationPlan:
         """Plan the next iteration."""
         return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
+
+    def prompt_share(self, state: SchedulerState) -> float:
+        """Return the share of an iteration that its decodes leave for prompts, if it lasts as long as they allow.
+
+        1 without decodes that have an objective, 0 where they take all the time.
+        """
+        table = state.table
+        decodes = np.flatnonzero(table.is_decoding & (table.num_swapped == 0))
+        allowed_s = float(np.min(table.tpot_s[decodes], initial=np.inf))
+        work = IterationWork()
+        note_decodes(work, table, decodes)
+        return max(0.0, 1.0 - self.costs.iteration_s(work) / allowed_s)
 
     def completed(self, state: SchedulerState, *, now: float, duration_s: float) -> None:
         """Note the end of an iteration and learn from its duration; 0 where it was not measured."""

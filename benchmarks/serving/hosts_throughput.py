@@ -111,7 +111,21 @@ def measure(base: Path, num_hosts: int, options: argparse.Namespace) -> dict[str
             clients = [OpenAiClient(url=url, api_key=rehearsal.api_key) for url in urls]
             rounds.append(asyncio.run(Load(clients, hosts).measure(options.streams, options.duration)))
             print(f"{num_hosts} hosts, {len(urls)} gateways: {rounds[-1]}", flush=True)
-    return {"num_hosts": num_hosts, "actors": [node["actors"] for node in nodes], "rounds": list(map(asdict, rounds))}
+        near = round(near_share(rehearsal, nodes), 3) if num_hosts > 1 else 1.0
+    return {
+        "num_hosts": num_hosts,
+        "actors": [node["actors"] for node in nodes],
+        "answered_near": near,
+        "rounds": list(map(asdict, rounds)),
+    }
+
+
+def near_share(rehearsal: Rehearsal, nodes: Sequence[dict[str, Any]]) -> float:
+    """Return the share of answers that came from a worker on the host of their gateway."""
+    workers = {node["hostname"]: node["actors"] for node in nodes}
+    found = [(host, rehearsal.num_answers(index)) for index, host in enumerate(rehearsal.hosts.hosts)]
+    num_near = sum(count for host, counts in found for name, count in counts.items() if name in workers[host.name])
+    return num_near / sum(sum(counts.values()) for _, counts in found)
 
 
 def median_of(runs: Sequence[dict[str, Any]], num_hosts: int) -> dict[str, Any]:
@@ -121,6 +135,7 @@ def median_of(runs: Sequence[dict[str, Any]], num_hosts: int) -> dict[str, Any]:
     cpu = {kind: statistics.median(one["cpu_ms_per_token"].get(kind, 0.0) for one in rounds) for kind in kinds}
     return {
         "tokens_per_s": statistics.median(one["tokens_per_s"] for one in rounds),
+        "answered_near": statistics.median(run["answered_near"] for run in runs if run["num_hosts"] == num_hosts),
         "chunks_per_s": statistics.median(one["chunks_per_s"] for one in rounds),
         "cpu_ms_per_token": cpu,
         "cpu_ms_per_token_in_all": round(sum(cpu.values()), 3),

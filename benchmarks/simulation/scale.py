@@ -65,7 +65,7 @@ def workload_of(rate: float, duration_s: float, prompt_len: int, output_len: int
     requests, now = [], 0.0
     while (now := now + rng.expovariate(rate)) < duration_s:
         prompt, output = (rng.randint(length // 2, length * 3 // 2) for length in (prompt_len, output_len))
-        requests.append(TimedRequest(now, prompt, output, output, "chat", slo=_SLO))
+        requests.append(TimedRequest(now, prompt, output, None, "chat", slo=_SLO))
     return Workload(WorkloadDescription("scale", 1, {"rate": rate}), tuple(requests))
 
 

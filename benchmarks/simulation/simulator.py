@@ -37,7 +37,7 @@ WORKERS = (("llama-2-13b", "a100-80g"), ("llama-3-8b", "a100-80g"))  # the secon
 def workload_of(rows: Sequence[TraceRow], rate: float, duration_s: float) -> Workload:
     """Return the rows at this rate, again and again, until the time is up."""
     requests = tuple(
-        TimedRequest(row.arrival_s, row.prompt_len, max(row.output_len, 1), max(row.output_len, 1), "chat", slo=_SLO)
+        TimedRequest(row.arrival_s, row.prompt_len, max(row.output_len, 1), None, "chat", slo=_SLO)
         for row in at_rate(rows, rate, duration_s, is_repeated=True)
     )
     return Workload(WorkloadDescription("azure_conv", 0, {"rate": rate}), requests)

@@ -37,7 +37,9 @@ from decode_worker.colocated.held_requests import ColocatedRequest, HeldRequests
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
 
 ColocatedEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
-ColocatedCommand = Send | SendTo | RunIteration | MoveCommand
+ColocatedCommand = SendTo | RunIteration | MoveCommand
+
+_LEAN_STEPS = 32
 
 
 class ColocatedLogic:
@@ -60,6 +62,7 @@ class ColocatedLogic:
         self._members: tuple[ColocatedRequest, ...] = ()  # of the latest iteration
         self._postponed: dict[RequestId, PrefillRequest] = {}  # until blocks that are held for moves are free again
         self._num_preemptions = 0
+        self._lean = 1.0
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
         self._moves = RequestMoves(self._requests, self._router, registered) if registered.can_move else None
@@ -89,6 +92,8 @@ class ColocatedLogic:
             case PeerConnected(Role.ROUTER, peer):
                 return self._on_router(peer)
             case Ticked():
+                if self._moves is not None:
+                    self._measure_lean()
                 return [*self._router.totals(self.iteration_log, now)]
             case _ if self._moves is not None:
                 return [*self._moves.on_event(event, now)]
@@ -249,6 +254,12 @@ class ColocatedLogic:
             num_waiting=len(self._requests) + len(self._postponed) - num_running,
             num_running=num_running,
             num_free_blocks=self._state.num_free,
+            num_handoffs_verified=self._moves.num_taken if self._moves is not None else 0,
             num_evictions=self._num_preemptions,
+            lean=self._lean,
         )
         return self._router.load(load)
+
+    def _measure_lean(self) -> None:
+        """Note the share of time that decodes leave for prompts, in coarse steps: it is told whenever it changes."""
+        self._lean = round(self._scheduler.prompt_share(self._state) * _LEAN_STEPS) / _LEAN_STEPS

@@ -29,6 +29,12 @@ void bind_blocks(nb::module_& module);  // products with weights in blocks, see 
 
 }  // namespace products
 
+namespace length_prediction {
+
+void bind(nb::module_& module);  // of the router, see length_prediction.cpp
+
+}  // namespace length_prediction
+
 namespace decode_pass {
 
 void bind_parts(nb::module_& module);  // before what implements them; see decode_pass/module.cpp
@@ -364,6 +370,7 @@ NB_MODULE(_native, module) {
     products::bind(module);
     products::bind_blocks(module);
     decode_pass::bind(module);
+    length_prediction::bind(module);
     nb::class_<Cache>(module, "Cache")
         .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool>());
     nb::class_<DecodePlan, decode_pass::Attention>(module, "DecodePlan")

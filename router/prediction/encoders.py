@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kernels.cpu.length_prediction import hash_ngrams, is_native
+
 Vector = npt.NDArray[np.float32]
 Hashes = npt.NDArray[np.uint64]
 
@@ -44,8 +46,18 @@ class HashedNgrams:
     num_features = 1024
     least_similarity = 0.65
 
+    def __init__(self, *, allow_native: bool = True) -> None:
+        """`allow_native`: by a native kernel where it is built, ten times as fast, with the same codes."""
+        self._encode = self._natively if allow_native and is_native() else self._plainly
+
     def encode(self, prompt_token_ids: Sequence[int]) -> PromptCode:
         """See PromptEncoder."""
+        return self._encode(prompt_token_ids)
+
+    def _natively(self, prompt_token_ids: Sequence[int]) -> PromptCode:
+        return PromptCode(*hash_ngrams(window_of(prompt_token_ids), self.num_features, KEY_LEN))
+
+    def _plainly(self, prompt_token_ids: Sequence[int]) -> PromptCode:
         ids = np.array(window_of(prompt_token_ids), dtype=np.uint64)
         hashes = np.concatenate((_mixed(ids + _SALT), _mixed(_mixed(ids[:-1]) * _ODD + ids[1:])))
         places = (hashes & np.uint64(self.num_features - 1)).astype(np.intp)

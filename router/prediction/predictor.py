@@ -5,6 +5,7 @@ docs/policies/length_prediction.md has the formula, the parameters and an exampl
 
 import enum
 from dataclasses import dataclass
+from math import log1p
 from typing import NamedTuple
 
 import numpy as np
@@ -85,10 +86,12 @@ _NUM_FACTS = 3
 
 def _features(request: Request, code: PromptCode) -> Vector:
     """Return the code, scaled to entries of about 1, and three facts about the request, of about 1 too."""
-    facts = np.log1p((request.prompt_len, request.sampling.max_tokens)) / 8.0
+    num_coded = len(code.features)
+    features = np.empty(num_coded + _NUM_FACTS, np.float32)
+    np.multiply(code.features, np.float32(num_coded**0.5), out=features[:num_coded])
     is_real_time = request.request_class is RequestClass.REAL_TIME
-    scale = np.float32(len(code.features) ** 0.5)
-    return np.concatenate((code.features * scale, facts, [is_real_time]), dtype=np.float32)
+    features[num_coded:] = (log1p(request.prompt_len) / 8.0, log1p(request.sampling.max_tokens) / 8.0, is_real_time)
+    return features
 
 
 def _within_limit(expected: float, request: Request) -> float:

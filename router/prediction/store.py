@@ -63,8 +63,11 @@ class FinishedRequests:
     def search(self, key: Vector, *, num_wanted: int, least_similarity: float) -> Neighbours:
         """Return at most `num_wanted` requests whose cosine with the key is at least `least_similarity`."""
         cells = [self._cells[number] for number in self._nearest_cells(key)]
-        similarities = np.concatenate([cell.keys[: cell.count] @ key for cell in cells])
-        similar = np.flatnonzero(similarities >= least_similarity)
+        found = [cell.keys[: cell.count] @ key for cell in cells]
+        similarities = np.concatenate(found) if len(found) > 1 else found[0]
+        similar = (similarities >= least_similarity).nonzero()[0]
+        if not len(similar):
+            return Neighbours(similarities[:0], self._output_lens[:0])
         if len(similar) > num_wanted:
             similar = similar[np.argpartition(-similarities[similar], num_wanted - 1)[:num_wanted]]
         similar = similar[np.argsort(-similarities[similar], kind="stable")]

@@ -1,16 +1,18 @@
 """`alignedserve serve` whose driver meets an error of its own, when it has served and a file asks for it.
 
-python -m tests.cluster.failing_driver FILE serve ...
+python -m tests.cluster.failing_driver FILE SECONDS serve ...
+
+SECONDS: for which the nodes' processes go on without a driver.
 """
 
 import sys
 from pathlib import Path
 
 from alignedserve.cli.main import main
-from alignedserve.cluster.hosts import cluster
+from alignedserve.cluster.hosts import cluster, succession
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 
-asked = Path(sys.argv.pop(1))
+asked, patience_s = Path(sys.argv.pop(1)), float(sys.argv.pop(1))
 check = ClusterOnHosts.check
 
 
@@ -24,4 +26,5 @@ def failing_check(self: ClusterOnHosts) -> bool:
 if __name__ == "__main__":
     ClusterOnHosts.check = failing_check  # type: ignore[method-assign]
     cluster._SETTLED_S = 0.0  # it need not serve for half a minute first
+    succession._ORPHANED_S = patience_s
     main()

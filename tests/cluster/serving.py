@@ -226,10 +226,15 @@ class Serving:
 
     # --- what is left
 
-    def leftovers(self, patience_s: float = 5.0) -> list[str]:
-        """Processes, sockets and shared memory that outlive the command, after a moment to settle."""
-        psutil.wait_procs(self._running(), timeout=patience_s)
-        processes = [f"{process.pid}: {process.cmdline()[:3]}" for process in self._running()]
+    def leftovers(self, patience_s: float = 5.0, besides: str | None = None) -> list[str]:
+        """Processes, sockets and shared memory that outlive the command, after a moment to settle.
+
+        `besides`: processes whose first words end so are none.
+        """
+        ends_s = time.monotonic() + patience_s
+        while (left := self._left_processes(besides)) and time.monotonic() < ends_s:
+            time.sleep(_POLL_S)
+        processes = [f"{process_id}: {words}" for process_id, words in left.items()]
         files = [str(path) for path in (*self.run_dir.glob("*/*.sock"), *self.arenas())]
         return processes + files
 
@@ -242,6 +247,15 @@ class Serving:
         """The end of every actor's log."""
         paths = sorted(self.run_dir.glob("*/logs/*.log"))
         return "\n".join(f"--- {path.name}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in paths)
+
+    def _left_processes(self, besides: str | None) -> dict[int, list[str]]:
+        found = {}
+        for process in self._running():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                words = process.cmdline()[:3]
+                if besides is None or not "".join(words[:1]).endswith(besides):
+                    found[process.pid] = words
+        return found
 
     def _running(self) -> list[psutil.Process]:
         alive = []

@@ -20,9 +20,18 @@ REUSED, EVICTIONS, KEPT = (
 )
 
 
+@pytest.fixture(scope="module")
+def undisturbed(shared_cluster: Serving) -> list[str]:
+    """The answers with room for all."""
+    streams = asyncio.run(stream_all(shared_cluster.url, PROMPTS, MAX_TOKENS))
+    assert all(stream.is_done and stream.error is None for stream in streams), streams
+    return [stream.text for stream in streams]
+
+
 @pytest.mark.slow
-async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_copies(cluster: Serving) -> None:
-    undisturbed = await stream_all(cluster.url, PROMPTS, MAX_TOKENS)
+async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_copies(
+    cluster: Serving, undisturbed: list[str]
+) -> None:
     before = cluster.metrics()[REUSED]
     streams = [Stream() for _ in PROMPTS]
     async with make_client(cluster.url) as client:
@@ -32,7 +41,7 @@ async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_cop
         await asyncio.to_thread(cluster.wait_for, KEPT, lambda value: value > 0)
         cluster.actor("DecodeWorker").kill()
         await asyncio.gather(*tasks)
-    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+    assert [stream.text for stream in streams] == undisturbed
     await asyncio.to_thread(cluster.wait_for, REUSED, lambda value: value > before)
     cluster.wait_idle()
 
@@ -40,10 +49,9 @@ async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_cop
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
 async def test_evicted_requests_come_back_unchanged(
-    cluster: Serving, tmp_path: Path, random_model: Path, transport: str
+    undisturbed: list[str], tmp_path: Path, random_model: Path, transport: str
 ) -> None:
     """Half of the requests fit the decode worker at a time: they take turns, by way of the candidate buffers."""
-    undisturbed = await stream_all(cluster.url, PROMPTS, MAX_TOKENS)
     num_tokens = sum(len(prompt) + MAX_TOKENS for prompt in PROMPTS)
     settings = (
         "model.max_context_len=1280",
@@ -57,4 +65,4 @@ async def test_evicted_requests_come_back_unchanged(
         tight.wait_idle()
         await asyncio.to_thread(tight.wait_for, EVICTIONS, lambda value: value > 0)
     assert all(stream.is_done and stream.error is None for stream in streams)
-    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+    assert [stream.text for stream in streams] == undisturbed

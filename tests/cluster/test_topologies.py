@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPTS = token_prompts(8)
 COLOCATED = ("--set", "topology=colocated")
+NUM_COLOCATED = 2  # one is on every node of test_driver_and_head.py
 
 
 def texts(cluster: Serving, max_tokens: int = 100) -> list[str]:
@@ -23,26 +24,40 @@ def texts(cluster: Serving, max_tokens: int = 100) -> list[str]:
     return [stream.text for stream in streams]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_colocated(cluster: Serving, tmp_path: Path, random_model: Path, count: int) -> None:
-    options = (*COLOCATED, "--set", f"decode.count={count}")
+def test_colocated(cluster: Serving, tmp_path: Path, random_model: Path) -> None:
+    options = (*COLOCATED, "--set", f"decode.count={NUM_COLOCATED}")
     with serving(tmp_path / "run", str(random_model), *EXACT, *options) as colocated:
         colocated.wait_ready()
         assert not colocated.actors("KvPool")
         assert not colocated.actors("PrefillWorker")
         assert not colocated.actors("DecodeWorker")
-        assert len(colocated.actors("ColocatedWorker")) == count
+        assert len(colocated.actors("ColocatedWorker")) == NUM_COLOCATED
         assert texts(colocated) == texts(cluster)
         colocated.wait_idle()
         assert colocated.arenas() == []
         code, out, err = colocated.stop()
-        assert f"1 gateway, 1 router, {count} colocated workers" in out
+        assert f"1 gateway, 1 router, {NUM_COLOCATED} colocated workers" in out
         assert (code, colocated.leftovers()) == (0, []), err
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("opt", "float32"), ("qwen3", "bfloat16"), ("gpt_neox", "float32"), ("mistral", "float16")]
-)
+def test_elastic(cluster: Serving, tmp_path: Path, random_model: Path) -> None:
+    options = ("--set", "topology=elastic", "--set", "decode.count=2")
+    with serving(tmp_path / "run", str(random_model), *EXACT, *options) as elastic:
+        elastic.wait_ready()
+        assert not elastic.actors("KvPool")
+        assert len(elastic.actors("ColocatedWorker")) == 2
+        _, metrics = elastic.get("/metrics")
+        assert metrics.count("alignedserve_worker_lean{") == 2
+        assert texts(elastic) == texts(cluster)
+        elastic.actors("ColocatedWorker")[0].kill()
+        assert texts(elastic) == texts(cluster)
+        elastic.wait_idle()
+        code, out, err = elastic.stop()
+        assert "1 gateway, 1 router, 2 elastic workers" in out
+        assert (code, elastic.leftovers(), elastic.arenas()) == (0, [], []), err
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("opt", "float32"), ("qwen3", "bfloat16"), ("mistral", "float16")])
 def test_another_model(tmp_path: Path, family: str, dtype: str) -> None:
     model = tmp_path / "model"
     make_tiny_model(model, family, vocab_size=400)  # as many as the tokenizer may have

@@ -15,6 +15,7 @@ import pytest
 from alignedserve.core.errors import PeerLost
 from alignedserve.runtime.kv.transfers.block_server import _MAX_STRANGERS
 from tests.harnesses.block_peer import BlockClient, Owner, PeerProcess
+from tests.support.marks import slow
 
 CHANNELS = ("gloo", "tcp")
 TIMEOUT_S = 1.5
@@ -88,7 +89,7 @@ def until(condition: Callable[[], bool], within_s: float, *, or_never: bool = Fa
     "how",
     [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("transport", CHANNELS)
+@pytest.mark.parametrize("transport", ["tcp", *slow("gloo")])
 def test_a_lost_owner_is_noticed_and_a_new_one_works(
     processes: Processes, owner: Owner, tmp_path: Path, how: signal.Signals, transport: str
 ) -> None:

@@ -24,6 +24,9 @@ SHAPES = (
     Shape(num_decode=2, worker_blocks=24, disaggregated_scheduling=SchedulingConfig(policy="aligned_slo")),
     Shape(num_prefill=2, worker_blocks=24, disaggregated_scheduling=SchedulingConfig(policy="round_robin")),
     Shape(num_decode=2, refuse=0.3),
+    Shape(is_colocated=True, is_elastic=True, num_decode=3, worker_blocks=24, scheduling="aligned_slo"),
+    Shape(is_colocated=True, is_elastic=True, num_decode=3, worker_blocks=30, host_tokens=60, num_nodes=2),
+    Shape(is_colocated=True, is_elastic=True, num_decode=2, worker_blocks=24, refuse=0.3),
     # Many small requests against few places: batches replace each other, requests are evicted and come back.
     Shape(pool_blocks=120, worker_blocks=24, buffer_blocks=40, max_running_requests=5, min_requests=2),
     Shape(num_prefill=2, num_decode=2, pool_blocks=100, worker_blocks=20, buffer_blocks=12, min_requests=2),

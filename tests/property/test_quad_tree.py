@@ -134,7 +134,7 @@ ENTRY = st.tuples(st.integers(0, 9).map(float), st.integers(1, 9))
 ENTRIES = st.one_of(st.lists(ENTRY, max_size=10), st.lists(ENTRY, min_size=150, max_size=300))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(sizes=ENTRIES, seed=st.integers(0, 10**6), num_removals=st.integers(0, 300), limit=st.integers(0, 200))
 def test_entries_keep_their_order_and_find_what_fits(
     sizes: list[tuple[float, int]], seed: int, num_removals: int, limit: int

@@ -72,7 +72,7 @@ def test_another_version_is_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[7] = 9
     path.write_bytes(content)
-    with pytest.raises(RecordingError, match="has version 9 of the format; this is version 2"):
+    with pytest.raises(RecordingError, match="has version 9 of the format; this is version 3"):
         ComponentReplay(path)
 
 

@@ -84,6 +84,7 @@ class Shape:
     num_prefill: int = 1
     num_decode: int = 1
     is_colocated: bool = False
+    is_elastic: bool = False  # colocated workers that hand requests over
     pool_blocks: int = 40
     worker_blocks: int = 30
     buffer_blocks: int = 16
@@ -332,6 +333,7 @@ class LogicCluster:
             node=self.pool_of(name),
             can_prefill=can_prefill,
             can_decode=can_decode,
+            can_move=self.shape.is_elastic,
         )
 
     def _offer(self, arena: FakeArena, num_blocks: int, pool_name: str = "") -> ArenaOffered:

@@ -88,7 +88,7 @@ def stop() -> None:
         ending = end_supervisor_of_head(leaves_s=leaves_s, patience_s=_PATIENCE_S)
         if not has_record and ending is Ending.NOT_THERE:
             running_cluster()  # says that there is none
-        is_left = _end_what_is_left()
+        is_left = _end_what_is_left(ending)
     notes().print(_stopped(ending, has_record=has_record, is_left=is_left))
 
 
@@ -115,12 +115,15 @@ def _is_looked_after() -> bool:
     return record is not None and has_driver(record)
 
 
-def _end_what_is_left() -> bool:
-    """End a cluster that its driver has left; return whether there was one. Raises ResourceError, see `stop`."""
+def _end_what_is_left(ending: Ending) -> bool:
+    """End a cluster that its driver has left; return whether there was one. Raises ResourceError, see `stop`.
+
+    `ending`: of the supervisor, and so of its driver, which keepers may have heard of a moment ago.
+    """
     if recorded_id() is None:
         return False
     record = running_cluster()
-    if has_driver(record):
+    if ending is Ending.NOT_THERE and has_driver(record):
         problem = f"the cluster does not end within {_STOP_S:.0f} s; its driver, which has no supervisor, is busy"
         raise ResourceError(f"{problem}: end its `alignedserve serve`")
     end_cluster(record)
@@ -226,10 +229,11 @@ def _state_of(node: NodeRecord) -> str:
 def _load_line(load: ClusterStatus | None) -> str:
     if load is None:
         return "Load: unknown, as no gateway has a router"
+    leans = "".join(f"; {one.worker} leans {one.lean:.0%} to prompts" for one in load.leans)
     return (
         f"Load: {load.num_queued} queued, {load.num_prefilling} in prefill, {load.num_pooled} pooled, "
         f"{load.num_decoding} decoding; {load.num_prefill_workers} prefill and {load.num_decode_workers} decode "
-        f"workers, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used"
+        f"workers, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used{leans}"
     )
 
 
@@ -257,4 +261,5 @@ def _as_document(
             for node in record.nodes
         ],
         "load": {name: getattr(load, name) for name in counts} if load is not None else None,
+        "leans": {one.worker: one.lean for one in load.leans} if load is not None else {},
     }

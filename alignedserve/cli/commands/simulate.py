@@ -142,6 +142,8 @@ def _case_as_json(done: _Done) -> dict[str, Any]:
         "seed": config.seed,
         "cluster": msgspec.to_builtins(config.cluster),
         "mechanisms": asdict(config.mechanisms),
+        "context_len": config.max_context_len,
+        "learns_costs": config.learns_costs,
         "links": asdict(config.links),
         "num_pools": config.num_pools,
         "routers": asdict(config.routers),

@@ -42,7 +42,10 @@ logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
 _HEAD_SILENT_S = 20.0
-_ORPHANED_S = 60.0  # as long as Ray's nodes wait for a head
+# Less than Ray's nodes wait for a head (60 s, or as long as one that returns): streams are to end with an error, and
+# not with their gateway's process.
+_ORPHANED_S = 50.0
+_BEFORE_RAY_S = 10.0
 _POLL_S = 0.5
 _PATIENCE_S = 15.0  # with a driver that does not end
 # Parts of a state that never change: another one takes their place.
@@ -186,7 +189,7 @@ def head_patience_s() -> float:
 
 def orphans_patience_s() -> float:
     """Return for how long a node's actors go on without a driver."""
-    return float(HEAD_RETURNS_S) if redis_url() is not None else _ORPHANED_S
+    return HEAD_RETURNS_S - _BEFORE_RAY_S if redis_url() is not None else _ORPHANED_S
 
 
 def left_by_former(record: ClusterRecord | None) -> ClusterState | None:

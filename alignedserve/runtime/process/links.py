@@ -82,6 +82,9 @@ class Link(asyncio.Protocol):
         self._on_lost = on_lost
         self._nonce = secrets.token_bytes(32)
         self._buffer = bytearray()
+        self._outgoing: list[bytes] = []  # frames sent in this turn of the loop
+        self._num_outgoing_bytes = 0
+        self._is_write_due = False
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[None] = self._loop.create_future()  # done when the connection is gone
@@ -126,14 +129,22 @@ class Link(asyncio.Protocol):
     # --- for the owner
 
     def send(self, message: Message) -> None:
-        """Enqueue one message. On a lost link it is dropped; `on_lost` reports the loss."""
+        """Enqueue one message, written with the others of this turn of the loop.
+
+        On a lost link it is dropped; `on_lost` reports the loss.
+        """
         if self._transport is None:
             return
-        if self._transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
+        if self._transport.get_write_buffer_size() + self._num_outgoing_bytes > _MAX_BACKLOG_BYTES:
             logger.warning("link to %s closed: it does not read its messages", self.peer)
             self.close()
             return
-        self._write(self._codec.encode(message))
+        payload = self._codec.encode(message)
+        self._outgoing += (_HEADER.pack(len(payload)), payload)
+        self._num_outgoing_bytes += len(payload)
+        if not self._is_write_due:
+            self._is_write_due = True
+            self._loop.call_soon(self._write_outgoing)
 
     def close(self) -> None:
         """Drop the connection now; unsent messages are lost."""
@@ -141,6 +152,13 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
     # --- inside
+
+    def _write_outgoing(self) -> None:
+        """Write what was sent in this turn of the loop at once: one record of TLS, and few calls of the system."""
+        outgoing, self._outgoing = self._outgoing, []
+        self._is_write_due, self._num_outgoing_bytes = False, 0
+        if self._transport is not None:
+            self._transport.write(b"".join(outgoing))
 
     def _write(self, payload: bytes) -> None:
         assert self._transport is not None, "a write before the connection was made"

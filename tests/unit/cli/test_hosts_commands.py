@@ -129,6 +129,13 @@ def test_a_cluster_whose_driver_fails_or_hangs_is_ended_after_its_supervisor(
     assert cluster.ended == ["supervisor", "c"]
 
 
+def test_a_driver_that_was_killed_as_it_went_on_is_none_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_STOP_S", -1.0)
+    cluster = Cluster(["busy"], Ending.KILLED, has_driver=True)
+    assert "was killed with its supervisor" in stop(monkeypatch, cluster)
+    assert cluster.ended == ["supervisor", "c"]
+
+
 def test_a_driver_without_a_supervisor_that_does_not_end_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "_STOP_S", -1.0)
     cluster = Cluster(["deaf"], Ending.NOT_THERE)

@@ -81,6 +81,7 @@ def start_slowly(commands: Commands, server: HubServer) -> subprocess.Popen[str]
     return process
 
 
+@pytest.mark.slow
 def test_killed_and_gone_on_with(commands: Commands, server: HubServer) -> None:
     process = start_slowly(commands, server)
     process.kill()

@@ -9,6 +9,7 @@ from alignedserve.core.request import Slo
 from alignedserve.messages.caches import (
     BatchGranted,
     CopyMissing,
+    DecodePace,
     FetchCopy,
     LeasesReleased,
     LeasesReturned,
@@ -94,10 +95,30 @@ def test_who_must_be_done_soon_is_in_the_next_batch() -> None:
     urgent = request("r3", prompt_len=12, max_tokens=101, slo=Slo(deadline_s=10.0))
     made.pool(urgent, 3)
     only_one = FormBatch(BATCH, ASKED, 100, 1)
-    # 100 tokens to come are given 2 s, so that it must be on its way 8 s after its arrival.
-    made.now = 7.9
+    # Nothing is known of the decode worker: half of the time is kept.
+    made.now = 4.9
     assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, only_one))] == [R1]
-    made.now = 8.0
+    made.now = 5.0
+    assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, only_one))] == [R3]
+
+
+@pytest.mark.parametrize(("paces", "urgent_at_s"), [((0.02,), 8.0), ((0.04,), 6.0), ((0.02, 0.03), 7.0), ((0.2,), 5.0)])
+def test_what_the_remaining_tokens_take_is_known_from_the_slowest_decode_worker(
+    paces: tuple[float, ...], urgent_at_s: float
+) -> None:
+    made = PoolHarness(density_first())
+    for number, iteration_s in enumerate(paces):
+        made.link(f"decode-{number}", Role.DECODE_WORKER)
+        assert made.hear(f"decode-{number}", DecodePace(iteration_s)) == []
+    made.link("lost", Role.DECODE_WORKER)
+    made.hear("lost", DecodePace(9.0))
+    made.lose("lost")
+    made.pool("r1")
+    made.pool(request("r3", prompt_len=12, max_tokens=101, slo=Slo(deadline_s=10.0)), 3)  # 100 tokens to come
+    only_one = FormBatch(BATCH, ASKED, 100, 1)
+    made.now = urgent_at_s - 0.1
+    assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, only_one))] == [R1]
+    made.now = urgent_at_s
     assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, only_one))] == [R3]
 
 

@@ -52,6 +52,7 @@ def test_a_case_that_fails_is_a_result_and_the_others_go_on(processes: int) -> N
     assert fine.result is not None
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_takes_only_its_own_case_along() -> None:
     dying = [Case(f"dying {number}", colocated(), Broken("", exit_code=number)) for number in (7, 8)]
     results = run_cases([*dying, *CASES[:2]], processes=2)

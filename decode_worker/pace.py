@@ -1,0 +1,46 @@
+"""The pace of a decode worker, told to its pool: by it requests with a deadline stop waiting in time."""
+
+from alignedserve.messages.caches import DecodePace
+from alignedserve.messages.events import Send
+from alignedserve.messages.handshake import Role
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
+from alignedserve.scheduling.policy import IterationHistory
+
+_LEAST_CHANGE = 0.1  # share of what was told last
+
+
+class Pace:
+    """Seconds that an iteration of the running batch takes: by the cost model, or without one a mean of the latest."""
+
+    def __init__(self, pool_name: str, scheduler: PolicyIterationScheduler | None) -> None:
+        self._pool_name = pool_name
+        self._scheduler = scheduler
+        self._history = IterationHistory()
+        self._told_s: float | None = None  # None: the pool is not linked
+
+    def connected(self, role: Role, peer: str) -> None:
+        """Note a pool that is new or back, and so knows nothing."""
+        if role is Role.KV_POOL and peer == self._pool_name:
+            self._told_s = 0.0
+
+    def disconnected(self, peer: str) -> None:
+        """Note that a peer is gone."""
+        if peer == self._pool_name:
+            self._told_s = None
+
+    def note(self, duration_s: float) -> None:
+        """Note the duration of an iteration."""
+        self._history.note(duration_s)
+
+    def report(self) -> list[Send]:
+        """Tell the pool, if the pace has changed enough."""
+        iteration_s = self._iteration_s()
+        if self._told_s is None or abs(iteration_s - self._told_s) <= _LEAST_CHANGE * self._told_s:
+            return []
+        self._told_s = iteration_s
+        return [Send(self._pool_name, DecodePace(iteration_s))]
+
+    def _iteration_s(self) -> float:
+        """Return the time of an iteration of what runs; of what ran, where nothing does."""
+        predicted_s = self._scheduler.decode_s() if self._scheduler is not None else None
+        return self._history.mean_s if predicted_s is None else predicted_s

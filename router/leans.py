@@ -1,0 +1,67 @@
+"""Evens out the leans of elastic workers: the shares of their time that decodes leave for prompts.
+
+A worker measures its lean: 1 less the time that an iteration of its decodes takes, over the gap that they allow. One
+at 1 has nothing but prompts to compute, one at 0 has no time for any. A prompt goes to the worker with the fewest
+tokens before it (placement.py), and is decoded there, unless leans drift apart: then the worker with the least time for
+prompts, if any wait there or its decodes fill all of it, hands those that came to it last over to the one with the most
+time and no prompt.
+No ping-pong: the receiver never gets more decodes than the giver keeps; a request is handed over `MAX_MOVES` times at
+most; and a worker that has given or taken is left alone for `REST_S`, by when both have told their leans.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.lifecycle import Stage
+from router.state import TrackedRequest, WorkerRecord
+
+MAX_MOVES = 2
+REST_S = 1.0
+_APART = 0.25  # leans that differ by less are left alone
+_SHORT = 0.125  # a worker with a smaller lean gives even if no prompt waits there: its decodes fill their gaps
+_SHARE = 0.25  # of the giver's decodes for each 1.0 of difference, moved at a time
+
+
+class PlannedMove(NamedTuple):
+    """A request to be handed over."""
+
+    tracked: TrackedRequest
+    receiver: WorkerRecord
+
+
+class Leans:
+    """Chooses which decodes move, and where to."""
+
+    def __init__(self) -> None:
+        self._rests_until_s: dict[str, float] = {}
+
+    def moves(
+        self, workers: Iterable[WorkerRecord], requests: Mapping[RequestId, TrackedRequest], now: float
+    ) -> list[PlannedMove]:
+        """Return the next moves, between the workers of one node that are furthest apart."""
+        rested = [one for one in workers if one.registered.can_move and self._rests_until_s.get(one.name, 0.0) <= now]
+        givers = [one for one in rested if one.prefilling or one.lean < _SHORT]
+        giver = min(givers, key=lambda one: (one.lean, one.name), default=None)
+        if giver is None:
+            return []
+        node = giver.registered.pool_name
+        near = [one for one in rested if one.can_take_over and one.registered.pool_name == node and not one.prefilling]
+        receiver = max(near, key=lambda one: (one.lean, one.name), default=None)
+        if receiver is None or receiver.lean - giver.lean < _APART:
+            return []
+        movable = sorted(
+            (one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)),
+            key=lambda one: (-one.request.arrival_s, one.request.request_id),
+        )
+        surplus = len(giver.decoding) - len(receiver.decoding)
+        count = min(max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1), surplus // 2)
+        chosen = [PlannedMove(one, receiver) for one in movable[: max(count, 0)]]
+        if chosen:
+            resting = {name: until_s for name, until_s in self._rests_until_s.items() if until_s > now}
+            self._rests_until_s = {**resting, giver.name: now + REST_S, receiver.name: now + REST_S}
+        return chosen
+
+
+def _is_movable(tracked: TrackedRequest) -> bool:
+    return tracked.stage is Stage.DECODING and tracked.destination is None and tracked.num_moves < MAX_MOVES
