@@ -92,8 +92,8 @@ class PoolLogic:
         self._router: str | None = None
         self._known_attempt = 0  # the latest at any request
         self._workers: dict[str, None] = {}  # linked now
-        self._waiting_forms = WaitingForms()
         self._pace_s: dict[str, float] = {}  # of decode workers: an iteration, and so each token, takes so long
+        self._waiting_forms = WaitingForms()
         self._reported: PoolLoad | None = None
 
     def on_event(self, event: CommonEvent, now: float) -> list[PoolCommand]:
