@@ -2,8 +2,8 @@
 
     python -m benchmarks.simulation.elastic [--duration 40] [--rates 8 12]
 
-Llama-2-13B on four A100, recorded arrivals of Azure's conversations scaled to the rate, three pairs of objectives. The
-limits that clients set are the true lengths, in every column. Arrivals end after `--duration` seconds.
+Llama-2-13B on four A100, recorded arrivals of Azure's conversations scaled to the rate, three pairs of objectives.
+Every column has the same requests. Arrivals end after `--duration` seconds.
 """
 
 import argparse

@@ -11,6 +11,8 @@ Requests are never sent back to the router: a preempted one waits here and resum
 Under the elastic topology the router may move one that decodes to another worker: moves.py.
 """
 
+import msgspec
+
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.events import CommonEvent, PeerConnected, Received, Send, SendTo, Ticked
@@ -145,6 +147,10 @@ class ColocatedLogic:
         tracked = self._requests.get(message.request_id)
         if tracked is not None and tracked.set_predicted_length(message):
             self._state.set_predicted_length(message.request_id, message.predicted_output_len)
+        postponed = self._postponed.get(message.request_id)
+        if postponed is not None and postponed.attempt == message.attempt:
+            predicted_len = message.predicted_output_len
+            self._postponed[message.request_id] = msgspec.structs.replace(postponed, predicted_output_len=predicted_len)
         return []
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[ColocatedCommand]:
