@@ -1,11 +1,14 @@
 """Decode workers and colocated workers as Ray actors."""
 
 from functools import partial
+from typing import NamedTuple
 
 import ray
 
 from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, EngineConfig, SchedulingConfig
 from alignedserve.runtime.engine.model_executor import ModelExecutor, engine_sizes, hidden_block_tokens
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.addresses import ROUTER
@@ -13,7 +16,7 @@ from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
 from alignedserve.worker_core.registration import registration_of
 from decode_worker.colocated.service import ColocatedWorker
-from decode_worker.factory import make_colocated_logic, make_logic, max_held, memory_of
+from decode_worker.factory import colocated_registration, make_colocated_logic, make_logic, max_held, memory_of
 from decode_worker.service import DecodeWorker
 
 
@@ -67,9 +70,16 @@ class DecodeWorkerActor(ActorHost):
         super().__init__(process_spec, build)
 
 
+class Lending(NamedTuple):
+    """Memory that an elastic worker lends to others of its node."""
+
+    buffer_bytes: int
+    peers: tuple[str, ...]  # as planned
+
+
 @ray.remote
 class ColocatedWorkerActor(ActorHost):
-    """Started, restarted and placed by Ray; everything else goes over its link."""
+    """Started, restarted and placed by Ray; everything else goes over its links."""
 
     def __init__(
         self,
@@ -77,9 +87,12 @@ class ColocatedWorkerActor(ActorHost):
         scheduling: SchedulingConfig,
         engine_config: EngineConfig,
         served: ServedModel,
+        lending: Lending | None,
         process_spec: ProcessSpec,
     ) -> None:
+        """`lending`: None: requests do not move between workers."""
         layout = served.block_layout(engine_config.block_size)
+        transport = engine_config.kv_transport
         block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
         sizes = engine_sizes(
             engine_config,
@@ -93,13 +106,12 @@ class ColocatedWorkerActor(ActorHost):
             executor = ModelExecutor(served, sizes, process_spec.progress_path())
             make = partial(
                 make_colocated_logic,
-                registered=registration_of(
+                registered=colocated_registration(
                     layout,
                     executor.num_blocks,
-                    max_held(config),
+                    config,
+                    pool_name=process_spec.pool_name if lending is not None else None,
                     node=process_spec.addresses.node,
-                    can_prefill=True,
-                    can_decode=True,
                 ),
                 memory=memory_of(config, layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens),
                 config=config,
@@ -107,8 +119,14 @@ class ColocatedWorkerActor(ActorHost):
                 eos_token_ids=executor.eos_token_ids,
                 measured=executor.measure_iterations(engine_config.calibration_s, config.max_num_batched_tokens),
             )
-            worker = ColocatedWorker(make=make, executor=executor, process_spec=process_spec)
-            await worker.start(router_at=ROUTER)
+            memory = None
+            if lending is not None:
+                budget = BufferBudget(layout.blocks_in(lending.buffer_bytes), lending.peers, may_grow=True)
+                memory = CandidateMemory(layout, budget, process_spec, transport=transport)
+            worker = ColocatedWorker(
+                make=make, executor=executor, process_spec=process_spec, memory=memory, transport=transport
+            )
+            await worker.start(router_at=ROUTER, listen_at=process_spec.name if lending is not None else None)
             return worker
 
         super().__init__(process_spec, build)

@@ -55,11 +55,13 @@ def max_held(config: DecodeWorkerConfig) -> int:
 
 
 def colocated_registration(
-    layout: BlockLayout, num_blocks: int, config: DecodeWorkerConfig, *, pool_name: str | None = None
+    layout: BlockLayout, num_blocks: int, config: DecodeWorkerConfig, *, pool_name: str | None = None, node: str = ""
 ) -> WorkerRegistered:
     """Build the registration of a colocated worker. `pool_name`: it is elastic, on the node of this name."""
     return msgspec.structs.replace(
-        registration_of(layout, num_blocks, max_held(config), pool_name or "", can_prefill=True, can_decode=True),
+        registration_of(
+            layout, num_blocks, max_held(config), pool_name or "", node=node, can_prefill=True, can_decode=True
+        ),
         can_move=pool_name is not None,
     )
 

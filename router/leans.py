@@ -1,12 +1,12 @@
-"""Where prompts and decodes of elastic workers go, by each worker's lean: the share of its time free for prompts.
+"""Evens out the leans of elastic workers: the shares of their time that decodes leave for prompts.
 
 A worker measures its lean: 1 less the time that an iteration of its decodes takes, over the gap that they allow. One
-at 1 has nothing but prompts to compute, one at 0 has no time for any. The router places by leans and evens them out:
-- Per request: a prompt goes to the worker with the fewest tokens before it; among such to the one with the most time.
-- Once decoding, it stays, unless leans drift apart: then the worker with the least time for prompts, if prompts wait
-  there, hands the requests that came to it last over to the one with the most time and no prompt.
-No ping-pong: a request is handed over `MAX_MOVES` times at most, and a worker that has given or taken is left alone for
-`REST_S`, by when both have told their leans.
+at 1 has nothing but prompts to compute, one at 0 has no time for any. A prompt goes to the worker with the fewest
+tokens before it (placement.py), and is decoded there, unless leans drift apart: then the worker with the least time for
+prompts, if any wait there or its decodes fill all of it, hands those that came to it last over to the one with the most
+time and no prompt.
+No ping-pong: the receiver never gets more decodes than the giver keeps; a request is handed over `MAX_MOVES` times at
+most; and a worker that has given or taken is left alone for `REST_S`, by when both have told their leans.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,6 +19,7 @@ from router.state import TrackedRequest, WorkerRecord
 MAX_MOVES = 2
 REST_S = 1.0
 _APART = 0.25  # leans that differ by less are left alone
+_SHORT = 0.125  # a worker with a smaller lean gives even if no prompt waits there: its decodes fill their gaps
 _SHARE = 0.25  # of the giver's decodes for each 1.0 of difference, moved at a time
 
 
@@ -40,7 +41,8 @@ class Leans:
     ) -> list[PlannedMove]:
         """Return the next moves, between the workers of one node that are furthest apart."""
         rested = [one for one in workers if one.registered.can_move and self._rests_until_s.get(one.name, 0.0) <= now]
-        giver = min((one for one in rested if one.prefilling), key=lambda one: (one.lean, one.name), default=None)
+        givers = [one for one in rested if one.prefilling or one.lean < _SHORT]
+        giver = min(givers, key=lambda one: (one.lean, one.name), default=None)
         if giver is None:
             return []
         node = giver.registered.pool_name
@@ -52,8 +54,9 @@ class Leans:
             (one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)),
             key=lambda one: (-one.request.arrival_s, one.request.request_id),
         )
-        count = max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1)
-        chosen = [PlannedMove(one, receiver) for one in movable[:count]]
+        surplus = len(giver.decoding) - len(receiver.decoding)
+        count = min(max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1), surplus // 2)
+        chosen = [PlannedMove(one, receiver) for one in movable[: max(count, 0)]]
         if chosen:
             resting = {name: until_s for name, until_s in self._rests_until_s.items() if until_s > now}
             self._rests_until_s = {**resting, giver.name: now + REST_S, receiver.name: now + REST_S}

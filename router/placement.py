@@ -255,7 +255,7 @@ class Placement:
     def least_loaded_prefiller(self, *, at_full_pool: bool = False) -> WorkerRecord | None:
         """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
 
-        Ties: the most time for prompts (elastic workers), the fewest decoding requests (colocated ones), then the name.
+        Ties: the fewest decoding requests (colocated workers), then the name.
         `at_full_pool`: among those whose pool has no room for what they have computed, as reported last; else among the
         others.
         """

@@ -17,17 +17,16 @@ _MORE_SHARE = 0.125  # of requests: an iteration of that many more takes no long
 class Prefillers:
     """Workers that can take a prefill now: the least loaded one of the cluster, and of each node.
 
-    Load: the tokens to prefill. Ties: the most time for prompts (elastic workers), the fewest decoding requests
-    (colocated ones), then the name.
+    Load: the tokens to prefill. Ties: the fewest decoding requests (colocated workers), then the name.
     """
 
     def __init__(self) -> None:
-        self._all: Ranking[tuple[int, float, int]] = Ranking()
-        self._by_node: dict[str, Ranking[tuple[int, float, int]]] = {}
+        self._all: Ranking[tuple[int, int]] = Ranking()
+        self._by_node: dict[str, Ranking[tuple[int, int]]] = {}
 
     def put(self, worker: WorkerRecord) -> None:
         """Add a worker, or bring its place up to date."""
-        rank = (worker.num_prefill_tokens, -worker.lean, len(worker.decoding))
+        rank = (worker.num_prefill_tokens, len(worker.decoding))
         self._all.put(worker.name, rank)
         if worker.registered.node:
             self._by_node.setdefault(worker.registered.node, Ranking()).put(worker.name, rank)

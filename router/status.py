@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import RequestClass
-from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals
+from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals, WorkerLean
 from alignedserve.messages.iteration_log import IterationLogTotals
 from router.placement import Placement
 from router.policies.prefill_order import first_token_s
@@ -112,4 +112,5 @@ def status_of(
         lengths=counters.lengths,
         latest_attempt=latest_attempt,
         demand=demand_of(requests, placement, queue),
+        leans=tuple(WorkerLean(one.name, one.lean) for one in workers if one.registered.can_move),
     )

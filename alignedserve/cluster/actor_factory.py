@@ -21,7 +21,7 @@ from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.runtime.process.tls import CertificateAuthority
-from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor
+from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor, Lending
 from kvpool.actor import KvPoolActor
 from prefill_worker.actor import PrefillWorkerActor
 from router.actor import RouterActor
@@ -163,8 +163,12 @@ class ActorFactory:
 
     def _worker(self, node: PreparedNode, name: str, engine: EngineConfig) -> _Process:
         config, share, served = node.config, node.share, self._served
-        if config.chosen_topology is Topology.COLOCATED:
-            colocated = (config.decode, config.scheduling, engine, served)
+        if not config.chosen_topology.is_separate:
+            lending = None
+            if config.chosen_topology is Topology.ELASTIC:
+                peers = tuple(other for other in share.decode if other != name)
+                lending = Lending(config.prefill.candidate_buffer_bytes, peers)
+            colocated = (config.decode, config.scheduling, engine, served, lending)
             return _Process(ColocatedWorkerActor, Role.DECODE_WORKER, name, colocated)
         if name in share.prefill:
             prefill = (config.prefill, config.scheduling, engine, share.decode, node.num_far_decode, served)

@@ -170,7 +170,7 @@ class MemoryPlanner:
         machine = self.machine
         free = max(machine.available_bytes // kept, self._overhead(topology))
         limits = {Place.HOST: machine.available_bytes - free - self._host_weights(topology)}
-        if topology is Topology.DISAGGREGATED:
+        if topology is not Topology.COLOCATED:
             shared = machine.shared_bytes * 9 // 10
             limits[Place.SHARED] = max(shared - _OBJECT_STORE_BYTES, shared // 2)
         if machine.gpu_bytes:
@@ -195,9 +195,14 @@ class MemoryPlanner:
             on_gpu if is_on_gpu else wanted,
             decode_places,
         )
-        if topology is Topology.COLOCATED:
+        if not topology.is_separate:
             swap = max(wanted // 2, config.decode.swap_space_bytes)
-            return [decode, self._memory("decode", "swap_space_bytes", 0, swap, {Place.HOST: config.decode.count})]
+            swapped = self._memory("decode", "swap_space_bytes", 0, swap, {Place.HOST: config.decode.count})
+            if topology is Topology.COLOCATED:
+                return [decode, swapped]
+            lent = max(wanted // 4, config.prefill.candidate_buffer_bytes)
+            lent_places = {Place.HOST: config.decode.count, Place.SHARED: config.decode.count}
+            return [decode, swapped, self._memory("prefill", "candidate_buffer_bytes", 0, lent, lent_places)]
         pool = max(self._wanted(config.decode) * config.decode.count, one, config.pool.memory_bytes)
         buffers = max(wanted * config.decode.count // config.prefill.count // 4, config.prefill.candidate_buffer_bytes)
         in_pool, in_buffers = ({Place.HOST: n, Place.SHARED: n} for n in (1, config.prefill.count))

@@ -170,7 +170,7 @@ def _refusal(planner: MemoryPlanner, plan: Plan) -> str:
     return (
         f"{served.name} needs {_spelt(needed)} of memory for a context of {context_len} tokens ({num_workers} x "
         f"{weights}), {_spelt(machine.available_bytes)} are available"
-        f"{'' if plan.topology is Topology.COLOCATED else f' and {_spelt(machine.shared_bytes)} shared'}; "
+        f"{'' if plan.topology is not Topology.DISAGGREGATED else f' and {_spelt(machine.shared_bytes)} shared'}; "
         f"{next(remedies, 'choose a smaller model')}"
     )
 

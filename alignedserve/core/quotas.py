@@ -22,12 +22,15 @@ _MINUTE_S = 60.0
 
 
 class Bucket:
-    """Requests that one part of a limit owes, by key."""
+    """Requests that one part of a limit owes, by key. A request costs the same however many keys there are."""
 
     def __init__(self, num_keys: int, limit: float, now: float) -> None:
+        self._num_keys = num_keys
         self._limit = limit
-        self._owed = [0.0] * num_keys
         self._at_s = now
+        self._paid = 0.0  # by a key that has always owed
+        self._owed: dict[int, tuple[float, float]] = {}  # by key: what it owed, and what had been paid by then
+        self._least = (0.0, 0.0)  # the same of what each key owes at least
 
     def set_limit(self, limit: float, now: float) -> None:
         """Change the limit from now on; what is owed stays."""
@@ -36,32 +39,41 @@ class Bucket:
 
     def add(self, owed: Sequence[float], now: float) -> None:
         """Owe more (or less, down to nothing)."""
-        self._pay_back(now)
-        self._owed = [max(0.0, one + more) for one, more in zip(self._owed, owed, strict=True)]
+        sums = [max(0.0, one + more) for one, more in zip(self.owed(now), owed, strict=True)]
+        self._owed = {number: (one, self._paid) for number, one in enumerate(sums) if one}
+        self._least = (0.0, self._paid)
 
     def use_up(self, now: float) -> None:
         """Owe as much as there may be."""
         self._pay_back(now)
-        self._owed = [max(one, self._limit) for one in self._owed]
+        self._least = (max(self._left(*self._least), self._limit), self._paid)
 
     def owed(self, now: float) -> tuple[float, ...]:
         """Return what is owed by each key."""
         self._pay_back(now)
-        return tuple(self._owed)
+        return tuple(map(self._owed_by, range(self._num_keys)))
 
     def take(self, key_number: int, now: float) -> float:
         """Count one request: 0.0, or the seconds until it could be counted, where it is not."""
         self._pay_back(now)
-        over = self._owed[key_number] + 1.0 - self._limit
+        owed = self._owed_by(key_number) + 1.0
+        over = owed - self._limit
         if over > 1e-9:
             return over * _MINUTE_S / self._limit if self._limit > 0.0 else _MINUTE_S
-        self._owed[key_number] += 1.0
+        self._owed[key_number] = (owed, self._paid)
         return 0.0
 
     def _pay_back(self, now: float) -> None:
-        paid = max(0.0, now - self._at_s) * self._limit / _MINUTE_S
+        self._paid += max(0.0, now - self._at_s) * self._limit / _MINUTE_S
         self._at_s = max(now, self._at_s)
-        self._owed = [max(0.0, one - paid) for one in self._owed]
+
+    def _owed_by(self, key_number: int) -> float:
+        own = self._owed.get(key_number)
+        least = self._left(*self._least)
+        return least if own is None else max(least, self._left(*own))
+
+    def _left(self, owed: float, paid: float) -> float:
+        return max(0.0, owed - (self._paid - paid))
 
 
 @dataclass(slots=True)
@@ -81,7 +93,7 @@ class QuotaCall:
     gateway: str
     process_id: str
     seen_s: float | None
-    spent: tuple[float, ...]
+    spent: tuple[float, ...]  # of its share, by key; none: all of it, by each
     key_number: int | None = None
 
 
@@ -95,6 +107,7 @@ class QuotaPool:
         self._owners = frozenset(owners)
         self._bucket = Bucket(num_keys, 0.0, now)
         self._known: dict[str, _Known] = {}
+        self._looked_for_s = now  # no member is silent for too long before that
 
     def is_member(self, gateway: str) -> bool:
         """Return whether this gateway is counted here."""
@@ -108,7 +121,7 @@ class QuotaPool:
         if call.seen_s is not None:
             known.seen_s = max(known.seen_s, min(call.seen_s, now))
         self._count_out(now)
-        if not known.is_member and now - known.seen_s < LEASE_S and len(call.spent) == self.num_keys:
+        if not known.is_member and now - known.seen_s < LEASE_S and len(call.spent) in (0, self.num_keys):
             self._take_in(call, known, now)
         if not known.is_member or call.key_number is None or call.key_number >= self.num_keys:
             return LEASE_S if call.key_number is not None else 0.0
@@ -117,17 +130,23 @@ class QuotaPool:
     def _take_in(self, call: QuotaCall, known: _Known, now: float) -> None:
         known.is_member = True
         share = self._share_of(call.gateway)
-        spent = (share,) * self.num_keys if known.may_have_used else tuple(min(one, share) for one in call.spent)
+        is_used_up = known.may_have_used or not call.spent
+        spent = (share,) * self.num_keys if is_used_up else tuple(min(one, share) for one in call.spent)
         known.may_have_used = False
         self._bucket.add(spent, now)
         self._set_limit(now)
+        self._looked_for_s = min(self._looked_for_s, known.seen_s + LEASE_S)
 
     def _count_out(self, now: float) -> None:
+        if now < self._looked_for_s:
+            return
         for gateway, known in self._known.items():
             if known.is_member and now - known.seen_s >= LEASE_S:
                 known.is_member = False
                 self._bucket.add((-self._share_of(gateway),) * self.num_keys, now)
                 self._set_limit(now)
+        seen_s = (known.seen_s for known in self._known.values() if known.is_member)
+        self._looked_for_s = min(seen_s, default=now) + LEASE_S
 
     def _set_limit(self, now: float) -> None:
         num_shares = sum(known.is_member and gateway in self._owners for gateway, known in self._known.items())
@@ -148,6 +167,7 @@ class OwnShare:
         self._seen_s: float | None = None
         self._heard_s: float | None = None  # on this clock; None: not leased
         self._is_unknown = False  # what is owed for the share: taken as all of it
+        self._is_told = False  # what was spent, by a call within this lease: later ones tell that all is used up
 
     def begin_used_up(self, now: float, *, is_first_process: bool) -> None:
         """Begin used up: the pool or an earlier process may have used the share. The first process has let in none."""
@@ -157,9 +177,10 @@ class OwnShare:
     def call(self, gateway: str, key_number: int | None, now: float) -> QuotaCall:
         """Return the call for a request of a key, or for a sign of life alone."""
         self._look(now)
-        spent = (self._bucket if self._is_unknown else self._let_in).owed(now)
+        spent = () if self._is_told else (self._bucket if self._is_unknown else self._let_in).owed(now)
         if self._heard_s is not None:  # from the arrival of this call on it may be a member
             self._lose_track(now)
+            self._is_told = True
         return QuotaCall(gateway, self._process_id, self._seen_s, spent, key_number)
 
     def on_answer(self, clock_s: float, now: float) -> None:
@@ -171,7 +192,7 @@ class OwnShare:
     def on_new_link(self, now: float) -> None:
         """Forget the times of a state server that may be another process now; the lease ends as it would have."""
         self._look(now)
-        self._seen_s = None
+        self._seen_s, self._is_told = None, False
         if self._heard_s is not None:
             self._lose_track(now)
 
@@ -190,7 +211,7 @@ class OwnShare:
 
     def _look(self, now: float) -> None:
         if self._heard_s is not None and now - self._heard_s >= LEASE_S:
-            self._heard_s = None
+            self._heard_s, self._is_told = None, False
             self._lose_track(now)
 
     def _lose_track(self, now: float) -> None:

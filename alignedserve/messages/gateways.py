@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
-from alignedserve.messages.fields import Attempt, Count, FailureKind, NonNegative, Seconds, Text, TokenIds
+from alignedserve.messages.fields import Attempt, Count, FailureKind, NonNegative, Seconds, Share, Text, TokenIds
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.wire import Message
 
@@ -85,6 +85,13 @@ class Demand(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+class WorkerLean(msgspec.Struct, frozen=True, array_like=True):
+    """The share of its time that an elastic worker has for prompts."""
+
+    worker: Text
+    lean: Share
+
+
 class ClusterStatus(Message, frozen=True):
     """Router to every gateway, about once a second: counts for /metrics and /ready."""
 
@@ -109,6 +116,7 @@ class ClusterStatus(Message, frozen=True):
     lengths: LengthTotals = LengthTotals()  # since the router started
     latest_attempt: Attempt = 0  # that it gave out
     demand: Demand = Demand()
+    leans: tuple[WorkerLean, ...] = ()  # of elastic workers
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -140,7 +140,7 @@ class UseQuota(_Part, frozen=True):
 
     process_id: _Key  # differs after a restart
     seen_s: _Clock | None  # the time of the latest answer that has arrived
-    spent: tuple[Seconds, ...]  # requests by key that its own share owes
+    spent: tuple[Seconds, ...]  # requests by key that its own share owes; none: all that there may be, by each key
     key_number: Count | None = None
 
 

@@ -72,7 +72,11 @@ _SCHEMAS: dict[str, ComponentSchema] = {
         ComponentSchema(
             decode_factory.make_logic, DecodeWorkerInbound, (IterationCompleted, BlocksLoaded, BlocksOffloaded)
         ),
-        ComponentSchema(decode_factory.make_colocated_logic, DecodeWorkerInbound, (IterationCompleted,)),
+        ComponentSchema(
+            decode_factory.make_colocated_logic,
+            DecodeWorkerInbound,
+            (IterationCompleted, BlocksLoaded, BlocksOffloaded, BufferOpened),
+        ),
     )
 }
 

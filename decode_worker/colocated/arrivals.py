@@ -44,6 +44,7 @@ class Arrivals:
         self._router = router
         self._max_held = max_held
         self._space = BufferSpace()
+        self.num_taken = 0
         self._entries: dict[RequestId, Arriving] = {}
 
     # --- other workers
@@ -120,6 +121,7 @@ class Arrivals:
 
     def _take(self, entry: Arriving, now: float) -> list[ArrivalCommand]:
         message = entry.written
+        self.num_taken += 1
         assert message is not None, "loaded before it was written"
         request, generated = message.request, list(message.generated_token_ids)
         predicted_len = message.predicted_output_len or float(request.sampling.max_tokens)

@@ -11,6 +11,8 @@ Requests are never sent back to the router: a preempted one waits here and resum
 Under the elastic topology the router may move one that decodes to another worker: moves.py.
 """
 
+import msgspec
+
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.events import CommonEvent, PeerConnected, Received, Send, SendTo, Ticked
@@ -37,7 +39,7 @@ from decode_worker.colocated.held_requests import ColocatedRequest, HeldRequests
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
 
 ColocatedEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
-ColocatedCommand = Send | SendTo | RunIteration | MoveCommand
+ColocatedCommand = SendTo | RunIteration | MoveCommand
 
 _LEAN_STEPS = 32
 
@@ -145,6 +147,10 @@ class ColocatedLogic:
         tracked = self._requests.get(message.request_id)
         if tracked is not None and tracked.set_predicted_length(message):
             self._state.set_predicted_length(message.request_id, message.predicted_output_len)
+        postponed = self._postponed.get(message.request_id)
+        if postponed is not None and postponed.attempt == message.attempt:
+            predicted_len = message.predicted_output_len
+            self._postponed[message.request_id] = msgspec.structs.replace(postponed, predicted_output_len=predicted_len)
         return []
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[ColocatedCommand]:
@@ -254,6 +260,7 @@ class ColocatedLogic:
             num_waiting=len(self._requests) + len(self._postponed) - num_running,
             num_running=num_running,
             num_free_blocks=self._state.num_free,
+            num_handoffs_verified=self._moves.num_taken if self._moves is not None else 0,
             num_evictions=self._num_preemptions,
             lean=self._lean,
         )

@@ -60,6 +60,11 @@ class RequestMoves:
                 return self._on_message(peer, message, now)
         return []
 
+    @property
+    def num_taken(self) -> int:
+        """Number of requests taken over from others."""
+        return self._arrivals.num_taken
+
     def leave(self, now: float) -> list[MoveCommand]:
         """Take requests out that are to leave; to be called while no iteration is in flight."""
         return [*self._departures.leave(now)]

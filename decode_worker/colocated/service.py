@@ -1,13 +1,17 @@
-"""The colocated worker's process: its logic, its link to the router and its engine, joined."""
+"""The colocated worker's process: its logic, its links and its engine, joined."""
 
 from functools import partial
 
+from alignedserve.messages.events import CommonEvent
 from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.links import DecodeWorkerInbound
 from alignedserve.messages.wire import Codec
 from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.transfers.registry import AUTO
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
+from decode_worker.colocated.copies import CopyCommand, MoveCopies
 from decode_worker.colocated.logic import ColocatedEvent, ColocatedLogic
 from decode_worker.iteration_log_writer import try_write_iterations
 
@@ -15,25 +19,45 @@ from decode_worker.iteration_log_writer import try_write_iterations
 class ColocatedWorker:
     """One worker for both phases on one event loop."""
 
-    def __init__(self, *, make: "partial[ColocatedLogic]", executor: ModelExecutor, process_spec: ProcessSpec) -> None:
-        """`make`: makes its logic, out of what can be recorded."""
+    def __init__(
+        self,
+        *,
+        make: "partial[ColocatedLogic]",
+        executor: ModelExecutor,
+        process_spec: ProcessSpec,
+        memory: CandidateMemory | None = None,
+        transport: str = AUTO,
+    ) -> None:
+        """`make`: makes its logic, out of what can be recorded. `memory`: to lend to others of its node, if requests
+        move between them."""
         logic = make()
         self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
         self.iteration_log = logic.iteration_log
-        self._driver: LogicDriver[ColocatedEvent, RunIteration] = LogicDriver(
+        self._copies: MoveCopies | None = None
+        if memory is not None:
+            self._copies = MoveCopies(executor.copier(process_spec.identity(), transport=transport), memory)
+        self._driver: LogicDriver[CommonEvent | ColocatedEvent, RunIteration | CopyCommand] = LogicDriver(
             logic, process_spec, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
-    async def start(self, *, router_at: str) -> None:
-        """Connect to the router."""
+    async def start(self, *, router_at: str, listen_at: str | None = None) -> None:
+        """Connect to the router; where it listens, others of its node connect to it."""
+        if listen_at is not None:
+            await self._driver.links.listen(listen_at)
         self._driver.links.dial(router_at)
 
     async def close(self) -> None:
-        """Close the link, stop the threads and write the iteration log."""
+        """Close the links, stop the threads, free what is lent and write the iteration log."""
         await self._driver.close()
         self._executor.close()
+        if self._copies is not None:
+            self._copies.close()
         try_write_iterations(self._iteration_log_path, self.iteration_log.records())
 
-    def _perform(self, command: RunIteration) -> None:
-        self._executor.start_iteration(command, self._driver.dispatch)
+    def _perform(self, command: RunIteration | CopyCommand) -> None:
+        if isinstance(command, RunIteration):
+            self._executor.start_iteration(command, self._driver.dispatch)
+            return
+        assert self._copies is not None, "a copy on a worker whose requests do not move"
+        self._copies.perform(command, self._driver.dispatch)

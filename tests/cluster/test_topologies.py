@@ -40,6 +40,23 @@ def test_colocated(cluster: Serving, tmp_path: Path, random_model: Path) -> None
         assert (code, colocated.leftovers()) == (0, []), err
 
 
+def test_elastic(cluster: Serving, tmp_path: Path, random_model: Path) -> None:
+    options = ("--set", "topology=elastic", "--set", "decode.count=2")
+    with serving(tmp_path / "run", str(random_model), *EXACT, *options) as elastic:
+        elastic.wait_ready()
+        assert not elastic.actors("KvPool")
+        assert len(elastic.actors("ColocatedWorker")) == 2
+        _, metrics = elastic.get("/metrics")
+        assert metrics.count("alignedserve_worker_lean{") == 2
+        assert texts(elastic) == texts(cluster)
+        elastic.actors("ColocatedWorker")[0].kill()
+        assert texts(elastic) == texts(cluster)
+        elastic.wait_idle()
+        code, out, err = elastic.stop()
+        assert "1 gateway, 1 router, 2 elastic workers" in out
+        assert (code, elastic.leftovers(), elastic.arenas()) == (0, [], []), err
+
+
 @pytest.mark.parametrize(("family", "dtype"), [("opt", "float32"), ("qwen3", "bfloat16"), ("mistral", "float16")])
 def test_another_model(tmp_path: Path, family: str, dtype: str) -> None:
     model = tmp_path / "model"

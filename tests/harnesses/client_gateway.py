@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
+from alignedserve.core.request import FinishReason, Request, SamplingParams, Slo, TokenLogprob
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
@@ -64,9 +64,11 @@ class ClientGateway:
         async with asyncio.timeout(20):
             await self.linked.wait()
 
-    def submit(self, prompt: list[int], sampling: SamplingParams) -> Answer:
+    def submit(self, prompt: list[int], sampling: SamplingParams, slo: Slo | None = None) -> Answer:
         request_id = RequestId(f"r{next(self._numbers)}")
-        request = Request(request_id, tuple(prompt), sampling, self.address, time.monotonic())
+        request = Request(
+            request_id, tuple(prompt), sampling, self.address, time.monotonic(), slo=Slo() if slo is None else slo
+        )
         self._requests[request_id] = request
         self.answers[request_id] = Answer()
         self._board.send(ROUTER, SubmitRequest(request))

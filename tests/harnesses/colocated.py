@@ -26,12 +26,18 @@ class ColocatedHarness:
     """A colocated worker with a router. Its load reports are left out of what it answers, and kept."""
 
     def __init__(
-        self, *, num_blocks: int = 20, host_tokens: int = 100, policy: IterationPolicy | None = None, **memory: Any
+        self,
+        *,
+        num_blocks: int = 20,
+        host_tokens: int = 100,
+        policy: IterationPolicy | None = None,
+        can_move: bool = False,
+        **memory: Any,
     ) -> None:
         self.now = 0.0
         self.loads: list[WorkerLoad] = []
         self.script = Script()
-        self.registered = worker(num_blocks=num_blocks, can_prefill=True, max_running_requests=16)
+        self.registered = worker(num_blocks=num_blocks, can_prefill=True, max_running_requests=16, can_move=can_move)
         limits = IterationLimits(max_running_requests=4, max_tokens=10)
         self.logic = ColocatedLogic(
             registered=self.registered,

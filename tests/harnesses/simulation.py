@@ -62,11 +62,12 @@ def colocated(
     worker_blocks: int = 400,
     max_running_requests: int = 32,
     policy: str = "fcfs",
+    topology: Topology = Topology.COLOCATED,
     **changes: Any,
 ) -> SimConfig:
-    """Colocated workers of so many blocks each."""
+    """Colocated workers of so many blocks each, or elastic ones."""
     cluster = ClusterConfig(
-        topology=Topology.COLOCATED,
+        topology=topology,
         scheduling=SchedulingConfig(policy=policy),
         decode=DecodeWorkerConfig(
             count=num_workers, kv_cache_bytes=worker_blocks * BLOCK_BYTES, max_running_requests=max_running_requests

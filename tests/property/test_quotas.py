@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.core.quotas import LEASE_S, OwnShare, QuotaCall, QuotaPool
+from alignedserve.core.quotas import LEASE_S, Bucket, OwnShare, QuotaCall, QuotaPool
 
 LIMIT = 12
 _STEP_S = 0.1
@@ -207,3 +207,69 @@ def test_calls_that_make_no_sense_count_nothing() -> None:
     assert pool.is_member("a")
     assert pool.on_call(QuotaCall("a", "1", 1e9, (0.0, 0.0), key_number=1), 1.0) == 0.0
     assert pool.on_call(QuotaCall("later", "1", 1.0, (0.0, 0.0), key_number=1), 1.0) == 0.0
+
+
+def test_within_a_lease_the_share_is_told_once() -> None:
+    share = OwnShare(6.0, 3, "a", 0.0)
+    assert share.call("a", 0, 0.0).spent == (0.0, 0.0, 0.0)
+    share.on_answer(50.0, 0.1)
+    assert share.call("a", 0, 0.2).spent == (0.0, 0.0, 0.0)  # of this one it may become a member
+    share.on_answer(50.2, 0.3)
+    assert share.call("a", 0, 0.4).spent == ()
+    share.on_answer(50.4, 0.5)
+    assert share.call("a", 0, 0.5 + LEASE_S).spent == (6.0, 6.0, 6.0)  # the lease has ended
+    assert share.call("a", 0, 5.5 + LEASE_S).spent == (5.5, 5.5, 5.5)
+    share.on_answer(60.0, 8.0)
+    share.on_new_link(8.0)
+    assert share.call("a", 0, 8.0).spent == (6.0, 6.0, 6.0)
+
+
+def test_a_gateway_that_tells_no_numbers_has_used_its_share() -> None:
+    pool = QuotaPool(6, 2, ["a", "b"], 0.0)
+    for gateway, spent in (("a", ()), ("b", (0.0, 0.0))):
+        pool.on_call(QuotaCall(gateway, "1", 0.0, spent), 0.0)
+        assert pool.is_member(gateway)
+    waits_s = [pool.on_call(QuotaCall("b", "1", 0.0, (), key_number=1), 0.0) for _ in range(4)]
+    assert [wait_s > 0.0 for wait_s in waits_s] == [False, False, False, True]
+
+
+class PlainBucket:
+    """A bucket that pays back for every key at every call."""
+
+    def __init__(self, num_keys: int, limit: float) -> None:
+        self.limit, self.owed, self.at_s = limit, [0.0] * num_keys, 0.0
+
+    def pay_back(self, now: float) -> None:
+        paid, self.at_s = max(0.0, now - self.at_s) * self.limit / 60.0, max(now, self.at_s)
+        self.owed = [max(0.0, one - paid) for one in self.owed]
+
+    def take(self, key_number: int) -> bool:
+        is_let_in = self.owed[key_number] + 1.0 <= self.limit + 1e-9
+        self.owed[key_number] += is_let_in
+        return is_let_in
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_a_bucket_owes_what_a_plain_one_does(seed: int) -> None:
+    rng = random.Random(seed)
+    num_keys, now = rng.randrange(1, 5), 0.0
+    bucket, plain = Bucket(num_keys, 6.0, now), PlainBucket(num_keys, 6.0)
+    for _ in range(60):
+        now += rng.choice([0.0, 0.25, 3.0, 40.0, -1.0])
+        plain.pay_back(now)
+        match rng.randrange(6):
+            case 0:
+                plain.limit = rng.choice([0.0, 2.0, 6.0, 60.0])
+                bucket.set_limit(plain.limit, now)
+            case 1:
+                owed = [rng.choice([-3.0, 0.0, 1.5]) for _ in range(num_keys)]
+                plain.owed = [max(0.0, one + more) for one, more in zip(plain.owed, owed, strict=True)]
+                bucket.add(owed, now)
+            case 2:
+                plain.owed = [max(one, plain.limit) for one in plain.owed]
+                bucket.use_up(now)
+            case _:
+                key_number = rng.randrange(num_keys)
+                assert (bucket.take(key_number, now) == 0.0) == plain.take(key_number)
+        assert bucket.owed(now) == pytest.approx(plain.owed, abs=1e-6)

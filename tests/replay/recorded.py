@@ -23,6 +23,7 @@ from alignedserve.replay.component_replay import ComponentReplay, recordings_in
 from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
 from alignedserve.sim.config import SimConfig
+from alignedserve.sim.result import SimulationResult
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Workload
 from decode_worker import factory as decode_factory
@@ -123,7 +124,7 @@ def random_run(config: RecordingConfig, seed: int, num_requests: int = 40, **cha
     cluster.close()
 
 
-def recorded_simulation(folder: Path, config: SimConfig, workload: Workload) -> None:
+def recorded_simulation(folder: Path, config: SimConfig, workload: Workload) -> SimulationResult:
     """A simulation whose workers are made as live ones are, and recorded."""
     simulation = Simulation(config, workload)
     recorders = []
@@ -133,9 +134,10 @@ def recorded_simulation(folder: Path, config: SimConfig, workload: Workload) -> 
             recorded = Recorded(RecordingConfig(folder=str(folder)), component.name, make)
             component.logic = recorded
             recorders.append(recorded.recorder)
-    simulation.run()
+    result = simulation.run()
     for recorder in recorders:
         recorder.close()
+    return result
 
 
 def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | None":

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from alignedserve.config.sections import RecordingConfig, Topology
-from alignedserve.core.request import SamplingParams
+from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.messages.recording import RecordReader
 from alignedserve.replay.component_replay import ComponentReplay, recordings_in
 from decode_worker.logic import DecodeLogic
-from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
+from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, timed, workload_of
 from tests.replay.recorded import PROMPT_TOKEN, random_run, recorded_simulation, replays
 from tests.support.in_process import running, small_config
 
@@ -40,7 +40,7 @@ async def test_components_that_serve_replay(tmp_path: Path, topology: Topology) 
             sampling = SamplingParams(max_tokens=5 + number, num_logprobs=1, num_prompt_logprobs=1)
             await cluster.gateway.generate(list(range(10, 30 + number)), sampling)
     replayed = replays(tmp_path / "run")
-    assert len(replayed) == (2 if topology is Topology.COLOCATED else 4)
+    assert len(replayed) == (4 if topology.is_separate else 2)
     assert differing(replayed) == []
 
 
@@ -50,6 +50,18 @@ def test_simulated_colocated_workers_replay(tmp_path: Path, policy: str) -> None
     recorded_simulation(tmp_path, config, mixed_workload(40, 8.0))
     replayed = replays(tmp_path)
     assert [one.name for one in replayed] == ["decode-0", "router"]
+    assert differing(replayed) == []
+
+
+def test_simulated_elastic_workers_replay(tmp_path: Path) -> None:
+    """One has a long prompt while the other gets all short ones, which fill its time."""
+    config = colocated(2, policy="aligned_slo", topology=Topology.ELASTIC, learns_costs=True)
+    tight = Slo(ttft_s=2.0, tpot_s=0.02)
+    long, short = timed(0.0, 400, 60, slo=tight), [timed(0.01 * number, 10, 150, slo=tight) for number in range(1, 8)]
+    result = recorded_simulation(tmp_path, config, workload_of(long, *short))
+    assert result.num_handoffs_verified > 0
+    replayed = replays(tmp_path)
+    assert [one.name for one in replayed] == ["decode-0", "decode-1", "router"]
     assert differing(replayed) == []
 
 

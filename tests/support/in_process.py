@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from alignedserve.config.sections import (
     BatchingConfig,
     ClusterConfig,
@@ -179,7 +181,7 @@ class RoomCluster:
 
     async def start_decode(self, name: str) -> None:
         section = self.config.decode
-        if self.config.chosen_topology is Topology.COLOCATED:
+        if not self.config.chosen_topology.is_separate:
             await self._start_colocated(name)
             return
         executor = self._engine(section.kv_cache_bytes, section.max_running_requests)
@@ -206,6 +208,7 @@ class RoomCluster:
 
     async def _start_colocated(self, name: str) -> None:
         section = self.config.decode
+        is_elastic = self.config.chosen_topology is Topology.ELASTIC
         block_tokens = hidden_block_tokens(self.served, self.config.scheduling, self.config.engine.block_size)
         self.engines[name] = executor = self._engine(
             section.kv_cache_bytes,
@@ -215,7 +218,9 @@ class RoomCluster:
         )
         make = partial(
             decode_factory.make_colocated_logic,
-            registered=self._registered(executor, max_held(section), can_prefill=True, can_decode=True),
+            registered=replace(
+                self._registered(executor, max_held(section), can_prefill=True, can_decode=True), can_move=is_elastic
+            ),
             memory=memory_of(
                 section, executor.layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens
             ),
@@ -224,10 +229,16 @@ class RoomCluster:
             eos_token_ids=executor.eos_token_ids,
             measured=executor.measure_iterations(0.02, 512),
         )
+        process_spec, transport = self._process_spec(Role.DECODE_WORKER, name), self.config.engine.kv_transport
+        memory = None
+        if is_elastic:
+            peers = [f"decode-{index}" for index in range(self.config.decode.count) if name != f"decode-{index}"]
+            budget = BufferBudget(executor.layout.blocks_in(self.config.prefill.candidate_buffer_bytes), peers)
+            memory = CandidateMemory(executor.layout, budget, process_spec, transport=transport)
         worker = ColocatedWorker(
-            make=make, executor=executor, process_spec=self._process_spec(Role.DECODE_WORKER, name)
+            make=make, executor=executor, process_spec=process_spec, memory=memory, transport=transport
         )
-        await worker.start(router_at=ROUTER)
+        await worker.start(router_at=ROUTER, listen_at=name if is_elastic else None)
         self.components[name] = worker
 
     def iteration_log_path(self, name: str) -> Path:

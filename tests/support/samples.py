@@ -59,6 +59,7 @@ from alignedserve.messages.gateways import (
     SubmitRequest,
     TokenDelta,
     TokensEmitted,
+    WorkerLean,
 )
 from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
 from alignedserve.messages.iteration_log import IterationLogTotals
@@ -198,7 +199,27 @@ EXAMPLES: tuple[Message, ...] = (
     RequestInterrupted(R1),
     ResumeRequest(_FULL, (8, 9), 65_538),
     ClusterStatus(
-        1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, TOTALS, LengthTotals(5, 4, 60, 7.5), 65_538
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+        10,
+        11,
+        12,
+        13,
+        14,
+        15,
+        16,
+        17,
+        TOTALS,
+        LengthTotals(5, 4, 60, 7.5),
+        65_538,
+        leans=(WorkerLean(DECODE, 0.5),),
     ),
     TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
     PromptScored(R1, 1, _SCORES),

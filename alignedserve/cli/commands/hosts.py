@@ -229,10 +229,11 @@ def _state_of(node: NodeRecord) -> str:
 def _load_line(load: ClusterStatus | None) -> str:
     if load is None:
         return "Load: unknown, as no gateway has a router"
+    leans = "".join(f"; {one.worker} leans {one.lean:.0%} to prompts" for one in load.leans)
     return (
         f"Load: {load.num_queued} queued, {load.num_prefilling} in prefill, {load.num_pooled} pooled, "
         f"{load.num_decoding} decoding; {load.num_prefill_workers} prefill and {load.num_decode_workers} decode "
-        f"workers, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used"
+        f"workers, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used{leans}"
     )
 
 
@@ -260,4 +261,5 @@ def _as_document(
             for node in record.nodes
         ],
         "load": {name: getattr(load, name) for name in counts} if load is not None else None,
+        "leans": {one.worker: one.lean for one in load.leans} if load is not None else {},
     }

@@ -162,4 +162,9 @@ class _ClusterCollector(Collector):
             yield GaugeMetricFamily(name, help_text, value=value(status))
         for name, help_text, value in _COUNTERS:
             yield CounterMetricFamily(name, help_text, value=value(status))
+        if status.leans:
+            leans = GaugeMetricFamily("alignedserve_worker_lean", "Share of its time for prompts.", labels=["worker"])
+            for one in status.leans:
+                leans.add_metric([one.worker], one.lean)
+            yield leans
         yield from iteration_log_metrics(status.iteration_log)

@@ -1,0 +1,111 @@
+"""Elastic workers beside colocated ones and fixed splits: real conversation arrivals on four accelerators.
+
+    python -m benchmarks.simulation.elastic [--duration 40] [--rates 8 12]
+
+Llama-2-13B on four A100, recorded arrivals of Azure's conversations scaled to the rate, three pairs of objectives.
+Every column has the same requests. Arrivals end after `--duration` seconds.
+"""
+
+import argparse
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import msgspec
+
+from alignedserve.config.environment import data_dir
+from alignedserve.config.sections import (
+    ClusterConfig,
+    DecodeWorkerConfig,
+    PoolConfig,
+    PrefillWorkerConfig,
+    Topology,
+)
+from alignedserve.costmodel.choice import WorkerSpec
+from alignedserve.sim.cluster_hardware import ClusterHardware
+from alignedserve.sim.policies import simulated_policy, with_policy
+from alignedserve.sim.result import ALL, SimulationResult
+from alignedserve.sim.sweep import Case, WorkloadLine, run_cases
+from alignedserve.workload.rates import at_rate
+from benchmarks.support.recording import write_result
+
+_GIB = 1 << 30
+_MACHINES = ClusterHardware(WorkerSpec("llama-2-13b", "a100-80g"))
+OBJECTIVES = ((2.0, 0.04), (1.0, 0.06), (0.5, 0.2))  # seconds to the first token, and of the mean gap
+
+
+class Column(NamedTuple):
+    """A policy on four workers."""
+
+    name: str
+    policy: str
+    topology: Topology
+    num_prefill: int = 1  # of them, where there are two kinds
+
+    def cluster(self) -> ClusterConfig:
+        """Configure it, with the sizes of a server."""
+        num_prefill = self.num_prefill if self.topology.is_separate else 0
+        config = ClusterConfig(
+            pool=PoolConfig(memory_bytes=64 * _GIB),
+            prefill=PrefillWorkerConfig(
+                count=max(num_prefill, 1), max_running_requests=64, max_num_batched_tokens=2048
+            ),
+            decode=DecodeWorkerConfig(
+                count=4 - num_prefill,
+                max_running_requests=256,
+                max_num_batched_tokens=2048,
+                swap_space_bytes=16 * _GIB,
+            ),
+        )
+        return with_policy(config, self.policy, topology=self.topology)
+
+
+COLUMNS = (
+    Column("elastic", "aligned_slo", Topology.ELASTIC),
+    Column("colocated", "aligned_slo", Topology.COLOCATED),
+    Column("2 + 2", "aligned_slo", Topology.DISAGGREGATED, 2),
+    Column("1 + 3", "aligned_slo", Topology.DISAGGREGATED, 1),
+    Column("distserve 2 + 2", "distserve", Topology.DISAGGREGATED, 2),
+)
+
+
+def cases(rates: list[float], duration_s: float) -> Iterator[tuple[dict[str, Any], Case]]:
+    """Return every column at every rate and pair of objectives, with its labels."""
+    for (ttft_s, tpot_s), rate, column in product(OBJECTIVES, rates, COLUMNS):
+        text = at_rate(f"azure_conv, arrivals=recorded, ttft={ttft_s}, tpot={tpot_s}", rate)
+        line = WorkloadLine(text, 0, duration_s=duration_s, data_dir=data_dir())
+        labels = {"ttft_s": ttft_s, "tpot_s": tpot_s, "rate": rate, "column": column.name}
+        yield labels, Case(str(labels), simulated_policy(_MACHINES, column.cluster()), line)
+
+
+def figures_of(result: SimulationResult) -> dict[str, Any]:
+    """Return what counts of a run."""
+    everything = result.classes[ALL]
+    return {
+        "percent_attained": round(100 * (everything.attainment or 0.0), 1),
+        "percent_ttft": round(100 * (everything.ttft_attainment or 0.0), 1),
+        "percent_tpot": round(100 * (everything.tpot_attainment or 0.0), 1),
+        "goodput_per_s": round(everything.goodput_per_s, 2),
+        "num_requests": everything.num_sent,
+        "num_handoffs": result.num_handoffs_verified,
+    }
+
+
+def main() -> None:
+    """Simulate, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--duration", type=float, default=40.0)
+    parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 12.0])
+    arguments = parser.parse_args()
+    rows = []
+    for labels, case in cases(arguments.rates, arguments.duration):
+        (outcome,) = run_cases([case])
+        if outcome.result is None:
+            raise SystemExit(f"{case.name}: {outcome.error}")
+        rows.append({**labels, **figures_of(outcome.result)})
+        print(msgspec.json.encode(rows[-1]).decode(), flush=True)
+    print(write_result("elastic", {"duration_s": arguments.duration, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

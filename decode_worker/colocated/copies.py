@@ -1,0 +1,59 @@
+"""Copies of requests that move between workers, and the memory that a worker lends for them."""
+
+import asyncio
+from collections.abc import Callable
+
+from alignedserve.messages.iterations import (
+    BlocksLoaded,
+    BlocksOffloaded,
+    BufferOpened,
+    CloseBuffer,
+    LoadBlocks,
+    MapArena,
+    OffloadBlocks,
+    OpenBuffer,
+    UnmapArena,
+)
+from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+
+CopyCommand = LoadBlocks | OffloadBlocks | MapArena | UnmapArena | OpenBuffer | CloseBuffer
+CopyEvent = BlocksLoaded | BlocksOffloaded | BufferOpened
+
+
+class MoveCopies:
+    """Performs the commands of moves on one worker."""
+
+    def __init__(self, copier: BlockCopier, memory: CandidateMemory) -> None:
+        self._copier = copier
+        self._memory = memory
+
+    def perform(self, command: CopyCommand, dispatch: Callable[[CopyEvent], None]) -> None:
+        """Start it; `dispatch` takes its outcome, later."""
+        match command:
+            case LoadBlocks():
+                self._copier.start_load(command, dispatch)
+            case OffloadBlocks():
+                self._copier.start_offload(command, dispatch)
+            case MapArena(peer, offered, stamps):
+                self._copier.map_arena(peer, offered, stamps=stamps)
+            case UnmapArena(peer):
+                self._copier.unmap_arena(peer)
+            case OpenBuffer(peer, link_epoch):
+                self._open_buffer(peer, link_epoch, dispatch)
+            case CloseBuffer(peer):
+                self._copier.unmap_arena(peer)
+                self._memory.close_for(peer)
+
+    def close(self) -> None:
+        """Close the transfers and free the memory, once the threads have ended."""
+        self._copier.close()
+        self._memory.close()
+
+    def _open_buffer(self, peer: str, link_epoch: int, dispatch: Callable[[CopyEvent], None]) -> None:
+        opened = self._memory.open_for(peer)
+        if opened is not None:
+            self._copier.use_arena(peer, opened.arena)
+        event = BufferOpened(peer, link_epoch, opened.offered if opened is not None else None)
+        # Not within the dispatch that asked for it: the rest of its commands comes first.
+        asyncio.get_running_loop().call_soon(dispatch, event)

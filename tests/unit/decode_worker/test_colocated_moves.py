@@ -1,0 +1,239 @@
+"""Requests that move between elastic workers, step by step: a giver and a receiver of twenty blocks of four tokens."""
+
+import pytest
+
+from alignedserve.core.ids import LeaseId, WorkerName
+from alignedserve.messages.caches import (
+    ArenaOffered,
+    BlockCopy,
+    BlockRun,
+    BlocksReserved,
+    BlocksTaken,
+    BlocksWritten,
+    CancelReservation,
+    ReservationRefused,
+    ReserveBlocks,
+)
+from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send
+from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import (
+    BlocksLoaded,
+    BlocksOffloaded,
+    BufferOpened,
+    CloseBuffer,
+    Load,
+    LoadBlocks,
+    MapArena,
+    OffloadBlocks,
+    OpenBuffer,
+    UnmapArena,
+)
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import (
+    MoveRequest,
+    RequestMoved,
+    RequestPreempted,
+    RequestStayed,
+)
+from decode_worker.colocated.arrivals import lent_by
+from decode_worker.colocated.logic import ColocatedCommand
+from tests.harnesses.colocated import FOUR, ColocatedHarness, run, runs, to_router
+from tests.harnesses.scheduling import Step
+from tests.support.samples import R1, blocks, request
+
+OTHER = "decode-1"
+BUFFER = ArenaOffered("/arena", 8, 64, "")
+RESERVED = BlocksReserved(R1, 1, LeaseId(1), 1, blocks(0, 1))
+RUNS = (BlockRun(0, 1, 5),)
+OFFLOAD = OffloadBlocks(R1, 1, blocks(0), OTHER, blocks(0), 1, LeaseId(1))
+WRITTEN = BlocksWritten(LeaseId(1), BlockCopy(1, 4, RUNS), 1, FOUR, (7,), 8.0, 0.5)
+
+
+def hear(made: ColocatedHarness, message: Message) -> list[ColocatedCommand]:
+    return made.do(Received(OTHER, message))
+
+
+def to_other(message: Message) -> Send:
+    return Send(OTHER, message)
+
+
+def linked() -> ColocatedHarness:
+    made = ColocatedHarness(can_move=True)
+    assert made.do(PeerConnected(Role.DECODE_WORKER, OTHER)) == [OpenBuffer(OTHER, 1)]
+    assert made.do(BufferOpened(OTHER, 1, BUFFER)) == [to_other(BUFFER)]
+    assert hear(made, BUFFER) == [MapArena(lent_by(OTHER), BUFFER, stamps=True)]
+    return made
+
+
+def giver() -> ColocatedHarness:
+    """r1 has its first token, in block 0, and rests."""
+    made = linked()
+    made.begin(FOUR, predicted_output_len=8.0)
+    made.follow(Step(r1=4))
+    made.sampled(r1=7)
+    return made
+
+
+def asked() -> ColocatedHarness:
+    made = giver()
+    order = MoveRequest(R1, 1, WorkerName(OTHER))
+    assert made.hear(order) == [to_other(ReserveBlocks(R1, 1, 2, may_wait=False))]
+    return made
+
+
+def copying() -> ColocatedHarness:
+    made = asked()
+    assert hear(made, RESERVED) == [OFFLOAD]
+    return made
+
+
+def offered() -> ColocatedHarness:
+    made = copying()
+    made.now = 0.5
+    assert made.do(BlocksOffloaded(OFFLOAD, RUNS)) == [to_other(WRITTEN)]
+    return made
+
+
+# --- the giver
+
+
+def test_a_request_that_was_taken_is_gone() -> None:
+    made = offered()
+    assert made.loads[-1].num_free_blocks == 19
+    assert hear(made, BlocksTaken(R1, 1, is_accepted=True)) == []
+    assert (made.loads[-1].num_waiting, made.loads[-1].num_free_blocks) == (0, 20)
+
+
+def test_one_that_was_not_taken_is_decoded_on() -> None:
+    made = offered()
+    cancelled = to_other(CancelReservation(R1, 1))
+    assert hear(made, BlocksTaken(R1, 1, is_accepted=False)) == [cancelled, to_router(RequestStayed(R1, 1))]
+    (iteration,) = runs(made.follow(Step(r1=1)))
+    assert [(one.request.request_id, one.num_cached, one.block_ids) for one in iteration.additions] == [
+        (R1, 4, blocks(0, 1))
+    ]
+
+
+def test_without_blocks_at_the_receiver_it_stays() -> None:
+    assert hear(asked(), ReservationRefused(R1, 1)) == [to_router(RequestStayed(R1, 1))]
+
+
+def test_a_copy_that_fails_leaves_it_here() -> None:
+    answer = [to_other(CancelReservation(R1, 1)), to_router(RequestStayed(R1, 1))]
+    assert copying().do(BlocksOffloaded(OFFLOAD, None)) == answer
+
+
+def test_it_is_decoded_while_the_receiver_is_asked_and_leaves_between_iterations() -> None:
+    made = asked()
+    assert runs(made.follow(Step(r1=1))) == [run(grown=[("r1", 1)], r1=1)]
+    assert hear(made, RESERVED) == []
+    (left,) = [one for one in made.sampled(r1=8) if isinstance(one, OffloadBlocks)]
+    assert (left.block_ids, left.target_block_ids) == (blocks(0, 1), blocks(0, 1))
+
+
+def test_an_order_for_what_cannot_leave_is_answered() -> None:
+    made = linked()
+    assert made.hear(MoveRequest(R1, 1, WorkerName(OTHER))) == [to_router(RequestStayed(R1, 1))]
+    made.begin(FOUR)  # without a cache yet
+    assert made.hear(MoveRequest(R1, 1, WorkerName(OTHER))) == [to_router(RequestStayed(R1, 1))]
+    assert giver().hear(MoveRequest(R1, 1, WorkerName("decode-9"))) == [to_router(RequestStayed(R1, 1))]
+
+
+def test_a_receiver_lost_before_the_offer_changes_nothing() -> None:
+    gone = PeerDisconnected(Role.DECODE_WORKER, OTHER)
+    closed = [CloseBuffer(OTHER), to_router(RequestStayed(R1, 1)), UnmapArena(lent_by(OTHER))]
+    assert asked().do(gone) == closed
+    made = copying()
+    assert made.do(gone) == [CloseBuffer(OTHER), UnmapArena(lent_by(OTHER))]
+    assert made.do(BlocksOffloaded(OFFLOAD, RUNS)) == [to_router(RequestStayed(R1, 1))]
+
+
+def test_a_receiver_lost_after_the_offer_may_have_it() -> None:
+    made = offered()
+    commands = made.do(PeerDisconnected(Role.DECODE_WORKER, OTHER))
+    assert to_router(RequestPreempted(R1, 1, (7,))) in commands
+    assert made.loads[-1].num_free_blocks == 20
+
+
+@pytest.mark.parametrize("stage", [copying, offered])
+def test_an_aborted_request_frees_its_blocks(stage: object) -> None:
+    made = copying() if stage is copying else offered()
+    made.hear(AbortRequest(R1, 1))
+    if stage is copying:
+        assert made.do(BlocksOffloaded(OFFLOAD, RUNS)) == [to_other(CancelReservation(R1, 1))]
+    assert made.loads[-1].num_free_blocks == 20
+
+
+# --- the receiver
+
+
+def reserved() -> ColocatedHarness:
+    made = linked()
+    assert hear(made, ReserveBlocks(R1, 1, 2, may_wait=False)) == [to_other(RESERVED)]
+    assert made.loads[-1].num_free_blocks == 18
+    return made
+
+
+def loading() -> ColocatedHarness:
+    made = reserved()
+    assert hear(made, WRITTEN) == [LoadBlocks(lent_by(OTHER), (Load(R1, WRITTEN.copy, blocks(0)),))]
+    return made
+
+
+def loaded(refused: bool = False) -> BlocksLoaded:
+    load = Load(R1, WRITTEN.copy, blocks(0))
+    return BlocksLoaded(lent_by(OTHER), (load,), frozenset({R1} if refused else ()))
+
+
+def test_a_request_that_arrives_is_decoded_on_from_its_cache() -> None:
+    made = loading()
+    taken = [to_router(RequestMoved(R1, 2, 1)), to_other(BlocksTaken(R1, 1, is_accepted=True))]
+    assert made.do(loaded()) == taken
+    (iteration,) = runs(made.follow(Step(r1=1)))
+    assert [(one.generated_token_ids, one.num_cached, one.block_ids) for one in iteration.additions] == [
+        ((7,), 4, blocks(0, 1))
+    ]
+    assert made.view.table.first_token_s[0] == -0.5
+    assert made.loads[-1].num_handoffs_verified == 1
+
+
+def test_a_copy_that_does_not_verify_is_not_taken() -> None:
+    made = loading()
+    assert made.do(loaded(refused=True)) == [to_other(BlocksTaken(R1, 1, is_accepted=False))]
+    assert made.loads[-1].num_free_blocks == 20
+
+
+def test_nothing_is_reserved_without_blocks_or_a_buffer() -> None:
+    refused = [to_other(ReservationRefused(R1, 1))]
+    assert hear(linked(), ReserveBlocks(R1, 1, 9, may_wait=False)) == refused  # the buffer has eight
+    made = linked()
+    made.begin(request("r2", prompt_len=70))  # may need all blocks
+    assert hear(made, ReserveBlocks(R1, 1, 2, may_wait=False)) == refused
+
+
+def test_what_was_not_reserved_is_not_taken() -> None:
+    made = linked()
+    assert hear(made, WRITTEN) == [to_other(BlocksTaken(R1, 1, is_accepted=False))]
+
+
+def test_a_cancelled_reservation_is_free_again() -> None:
+    made = reserved()
+    assert hear(made, CancelReservation(R1, 1)) == []
+    assert made.loads[-1].num_free_blocks == 20
+
+
+def test_what_a_lost_giver_had_written_is_not_taken() -> None:
+    made = loading()
+    made.do(PeerDisconnected(Role.DECODE_WORKER, OTHER))
+    assert made.do(loaded()) == [to_other(BlocksTaken(R1, 1, is_accepted=False))]
+    assert made.loads[-1].num_free_blocks == 20
+
+
+def test_a_prompt_that_might_need_blocks_on_their_way_waits_for_them() -> None:
+    made = reserved()
+    made.begin(request("r2", prompt_len=70))
+    assert made.loads[-1].num_waiting == 1
+    assert made.follow(Step(r2=10)) == []
+    commands = hear(made, CancelReservation(R1, 1))
+    assert [[part[0] for part in one.slices] for one in runs(commands)] == [["r2"]]

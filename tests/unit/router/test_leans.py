@@ -1,0 +1,99 @@
+"""Which decodes are handed over: between the workers that are furthest apart, the latest first, and seldom."""
+
+from dataclasses import replace as changed
+from typing import Any
+
+from msgspec.structs import replace
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.lifecycle import Stage
+from alignedserve.messages.workers import WorkerLoad
+from router.leans import MAX_MOVES, REST_S, Leans
+from router.state import DispatchedPrefill, TrackedRequest, WorkerRecord
+from tests.support.samples import request, worker
+
+PROMPT = DispatchedPrefill(1, 100)
+
+
+def elastic(name: str, lean: float, num_decodes: int = 0, **facts: Any) -> WorkerRecord:
+    registered = worker(**{"can_prefill": True, "can_move": True, "max_running_requests": 64, **facts})
+    made = WorkerRecord(name, registered, WorkerLoad(lean=lean))
+    made.decoding = {RequestId(f"{name}-{number}") for number in range(num_decodes)}
+    return made
+
+
+def decoded_by(*workers: WorkerRecord) -> dict[RequestId, TrackedRequest]:
+    return {
+        request_id: TrackedRequest(
+            changed(request(request_id), arrival_s=float(request_id.rpartition("-")[2])),
+            "gateway-0",
+            50.0,
+            stage=Stage.DECODING,
+            holder=one.name,
+        )
+        for one in workers
+        for request_id in one.decoding
+    }
+
+
+def moved(leans: Leans, *workers: WorkerRecord, now: float = 0.0) -> list[tuple[str, str]]:
+    planned = leans.moves(workers, decoded_by(*workers), now)
+    return [(str(one.tracked.request.request_id), one.receiver.name) for one in planned]
+
+
+def test_the_latest_requests_leave_the_worker_without_time_for_the_one_with_most() -> None:
+    workers = elastic("a", 0.0, num_decodes=8), elastic("b", 0.5), elastic("c", 1.0)
+    assert moved(Leans(), *workers) == [("a-7", "c"), ("a-6", "c")]
+
+
+def test_nothing_moves_between_leans_that_are_near() -> None:
+    assert moved(Leans(), elastic("a", 0.1, num_decodes=8), elastic("b", 0.3)) == []
+
+
+def test_a_worker_with_some_time_gives_only_while_prompts_wait_there() -> None:
+    giver, receiver = elastic("a", 0.25, num_decodes=4), elastic("b", 1.0)
+    assert moved(Leans(), giver, receiver) == []
+    giver.start_prefill(RequestId("r9"), PROMPT)
+    assert moved(Leans(), giver, receiver) == [("a-3", "b")]
+
+
+def test_a_worker_with_prompts_takes_nothing() -> None:
+    receiver = elastic("b", 1.0)
+    receiver.start_prefill(RequestId("r9"), PROMPT)
+    assert moved(Leans(), elastic("a", 0.0, num_decodes=4), receiver) == []
+
+
+def test_nor_does_one_that_drains_or_is_full_or_elsewhere() -> None:
+    giver = elastic("a", 0.0, num_decodes=4)
+    drains, full = elastic("b", 1.0), elastic("c", 1.0, num_decodes=2, max_running_requests=2)
+    drains.is_draining = True
+    assert moved(Leans(), giver, drains, full, elastic("d", 1.0, pool_name="pool-1")) == []
+
+
+def test_a_receiver_never_gets_more_decodes_than_the_giver_keeps() -> None:
+    assert moved(Leans(), elastic("a", 0.0, num_decodes=4), elastic("b", 1.0, num_decodes=3)) == []
+    assert moved(Leans(), elastic("a", 0.0, num_decodes=1), elastic("b", 1.0)) == []
+    assert moved(Leans(), elastic("a", 0.0, num_decodes=9), elastic("b", 1.0, num_decodes=7)) == [("a-8", "b")]
+
+
+def test_workers_rest_after_a_move() -> None:
+    leans, workers = Leans(), (elastic("a", 0.0, num_decodes=4), elastic("b", 1.0))
+    assert moved(leans, *workers)
+    assert moved(leans, *workers, now=REST_S / 2) == []
+    assert moved(leans, *workers, now=REST_S)
+
+
+def test_requests_that_have_moved_often_or_are_moving_stay() -> None:
+    giver, receiver = elastic("a", 0.0, num_decodes=3), elastic("b", 1.0)
+    requests = decoded_by(giver)
+    requests[RequestId("a-2")].num_moves = MAX_MOVES
+    requests[RequestId("a-1")].destination = "b"
+    (planned,) = Leans().moves([giver, receiver], requests, 0.0)
+    assert planned.tracked is requests[RequestId("a-0")]
+
+
+def test_colocated_workers_hand_nothing_over() -> None:
+    giver, receiver = elastic("a", 0.0, num_decodes=4), elastic("b", 1.0)
+    for one in (giver, receiver):
+        one.registered = replace(one.registered, can_move=False)
+    assert moved(Leans(), giver, receiver) == []
