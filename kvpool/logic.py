@@ -15,6 +15,7 @@ A lease whose holder is lost or late is revoked. A lost pool entry is a miss, ne
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 
 from alignedserve.core.attempts import next_step
 from alignedserve.core.block_allocator import blocks_for
@@ -53,6 +54,7 @@ from alignedserve.messages.wire import Message
 from kvpool.lease_table import LeaseTable
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
 from kvpool.state import Lease, LeaseStage, PooledRequest, Reservation
+from kvpool.waiting_forms import WaitingForms
 
 NO_GENERATION = 0
 
@@ -91,6 +93,7 @@ class PoolLogic:
         self._known_attempt = 0  # the latest at any request
         self._workers: dict[str, None] = {}  # linked now
         self._pace_s: dict[str, float] = {}  # of decode workers: an iteration, and so each token, takes so long
+        self._waiting_forms = WaitingForms()
         self._reported: PoolLoad | None = None
 
     def on_event(self, event: CommonEvent, now: float) -> list[PoolCommand]:
@@ -103,7 +106,8 @@ class PoolLogic:
             case PeerDisconnected(_, peer):
                 commands = self._on_disconnected(peer, now)
             case Ticked():
-                commands = [*self._end_expired(now), *self._report()]
+                refused = [self._refused(form) for form in self._waiting_forms.expired(now)]
+                commands = [*self._end_expired(now), *chain(*refused), *self._report()]
         return commands
 
     # --- peers
@@ -111,11 +115,13 @@ class PoolLogic:
     def _on_connected(self, role: Role, peer: str, now: float) -> list[PoolCommand]:
         if role is not Role.ROUTER:
             self._workers[peer] = None
-            return [Send(peer, self._arena)]
+            asked = [self._form(form, now) for form in self._waiting_forms.linked(peer)]
+            return [Send(peer, self._arena), *chain(*asked)]
         self._router = peer
         self._reported = None
         # What a router knew of this pool ended with its link: it recomputes those requests, so their blocks are freed.
         self._reservations.clear()
+        self._waiting_forms.clear()
         commands = [command for lease in self._lease_table.all() for command in self._invalidate(lease)]
         return [
             Send(peer, PoolRegistered(self._lease_table.num_blocks, self._arena.layout_digest, self._known_attempt)),
@@ -246,10 +252,12 @@ class PoolLogic:
     # --- blocks to read
 
     def _form(self, message: FormBatch, now: float) -> list[PoolCommand]:
-        # A worker whose link is down would never get the grant, nor release it.
-        batch = self._choose(message, now) if message.worker in self._workers else None
+        if message.worker not in self._workers:  # it would never get the grant, nor release it
+            self._waiting_forms.add(message, now)
+            return []
+        batch = self._choose(message, now)
         if batch is None:
-            return self._to_router(BatchFormed(message.batch_id, message.worker, ()))
+            return self._refused(message)
         leases = [self._pooled[request_id] for request_id in batch.request_ids]
         handoffs = tuple(self._grant(lease, message.worker, message.batch_id) for lease in leases)
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in handoffs)
@@ -257,6 +265,9 @@ class PoolLogic:
         joins = message.joins.batch_id if message.joins is not None else None
         granted = BatchGranted(message.batch_id, handoffs, joins, self._former.is_aligned)
         return [*self._to_router(formed), Send(message.worker, granted)]
+
+    def _refused(self, message: FormBatch) -> list[PoolCommand]:
+        return self._to_router(BatchFormed(message.batch_id, message.worker, ()))
 
     def _choose(self, message: FormBatch, now: float) -> AlignedBatch | None:
         limits = BatchLimits(message.max_blocks, message.max_requests, message.min_requests)

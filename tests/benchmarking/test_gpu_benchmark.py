@@ -1,7 +1,6 @@
 """benchmarks.gpu: targets from figures, parts that crash or hang, the log of tests; all of it at toy size (slow)."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,17 +157,3 @@ def test_what_makes_no_sense_is_refused(
         gpu.main()
     assert end.value.code == 2
     assert problem in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_everything_runs_at_toy_size(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--toy", "--device", "cpu", "--output", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    names = {"logits", "kernels", "iterations", "transfers", "generation", "targets"}
-    assert {path.name for path in tmp_path.iterdir()} == {f"gpu_{name}.json" for name in names}
-    record = json.loads((tmp_path / "gpu_targets.json").read_text())
-    assert [part["failures"] for part in record["figures"]["parts"]] == [[]] * 5
-    assert {target["verdict"] for target in record["figures"]["targets"]} == {NOT_MEASURED}
-    assert record["machine"]["torch"]

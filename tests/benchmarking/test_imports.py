@@ -1,11 +1,14 @@
 """On a bare machine with a GPU there is PyTorch, and little else: what is measured there loads nothing of a server."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.targets import NOT_MEASURED
 from tests.support.marks import slow
 
 ABSENT = (
@@ -18,10 +21,17 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {absent!r}:
+        if name.partition(".")[0] in {absent}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
+"""
+BESIDE_TRANSFORMERS = ("logits", "generation")  # parts of the benchmark of a GPU
+FEWER_ABSENT = tuple(name for name in ABSENT if name not in OF_TRANSFORMERS)
+BLOCKED_PER_PART = f"""
+import sys
+absent = {FEWER_ABSENT!r} if {set(BESIDE_TRANSFORMERS)!r} & set(sys.orig_argv) else {ABSENT!r}
+{BLOCKED.format(absent="absent")}
 """
 COMMANDS = (
     "bench transfer --device cpu",
@@ -35,7 +45,7 @@ COMMANDS = (
 
 def run_without(absent: tuple[str, ...], program: str, *arguments: str) -> str:
     """Return the printed text. `arguments`: the command's name and what follows."""
-    blocked = BLOCKED.format(absent=absent)
+    blocked = BLOCKED.format(absent=repr(absent))
     command = [sys.executable, "-c", f"{blocked}\nsys.argv = {list(arguments)!r}\n{program}"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -48,18 +58,18 @@ def test_the_command_runs(command: str) -> None:
     assert run_without(ABSENT, program, "alignedserve", *command.split())
 
 
-@pytest.mark.parametrize("part", ["iterations", *slow("kernels", "transfers")])
-def test_the_part_of_the_gpu_benchmark_runs(part: str, tmp_path: Path) -> None:
-    run_part(ABSENT, part, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["logits", "generation"])
-def test_the_part_beside_transformers_runs(part: str, tmp_path: Path) -> None:
-    run_part(tuple(name for name in ABSENT if name not in OF_TRANSFORMERS), part, tmp_path)
-
-
-def run_part(absent: tuple[str, ...], part: str, folder: Path) -> None:
-    program = "import benchmarks.gpu.__main__\nfrom benchmarks.gpu.parts import main\nmain()"
-    run_without(absent, program, "gpu_parts", part, "--device", "cpu", "--toy", "--output", str(folder))
-    assert (folder / f"gpu_{part}.json").exists()
+@pytest.mark.timeout(300)
+def test_the_gpu_benchmark_runs_at_toy_size(tmp_path: Path) -> None:
+    """In every one of its processes: Python runs `sitecustomize` before anything else."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED_PER_PART)
+    results = tmp_path / "results"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--toy", "--device", "cpu", "--output", str(results)]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    names = {"logits", "kernels", "iterations", "transfers", "generation", "targets"}
+    assert {path.name for path in results.iterdir()} == {f"gpu_{name}.json" for name in names}
+    record = json.loads((results / "gpu_targets.json").read_text())
+    assert [part["failures"] for part in record["figures"]["parts"]] == [[]] * 5
+    assert {target["verdict"] for target in record["figures"]["targets"]} == {NOT_MEASURED}
+    assert record["machine"]["torch"]

@@ -98,6 +98,13 @@ def start_failing(nodes: RayNodes, asked: Path, patience_s: float, options: Sequ
     return driver
 
 
+def replace_content(path: Path, content: bytes) -> None:
+    """Put another file in its place; a process may have the former one mapped."""
+    made = path.with_suffix(".new")
+    made.write_bytes(content)
+    made.replace(path)
+
+
 def failing(nodes: RayNodes) -> dict[str, Any]:
     """Return what does not serve, of all nodes."""
     found: dict[str, Any] = {}
@@ -138,8 +145,9 @@ async def test_a_worker_that_does_not_start_is_shown_and_starts_when_it_can(node
     right = await stream_all(first, PROMPTS, NUM_TOKENS)
     weights = model / "model.safetensors"
     whole = weights.read_bytes()
-    weights.write_bytes(bytes(len(whole)))
-    ended = next(pid for pid, title in nodes.actors().items() if "decode-1" in title)
+    replace_content(weights, bytes(len(whole)))
+    of_node = {process.pid for process in nodes.processes(1)}
+    (ended,) = [pid for pid, title in nodes.actors().items() if pid in of_node and "Worker" in title]
     psutil.Process(ended).kill()
     await until(nodes, lambda: "failed start" in failing(nodes).get("decode-1", {}).get("problem", ""))
     found = failing(nodes)
@@ -150,7 +158,7 @@ async def test_a_worker_that_does_not_start_is_shown_and_starts_when_it_can(node
     assert nodes.command("status").returncode == 1
     check(await stream_all(first, PROMPTS, NUM_TOKENS), right)  # the others serve
     await until(nodes, lambda: "2 failed starts" in failing(nodes).get("decode-1", {}).get("problem", ""))
-    weights.write_bytes(whole)
+    replace_content(weights, whole)
     await until(nodes, lambda: nodes.status()["load"]["num_decode_workers"] == 2 and not failing(nodes))
     assert nodes.command("status").returncode == 0
     check(await stream_all(first, PROMPTS, NUM_TOKENS), right)

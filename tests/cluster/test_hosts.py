@@ -39,7 +39,7 @@ pytestmark = [
 # Ray looks more often, and waits less: for a host that is silent (30 s without), for a head that is gone (60 s).
 SOON = {
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-    "AUTOSCALER_HEARTBEAT_TIMEOUT_S": "10",
+    "AUTOSCALER_HEARTBEAT_TIMEOUT_S": "15",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
 }
 FAULT_S = 6.0

@@ -35,7 +35,6 @@ async def test_requests_of_a_pool_without_decode_workers_are_served_from_another
 async def test_the_link_to_another_node_is_there_while_it_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_peers, "LINK_IDLE_S", 0.4)
     cluster = await start_two_nodes(small_config(tmp_path / "model"), tmp_path, has_tls=True)
     decoder = cluster.components[FAR]
     assert isinstance(decoder, DecodeWorker)
@@ -52,6 +51,8 @@ async def test_the_link_to_another_node_is_there_while_it_is_used(
                 answer = await cluster.gateway.generate(prompt, sampling)
             assert answer.token_ids == cluster.reference(prompt, sampling)
             assert linked() == {POOL}
-            await holds(lambda: linked() == set())
+            with monkeypatch.context() as minute:
+                minute.setattr(block_peers, "LINK_IDLE_S", 0.0)  # it is over
+                await holds(lambda: linked() == set())
     finally:
         await cluster.close()

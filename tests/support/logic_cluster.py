@@ -61,6 +61,7 @@ from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 from kvpool import factory as pool_factory
 from kvpool.logic import PoolLogic, SetBlockGeneration
+from kvpool.waiting_forms import LINK_WAIT_S
 from prefill_worker import factory as prefill_factory
 from prefill_worker.logic import PrefillLogic
 from router import factory as router_factory
@@ -247,7 +248,10 @@ class LogicCluster:
             if not self.step():
                 self.tick()
                 if not any(self.links.values()) and not self.pending:
-                    return
+                    self.now += LINK_WAIT_S  # a pool may wait for a link that does not come
+                    self.tick()
+                    if not any(self.links.values()) and not self.pending:
+                        return
             elif number % 50 == 0:
                 self.tick()
         raise AssertionError("the system never comes to rest")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from alignedserve.costmodel.model import CostModel
-from alignedserve.scheduling.packer import Packer, add_earliest
+from alignedserve.scheduling.packer import Packer, ReservingPacker, add_earliest
 from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig, Pivot, Urgency, find_pivot, urgency_of
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Ints
@@ -43,7 +43,7 @@ class _Batch:
         self._view = view
         self._config = config
         self._pivot = pivot
-        self._packer = Packer(view)
+        self._packer = _packer_of(view, config)
         self._slo_s, self._remaining_s, self._may_preempt = urgency
         self._least_slo_s = np.inf  # SLO_min of those in the batch
         self._num_tokens = 0  # S_f
@@ -237,7 +237,11 @@ class _Batch:
         """Return D_c in tokens and D_m in blocks of these requests, and which of them fit."""
         table, size = self._view.table, self._view.memory.block_size
         held, cached, remaining = table.num_blocks[rows], table.num_cached[rows], table.num_remaining[rows]
-        slots = (held + self._free_blocks()) * size - cached
+        whole, num_free = -(-table.context_len[rows] // size), self._free_blocks()
+        if self._config.reserve_prompts:
+            slots = np.where((held > 0) | (whole <= num_free), remaining, 0)
+        else:
+            slots = (held + num_free) * size - cached
         left = self._packer.num_tokens_left
         if self._config.dynamic_chunking:
             budget = np.minimum(
@@ -248,7 +252,10 @@ class _Batch:
         else:
             demands = np.minimum(remaining, min(self._config.static_chunk_len, left))
             budget = np.full(len(rows), self._token_budget() if self._has_prompt else left)
-        blocks = np.maximum(-(-(cached + demands) // size) - held, 0)
+        if self._config.reserve_prompts:
+            blocks = np.where(held > 0, 0, whole)
+        else:
+            blocks = np.maximum(-(-(cached + demands) // size) - held, 0)
         return demands, blocks, (demands > 0) & (demands <= budget) & (demands <= slots)
 
     def _add_in_order(self, waiting: Ints) -> None:
@@ -262,3 +269,12 @@ class _Batch:
             packer.num_free += watermark
             if not is_added or packer.remaining(row) > num_tokens:
                 return
+
+
+def _packer_of(view: WorkerView, config: AccelgenConfig) -> Packer:
+    """Return the packer: with `reserve_prompts` one that keeps the blocks for the rest of prompts that have begun."""
+    table = view.table
+    if not config.reserve_prompts:
+        return Packer(view)
+    has_begun = (table.num_blocks > 0) & (table.num_remaining > 1)
+    return ReservingPacker(view, total_len=table.context_len, has_begun=has_begun)

@@ -26,6 +26,7 @@ class AccelgenConfig:
     default_ttft_s: float = 1.0
     default_deadline_s: float = 3600.0  # of best-effort requests without any SLO
     watermark: float = 0.01  # share of the blocks that a prompt leaves free (vLLM, on which it is built)
+    reserve_prompts: bool = True  # a prompt begins where all of it fits, and keeps the blocks for its rest (vLLM)
     max_preemptions: int = 2  # of one request for more urgent ones
     starvation_s: float = 60.0  # a request that has missed its SLO preempts none before it has waited so long
     dynamic_chunking: bool = True  # False: /Chunk of section 6.3, chunks of static_chunk_len

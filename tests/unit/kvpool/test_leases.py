@@ -15,7 +15,7 @@ from alignedserve.messages.caches import (
     LeasesReturned,
     ReservationRefused,
 )
-from alignedserve.messages.events import Send, Ticked
+from alignedserve.messages.events import PeerDisconnected, Send, Ticked
 from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
@@ -28,8 +28,10 @@ from alignedserve.messages.pools import (
     RequestPooled,
 )
 from alignedserve.messages.workers import JoinedBatch
+from kvpool.logic import PoolCommand
 from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import BatchFormer
+from kvpool.waiting_forms import LINK_WAIT_S
 from tests.harnesses.pool import (
     ARENA,
     ASKED,
@@ -127,12 +129,46 @@ def test_what_is_granted_is_not_granted_again() -> None:
     assert made.hear(ROUTER, FORM) == [Send(ROUTER, BatchFormed(BATCH, ASKED, ()))]
 
 
-def test_a_worker_that_is_not_linked_gets_nothing() -> None:
+ELSEWHERE = WorkerName("decode-1")
+FORM_ELSEWHERE = FormBatch(BATCH, ELSEWHERE, 100, 100)
+
+
+def test_a_worker_that_is_not_linked_gets_its_batch_when_it_is() -> None:
     made = PoolHarness()
     made.pool("r1")
-    elsewhere = WorkerName("decode-1")
-    assert made.hear(ROUTER, FormBatch(BATCH, elsewhere, 100, 100)) == [Send(ROUTER, BatchFormed(BATCH, elsewhere, ()))]
+    assert made.hear(ROUTER, FORM_ELSEWHERE) == []
+    assert len(grants(made.link(ELSEWHERE, Role.DECODE_WORKER))) == 1
+    made.do(PeerDisconnected(Role.DECODE_WORKER, ELSEWHERE))
+    assert grants(made.link(ELSEWHERE, Role.DECODE_WORKER)) == []  # it was asked for once
+
+
+def test_a_worker_that_does_not_link_in_time_gets_nothing() -> None:
+    made = PoolHarness()
+    made.pool("r1")
+    made.hear(ROUTER, FORM_ELSEWHERE)
+    made.now += LINK_WAIT_S - 0.01
+    assert forms(made.do(Ticked())) == []
+    made.now += 0.01
+    assert forms(made.do(Ticked())) == [BatchFormed(BATCH, ELSEWHERE, ())]
+    assert grants(made.link(ELSEWHERE, Role.DECODE_WORKER)) == []
     assert len(grants(made.hear(ROUTER, FORM))) == 1
+
+
+def test_a_batch_that_waits_for_a_link_is_not_held_up_by_others_and_ends_with_its_router() -> None:
+    made = PoolHarness()
+    made.pool("r1")
+    made.hear(ROUTER, FORM_ELSEWHERE)
+    assert len(grants(made.hear(ROUTER, FORM))) == 1
+    made.link(ROUTER, Role.ROUTER)
+    assert [type(command) for command in made.link(ELSEWHERE, Role.DECODE_WORKER)] == [Send]
+    made.now += LINK_WAIT_S
+    assert forms(made.do(Ticked())) == []
+
+
+def forms(commands: list[PoolCommand]) -> list[BatchFormed]:
+    """The answers to FormBatch among these commands."""
+    messages = [command.message for command in commands if isinstance(command, Send)]
+    return [message for message in messages if isinstance(message, BatchFormed)]
 
 
 @pytest.mark.parametrize(("max_blocks", "max_requests"), [(2, 100), (100, 1)])

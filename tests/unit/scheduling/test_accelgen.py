@@ -40,7 +40,9 @@ def test_the_example_of_the_page() -> None:
 
 
 def test_without_multi_resource_batching_the_queue_is_taken_in_order() -> None:
-    assert planned(example(), multi_resource=False) == {"chat": 1, "b": 60, "c": 90, "a": 19}
+    assert planned(example(), multi_resource=False) == {"chat": 1, "b": 60, "c": 90}
+    cut = planned(example(), multi_resource=False, reserve_prompts=False)
+    assert cut == {"chat": 1, "b": 60, "c": 90, "a": 19}
 
 
 def test_without_prioritisation_the_earliest_are_compared() -> None:
@@ -92,6 +94,29 @@ def test_a_long_prompt_waits_for_the_one_before_it() -> None:
     assert planned(view_of(rows | {"first": {"prompt_len": 30, "ttft_s": 90.0}}, history=[0.11])) == {"second": 512}
     cached = rows["first"] | {"num_cached": 4800, "num_blocks": 300}
     assert planned(view_of(rows | {"first": cached}, history=[0.11])) == {"first": 200, "short": 30}
+
+
+RESERVED = {"watermark": 0.0, "reserve_prompts": True}
+
+
+def test_blocks_for_the_rest_of_a_prompt_are_kept_once_it_has_begun() -> None:
+    rows = {
+        "begun": {"prompt_len": 320, "num_cached": 160, "num_blocks": 10, "ttft_s": 9.0, "num_preemptions": 2},
+        "urgent": {"prompt_len": 48, "ttft_s": 0.2},
+    }
+    short = view_of(rows, num_blocks=22, history=[0.11])  # 12 free, of which 10 are for the rest
+    assert planned(short, **RESERVED) == {"begun": 160}
+    assert planned(short, **RESERVED | {"reserve_prompts": False}) == {"urgent": 48, "begun": 133}
+    enough = view_of(rows, num_blocks=23, history=[0.11])
+    assert planned(enough, **RESERVED) == {"urgent": 48, "begun": 133}  # 909 * 0.2 - 48
+
+
+def test_a_prompt_begins_only_where_all_of_it_fits() -> None:
+    rows = {"chat": CHAT | {"prompt_len": 150, "tpot_s": 9.0}, "long": {"prompt_len": 5000, "ttft_s": 90.0}}
+    short, enough = (view_of(rows, num_blocks=num_blocks, history=[0.11]) for num_blocks in (322, 323))  # 10 held
+    assert planned(short, **RESERVED) == {"chat": 1}
+    assert planned(short, **RESERVED | {"reserve_prompts": False}) == {"chat": 1, "long": 511}
+    assert planned(enough, **RESERVED) == {"chat": 1, "long": 511}
 
 
 URGENT = {"prompt_len": 64, "ttft_s": 1.0, "waits_since_s": -0.8}

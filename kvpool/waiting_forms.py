@@ -1,0 +1,39 @@
+"""Batches that were asked for a decode worker whose link is not there yet.
+
+A worker of another node links with a pool when its first batch of it is asked for. The question waits for the link, so
+that nobody else is asked for instead: each of those would make a link as well. It does not wait long: a worker whose
+link is down would never get what is granted to it.
+"""
+
+from alignedserve.core.ids import BatchId
+from alignedserve.messages.pools import FormBatch
+
+LINK_WAIT_S = 1.0  # many times what a link takes between two hosts
+
+
+class WaitingForms:
+    """The questions that wait, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[BatchId, tuple[FormBatch, float]] = {}  # with the end of the wait
+
+    def add(self, form: FormBatch, now: float) -> None:
+        """Let a question wait."""
+        self._waiting[form.batch_id] = (form, now + LINK_WAIT_S)
+
+    def linked(self, worker: str) -> list[FormBatch]:
+        """Remove and return the questions for a worker whose link is there."""
+        return self._take([form for form, _ in self._waiting.values() if form.worker == worker])
+
+    def expired(self, now: float) -> list[FormBatch]:
+        """Remove and return the questions that have waited too long."""
+        return self._take([form for form, ends_s in self._waiting.values() if ends_s <= now])
+
+    def clear(self) -> None:
+        """Forget all: the router that asked is gone."""
+        self._waiting.clear()
+
+    def _take(self, forms: list[FormBatch]) -> list[FormBatch]:
+        for form in forms:
+            del self._waiting[form.batch_id]
+        return forms
