@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode_worker.block_peers import LINK_IDLE_S
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests
 from tests.support.logic_cluster import LogicCluster, Shape
 
@@ -20,12 +21,19 @@ SHAPES = (
 
 
 def check_links(cluster: LogicCluster) -> None:
-    """Every decode worker is linked to every prefill worker and every pool, and dials nothing else."""
-    peers = {name for name in cluster.logics if name.startswith(("prefill", "pool"))}
+    """After a minute without work every decode worker dials the prefill workers of its node, and nothing else."""
+    cluster.now += LINK_IDLE_S
+    cluster.tick()
+    peers = {name for name in cluster.logics if name.startswith("prefill")}
     for decoder in [name for name in cluster.logics if name.startswith("decode")]:
         dialled = {peer for dialler, peer in cluster.dialled if dialler == decoder}
-        assert dialled == peers - {cluster.pool_of(decoder)}
-        assert {peer for peer, other in cluster.links if other == decoder} == {*peers, "router"}
+        near = {peer for peer in peers if cluster.pool_of(peer) == cluster.pool_of(decoder)}
+        assert dialled == near
+        assert {peer for peer, other in cluster.links if other == decoder} == {
+            *near,
+            cluster.pool_of(decoder),
+            "router",
+        }
 
 
 def move(cluster: LogicCluster, rng: random.Random, number: int) -> None:
