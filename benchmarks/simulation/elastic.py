@@ -1,13 +1,14 @@
 """Elastic workers beside colocated ones and fixed splits: real conversation arrivals on four accelerators.
 
-    python -m benchmarks.simulation.elastic [--duration 40] [--rates 8 12]
+    python -m benchmarks.simulation.elastic [--duration 40] [--rates 8 12] [--row 1]
 
 Llama-2-13B on four A100, recorded arrivals of Azure's conversations scaled to the rate, three pairs of objectives.
-Every column has the same requests. Arrivals end after `--duration` seconds.
+Every column has the same requests. Arrivals end after `--duration` seconds. `--row`: one pair alone, in a record of its
+own, as all take minutes.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -69,9 +70,11 @@ COLUMNS = (
 )
 
 
-def cases(rates: list[float], duration_s: float) -> Iterator[tuple[dict[str, Any], Case]]:
+def cases(
+    objectives: Sequence[tuple[float, float]], rates: Sequence[float], duration_s: float
+) -> Iterator[tuple[dict[str, Any], Case]]:
     """Return every column at every rate and pair of objectives, with its labels."""
-    for (ttft_s, tpot_s), rate, column in product(OBJECTIVES, rates, COLUMNS):
+    for (ttft_s, tpot_s), rate, column in product(objectives, rates, COLUMNS):
         text = at_rate(f"azure_conv, arrivals=recorded, ttft={ttft_s}, tpot={tpot_s}", rate)
         line = WorkloadLine(text, 0, duration_s=duration_s, data_dir=data_dir())
         labels = {"ttft_s": ttft_s, "tpot_s": tpot_s, "rate": rate, "column": column.name}
@@ -96,15 +99,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--duration", type=float, default=40.0)
     parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 12.0])
+    parser.add_argument("--row", type=int, choices=range(1, len(OBJECTIVES) + 1))
     arguments = parser.parse_args()
+    chosen = OBJECTIVES if arguments.row is None else OBJECTIVES[arguments.row - 1 : arguments.row]
     rows = []
-    for labels, case in cases(arguments.rates, arguments.duration):
+    for labels, case in cases(chosen, arguments.rates, arguments.duration):
         (outcome,) = run_cases([case])
         if outcome.result is None:
             raise SystemExit(f"{case.name}: {outcome.error}")
         rows.append({**labels, **figures_of(outcome.result)})
         print(msgspec.json.encode(rows[-1]).decode(), flush=True)
-    print(write_result("elastic", {"duration_s": arguments.duration, "rows": rows}))
+    print(
+        write_result(
+            "elastic" if arguments.row is None else f"elastic_{arguments.row}",
+            {"duration_s": arguments.duration, "rows": rows},
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 PROMPTS = token_prompts(8)
 MAX_TOKENS = 200
-# Longer than links.peer_timeout_s, in seconds: all peers have given it up when it wakes.
-STOPPED_S = 8.0
-LARGER_TIMEOUT_S, LARGER_STOPPED_S = 2.5, 4.0
+STOPPED_S = 8.0  # longer than links.peer_timeout_s: all peers have given it up when it wakes
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +25,8 @@ def undisturbed(shared_cluster: Serving) -> list[str]:
 
 @pytest.fixture(scope="module")
 def larger_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
-    settings = ("prefill.count=2", "decode.count=2", f"links.peer_timeout_s={LARGER_TIMEOUT_S}")
-    options = (str(random_model), *EXACT, *(part for setting in settings for part in ("--set", setting)))
+    counts = ("--set", "prefill.count=2", "--set", "decode.count=2")
+    options = (str(random_model), *EXACT, *counts)
     with serving(tmp_path_factory.mktemp("larger"), *options) as served:
         served.wait_ready()
         yield served
@@ -57,10 +55,10 @@ async def stream_through(cluster: Serving, hurt: Callable[[], object], *, is_rou
     return streams
 
 
-def stop_and_continue(process: psutil.Process, stopped_s: float = STOPPED_S) -> None:
+def stop_and_continue(process: psutil.Process) -> None:
     process.suspend()
     try:
-        time.sleep(stopped_s)
+        time.sleep(STOPPED_S)
     finally:
         process.resume()
 
@@ -121,14 +119,8 @@ async def test_a_process_that_stops_and_wakes_does_no_harm(cluster: Serving, und
 @pytest.mark.parametrize("kind", ["DecodeWorker", "PrefillWorker", "KvPool", "Router"])
 async def test_of_several_workers_one_dies(larger_cluster: Serving, kind: str) -> None:
     undisturbed = await asyncio.to_thread(reference, larger_cluster)
-
-    def kill() -> None:
-        larger_cluster.actor(kind).kill()
-
-    def stop() -> None:
-        stop_and_continue(larger_cluster.actor(kind), LARGER_STOPPED_S)
-
-    for hurt in (kill, stop):
+    hurts = (lambda: larger_cluster.actor(kind).kill(), lambda: stop_and_continue(larger_cluster.actor(kind)))
+    for hurt in hurts:
         streams = await stream_through(larger_cluster, hurt, is_router_hurt=kind == "Router")
         assert_unharmed(larger_cluster, streams, undisturbed)
 

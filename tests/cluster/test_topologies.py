@@ -46,9 +46,10 @@ def test_elastic(cluster: Serving, tmp_path: Path, random_model: Path) -> None:
         elastic.wait_ready()
         assert not elastic.actors("KvPool")
         assert len(elastic.actors("ColocatedWorker")) == 2
+        assert texts(elastic) == texts(cluster)
+        elastic.wait_idle()  # by then the router has told of both
         _, metrics = elastic.get("/metrics")
         assert metrics.count("alignedserve_worker_lean{") == 2
-        assert texts(elastic) == texts(cluster)
         elastic.actors("ColocatedWorker")[0].kill()
         assert texts(elastic) == texts(cluster)
         elastic.wait_idle()

@@ -1,5 +1,7 @@
 """The keeper of a node: what drivers hand over to the next one, and the end of actors that have no driver."""
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,22 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     actors: list[Any] = []
     monkeypatch.setattr(f"{MODULE}.end_actors", actors.extend)
     monkeypatch.setattr(f"{MODULE}._own_handle", lambda: "keeper")
+    monkeypatch.setattr(f"{MODULE}.release", lambda folder: None)  # it would ask Ray, and start one
     monkeypatch.setattr(f"{MODULE}._WATCH_S", 0.01)
     return actors
 
 
 @pytest.fixture
-def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended: list[Any]) -> NodeKeeper:
+def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended: list[Any]) -> Iterator[NodeKeeper]:
     monkeypatch.setattr(f"{MODULE}.make_run_folder", lambda name: tmp_path)
     monkeypatch.setattr(f"{MODULE}.start_sweeper", lambda folder, raylet_pid: None)
-    return NodeKeeper("c-0")
+    made = NodeKeeper("c-0")
+    yield made
+    made._patience_s = 0.0  # its thread would end, and do so, in another test
+    ends_s = time.monotonic() + 30.0
+    while "keeper" not in ended:
+        assert time.monotonic() < ends_s
+        time.sleep(0.005)
 
 
 def test_a_keeper_without_a_driver_keeps_nothing_and_ends_nothing(keeper: NodeKeeper, ended: list[Any]) -> None:
