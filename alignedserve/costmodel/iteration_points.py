@@ -112,7 +112,12 @@ def calibration_points(*, max_requests: int, max_tokens: int, has_hidden_cache: 
 
 
 def calibrate(
-    points: Sequence[Point], measure: Callable[[Point], float], *, clock: Callable[[], float], duration_s: float
+    points: Sequence[Point],
+    measure: Callable[[Point], float],
+    *,
+    clock: Callable[[], float],
+    duration_s: float,
+    max_samples: int = _MAX_SAMPLES,
 ) -> tuple[Sample, ...]:
     """Measure point after point, round after round, for about so many seconds by the clock.
 
@@ -133,7 +138,7 @@ def calibrate(
             if num_tokens >= max(longest, 1):
                 longest, token_s = num_tokens, samples[-1].seconds / num_tokens
             left_s = ends_s - clock()
-            if left_s <= 0.0 or len(samples) == _MAX_SAMPLES:
+            if left_s <= 0.0 or len(samples) >= max_samples:
                 return tuple(samples)
         has_more = len(samples) > num_before
     return tuple(samples)

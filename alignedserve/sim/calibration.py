@@ -8,6 +8,7 @@ from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.policy import IterationLimits
 
+_NUM_ROUNDS = 2  # nothing scatters here, and a thousand nodes have two thousand workers
 _SPARE = 4  # tokens by which a live worker lets every request grow
 
 
@@ -35,4 +36,5 @@ def calibrated(costs: CostModel, points: Sequence[Point], duration_s: float) -> 
         elapsed_s += seconds
         return seconds
 
-    return calibrate(points, measure, clock=lambda: elapsed_s, duration_s=duration_s)
+    max_samples = _NUM_ROUNDS * len(points)
+    return calibrate(points, measure, clock=lambda: elapsed_s, duration_s=duration_s, max_samples=max_samples)
