@@ -93,7 +93,7 @@ class OwnershipTransitions:
         return [Send(tracked.holder, message)]
 
     def call_back(self, tracked: TrackedRequest) -> list[Send]:
-        """Tell the worker that was to hand a request over to release it; requests that no worker decodes need nothing."""
+        """Tell the worker that was to hand a request over to release it; nothing, if no worker decodes it."""
         if tracked.stage is not Stage.DECODING or tracked.holder is None:
             return []
         return [Send(tracked.holder, AbortRequest(tracked.request.request_id, epoch_end(tracked.attempt)))]
