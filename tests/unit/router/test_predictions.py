@@ -144,6 +144,8 @@ async def test_what_comes_in_the_turn_in_which_the_runner_is_closed_is_dropped()
     errors: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     loop.hear(SubmitRequest(request()))
+    await loop.prediction()
+    loop.hear(SubmitRequest(request("r2")))
     loop.runner.close()
     await asyncio.sleep(0)
     assert (errors, loop.delivered.empty()) == ([], True)
