@@ -156,6 +156,41 @@ async def test_nodes_are_followed_but_the_head_and_what_is_lost_stays_in_part(
     assert keepers[2].folder.exists()
 
 
+class FullDisk(RecordedNode):
+    """Copies nothing while the disk is full."""
+
+    is_full = True
+
+    def copy(self, ends_s: float) -> bool:
+        if self.is_full:
+            raise OSError("no space")
+        return True
+
+
+def test_a_disk_that_stays_full_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    node, recordings = FullDisk(Keeper(tmp_path / "private"), tmp_path / "run", PART), Recordings(None)
+
+    def said(is_full: bool) -> int:
+        node.is_full = is_full
+        recordings._perform("node-1", node.lock, lambda: node.copy(0.0))
+        return len(caplog.records)
+
+    assert [said(is_full) for is_full in (True, True, False, True, True)] == [1, 1, 1, 2, 2]
+    assert "no space" in caplog.text
+
+
+def test_all_nodes_share_the_time_that_the_end_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[float] = []
+    recordings = Recordings(None)
+    for name in ("node-1", "node-2"):
+        node = RecordedNode(Keeper(tmp_path / f"{name}-private"), tmp_path / name, PART)
+        monkeypatch.setattr(node, "finish", ends.append)
+        recordings._nodes[name] = node
+    recordings.close(is_end=True)
+    assert len(ends) == 2
+    assert len(set(ends)) == 1
+
+
 def test_where_nothing_is_recorded_nothing_is_copied() -> None:
     recordings = Recordings(None)
     recordings.follow(SimpleNamespace())  # type: ignore[arg-type]
