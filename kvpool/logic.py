@@ -4,8 +4,8 @@ The life of a request in the pool:
 1. After a prefill a worker sends ReserveBlocks; when blocks are free (in order) it gets a lease: BlocksReserved.
 2. It copies its blocks into the arena and sends BlocksWritten; the request is indexed, the router is notified, and the
    worker may forget it (BlocksTaken). A request that bypassed the pool comes as a copy, and is only kept.
-3. The router sends FormBatch for a decode worker; the batch former chooses; the worker gets BatchGranted, the router
-   BatchFormed from the pool and BatchReceived from the worker.
+3. The router sends FormBatch for a decode worker; once that has a link, the batch former chooses; the worker gets
+   BatchGranted, the router BatchFormed from the pool and BatchReceived from the worker.
 4. LeasesReleased: the worker has what it needs. The copy is kept while blocks are free; best-effort copies are evicted
    first and the oldest real-time one last. LeasesReturned: plans have changed, and the request is indexed again.
 5. After the loss of a worker, the worker that recomputes the request asks for the copy first: FetchCopy.
