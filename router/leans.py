@@ -39,16 +39,22 @@ class Leans:
     def moves(
         self, workers: Iterable[WorkerRecord], requests: Mapping[RequestId, TrackedRequest], now: float
     ) -> list[PlannedMove]:
-        """Return the next moves, between the workers of one node that are furthest apart."""
-        rested = [one for one in workers if one.registered.can_move and self._rests_until_s.get(one.name, 0.0) <= now]
+        """Return the next moves: in each node between the workers that are furthest apart."""
+        nodes: dict[str, list[WorkerRecord]] = {}
+        for one in workers:
+            if one.registered.can_move and self._rests_until_s.get(one.name, 0.0) <= now:
+                nodes.setdefault(one.registered.pool_name, []).append(one)
+        return [move for rested in nodes.values() for move in self._moves_within(rested, requests, now)]
+
+    def _moves_within(
+        self, rested: list[WorkerRecord], requests: Mapping[RequestId, TrackedRequest], now: float
+    ) -> list[PlannedMove]:
+        """`rested`: workers of one node that have not given or taken of late."""
         givers = [one for one in rested if one.prefilling or one.lean < _SHORT]
         giver = min(givers, key=lambda one: (one.lean, one.name), default=None)
-        if giver is None:
-            return []
-        node = giver.registered.pool_name
-        near = [one for one in rested if one.can_take_over and one.registered.pool_name == node and not one.prefilling]
-        receiver = max(near, key=lambda one: (one.lean, one.name), default=None)
-        if receiver is None or receiver.lean - giver.lean < _APART:
+        able = [one for one in rested if one.can_take_over and not one.prefilling]
+        receiver = max(able, key=lambda one: (one.lean, one.name), default=None)
+        if giver is None or receiver is None or receiver.lean - giver.lean < _APART:
             return []
         movable = sorted(
             (one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)),
