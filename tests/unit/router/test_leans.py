@@ -46,6 +46,13 @@ def test_the_latest_requests_leave_the_worker_without_time_for_the_one_with_most
     assert moved(Leans(), *workers) == [("a-7", "c"), ("a-6", "c")]
 
 
+def test_every_node_evens_out_for_itself() -> None:
+    one, other = elastic("a", 0.0, num_decodes=4), elastic("b", 1.0)
+    full = elastic("c", 0.0, num_decodes=8, pool_name="pool-1")  # nothing beside it to take any
+    farther, fourth = elastic("d", 0.1, 4, pool_name="pool-2"), elastic("e", 0.9, pool_name="pool-2")
+    assert moved(Leans(), full, one, other, farther, fourth) == [("a-3", "b"), ("d-3", "e")]
+
+
 def test_nothing_moves_between_leans_that_are_near() -> None:
     assert moved(Leans(), elastic("a", 0.1, num_decodes=8), elastic("b", 0.3)) == []
 
