@@ -2,9 +2,9 @@
 
     python -m experiments.leak [--quick] [--processes 2] [--policies NAME ...] [--parts NAME ...]
 
-Until now a workload line without `max_tokens=` made the client's limit the length of the answer, which policies that
-bound their predictions by the limit could read off, and policies knew the cost model of the machine. Here one point of
-each experiment is run with both, and with what a live cluster has. docs/experiments/leak.md has the table.
+Once a workload line without `max_tokens=` made the client's limit the length of the answer, which policies that bound
+their predictions by the limit could read off, and policies knew the cost model of the machine. Here one point of each
+experiment is run with both, and with what a live cluster has. docs/experiments/leak.md has the table.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,7 +5,8 @@ A decode worker takes batches of its own node's pool, and of others what is left
 would then wait for as long as the others are never empty. So ages count: once the oldest request of a pool has waited
 for `starvation_s`, and for as much longer than all requests in the pool of a worker elsewhere, the next batch of that
 worker is this pool's, with room for that request. Of several pools the one that has waited longest is served first, by
-the worker whose own pool has waited least; a pool gets one such batch at a time.
+the worker whose own pool has waited least; a pool gets one such batch at a time. While a worker beside it has nothing
+to do, the batch is for that one: it needs no link to another node, which may be down.
 
 The bound: when a worker's own pool is asked for a batch, the oldest request of any other pool that could have been
 asked has waited for less than `starvation_s` longer than the oldest of that one, or a batch of it is on its way. Within
@@ -27,7 +28,6 @@ from router.ranking import Ranking
 from router.state import BatchKind, PoolRecord, WorkerRecord
 
 Nodes = Mapping[str, Mapping[str, WorkerRecord]]  # workers by name, by the pool of their node
-
 
 # Workers serve pools of other nodes in this order: by when the oldest in their own pool came, the latest first (so that
 # it is negated), then by the number of their requests.
@@ -93,6 +93,7 @@ class OverduePools:
         become possible, except by time: the caller notes a pool when its oldest request has waited for `starvation_s`.
         """
         chosen: list[FarBatch] = []
+        engaged: set[str] = set()  # pools of chosen workers, which are idle no more; for membership only
         if not len(self._oldest):
             return chosen
         self._look_at_workers()
@@ -102,11 +103,19 @@ class OverduePools:
                 pool = self._pools[name]
                 if youngest is None or not self._has_waited(pool, -youngest.rank[0], now):
                     break
-                batch = self._batch_of(pool, None if name in changed else changed, now)
+                if self._has_idle_worker(pool):
+                    continue
+                is_new = name in changed or name in engaged
+                batch = self._batch_of(pool, None if is_new else changed, now)
                 if batch is not None:
                     chosen.append(batch)
+                    engaged.add(batch.worker.registered.pool_name)
                     self.forget(batch.worker)
         return chosen
+
+    def _has_idle_worker(self, pool: PoolRecord) -> bool:
+        near = self._nodes.get(pool.name, {}).values()
+        return any(worker.name in self._lenders and is_idle_beside(pool, worker) for worker in near)
 
     def _has_waited(self, pool: PoolRecord, own_oldest_s: float, now: float) -> bool:
         return has_waited(pool, own_oldest_s, now, self._batching.starvation_s)
@@ -139,6 +148,15 @@ def can_take_batch(worker: WorkerRecord) -> bool:
     is_decoder = worker.registered.can_decode and not worker.registered.can_prefill
     load = worker.load or WorkerLoad()
     return is_decoder and not worker.is_draining and not worker.awaits_batch and not load.num_batch_candidates
+
+
+def is_idle_beside(pool: PoolRecord, worker: WorkerRecord) -> bool:
+    """Return whether this worker of the pool's node has nothing to do and has room for the pool's oldest request."""
+    load = worker.load or WorkerLoad()
+    is_idle = can_take_batch(worker) and not worker.decoding and not load.num_running
+    return (
+        is_idle and BatchKind.BATCH not in worker.refused_kinds and pool.oldest_blocks <= worker.registered.num_blocks
+    )
 
 
 def oldest_of(pool: PoolRecord | None) -> float:

@@ -138,10 +138,10 @@ class ColocatedLogic:
         else:
             held.add(message, now)
 
-    def _admit_postponed(self, now: float) -> None:
+    def _admit_postponed(self, now: float) -> list[ColocatedCommand]:
+        # Each as if it came now: an earlier attempt at it may have come from another worker meanwhile.
         postponed, self._postponed = self._postponed, {}
-        for message in postponed.values():
-            self._admit(message, now)
+        return [command for message in postponed.values() for command in self._add_candidate(message, now)]
 
     def _set_predicted_length(self, message: SetPredictedLength) -> list[ColocatedCommand]:
         tracked = self._requests.get(message.request_id)
@@ -172,7 +172,7 @@ class ColocatedLogic:
             return []
         commands: list[ColocatedCommand] = [*self._moves.leave(now)] if self._moves is not None else []
         if self._postponed:
-            self._admit_postponed(now)
+            commands += self._admit_postponed(now)
         if not self._requests:
             return commands
         plan = self._scheduler.plan(self._state, now)
@@ -196,10 +196,7 @@ class ColocatedLogic:
             request_id, num_cached = tracked.request.request_id, int(self._state.table.num_cached[part.row])
             block_ids = self._bring_in(tracked, self._state.enter(part), ins)
             if not tracked.is_in_engine:
-                generated, is_hidden = (
-                    tuple(tracked.generated_token_ids),
-                    bool(self._state.table.is_hidden[part.row]),
-                )
+                generated, is_hidden = tuple(tracked.generated_token_ids), bool(self._state.table.is_hidden[part.row])
                 additions.append(Addition(tracked.request, generated, tuple(tracked.block_ids), num_cached, is_hidden))
                 tracked.is_in_engine = True
             elif block_ids:

@@ -33,7 +33,8 @@ class DensityFirstBatchFormer:
     """BatchFormer by AlignedServe's density-first search, with two exceptions that precede density.
 
     A request about to miss its deadline, the most urgent first, is in the next batch, and the search starts from its
-    leaf. Otherwise a leaf that gave nothing to a batch for `starvation_s`, the longest waiting first, is the start.
+    leaf. Otherwise, if a leaf gave nothing to a batch for `starvation_s`, the search goes down from the widest range
+    around the longest waiting one, short of the whole, that gave nothing for so long either.
     """
 
     is_aligned = True

@@ -13,7 +13,15 @@ from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad, WorkerRegistered
 from router.far_batches import FarLimits, choose_far_batches, is_spare, num_left
-from router.overdue_pools import can_take_batch, has_waited, is_batch_awaited, lender_rank, limits_of, oldest_of
+from router.overdue_pools import (
+    can_take_batch,
+    has_waited,
+    is_batch_awaited,
+    is_idle_beside,
+    lender_rank,
+    limits_of,
+    oldest_of,
+)
 from router.placement import Placement
 from router.state import BatchKind, DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
 
@@ -215,6 +223,9 @@ class PlainPlacement(Placement):
         waiting = [pool for pool in self.pools.values() if pool.num_pooled > num_requested[pool.name]]
         for pool in sorted(waiting, key=lambda pool: (pool.oldest_s, pool.name)):
             if is_batch_awaited(pool.name, self.workers.values()):
+                continue
+            near = [worker for worker in self.workers.values() if worker.registered.pool_name == pool.name]
+            if any(is_idle_beside(pool, worker) for worker in near):
                 continue
             able = []
             for worker in filter(can_take_batch, self.workers.values()):

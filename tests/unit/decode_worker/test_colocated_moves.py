@@ -2,7 +2,7 @@
 
 import pytest
 
-from alignedserve.core.ids import LeaseId, WorkerName
+from alignedserve.core.ids import LeaseId, RequestId, WorkerName
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlockCopy,
@@ -38,11 +38,12 @@ from alignedserve.messages.workers import (
 )
 from decode_worker.colocated.arrivals import lent_by
 from decode_worker.colocated.logic import ColocatedCommand
-from tests.harnesses.colocated import FOUR, ColocatedHarness, run, runs, to_router
+from tests.harnesses.colocated import EOS, FOUR, SEVEN, ColocatedHarness, run, runs, to_router
 from tests.harnesses.scheduling import Step
-from tests.support.samples import R1, blocks, request
+from tests.support.samples import R1, blocks, epoch, request
 
 OTHER = "decode-1"
+R3 = RequestId("r3")
 BUFFER = ArenaOffered("/arena", 8, 64, "")
 RESERVED = BlocksReserved(R1, 1, LeaseId(1), 1, blocks(0, 1))
 RUNS = (BlockRun(0, 1, 5),)
@@ -237,3 +238,38 @@ def test_a_prompt_that_might_need_blocks_on_their_way_waits_for_them() -> None:
     assert made.follow(Step(r2=10)) == []
     commands = hear(made, CancelReservation(R1, 1))
     assert [[part[0] for part in one.slices] for one in runs(commands)] == [["r2"]]
+
+
+LONG = request(max_tokens=72)  # r1 may need 19 blocks
+
+
+def postponed_beside_an_iteration() -> ColocatedHarness:
+    """r2 is in an iteration, two blocks are held for r3, and a later attempt at r1 waits for all blocks."""
+    made = linked()
+    made.begin(SEVEN)
+    assert runs(made.follow(Step(r2=7)))
+    hear(made, ReserveBlocks(R3, 1, 2, may_wait=False))
+    made.begin(LONG, epoch(2), 7)
+    return made
+
+
+def test_an_earlier_attempt_that_arrives_gives_way_to_a_postponed_one() -> None:
+    made = postponed_beside_an_iteration()
+    hear(made, ReserveBlocks(R1, 1, 2, may_wait=False))
+    copy = BlockCopy(2, 4, (BlockRun(2, 1, 5),))
+    (load,) = hear(made, BlocksWritten(LeaseId(2), copy, 1, LONG, (7,), 8.0, 0.5))
+    assert isinstance(load, LoadBlocks)
+    assert to_router(RequestMoved(R1, 2, 1)) in made.do(BlocksLoaded(load.source, load.loads, frozenset()))
+    made.sampled(r2=EOS)
+    hear(made, CancelReservation(R3, 1))
+    (iteration,) = runs(made.follow(Step(r1=5)))
+    assert [(one.request.request_id, one.num_cached) for one in iteration.additions] == [(R1, 0)]
+
+
+def test_what_a_postponed_attempt_replaces_is_not_taken() -> None:
+    made = postponed_beside_an_iteration()
+    made.sampled(r2=EOS)
+    hear(made, ReserveBlocks(R1, 1, 2, may_wait=False))
+    assert hear(made, WRITTEN) == [to_other(BlocksTaken(R1, 1, is_accepted=False))]
+    hear(made, CancelReservation(R3, 1))
+    assert made.loads[-1].num_free_blocks == 20

@@ -46,6 +46,13 @@ def test_the_latest_requests_leave_the_worker_without_time_for_the_one_with_most
     assert moved(Leans(), *workers) == [("a-7", "c"), ("a-6", "c")]
 
 
+def test_every_node_evens_out_for_itself() -> None:
+    one, other = elastic("a", 0.0, num_decodes=4), elastic("b", 1.0)
+    full = elastic("c", 0.0, num_decodes=8, pool_name="pool-1")  # nothing beside it to take any
+    farther, fourth = elastic("d", 0.1, 4, pool_name="pool-2"), elastic("e", 0.9, pool_name="pool-2")
+    assert moved(Leans(), full, one, other, farther, fourth) == [("a-3", "b"), ("d-3", "e")]
+
+
 def test_nothing_moves_between_leans_that_are_near() -> None:
     assert moved(Leans(), elastic("a", 0.1, num_decodes=8), elastic("b", 0.3)) == []
 
@@ -81,6 +88,12 @@ def test_workers_rest_after_a_move() -> None:
     assert moved(leans, *workers)
     assert moved(leans, *workers, now=REST_S / 2) == []
     assert moved(leans, *workers, now=REST_S)
+
+
+def test_each_node_has_its_own_moves() -> None:
+    stuck = elastic("a", 0.0, num_decodes=4)  # alone on its node
+    giver, receiver = elastic("b", 0.0, num_decodes=2, pool_name="pool-1"), elastic("c", 1.0, pool_name="pool-1")
+    assert moved(Leans(), stuck, giver, receiver) == [("b-1", "c")]
 
 
 def test_requests_that_have_moved_often_or_are_moving_stay() -> None:

@@ -1,5 +1,7 @@
 """Pools that have waited too long go before the own pool of a decode worker elsewhere."""
 
+from msgspec.structs import replace
+
 from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.messages.pools import FormBatch, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad
@@ -111,6 +113,24 @@ def test_one_batch_of_a_pool_at_a_time() -> None:
     assert asked(where, 3.5) == []
     where.close_batch_request(where.workers[DECODE], is_empty=True, now=3.5)
     assert asked(where, 3.5) == [(STRANDED, OTHER)]
+
+
+def test_a_worker_beside_it_that_has_nothing_to_do_goes_first() -> None:
+    where = fleet()
+    where.register(OTHER_POOL, PoolRegistered(100))
+    where.register(OTHER, worker(pool_name=OTHER_POOL))
+    pool_at(where, OTHER_POOL, 1.0, num_blocks=20)
+    assert asked(where, 9.0) == [(OTHER_POOL, OTHER)]
+    where.close_batch_request(where.workers[OTHER], is_empty=True, now=9.0)
+    assert asked(where, 9.0) == [(OTHER_POOL, DECODE)]
+
+
+def test_a_worker_beside_it_that_is_too_small_keeps_none_waiting() -> None:
+    where = fleet()
+    where.register(OTHER_POOL, PoolRegistered(100))
+    where.register(OTHER, replace(worker(pool_name=OTHER_POOL), num_blocks=5))
+    pool_at(where, OTHER_POOL, 1.0, num_blocks=6)
+    assert (OTHER_POOL, DECODE) in asked(where, 9.0)
 
 
 def test_a_lost_worker_serves_no_pool() -> None:
