@@ -14,6 +14,7 @@ from alignedserve.cluster.process_health import Health, ProcessState
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 1.0
+_MAX_PROBLEM_LEN = 400  # characters: the record of a cluster has them, which every command reads
 
 
 @dataclass(slots=True)
@@ -101,6 +102,6 @@ def _health_of(answered: Any) -> Health:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the last line, which says more than the first where Ray quotes a traceback."""
+    """Return the last line, which says more than the first where Ray quotes a traceback; its beginning, if long."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
+    return lines[-1].strip()[:_MAX_PROBLEM_LEN] if lines else type(error).__name__

@@ -79,8 +79,9 @@ def test_a_slow_link_carries_its_rate_and_no_more(hosts: NamespaceHosts) -> None
         connection, _ = listener.accept()
         with connection:
             began_s, left = time.monotonic(), num_bytes
-            while left:
-                left -= len(connection.recv(left))
+            while content := connection.recv(left):
+                left -= len(content)
+            assert left == 0
             assert time.monotonic() - began_s > 0.8 * (num_bytes * 8 / (SLOW_MBIT_S * 1e6))
         sending.result()
     assert "tbf" in host.run("tc", "qdisc", "show", "dev", "eth0").stdout

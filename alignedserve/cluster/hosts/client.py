@@ -17,6 +17,7 @@ from alignedserve.config.environment import ray_address
 from alignedserve.core.errors import PeerLost, ResourceError
 
 _ANSWER_S = 10.0
+_TASK_S = 30.0  # for Ray to start a process there on a busy host, and for what was killed to be gone
 
 
 @contextlib.contextmanager
@@ -71,5 +72,5 @@ def end_supervisor_of_head(*, leaves_s: float, patience_s: float) -> Ending:
         return end_supervisor(leaves_s=leaves_s, patience_s=patience_s)
     task: Any = ray.remote(end_supervisor)
     asked = task.options(num_cpus=0, max_retries=0, **head.options).remote(leaves_s=leaves_s, patience_s=patience_s)
-    answered: Ending = answer_of(head, asked, leaves_s + patience_s + _ANSWER_S)
+    answered: Ending = answer_of(head, asked, leaves_s + patience_s + _TASK_S)
     return answered

@@ -145,6 +145,8 @@ def test_a_start_that_ray_refuses_is_tried_again_later(monkeypatch: pytest.Monke
     [
         (None, UP),
         (ResourceError("no room"), Health(ProcessState.FAILED, "no room")),
+        (ResourceError("first\n" + "x" * 1000), Health(ProcessState.FAILED, "x" * 400)),
+        (ResourceError(""), Health(ProcessState.FAILED, "ResourceError")),
         (Died(), DEAD),
     ],
 )
