@@ -56,7 +56,7 @@ class AsyncLengthPredictor:
         self._threads = WorkerThreads()
         self._num_pending = 0
         self._queued: deque[_Work] = deque()  # filled on the loop, emptied on the thread
-        self._is_busy = False
+        self._is_busy = self._is_closed = False
         self._encoded: dict[RequestId, _EncodedRequest] = {}  # of the thread
         if journal is not None:
             self._threads.submit(_THREAD, lambda: self._learn_again(journal), _ignore)
@@ -77,6 +77,7 @@ class AsyncLengthPredictor:
 
     def close(self) -> None:
         """Stop the thread and drop the work it has not begun."""
+        self._is_closed = True
         self._threads.close()
         if self._journal is not None:
             self._journal.close()
@@ -89,7 +90,8 @@ class AsyncLengthPredictor:
             asyncio.get_running_loop().call_soon(self._hand_over)
 
     def _hand_over(self) -> None:
-        self._threads.submit(_THREAD, self._work_off, self._handed_back)
+        if not self._is_closed:  # perhaps in this turn of the loop
+            self._threads.submit(_THREAD, self._work_off, self._handed_back)
 
     def _handed_back(self, predictions: list[LengthPredicted]) -> None:
         self._num_pending -= len(predictions)

@@ -47,7 +47,7 @@ def is_spare(worker: WorkerRecord, own_pool: PoolRecord | None) -> bool:
 def num_left(pool: PoolRecord, near: Iterable[WorkerRecord], num_requested: int) -> int:
     """Return how many of its requests no worker of its node takes now, beside those that were asked for.
 
-    None while such a worker may get a batch or has just got one: it may have room for more.
+    It is 0 while such a worker may get a batch or has just got one: it may have room for more.
     """
     num = pool.num_pooled - num_requested
     return 0 if num <= 0 or any(worker.awaits_batch for worker in near) else num

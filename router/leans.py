@@ -2,14 +2,14 @@
 
 A worker measures its lean: 1 less the time that an iteration of its decodes takes, over the gap that they allow. One
 at 1 has nothing but prompts to compute, one at 0 has no time for any. A prompt goes to the worker with the fewest
-tokens before it (placement.py), and is decoded there, unless leans drift apart: then the worker with the least time for
-prompts, if any wait there or its decodes fill all of it, hands those that came to it last over to the one with the most
-time and no prompt.
+tokens before it (placement.py), and is decoded there, unless the leans of a node drift apart: then its worker with the
+least time for prompts, if any wait there or its decodes fill all of it, hands those that came to it last over to the
+one with the most time and no prompt.
 No ping-pong: the receiver never gets more decodes than the giver keeps; a request is handed over `MAX_MOVES` times at
 most; and a worker that has given or taken is left alone for `REST_S`, by when both have told their leans.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
@@ -39,22 +39,23 @@ class Leans:
     def moves(
         self, workers: Iterable[WorkerRecord], requests: Mapping[RequestId, TrackedRequest], now: float
     ) -> list[PlannedMove]:
-        """Return the next moves: in each node between the workers that are furthest apart."""
-        nodes: dict[str, list[WorkerRecord]] = {}
+        """Return the next moves: on each node, between the two of its workers that are furthest apart."""
+        rested: dict[str, list[WorkerRecord]] = {}
         for one in workers:
             if one.registered.can_move and self._rests_until_s.get(one.name, 0.0) <= now:
-                nodes.setdefault(one.registered.pool_name, []).append(one)
-        return [move for rested in nodes.values() for move in self._moves_within(rested, requests, now)]
+                rested.setdefault(one.registered.pool_name, []).append(one)
+        return [move for near in rested.values() for move in self._moves_among(near, requests, now)]
 
-    def _moves_within(
-        self, rested: list[WorkerRecord], requests: Mapping[RequestId, TrackedRequest], now: float
+    def _moves_among(
+        self, near: Collection[WorkerRecord], requests: Mapping[RequestId, TrackedRequest], now: float
     ) -> list[PlannedMove]:
-        """`rested`: workers of one node that have not given or taken of late."""
-        givers = [one for one in rested if one.prefilling or one.lean < _SHORT]
+        givers = [one for one in near if one.prefilling or one.lean < _SHORT]
         giver = min(givers, key=lambda one: (one.lean, one.name), default=None)
-        able = [one for one in rested if one.can_take_over and not one.prefilling]
+        if giver is None:
+            return []
+        able = [one for one in near if one.can_take_over and not one.prefilling]
         receiver = max(able, key=lambda one: (one.lean, one.name), default=None)
-        if giver is None or receiver is None or receiver.lean - giver.lean < _APART:
+        if receiver is None or receiver.lean - giver.lean < _APART:
             return []
         movable = sorted(
             (one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)),

@@ -92,6 +92,12 @@ class OwnershipTransitions:
         message = MoveRequest(tracked.request.request_id, tracked.attempt, WorkerName(receiver.name))
         return [Send(tracked.holder, message)]
 
+    def call_back(self, tracked: TrackedRequest) -> list[Send]:
+        """Tell the worker that was to hand a request over to release it; nothing, if no worker decodes it."""
+        if tracked.stage is not Stage.DECODING or tracked.holder is None:
+            return []
+        return [Send(tracked.holder, AbortRequest(tracked.request.request_id, epoch_end(tracked.attempt)))]
+
     def moved(self, peer: str, message: RequestMoved) -> list[Send]:
         """Make this worker the owner of a request that another has handed over."""
         tracked = self._registry.current(message.request_id, message.attempt)

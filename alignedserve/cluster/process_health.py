@@ -1,4 +1,4 @@
-"""What the driver knows of a process: whether it serves, and if not, why."""
+"""The health of a process, as the driver knows it: whether it serves, and if not, why."""
 
 from dataclasses import dataclass
 from enum import Enum, auto

@@ -1,5 +1,6 @@
 """Prepares the folder of a recorded run before its components start."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import msgspec
 
 from alignedserve.config.sections import ClusterConfig, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
-from alignedserve.messages.recording import RUN_FILE, RunMetadata
+from alignedserve.messages.recording import PART_FILE, RUN_FILE, SUFFIX, RunMetadata
 from alignedserve.runtime.model.served_model import ServedModel
 
 
@@ -49,3 +50,17 @@ def write_run_file(metadata: RunMetadata) -> None:
             file.write(msgspec.json.encode(metadata))
     except OSError as error:
         raise ConfigError(f"recording.folder {folder} cannot be written: {error.strerror}") from error
+
+
+def remove_unserved(folder: Path) -> None:
+    """Remove the recordings of a start that failed, so that the next one finds the folder empty. Never raises.
+
+    Nothing has been served then, and a later start would be refused for this folder instead of its own reason.
+    """
+    with contextlib.suppress(OSError):
+        parts = [path.parent for path in folder.glob(f"*/{PART_FILE}")]
+        for place in (folder, *parts):
+            for path in (place / RUN_FILE, place / PART_FILE, *place.glob(f"*{SUFFIX}")):
+                path.unlink(missing_ok=True)
+        for part in parts:
+            part.rmdir()

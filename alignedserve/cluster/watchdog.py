@@ -25,7 +25,7 @@ class _WatchedActor:
 
     @property
     def is_answering(self) -> bool:
-        """Whether its process has answered since it started."""
+        """Return whether its process has answered since it started."""
         return self.health.state in (ProcessState.UP, ProcessState.FAILED)
 
 

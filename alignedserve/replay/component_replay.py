@@ -108,9 +108,14 @@ def recordings_in(folder: Path) -> list[Path]:
         raise RecordingError(f"{folder} cannot be read: {error.strerror}") from error
     if not paths:
         raise RecordingError(f"{folder} holds no recording of a component (*{SUFFIX})")
-    return sorted(paths, key=_name_and_epoch)
+    return sorted(paths, key=_order)
 
 
-def _name_and_epoch(path: Path) -> tuple[str, str, int]:
+def _order(path: Path) -> tuple[str, int, int]:
+    """Return the component, the number of its node's part (the tenth after the second), and the restart."""
     name, _, epoch = path.stem.rpartition(".")
-    return name, str(path.parent), int(epoch) if epoch.isdecimal() else 0
+    return name, _number(path.parent.name.rpartition(".")[2]), _number(epoch)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0

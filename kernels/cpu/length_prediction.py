@@ -1,4 +1,4 @@
-"""What predicting an output length takes of arithmetic, by the native kernels where they are built.
+"""Arithmetic of the prediction of output lengths, by the native kernels where they are built.
 
 Plain forms stand with their callers, `router.prediction`: an interpreter needs a hundred microseconds for each of them.
 """
@@ -13,6 +13,8 @@ from kernels.cpu.native import load_native
 
 Array = npt.NDArray[np.float32]
 
+EPSILON = 1e-8  # of Adam, as in its paper
+
 _native: Any = load_native("hash_ngrams")
 
 
@@ -22,7 +24,10 @@ def is_native() -> bool:
 
 
 def hash_ngrams(token_ids: Sequence[int], num_features: int, key_len: int) -> tuple[Array, Array]:
-    """Return the signed square roots of counts of tokens and pairs, and these folded; each scaled to length 1."""
+    """Return the signed square roots of counts of tokens and pairs, and these folded; each scaled to length 1.
+
+    float32 [num_features], a power of two, and [key_len], which divides it. `token_ids`: 0 to 2^64 - 1.
+    """
     features, key = np.empty(num_features, np.float32), np.empty(key_len, np.float32)
     _native.hash_ngrams(tuple(token_ids), features, key)
     return features, key
@@ -49,9 +54,8 @@ def descend(
 ) -> None:
     """Take one step of Adam, in place, on the mean squared error of these rows of inputs [all, inputs].
 
-    `rates`: of learning, and the shares of a new gradient and of its square in the running means.
+    `targets` [all]; `rows`: int64, as many as `can_descend` was asked for. All others are float32 and contiguous: of
+    parameters that are not, a copy would be stepped. `rates`: of learning, and the shares of a new gradient and of its
+    square in the running means.
     """
     _native.descend(*state, inputs, targets, rows, *rates, EPSILON)
-
-
-EPSILON = 1e-8  # of Adam, as in its paper

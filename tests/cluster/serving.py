@@ -92,6 +92,11 @@ class Serving:
         self.note_processes()
         return time.monotonic() - began_s
 
+    def wait_unready(self) -> None:
+        """Until the gateway knows of a loss: /ready says something else, or there is no answer."""
+        while self.get("/ready")[0] == 200:
+            time.sleep(_POLL_S)
+
     def get(self, path: str) -> tuple[int, str]:
         """Return status and body; status 0 without an answer."""
         return self._ask(urllib.request.Request(self.url + path))

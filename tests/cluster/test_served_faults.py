@@ -88,8 +88,7 @@ async def test_a_killed_process_is_not_noticed_by_clients(cluster: Serving, undi
 
 async def test_while_there_is_no_router_new_requests_are_told_to_come_back(cluster: Serving) -> None:
     cluster.actor("Router").kill()
-    while cluster.get("/ready")[0] == 200:  # until the gateway knows; what it has sent before waits for the next router
-        await asyncio.sleep(0.01)
+    cluster.wait_unready()  # what the gateway has sent before it knows waits for the next router
     statuses: list[int] = []
     async with make_client(cluster.url) as client:
         while not statuses or statuses[-1] != 200:

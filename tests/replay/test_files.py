@@ -11,7 +11,7 @@ import pytest
 from alignedserve.config.sections import BatchingConfig, RecordingConfig, RouterConfig
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.messages.events import Ticked
-from alignedserve.messages.recording import FULL, RecordEncoder, RecordReader
+from alignedserve.messages.recording import FULL, PART_FILE, RecordEncoder, RecordReader
 from alignedserve.replay.component_replay import CUT, ENDS_BETWEEN, ComponentReplay, recordings_in
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
 from router.factory import make_logic
@@ -170,6 +170,16 @@ def test_restarts_of_a_component_have_files_of_their_own_in_order(tmp_path: Path
     for _ in range(11):
         ticking(tmp_path, num_ticks=1)
     assert [path.name for path in recordings_in(tmp_path)] == [f"router.{life}.recording" for life in range(11)]
+
+
+def test_parts_of_a_node_that_came_again_are_in_the_order_of_its_coming(tmp_path: Path) -> None:
+    for number in (10, 2, 1):
+        part = tmp_path / f"node-1.{number}"
+        part.mkdir()
+        for name in (PART_FILE, "decode-1.0.recording", "decode-1.10.recording", "decode-1.9.recording"):
+            (part / name).touch()
+    found = [(path.parent.name, path.name) for path in recordings_in(tmp_path)]
+    assert found == [(f"node-1.{number}", f"decode-1.{life}.recording") for number in (1, 2, 10) for life in (0, 9, 10)]
 
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:

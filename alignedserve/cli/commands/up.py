@@ -80,11 +80,11 @@ def _absolute_paths(config: ClusterConfig) -> list[str]:
     model = config.model.path
     paths = {
         "model.path": model if model != POCKET and Path(model).exists() else None,
-        "batches.folder": config.batches.folder,
+        "batches.folder": config.batches.folder if not config.batches.is_in_bucket else None,
         "recording.folder": config.recording.folder,
     }
     return [
-        f"{field}={json.dumps(str(Path(path).absolute()))}"
+        f"{field}={json.dumps(str(Path(path).expanduser().absolute()))}"
         for field, path in paths.items()
         if path is not None and not Path(path).is_absolute()
     ]

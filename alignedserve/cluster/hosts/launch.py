@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import ray
@@ -17,14 +18,14 @@ from alignedserve.cluster.hosts.adoption import adopt_cluster
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member, expect_handoffs, member_of, reserve_for, resources_of
-from alignedserve.cluster.hosts.nodes.placement_group import release_former
+from alignedserve.cluster.hosts.nodes.placement_group import release, release_former
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.scaling.scaler import make_scaler
 from alignedserve.cluster.hosts.succession import Succession, digest_of
 from alignedserve.cluster.ray_node import join_ray
-from alignedserve.cluster.recording_folder import with_absolute_folder, write_run_file
+from alignedserve.cluster.recording_folder import remove_unserved, with_absolute_folder, write_run_file
 from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ResourceError
@@ -67,6 +68,7 @@ def launch_on_hosts(
         require_head(alive_nodes(), context.get_node_id())
         scaler = make_scaler(config, context.gcs_address)
         cluster = adopt_cluster(asked, actor_classes, observer, scaler)
+        is_adopted = cluster is not None
         if cluster is None:
             driving = Driving(observer, Succession(asked), scaler)
             cluster = _prepare_cluster(config, hosts, actor_classes, driving)
@@ -77,6 +79,8 @@ def launch_on_hosts(
         cluster.start_all()
     except BaseException:
         cluster.stop()
+        if config.recording.folder is not None and not is_adopted:
+            remove_unserved(Path(config.recording.folder))
         raise
     return cluster
 
@@ -110,6 +114,8 @@ def _prepare_cluster(
         expect_handoffs(members)
         admission.check({member.ray_node: member.prepared for member in members}, plan.served)
         release_former()
+        for member in members:
+            if_it_fails.callback(release, member.prepared.folder.name)
         reserve_for(members)
         if config.recording.folder is not None:
             write_run_file(_run_metadata(plan, members))

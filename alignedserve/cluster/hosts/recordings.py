@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 _PERIOD_S = 1.0
 _ANSWER_S = 5.0
 _NUM_ASKED = 5  # for a node's clock: the answer that took the least time counts
-_FINISH_S = 20.0  # for what is left at the end
+_FINISH_S = 20.0  # for what is left at the end, of all nodes together: a driver that stops may not take for ever
 
 Ask = Callable[..., Any]  # a method of a keeper by its name, with its arguments; raises RayError or TimeoutError
 
@@ -46,10 +47,9 @@ class RecordedNode:
     def copy(self, ends_s: float) -> bool:
         """Copy what has been written since; return whether that was all. Raises OSError, and what `ask` raises."""
         for name, size in self._ask("recordings").items():
-            path = self._folder / name
             if not is_name(name):
                 continue
-            with open(path, "ab", opener=_open_private) as file:
+            with open(self._folder / name, "ab", opener=_open_private) as file:
                 while file.tell() < size:
                     if time.monotonic() > ends_s:
                         return False
@@ -67,8 +67,10 @@ class RecordedNode:
 
     def _note(self, *, is_whole: bool) -> None:
         content = msgspec.json.encode(msgspec.structs.replace(self._part, is_whole=is_whole))
-        with open(self._folder / PART_FILE, "wb", opener=_open_private) as file:
+        written = self._folder / f"{PART_FILE}.new"  # a driver that ends meanwhile leaves the former one
+        with open(written, "wb", opener=_open_private) as file:
             file.write(content)
+        written.replace(self._folder / PART_FILE)
 
 
 class Recordings:
@@ -78,6 +80,7 @@ class Recordings:
         """`folder`: of the run, on this host; None: nothing is recorded."""
         self._folder = Path(folder) if folder is not None else None
         self._nodes: dict[str, RecordedNode] = {}  # by the names of the nodes
+        self._uncopied: set[str] = set()  # nodes of which it was said that they cannot be copied now
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recordings", daemon=True)
         if folder is not None:
@@ -112,33 +115,41 @@ class Recordings:
 
     def finish(self, node: str) -> None:
         """Copy the rest of what a node has recorded, whose processes have ended or are about to."""
-        found = self._nodes.get(node)
-        self.forget(node)
-        if found is not None:
-            self._perform(node, found.lock, lambda: found.finish(time.monotonic() + _FINISH_S))
+        self._finish(node, time.monotonic() + _FINISH_S)
 
     def close(self, *, is_end: bool) -> None:
         """Copy no more; at the end of the run after the rest of all nodes. May be repeated."""
         self._is_closing.set()
         if self._thread.is_alive():
             self._thread.join(_ANSWER_S)
+        ends_s = time.monotonic() + _FINISH_S
         for node in self._nodes if is_end else ():
-            self.finish(node)
+            self._finish(node, ends_s)
         self._nodes = {}
+
+    def _finish(self, node: str, ends_s: float) -> None:
+        found = self._nodes.get(node)
+        self.forget(node)
+        if found is not None:
+            self._perform(node, found.lock, partial(found.finish, ends_s))
 
     def _run(self) -> None:
         while not self._is_closing.wait(_PERIOD_S):
             for node, one in self._nodes.items():
-                self._perform(node, one.lock, lambda one=one: one.copy(time.monotonic() + _PERIOD_S))  # type: ignore[misc]
+                self._perform(node, one.lock, partial(one.copy, time.monotonic() + _PERIOD_S))
 
     def _perform(self, node: str, lock: threading.Lock, copy: Callable[[], object]) -> None:
         try:
             with lock:
                 copy()
         except OSError as error:  # TimeoutError is one: a keeper that is busy
-            logger.warning("what %s records cannot be copied now: %s", node, error)
+            if node not in self._uncopied:  # said once, and not every second, of a disk that is full
+                logger.warning("what %s records cannot be copied now: %s", node, error)
+            self._uncopied.add(node)
         except (RayError, ValueError):  # its node is lost, of which others say more
             logger.debug("what %s records cannot be copied now", node, exc_info=True)
+        else:
+            self._uncopied.discard(node)
 
 
 def clock_ahead_s(ask: Callable[[], float]) -> float:

@@ -183,7 +183,8 @@ class LinkManager:
 
     def _received(self, link: Link, message: Message) -> None:
         assert link.peer is not None, "a message before the handshake was over"
-        self._handler.on_message(link.peer, message)
+        if self._links.get(link.peer.name) is link:  # else given up or replaced: what came with its last bytes is lost
+            self._handler.on_message(link.peer, message)
 
     def _lost(self, dialled_address: str | None, link: Link) -> None:
         self._open.pop(link, None)

@@ -51,6 +51,12 @@ def test_paths_of_the_shell_are_those_of_the_driver(tmp_path: Path) -> None:
     }
 
 
+def test_a_bucket_is_no_path_and_the_home_of_the_user_is_not_in_the_folder_of_the_shell(tmp_path: Path) -> None:
+    overrides = ("batches.folder=s3://bucket/prefix", "recording.folder=~/run")
+    settings = settings_from(tmp_path, ServeOptions(overrides=overrides, nodes=1))
+    assert settings == {"batches.folder": "s3://bucket/prefix", "recording.folder": f'"{Path.home()}/run"'}
+
+
 @pytest.mark.parametrize("name", ["pocket", "org/name", "/absolute"])
 def test_names_of_models_stay_as_they_are(tmp_path: Path, name: str) -> None:
     (tmp_path / "pocket").mkdir()

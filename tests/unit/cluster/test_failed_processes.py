@@ -48,6 +48,16 @@ def test_each_failed_start_doubles_the_pause() -> None:
     assert (FIRST_PAUSE_S, LONGEST_PAUSE_S) == (5.0, 160.0)
 
 
+def test_thousands_of_failed_starts_keep_the_longest_pause() -> None:
+    restarts, now = Restarts(), 0.0
+    for _ in range(3000):
+        assert restarts.look({"decode-1": FAILED}, now) == []
+        now += LONGEST_PAUSE_S
+        assert restarts.look({"decode-1": FAILED}, now) == ["decode-1"]
+    assert restarts.look({"decode-1": FAILED}, now) == []
+    assert restarts.problems["decode-1"].startswith("3001 failed starts, the next 160 s after the last")
+
+
 @pytest.mark.parametrize(("up_s", "is_first"), [(SETTLED_S, True), (SETTLED_S / 2, False)])
 def test_a_process_that_has_served_for_a_minute_fails_for_the_first_time(up_s: float, is_first: bool) -> None:
     restarts = Restarts()

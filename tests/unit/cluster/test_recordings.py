@@ -2,6 +2,7 @@
 
 import json
 import random
+import secrets
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,10 @@ from alignedserve.cluster.hosts.nodes import recorded_parts
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.recorded_parts import MAX_PART_BYTES, parts_folder
 from alignedserve.cluster.hosts.recordings import RecordedNode, Recordings, clock_ahead_s
+from alignedserve.cluster.recording_folder import prepare_recording, recording_into, remove_unserved
+from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
 from alignedserve.messages.recording import PART_FILE, RecordedPart
+from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.waiting import holds
 
 PART = RecordedPart(node="node-1", hostname="host1", address="10.0.0.2", clock_ahead_s=2.5, is_whole=False)
@@ -154,6 +158,62 @@ async def test_nodes_are_followed_but_the_head_and_what_is_lost_stays_in_part(
     assert (is_whole(run / "node-1.1"), is_whole(run / "node-2.7")) == (True, False)
     assert (run / "node-1.1" / "pool-0.0.recording").read_bytes() == b"end"
     assert keepers[2].folder.exists()
+
+
+class FullDisk(RecordedNode):
+    """Copies nothing while the disk is full."""
+
+    is_full = True
+
+    def copy(self, ends_s: float) -> bool:
+        if self.is_full:
+            raise OSError("no space")
+        return True
+
+
+def test_a_disk_that_stays_full_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    node, recordings = FullDisk(Keeper(tmp_path / "private"), tmp_path / "run", PART), Recordings(None)
+
+    def said(is_full: bool) -> int:
+        node.is_full = is_full
+        recordings._perform("node-1", node.lock, lambda: node.copy(0.0))
+        return len(caplog.records)
+
+    assert [said(is_full) for is_full in (True, True, False, True, True)] == [1, 1, 1, 2, 2]
+    assert "no space" in caplog.text
+
+
+def test_all_nodes_share_the_time_that_the_end_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[float] = []
+    recordings = Recordings(None)
+    for name in ("node-1", "node-2"):
+        node = RecordedNode(Keeper(tmp_path / f"{name}-private"), tmp_path / name, PART)
+        monkeypatch.setattr(node, "finish", ends.append)
+        recordings._nodes[name] = node
+    recordings.close(is_end=True)
+    assert len(ends) == 2
+    assert len(set(ends)) == 1
+
+
+def test_a_start_that_failed_leaves_an_empty_folder_to_the_next_one_and_no_file_of_others_is_removed(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    served = resolve_model(ModelSectionConfig())
+    config = recording_into(ClusterConfig(), run)
+    for _ in range(2):
+        prepare_recording(config, served)
+        (run / "router.0.recording").touch()
+        RecordedNode(Keeper(tmp_path / secrets.token_hex(4)), run / "node-1.1", PART)
+        (run / "node-1.1" / "decode-1.0.recording").touch()
+        remove_unserved(run)
+        assert list(run.iterdir()) == []
+    (run / "node-1.1").mkdir()
+    for name in ("notes.txt", "node-1.1/x.recording"):
+        (run / name).touch()
+    remove_unserved(run)
+    remove_unserved(tmp_path / "none")
+    assert sorted(path.name for path in run.rglob("*")) == ["node-1.1", "notes.txt", "x.recording"]
 
 
 def test_where_nothing_is_recorded_nothing_is_copied() -> None:

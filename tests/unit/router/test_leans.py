@@ -90,6 +90,12 @@ def test_workers_rest_after_a_move() -> None:
     assert moved(leans, *workers, now=REST_S)
 
 
+def test_each_node_has_its_own_moves() -> None:
+    stuck = elastic("a", 0.0, num_decodes=4)  # alone on its node
+    giver, receiver = elastic("b", 0.0, num_decodes=2, pool_name="pool-1"), elastic("c", 1.0, pool_name="pool-1")
+    assert moved(Leans(), stuck, giver, receiver) == [("b-1", "c")]
+
+
 def test_requests_that_have_moved_often_or_are_moving_stay() -> None:
     giver, receiver = elastic("a", 0.0, num_decodes=3), elastic("b", 1.0)
     requests = decoded_by(giver)

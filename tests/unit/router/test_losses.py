@@ -30,6 +30,7 @@ from alignedserve.messages.pools import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
+    MoveRequest,
     PeersChanged,
     PrefillCompleted,
     PrefillRequest,
@@ -243,6 +244,18 @@ def test_the_decode_worker_is_lost_before_the_pool_says_what_went_to_it() -> Non
 
 def test_the_decode_worker_is_lost_while_decoding() -> None:
     assert decoding().lose(DECODE) == [INTERRUPTED]
+
+
+def test_the_worker_that_was_to_take_a_request_over_is_lost() -> None:
+    made = RouterHarness()
+    made.hear(DECODE, worker(can_prefill=True, can_move=True))
+    for nth, name in ((1, R1), (2, R2)):
+        made.submit(request(name))
+        made.hear(DECODE, PrefillCompleted(name, epoch(nth), 4))
+    made.hear("decode-1", worker(can_prefill=True, can_move=True))
+    made.hear(DECODE, WorkerLoad(num_free_blocks=20, lean=0.0))
+    assert made.tick() == [Send(DECODE, MoveRequest(R1, epoch(1), WorkerName("decode-1")))]
+    assert made.lose("decode-1") == [aborted(DECODE), INTERRUPTED]
 
 
 def test_a_copy_lost_with_its_receiver() -> None:

@@ -139,6 +139,18 @@ async def test_the_runner_learns_nothing_of_what_it_does_not_know_or_was_aborted
     loop.runner.close()
 
 
+async def test_what_comes_in_the_turn_in_which_the_runner_is_closed_is_dropped() -> None:
+    loop = Loop()
+    errors: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    loop.hear(SubmitRequest(request()))
+    await loop.prediction()
+    loop.hear(SubmitRequest(request("r2")))
+    loop.runner.close()
+    await asyncio.sleep(0)
+    assert (errors, loop.delivered.empty()) == ([], True)
+
+
 async def test_when_the_thread_is_behind_no_more_is_asked_of_it() -> None:
     loop = Loop()
     for number in range(300):  # none is delivered before this test waits

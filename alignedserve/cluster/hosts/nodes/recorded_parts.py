@@ -1,4 +1,4 @@
-"""What a node has recorded, read in parts by its keeper for the driver."""
+"""Reads in parts what a node has recorded: its keeper does, for the driver."""
 
 import contextlib
 import re

@@ -16,6 +16,7 @@ from alignedserve.cluster.process_health import Health, ProcessState
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 160.0
 SETTLED_S = 60.0
+_MAX_DOUBLINGS = 16  # more than the longest pause has; no power of thousands of failed starts
 
 
 @dataclass(slots=True)
@@ -72,7 +73,8 @@ class Restarts:
             trouble.due_s = None  # Ray's to start again
         elif not trouble.is_noted or trouble.due_s is None:
             trouble.num_failed += not trouble.is_noted
-            trouble.pause_s = min(FIRST_PAUSE_S * 2 ** (trouble.num_failed - 1), LONGEST_PAUSE_S)
+            num_doublings = min(trouble.num_failed - 1, _MAX_DOUBLINGS)
+            trouble.pause_s = min(FIRST_PAUSE_S * 2**num_doublings, LONGEST_PAUSE_S)
             trouble.is_noted, trouble.due_s = True, now + trouble.pause_s
 
     def _is_up(self, name: str, trouble: _Trouble, now: float) -> None:
