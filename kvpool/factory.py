@@ -4,15 +4,27 @@ from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.messages.caches import ArenaOffered
 from kvpool.logic import PoolLogic
 from kvpool.policies import make_batch_former
+from kvpool.waiting_forms import LINK_WAIT_S
 
 
 def make_logic(
-    *, config: PoolConfig, batching: BatchingConfig, arena: ArenaOffered, block_size: int, first_lease: int
+    *,
+    config: PoolConfig,
+    batching: BatchingConfig,
+    arena: ArenaOffered,
+    block_size: int,
+    first_lease: int,
+    link_wait_s: float = LINK_WAIT_S,
 ) -> PoolLogic:
     """Build the logic; `first_lease` should differ after each restart. Raises ConfigError naming the field."""
     former = make_batch_former(
         batching.policy or "density_first", block_size=block_size, starvation_s=batching.starvation_s
     )
     return PoolLogic(
-        arena=arena, block_size=block_size, batch_former=former, lease_s=config.lease_s, first_lease=first_lease
+        arena=arena,
+        block_size=block_size,
+        batch_former=former,
+        lease_s=config.lease_s,
+        first_lease=first_lease,
+        link_wait_s=link_wait_s,
     )

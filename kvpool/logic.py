@@ -54,7 +54,7 @@ from alignedserve.messages.wire import Message
 from kvpool.lease_table import LeaseTable
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
 from kvpool.state import Lease, LeaseStage, PooledRequest, Reservation
-from kvpool.waiting_forms import WaitingForms
+from kvpool.waiting_forms import LINK_WAIT_S, WaitingForms
 
 NO_GENERATION = 0
 
@@ -81,7 +81,9 @@ class PoolLogic:
         batch_former: BatchFormer,
         lease_s: float,
         first_lease: int = NO_GENERATION + 1,
+        link_wait_s: float = LINK_WAIT_S,
     ) -> None:
+        """`link_wait_s`: time that a batch waits for the link of its worker; 0: links that are not there never come."""
         self._arena = arena
         self._block_size = block_size
         self._former = batch_former
@@ -93,7 +95,8 @@ class PoolLogic:
         self._known_attempt = 0  # the latest at any request
         self._workers: dict[str, None] = {}  # linked now
         self._pace_s: dict[str, float] = {}  # of decode workers: an iteration, and so each token, takes so long
-        self._waiting_forms = WaitingForms()
+        self._link_wait_s = link_wait_s
+        self._waiting_forms = WaitingForms(link_wait_s)
         self._reported: PoolLoad | None = None
 
     def on_event(self, event: CommonEvent, now: float) -> list[PoolCommand]:
@@ -253,6 +256,8 @@ class PoolLogic:
 
     def _form(self, message: FormBatch, now: float) -> list[PoolCommand]:
         if message.worker not in self._workers:  # it would never get the grant, nor release it
+            if not self._link_wait_s:
+                return self._refused(message)
             self._waiting_forms.add(message, now)
             return []
         batch = self._choose(message, now)

@@ -14,12 +14,14 @@ LINK_WAIT_S = 1.0  # many times what a link takes between two hosts
 class WaitingForms:
     """The questions that wait, in the order in which they came."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float) -> None:
+        """`wait_s`: for how long each of them may wait."""
+        self._wait_s = wait_s
         self._waiting: dict[BatchId, tuple[FormBatch, float]] = {}  # with the end of the wait
 
     def add(self, form: FormBatch, now: float) -> None:
         """Let a question wait."""
-        self._waiting[form.batch_id] = (form, now + LINK_WAIT_S)
+        self._waiting[form.batch_id] = (form, now + self._wait_s)
 
     def linked(self, worker: str) -> list[FormBatch]:
         """Remove and return the questions for a worker whose link is there."""

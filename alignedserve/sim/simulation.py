@@ -151,6 +151,7 @@ class Simulation:
             arena=arena,
             block_size=layout.block_size,
             first_lease=self._random.randrange(1, _MAX_FIRST_LEASE),
+            link_wait_s=0.0,  # nodes are not joined here
         )
         component = self._add_component(_pool(node), Role.KV_POOL, logic)
         stamp = self._memory.arenas[arena.path].stamp

@@ -34,10 +34,10 @@ L1, L2 = epoch(1), epoch(2)
 class PoolHarness:
     """A pool with a router, a prefill worker and a decode worker. Its counts for the router are left out."""
 
-    def __init__(self, batch_former: BatchFormer | None = None) -> None:
+    def __init__(self, batch_former: BatchFormer | None = None, **changes: Any) -> None:
         self.now = 0.0
         former = batch_former or FcfsBatchFormer()
-        self.logic = PoolLogic(arena=ARENA, block_size=4, batch_former=former, lease_s=10.0)
+        self.logic = PoolLogic(arena=ARENA, block_size=4, batch_former=former, lease_s=10.0, **changes)
         self._load: PoolLoad | None = None
         self.link(ROUTER, Role.ROUTER)
         self.link(PREFILL, Role.PREFILL_WORKER)

@@ -142,6 +142,13 @@ def test_a_worker_that_is_not_linked_gets_its_batch_when_it_is() -> None:
     assert grants(made.link(ELSEWHERE, Role.DECODE_WORKER)) == []  # it was asked for once
 
 
+def test_where_links_never_come_none_is_waited_for() -> None:
+    made = PoolHarness(link_wait_s=0.0)
+    made.pool("r1")
+    assert forms(made.hear(ROUTER, FORM_ELSEWHERE)) == [BatchFormed(BATCH, ELSEWHERE, ())]
+    assert len(grants(made.hear(ROUTER, FORM))) == 1
+
+
 def test_a_worker_that_does_not_link_in_time_gets_nothing() -> None:
     made = PoolHarness()
     made.pool("r1")
