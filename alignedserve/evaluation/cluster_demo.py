@@ -30,7 +30,8 @@ from alignedserve.workload.traces import shipped_trace
 
 _MODEL = "pocket"
 _MIN_HOSTS, _MAX_HOSTS = 3, 16  # two whose gateways are asked, and the one that is lost
-_MAX_CHATS = 10
+_MAX_CHATS = 10  # rounds
+_NUM_CHATS = 12  # at once: one or two stay with workers of the gateway's own host
 _NUM_ASKED = 2  # gateways that are asked
 
 
@@ -143,7 +144,8 @@ async def chat_with_another_host(rehearsal: Rehearsal) -> None:
         for _ in range(_MAX_CHATS):
             before = rehearsal.num_answers(0)
             call = CompletionCall(CompletionApi.CHAT, message)
-            outcomes = await asyncio.gather(*(client.complete(call, CompletionOutcome()) for _ in rehearsal.urls()))
+            asked = (client.complete(call, CompletionOutcome()) for _ in range(_NUM_CHATS))
+            outcomes = await asyncio.gather(*asked)
             for worker, count in rehearsal.num_answers(0).items():
                 host = rehearsal.host_of(worker)
                 if count > before.get(worker, 0) and host != head.name:

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPTS = [(5, 6, 7 + number) for number in range(3)]
 NUM_TOKENS = 600
-ORPHANED_S, HEAD_LOST_S = 8.0, 18  # for which processes, and Ray's nodes, wait for a driver and a head; 50 and 60
+ORPHANED_S, HEAD_LOST_S = 16.0, 26  # for which processes, and Ray's nodes, wait for a driver and a head; 50 and 60
 OPTIONS = (
     *("--nodes", "2", "--set", "topology=colocated", "--set", "engine.threads_per_worker=1"),
     *("--set", "engine.calibration_s=0.2", "--set", "model.served_model_name=model"),
@@ -185,7 +185,7 @@ def test_what_three_drivers_recorded_is_decided_again(nodes: RayNodes, up_option
     rooms = {(one["room"], one.get("node")): one for one in found["rooms"]}
     assert {("router", None), ("decode-0", None), ("decode-1", "node-1")} <= rooms.keys()
     assert all(one["difference"] is None for one in rooms.values())
-    assert rooms["decode-1", "node-1"]["num_equal"] > 1000
+    assert rooms["decode-1", "node-1"]["num_equal"] > 100
     assert rooms["decode-1", "node-1"]["is_whole"] is False
     assert found["simulation"]["num_requests"] > 10
     assert "is not empty" in nodes.command("up", *up_options, "--record", str(recorded)).stderr

@@ -89,7 +89,7 @@ def stop() -> None:
         if not has_record and ending is Ending.NOT_THERE:
             running_cluster()  # says that there is none
         is_left = _end_what_is_left(ending)
-    notes().print(_stopped(ending, has_record=has_record, is_left=is_left))
+    notes().print(_stopped(ending, has_record=has_record, is_left=is_left), soft_wrap=True)
 
 
 def _ask_driver_to_stop() -> bool:

@@ -129,7 +129,7 @@ def release_former() -> None:
     for entry in table.values():
         name = str(entry["name"])
         if name.startswith(_PREFIX) and entry["state"] != "REMOVED":
-            logger.warning("removing what a former driver had reserved: %s", name)
+            logger.info("removing what a former driver had reserved: %s", name)
             release(name.removeprefix(_PREFIX))
 
 
