@@ -5,6 +5,7 @@ that late writes of an earlier epoch hit nothing. The decode worker decides on i
 """
 
 import logging
+import secrets
 from typing import NamedTuple
 
 from alignedserve.core.block_layout import BlockLayout
@@ -70,7 +71,12 @@ class CandidateMemory:
         except NotEnoughMemory as error:
             logger.warning("no candidate buffer for %s: %s", peer, error)
             return None
-        server = self._serve_far(arena) if is_far else self._serve(arena, name)
+        try:
+            server = self._serve_far(arena) if is_far else self._serve(arena)
+        except OSError as error:  # such as no more file descriptors
+            path.unlink(missing_ok=True)
+            logger.warning("no candidate buffer for %s: it cannot be served: %s", peer, error)
+            return None
         offered = ArenaOffered(
             str(path),
             arena.num_blocks,
@@ -118,12 +124,13 @@ class CandidateMemory:
             open_channel=open_channel,
         )
 
-    def _serve(self, arena: Arena, name: str) -> BlockServer | None:
+    def _serve(self, arena: Arena) -> BlockServer | None:
         transport = self._kv_transport
         if transport in _WITHOUT_SERVER:
             return None
         identity: Identity = self._process_spec.identity()
-        address = self._process_spec.addresses.of(name)
+        # No longer than the name of a process: a run folder is refused only where those do not fit (run_folder.py).
+        address = self._process_spec.addresses.of(f"b-{secrets.token_hex(4)}")
         return BlockServer(
             ArenaBuffer(arena), address, identity=identity, transports=(transport,), open_channel=open_channel
         )

@@ -94,6 +94,21 @@ def test_without_memory_the_decode_worker_does_without(tmp_path: Path, caplog: p
     assert files(tmp_path) == []
 
 
+def test_what_cannot_be_served_leaves_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = memory_of(tmp_path / ("x" * 100), transport="tcp")
+    assert memory.open_for(DECODE) is None
+    assert "cannot be served" in caplog.text
+    assert files(tmp_path / ("x" * 100)) == []
+
+
+def test_a_served_buffer_fits_wherever_the_process_s_own_socket_does(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path, transport="tcp")
+    opened = memory.open_for(DECODE)
+    assert opened is not None
+    assert len(opened.offered.served_at) <= len(AddressBook(tmp_path).of("prefill-1023"))
+    memory.close()
+
+
 def test_over_another_transport_it_is_served_as_well(tmp_path: Path) -> None:
     memory = memory_of(tmp_path, transport="gloo")
     opened = memory.open_for(DECODE)
