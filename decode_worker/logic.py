@@ -225,16 +225,21 @@ class DecodeLogic:
             self._order.granted(WaitingBatch(batch_id, message.is_aligned, len(members), now))
         for handoff in message.handoffs:
             self._router.observe(handoff.attempt)
-            commands += self._add_candidate(Candidate.of_handoff(handoff, batch_id, now, far_pool=far_pool))
+            candidate = Candidate.of_handoff(handoff, batch_id, now, far_pool=far_pool)
+            is_stale = self._latest_attempt(handoff.request.request_id) > handoff.attempt
+            commands += self._candidates.release(candidate) if is_stale else self._add_candidate(candidate)
         return commands
+
+    def _latest_attempt(self, request_id: RequestId) -> int:
+        """Return the latest attempt of this request that is here; 0: none is."""
+        waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
+        moving = self._batch.loading_candidate(request_id), self._evictions.get(request_id)
+        return max((one.attempt for one in (waiting, running, *moving) if one is not None), default=0)
 
     def _reserve(self, peer: str, message: ReserveBlocks) -> list[DecodeCommand]:
         request_id = message.request_id
         self._router.observe(message.attempt)
-        waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
-        moving = self._batch.loading_candidate(request_id), self._evictions.get(request_id)
-        known = [one.attempt for one in (waiting, running, *moving) if one is not None]
-        if max(known, default=0) > message.attempt:  # a later attempt is here already
+        if self._latest_attempt(request_id) > message.attempt:
             return [Send(peer, ReservationRefused(request_id, message.attempt))]
         return [*self._candidates.reserve(peer, message)]
 
