@@ -225,9 +225,7 @@ class DecodeLogic:
             self._order.granted(WaitingBatch(batch_id, message.is_aligned, len(members), now))
         for handoff in message.handoffs:
             self._router.observe(handoff.attempt)
-            candidate = Candidate.of_handoff(handoff, batch_id, now, far_pool=far_pool)
-            is_stale = self._latest_attempt(handoff.request.request_id) > handoff.attempt
-            commands += self._candidates.release(candidate) if is_stale else self._add_candidate(candidate)
+            commands += self._add_candidate(Candidate.of_handoff(handoff, batch_id, now, far_pool=far_pool))
         return commands
 
     def _latest_attempt(self, request_id: RequestId) -> int:
@@ -252,8 +250,10 @@ class DecodeLogic:
 
     def _add_candidate(self, candidate: Candidate) -> list[DecodeCommand]:
         # What an earlier attempt left here is stale: its abort is on the way, over another link. So is what is still to
-        # come of one, straight from a prefill worker.
+        # come of one, straight from a prefill worker, and the candidate itself if it came late.
         request_id, earlier = candidate.request.request_id, candidate.attempt - 1
+        if self._latest_attempt(request_id) > candidate.attempt:
+            return [*self._candidates.release(candidate)]
         commands = self._abort(request_id, earlier)
         self._candidates.cancel_reservation(request_id, earlier)
         self._candidates.add(candidate)

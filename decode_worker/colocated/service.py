@@ -8,10 +8,10 @@ from alignedserve.messages.links import DecodeWorkerInbound
 from alignedserve.messages.wire import Codec
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.lending_copier import CopyCommand, LendingCopier
 from alignedserve.runtime.kv.transfers.registry import AUTO
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
-from decode_worker.colocated.copies import CopyCommand, MoveCopies
 from decode_worker.colocated.logic import ColocatedEvent, ColocatedLogic
 from decode_worker.iteration_log_writer import try_write_iterations
 
@@ -34,9 +34,9 @@ class ColocatedWorker:
         self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
         self.iteration_log = logic.iteration_log
-        self._copies: MoveCopies | None = None
+        self._copies: LendingCopier | None = None
         if memory is not None:
-            self._copies = MoveCopies(executor.copier(process_spec.identity(), transport=transport), memory)
+            self._copies = LendingCopier(executor.copier(process_spec.identity(), transport=transport), memory)
         self._driver: LogicDriver[CommonEvent | ColocatedEvent, RunIteration | CopyCommand] = LogicDriver(
             logic, process_spec, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )

@@ -72,5 +72,28 @@ def make_client(url: str) -> httpx.AsyncClient:
 
 async def stream_all(url: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Stream]:
     """All prompts at once, undisturbed."""
+    streams = [Stream() for _ in prompts]
+    await streams_through(url, prompts, streams, max_tokens)
+    return streams
+
+
+async def streams_through(
+    url: str, prompts: Sequence[Sequence[int]], streams: Sequence[Stream], num_tokens: int
+) -> None:
+    """Ask all prompts at once, each into its stream, which can be looked at meanwhile."""
     async with make_client(url) as client:
-        return await asyncio.gather(*(stream_one(client, prompt, max_tokens, Stream()) for prompt in prompts))
+        pairs = zip(prompts, streams, strict=True)
+        await asyncio.gather(*(stream_one(client, prompt, num_tokens, into) for prompt, into in pairs))
+
+
+async def all_started(streams: Sequence[Stream]) -> None:
+    """Wait until each has some text."""
+    for stream in streams:
+        await stream.started.wait()
+
+
+def check_whole(streams: Sequence[Stream], right: Sequence[Stream]) -> None:
+    """Check that each has ended well and has the text of an undisturbed one."""
+    assert [(one.error, one.is_done) for one in streams] == [(None, True)] * len(streams)
+    assert [one.text for one in streams] == [one.text for one in right]
+    print("longest pause", max(one.longest_gap_s for one in streams))

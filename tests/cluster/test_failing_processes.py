@@ -22,7 +22,7 @@ from alignedserve.runtime.model.built_in import pocket_folder
 from tests.cluster.batches import check_batch, make_batch
 from tests.cluster.ray_nodes import RayNodes
 from tests.cluster.serving import FLOAT32, free_port
-from tests.cluster.streams import Stream, make_client, stream_all, stream_one
+from tests.cluster.streams import Stream, all_started, check_whole, make_client, stream_all, stream_one, streams_through
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -67,23 +67,6 @@ def nodes(folder: Path, up_options: tuple[str, ...]) -> Iterator[RayNodes]:
         made.end()
 
 
-async def streams_through(url: str, streams: list[Stream], num_tokens: int = NUM_TOKENS) -> None:
-    async with make_client(url) as client:
-        await asyncio.gather(
-            *(stream_one(client, one, num_tokens, into) for one, into in zip(PROMPTS, streams, strict=True))
-        )
-
-
-async def all_started(streams: list[Stream]) -> None:
-    for stream in streams:
-        await stream.started.wait()
-
-
-def check(streams: list[Stream], right: list[Stream]) -> None:
-    assert [(one.error, one.is_done) for one in streams] == [(None, True)] * len(streams)
-    assert [one.text for one in streams] == [one.text for one in right]
-
-
 async def until(nodes: RayNodes, holds: Any, timeout_s: float = 90.0) -> float:
     return await asyncio.to_thread(nodes.wait, holds, lambda: (nodes.status(), nodes.driver_log()[-4000:]), timeout_s)
 
@@ -125,19 +108,19 @@ async def test_an_error_of_the_driver_s_own_leaves_the_cluster_to_the_next_one(
     asked = nodes.folder / "fail"
     driver = await asyncio.to_thread(start_failing, nodes, asked, 60.0, command[3:])
     streams = [Stream() for _ in PROMPTS]
-    running = asyncio.create_task(streams_through(second, streams))
+    running = asyncio.create_task(streams_through(second, PROMPTS, streams, NUM_TOKENS))
     await all_started(streams)
     asked.touch()
     assert await asyncio.to_thread(driver.wait, 60.0) != 0
     (said,) = nodes.run_dir.glob("*-0/logs/driver.log")
     assert "leaves the cluster to the next one" in said.read_text()
     await running
-    check(streams, right)
+    check_whole(streams, right)
     assert set(nodes.actors()) == actors
     record = ("--record", str(nodes.folder / "recorded"))
     print("up took", await asyncio.to_thread(nodes.up, *up_options, *record))
     assert set(nodes.actors()) == actors
-    check(await stream_all(second, PROMPTS, NUM_TOKENS), right)
+    check_whole(await stream_all(second, PROMPTS, NUM_TOKENS), right)
 
 
 async def test_a_worker_that_does_not_start_is_shown_and_starts_when_it_can(nodes: RayNodes, model: Path) -> None:
@@ -156,12 +139,12 @@ async def test_a_worker_that_does_not_start_is_shown_and_starts_when_it_can(node
     assert weights.name in found["decode-1"]["problem"]
     assert any(weights.name in line for line in found["decode-1"]["log"])
     assert nodes.command("status").returncode == 1
-    check(await stream_all(first, PROMPTS, NUM_TOKENS), right)  # the others serve
+    check_whole(await stream_all(first, PROMPTS, NUM_TOKENS), right)  # the others serve
     await until(nodes, lambda: "2 failed starts" in failing(nodes).get("decode-1", {}).get("problem", ""))
     replace_content(weights, whole)
     await until(nodes, lambda: nodes.status()["load"]["num_decode_workers"] == 2 and not failing(nodes))
     assert nodes.command("status").returncode == 0
-    check(await stream_all(first, PROMPTS, NUM_TOKENS), right)
+    check_whole(await stream_all(first, PROMPTS, NUM_TOKENS), right)
 
 
 def test_stop_ends_a_driver_that_hangs_and_its_supervisor(nodes: RayNodes, up_options: tuple[str, ...]) -> None:
@@ -201,7 +184,7 @@ async def test_a_head_that_is_lost_for_good_takes_the_cluster_with_it_and_a_new_
     right = await stream_all(second, PROMPTS, 3 * NUM_TOKENS)
     batch = make_batch(second)
     streams = [[Stream() for _ in PROMPTS] for _ in range(3)]
-    running = [asyncio.create_task(streams_through(second, each, 3 * NUM_TOKENS)) for each in streams]
+    running = [asyncio.create_task(streams_through(second, PROMPTS, each, 3 * NUM_TOKENS)) for each in streams]
     await all_started([one for each in streams for one in each])
     driver.kill()
     driver.wait()
@@ -225,5 +208,5 @@ async def test_a_head_that_is_lost_for_good_takes_the_cluster_with_it_and_a_new_
     for index in range(2):
         await asyncio.to_thread(nodes.start, index)
     print("up took", await asyncio.to_thread(nodes.up, *up_options))
-    check(await stream_all(second, PROMPTS, 3 * NUM_TOKENS), right)
+    check_whole(await stream_all(second, PROMPTS, 3 * NUM_TOKENS), right)
     check_batch(nodes, second, batch)

@@ -1,4 +1,4 @@
-"""Copies of requests that move between workers, and the memory that a worker lends for them."""
+"""Performs the copies of a worker that lends memory to others, and makes and frees that memory."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,12 +6,14 @@ from collections.abc import Callable
 from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
+    BlocksRelayed,
     BufferOpened,
     CloseBuffer,
     LoadBlocks,
     MapArena,
     OffloadBlocks,
     OpenBuffer,
+    RelayBlocks,
     UnmapArena,
 )
 from alignedserve.runtime.kv.block_copier import BlockCopier
@@ -21,8 +23,8 @@ CopyCommand = LoadBlocks | OffloadBlocks | MapArena | UnmapArena | OpenBuffer | 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BufferOpened
 
 
-class MoveCopies:
-    """Performs the commands of moves on one worker."""
+class LendingCopier:
+    """Performs the copy commands of one worker: of a prefill worker, or of one whose requests move."""
 
     def __init__(self, copier: BlockCopier, memory: CandidateMemory) -> None:
         self._copier = copier
@@ -44,6 +46,10 @@ class MoveCopies:
             case CloseBuffer(peer):
                 self._copier.unmap_arena(peer)
                 self._memory.close_for(peer)
+
+    def start_relay(self, command: RelayBlocks, buffer_of: str, dispatch: Callable[[BlocksRelayed], None]) -> None:
+        """Start a copy between a pool and the buffer that is lent to this decode worker."""
+        self._copier.start_relay(command, buffer_of, dispatch)
 
     def close(self) -> None:
         """Close the transfers and free the memory, once the threads have ended."""
