@@ -254,12 +254,13 @@ class SimulateOptions:
     ] = None
     num_prefill: Annotated[int | None, typer.Option("--prefill", min=1, help="Prefill workers.")] = None
     num_decode: Annotated[int | None, typer.Option("--decode", min=1, help="Decode workers.")] = None
-    num_colocated: Annotated[
+    num_workers: Annotated[
         int | None,
         typer.Option(
+            "--workers",
             "--colocated",
             min=1,
-            help="Colocated workers. Alone: every policy runs on such.",
+            help="Workers that do both phases (elastic, colocated). Alone: every policy runs on such.",
             show_default="as many as --prefill and --decode together",
         ),
     ] = None
