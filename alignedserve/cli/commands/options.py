@@ -181,7 +181,7 @@ class DemoOptions:
         bool, typer.Option("--mixed", help="Nine short prompts to a long one, instead of the trace's own.")
     ] = False
     has_faults: Annotated[
-        bool, typer.Option("--faults", help="Kill and stop workers and pool meanwhile, one after the other.")
+        bool, typer.Option("--faults", help="Kill and stop workers (and pool) meanwhile, one after the other.")
     ] = False
     batching: BatchingOption = None
     seed: SeedOption = 0

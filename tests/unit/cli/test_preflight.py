@@ -141,7 +141,7 @@ def test_a_machine_without_the_memory(monkeypatch: pytest.MonkeyPatch, unused_tc
         preflight.check(separate(unused_tcp_port), POCKET)
     with pytest.raises(NotEnoughMemory, match=f"{message}$"):  # the policy knows no other workers
         preflight.check(separate(unused_tcp_port, scheduling={"policy": "aligned"}), POCKET)
-    with pytest.raises(NotEnoughMemory, match=r"set decode\.kv_cache_bytes or decode\.count lower$"):
+    with pytest.raises(NotEnoughMemory, match=r"set decode\.count or decode\.kv_cache_bytes lower$"):
         preflight.check(config(unused_tcp_port), POCKET)
 
 
