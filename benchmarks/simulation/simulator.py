@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.config.sections import (
-    ClusterConfig,
+    Topology,
+)    ClusterConfig,
     DecodeWorkerConfig,
     PoolConfig,
     PrefillWorkerConfig,
@@ -46,6 +47,7 @@ def workload_of(rows: Sequence[TraceRow], rate: float, duration_s: float) -> Wor
 def measure(model: str, hardware: str, workload: Workload) -> dict[str, Any]:
     """Measure one run."""
     cluster = ClusterConfig(
+        topology=Topology.DISAGGREGATED,
         scheduling=SchedulingConfig(policy="aligned"),
         router=RouterConfig(prefill_order="least_slack"),
         pool=PoolConfig(memory_bytes=512 * _GIB),
