@@ -1,4 +1,4 @@
-"""What it costs the driver to keep its state where the next one finds it, by the number of nodes.
+"""Cost for the driver of keeping its state for the next one, by the number of nodes.
 
     python -m benchmarks.serving.driver_state
 

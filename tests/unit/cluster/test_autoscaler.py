@@ -1,4 +1,4 @@
-"""What is read of Ray's autoscaler, what it is asked for, and where a cluster cannot scale. Without Ray."""
+"""Reading and asking Ray's autoscaler, and clusters that cannot scale. Without Ray."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What the driver of a cluster of hosts announces, and when; what a rehearsal spares. Without Ray."""
+"""Announcements of the driver of a cluster of hosts; things that a rehearsal spares. Without Ray."""
 
 import dataclasses
 import logging

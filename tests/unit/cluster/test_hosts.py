@@ -155,7 +155,7 @@ def test_a_cluster_is_started_on_the_head_alone() -> None:
 # --- what outlives
 
 
-def test_a_sweep_removes_what_is_nobodys_and_keeps_what_is_in_use(tmp_path: Path) -> None:
+def test_a_sweep_removes_what_has_no_owner_and_keeps_what_is_in_use(tmp_path: Path) -> None:
     folder = tmp_path / f"test-{os.getpid()}"
     folder.mkdir()
     left, progress = folder / "left.sock", folder / "decode-0.progress"
