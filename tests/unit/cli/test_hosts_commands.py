@@ -23,7 +23,7 @@ from alignedserve.cluster.hosts.record import ActorRecord, ClusterRecord, NodeRe
 from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor, start_supervisor
 from alignedserve.cluster.launch import AskedToStop
 from alignedserve.config.loading import load_config
-from alignedserve.config.sections import from_mapping
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
 
 DEAF = (

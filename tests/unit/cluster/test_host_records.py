@@ -39,7 +39,8 @@ from alignedserve.cluster.hosts.succession import ClusterState, Succession, dige
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.start_observer import LoggingObserver
-from alignedserve.config.sections import MIB, ModelSectionConfig, from_mapping
+from alignedserve.config.sections import MIB, ModelSectionConfig
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import NotEnoughMemory, PeerLost, ResourceError
 from alignedserve.evaluation import cluster_demo, namespace_hosts
 from alignedserve.runtime.model.served_model import resolve_model

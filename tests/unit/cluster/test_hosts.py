@@ -22,7 +22,8 @@ from alignedserve.cluster.hosts.plan import NODE_ADDRESS, NodeResources, plan_cl
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.run_folder import make_run_folder
-from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology, from_mapping
+from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, NotEnoughMemory, ResourceError
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.model.served_model import resolve_model
