@@ -86,6 +86,7 @@ class SimulatedGateway:
         self.records: list[RequestRecord] = []
         self.statuses: dict[str, ClusterStatus] = {}  # the latest of each router
         self.max_open = 0  # requests at a time
+        self.num_repeated = 0  # tokens that came more than once
         network.add(GATEWAY, Role.GATEWAY, self.dispatch)
 
     def start(self, time_s: float) -> None:
@@ -121,7 +122,10 @@ class SimulatedGateway:
         time_s = self._event_queue.now + self._network.message_s
         under_way = self._open
         for delta in message.deltas:
-            times = under_way[delta.request_id].token_times_s
+            times = under_way[delta.request_id].token_times_s if delta.request_id in under_way else None
+            if times is None or delta.first_index < len(times):  # emitted again, as two workers had it after a loss
+                self.num_repeated += 1
+                continue
             assert delta.first_index == len(times), "a token that is not the next"
             times.append(time_s)
             if delta.finish_reason is not None:
