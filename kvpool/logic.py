@@ -173,7 +173,7 @@ class PoolLogic:
                 self._pace_s[peer] = message.iteration_s
                 return []
             case FetchCopy():
-                return self._fetch_copy(peer, message)
+                return self._fetch_copy(peer, message, now)
             case DropRequest():
                 return self._drop(message.request_id, message.attempt, None, now)
             case _:
@@ -217,7 +217,7 @@ class PoolLogic:
         taken = Send(peer, BlocksTaken(written.request.request_id, written.attempt, is_accepted))
         if lease is None or not is_accepted:
             return [taken]  # stale or malformed: its blocks are not believed
-        lease.content = written
+        lease.content, lease.written_s = written, now
         stages = (LeaseStage.POOLED, LeaseStage.KEPT, LeaseStage.GRANTED)
         earlier = self._end_earlier(lease.request_id, lease.attempt, stages, but=lease)
         if not lease.is_copy:
@@ -264,7 +264,7 @@ class PoolLogic:
         if batch is None:
             return self._refused(message)
         leases = [self._pooled[request_id] for request_id in batch.request_ids]
-        handoffs = tuple(self._grant(lease, message.worker, message.batch_id) for lease in leases)
+        handoffs = tuple(self._grant(lease, message.worker, now, message.batch_id) for lease in leases)
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in handoffs)
         formed = BatchFormed(message.batch_id, message.worker, members)
         joins = message.joins.batch_id if message.joins is not None else None
@@ -280,7 +280,7 @@ class PoolLogic:
             return self._former.form(limits, now)
         return self._former.join(LengthRange(message.joins.start, message.joins.stop), limits, now)
 
-    def _grant(self, lease: Lease, worker: str, batch_id: BatchId = NO_BATCH) -> Handoff:
+    def _grant(self, lease: Lease, worker: str, now: float, batch_id: BatchId = NO_BATCH) -> Handoff:
         if lease.stage is LeaseStage.POOLED:
             self._unindex(lease)
             lease.attempt = next_step(lease.attempt)
@@ -295,6 +295,7 @@ class PoolLogic:
             lease.lease_id,
             content.copy,
             content.predicted_output_len,
+            content.begun_s + now - lease.written_s,
         )
 
     def _granted(self, peer: str, message: LeasesReleased | LeasesReturned) -> list[Lease]:
@@ -312,13 +313,13 @@ class PoolLogic:
         self._lease_table.move(lease, LeaseStage.KEPT)
         return []
 
-    def _fetch_copy(self, peer: str, message: FetchCopy) -> list[PoolCommand]:
+    def _fetch_copy(self, peer: str, message: FetchCopy, now: float) -> list[PoolCommand]:
         leases = self._lease_table.of_request(message.request_id)
         kept = [lease for lease in leases if lease.stage is LeaseStage.KEPT and lease.attempt <= message.attempt]
         if not kept:
             return [Send(peer, CopyMissing(message.request_id, message.attempt))]
         best = max(kept, key=lambda lease: lease.attempt)
-        return [Send(peer, CopyGranted(self._grant(best, peer), message.attempt))]
+        return [Send(peer, CopyGranted(self._grant(best, peer, now), message.attempt))]
 
     # --- ends of leases
 

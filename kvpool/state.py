@@ -32,6 +32,7 @@ class Lease:
     is_copy: bool = False  # to be kept, never indexed
     is_void: bool = False  # granted, but the request has ended: freed, not kept, when released
     content: BlocksWritten | None = None  # once written
+    written_s: float = 0.0
     batch_id: BatchId = NO_BATCH  # that it was last granted in
 
     @property
