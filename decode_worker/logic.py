@@ -186,7 +186,8 @@ class DecodeLogic:
             case BatchGranted():
                 return self._granted(peer, message, now)
             case SetPredictedLength(request_id=request_id):
-                known = (self._candidates.get(request_id), self._batch.get(request_id))
+                moving = (self._batch.loading_candidate(request_id), self._evictions.get(request_id))
+                known = (self._candidates.get(request_id), self._batch.get(request_id), *moving)
                 if set_predicted_length(known, message) and self._scheduler is not None:
                     self._scheduler.set_predicted_length(request_id, message.predicted_output_len)
                 return []

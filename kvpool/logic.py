@@ -17,7 +17,9 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import chain
 
-from alignedserve.core.attempts import next_step
+from msgspec.structs import replace
+
+from alignedserve.core.attempts import is_same_epoch, next_step
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.caches import (
@@ -51,6 +53,7 @@ from alignedserve.messages.pools import (
     RequestPooled,
 )
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import SetPredictedLength
 from kvpool.lease_table import LeaseTable
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
 from kvpool.state import Lease, LeaseStage, PooledRequest, Reservation
@@ -172,6 +175,8 @@ class PoolLogic:
             case DecodePace():
                 self._pace_s[peer] = message.iteration_s
                 return []
+            case SetPredictedLength():
+                return self._predicted(message)
             case FetchCopy():
                 return self._fetch_copy(peer, message, now)
             case DropRequest():
@@ -248,7 +253,7 @@ class PoolLogic:
         lease.attempt = next_step(lease.attempt)
         self._lease_table.move(lease, LeaseStage.POOLED)
         self._pooled[lease.request_id] = lease
-        self._former.insert(_indexed(lease, lease.content, max(self._pace_s.values(), default=None)), now)
+        self._former.insert(PooledRequest.of(lease, max(self._pace_s.values(), default=None)), now)
         context_len, num_blocks = lease.content.copy.context_len, len(lease.block_ids)
         return self._to_router(RequestPooled(lease.request_id, lease.attempt, context_len, num_blocks))
 
@@ -311,6 +316,13 @@ class PoolLogic:
         if lease.is_void:
             return self._end(lease)
         self._lease_table.move(lease, LeaseStage.KEPT)
+        return []
+
+    def _predicted(self, message: SetPredictedLength) -> list[PoolCommand]:
+        """Note a prediction that came late, for the worker that the request is granted to next."""
+        for lease in self._lease_table.of_request(message.request_id):
+            if lease.content is not None and is_same_epoch(lease.attempt, message.attempt):
+                lease.content = replace(lease.content, predicted_output_len=message.predicted_output_len)
         return []
 
     def _fetch_copy(self, peer: str, message: FetchCopy, now: float) -> list[PoolCommand]:
@@ -377,24 +389,3 @@ class PoolLogic:
             return []
         self._reported = load
         return self._to_router(load)
-
-
-def _indexed(lease: Lease, content: BlocksWritten, tpot_s: float | None) -> PooledRequest:
-    context_len, num_blocks = content.copy.context_len, len(lease.block_ids)
-    urgent_at_s = _urgent_at_s(content, tpot_s)
-    return PooledRequest(lease.request_id, context_len, num_blocks, content.request.arrival_s, urgent_at_s)
-
-
-def _urgent_at_s(content: BlocksWritten, tpot_s: float | None) -> float | None:
-    """Return when waiting must end: the remaining tokens must fit, in half of the time to the deadline at most.
-
-    `tpot_s`: of the slowest decode worker; None: not known yet, and half of the time is kept.
-    """
-    request = content.request
-    if request.slo.deadline_s is None:
-        return None
-    num_remaining = request.sampling.max_tokens - len(content.generated_token_ids)
-    needed_s = request.slo.deadline_s / 2
-    if tpot_s is not None:
-        needed_s = min(num_remaining * tpot_s, needed_s)
-    return request.arrival_s + request.slo.deadline_s - needed_s
