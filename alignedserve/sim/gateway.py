@@ -1,7 +1,7 @@
 """The client and its gateway in one: sends requests at their times, and records when their tokens arrive."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from alignedserve.core.ids import RequestId
@@ -135,6 +135,10 @@ class SimulatedGateway:
         """Close all open requests as unfinished."""
         for request_id in list(self._open):
             self._close(request_id, Ending.UNFINISHED, self._event_queue.now)
+
+    def open_requests(self) -> Iterable[OpenRequest]:
+        """Return the requests that were sent and have not ended."""
+        return self._open.values()
 
     # --- sending
 
