@@ -81,7 +81,7 @@ class SimulatedGateway:
         self._num_to_come = 0  # scheduled requests
         self._num_sent = 0
         self._ends_s = workload.ends_s
-        self.has_sent_all = False  # of the open loops
+        self._has_begun_all = False  # of the open loops
         self.loaded_tokens_per_s: dict[str, float] = {}  # by class; empty before the end of sending, or without one
         self._open: dict[RequestId, _SentRequest] = {}
         self._prompts = _Prompts()
@@ -138,6 +138,11 @@ class SimulatedGateway:
         for request_id in list(self._open):
             self._close(request_id, Ending.UNFINISHED, self._event_queue.now)
 
+    @property
+    def has_sent_all(self) -> bool:
+        """True once all requests of the open loops are sent, and a given time of sending is over."""
+        return self._has_begun_all and (not self._ends_s or bool(self.loaded_tokens_per_s))
+
     def open_requests(self) -> Iterable[OpenRequest]:
         """Return the requests that were sent and have not ended."""
         return self._open.values()
@@ -147,7 +152,7 @@ class SimulatedGateway:
     def _plan_next(self) -> None:
         """Schedule the next timed request; only one at a time, as a short queue is a fast one."""
         timed = next(self._timed, None)
-        self.has_sent_all = timed is None
+        self._has_begun_all = timed is None
         if timed is not None:
             self._num_to_come += 1
             self._event_queue.at(self._origin_s + timed.arrival_s, self._send_timed, timed)

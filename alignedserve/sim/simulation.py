@@ -276,9 +276,9 @@ class Simulation:
         queue, gateway = self._event_queue, self._gateway
         if misses.is_over(gateway.records, gateway.open_requests(), queue.now):
             self._is_abandoned, queue.end_s = True, queue.now
-        elif self._config.ends_when_settled and gateway.has_sent_all:
-            if misses.is_settled(gateway.open_requests(), queue.now):
-                queue.end_s = queue.now
+        ends_when_settled = self._config.ends_when_settled and gateway.has_sent_all
+        if ends_when_settled and misses.is_settled(gateway.open_requests(), queue.now):
+            queue.end_s = queue.now
         queue.after(_WATCH_S, self._watch, misses)
 
     def _result(self, num_events: int) -> SimulationResult:
