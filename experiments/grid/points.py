@@ -20,22 +20,23 @@ class Trace:
     ttft_s: float  # tight
     capacity: float  # requests/s of one accelerator: `python -m experiments.grid --capacity`
     beside: str = "arxiv"
-    is_timed: bool = True
+    is_timed: bool = True  # or drawn: Mooncake's come in lumps of a few seconds, at its own rate of many machines
+    longer: int = 1  # as few requests come
 
 
 TRACES: Mapping[str, Trace] = {
-    "azure_conv": Trace(1.0, 3.0),
-    "azure_code": Trace(2.0, 2.5),
-    "mooncake": Trace(8.0, 0.5),
-    "arxiv": Trace(2.0, 1.5, "azure_code", is_timed=False),
-    "sharegpt": Trace(1.0, 1.2, is_timed=False),
+    "azure_conv": Trace(1.0, 2.9),
+    "azure_code": Trace(2.0, 3.2),
+    "mooncake": Trace(8.0, 0.43, is_timed=False, longer=2),
+    "arxiv": Trace(2.0, 1.2, "azure_code", is_timed=False),
+    "sharegpt": Trace(1.0, 1.0, is_timed=False),
 }
 LOADS = (0.3, 0.54, 0.78, 1.02, 1.26, 1.5)  # shares of the capacity
 TIGHT, LOOSE, MIXED = "tight", "loose", "mixed"
 OBJECTIVES = (TIGHT, LOOSE, MIXED)
 ACCELERATORS = (2, 4, 8)
 _TPOT_S, _LOOSER = 0.05, 4
-_ARRIVALS_S: Mapping[int, float] = {2: 30.0, 4: 30.0, 8: 20.0}
+_ARRIVALS_S: Mapping[int, float] = {2: 60.0, 4: 40.0, 8: 25.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Point:
     @property
     def arrivals_s(self) -> float:
         """Return for how many seconds requests arrive."""
-        return _ARRIVALS_S[self.accelerators]
+        return _ARRIVALS_S[self.accelerators] * TRACES[self.trace].longer
 
     def workload(self) -> WorkloadLine:
         """Return the real-time requests of the trace, class `rt`, and what is served beside them, class `be`."""
