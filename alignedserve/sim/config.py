@@ -80,6 +80,7 @@ class SimConfig:
     miss_limits: Mapping[str, int] | None = (
         None  # of classes: when more requests miss their objectives, it is abandoned
     )
+    ends_when_settled: bool = False  # once it is known of each request of these classes, all open loops, if it misses
 
     def __post_init__(self) -> None:
         decode, prefill = self.cluster.decode.count, self.cluster.prefill.count

@@ -50,6 +50,7 @@ _SETTLE_S = 2.5  # after the last end; the router's counts come every second
 _EOS_TOKEN_IDS = frozenset({EOS})
 _MAX_FIRST_LEASE = 1 << 39  # as in a live pool
 _PROGRESS_S = 5.0
+_WATCH_S = 1.0
 
 
 class Simulation:
@@ -288,11 +289,14 @@ class Simulation:
         self._event_queue.after(_PROGRESS_S, self._report, progress)
 
     def _watch(self, misses: MissWatch) -> None:
-        """End the simulation once it has more misses than its limits allow."""
-        queue = self._event_queue
-        if misses.is_over(self._gateway.records, self._gateway.open_requests(), queue.now):
+        """End the simulation once it has more misses than its limits allow, or nothing to find out any more."""
+        queue, gateway = self._event_queue, self._gateway
+        if misses.is_over(gateway.records, gateway.open_requests(), queue.now):
             self._is_abandoned, queue.end_s = True, queue.now
-        queue.after(_PROGRESS_S, self._watch, misses)
+        ends_when_settled = self._config.ends_when_settled and gateway.has_sent_all
+        if ends_when_settled and misses.is_settled(gateway.open_requests(), queue.now):
+            queue.end_s = queue.now
+        queue.after(_WATCH_S, self._watch, misses)
 
     def _result(self, num_events: int) -> SimulationResult:
         gateway, status = self._gateway, _total(self._gateway.statuses.values())
@@ -303,7 +307,7 @@ class Simulation:
         return SimulationResult(
             duration_s=duration_s,
             is_abandoned=self._is_abandoned,
-            classes=classes_of(gateway.records, gateway.gaps, duration_s),
+            classes=classes_of(gateway.records, gateway.gaps, duration_s, gateway.loaded_tokens_per_s),
             workers=tuple(worker_of(name, worker.engine, duration_s) for name, worker in workers),
             routers=tuple(map(RouterResult.of, self._routers.values(), self._busy_s, repeat(duration_s))),
             max_in_flight=gateway.max_open,
