@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from alignedserve.config.sections import ClusterConfig, DefaultSize, EngineConfig, Section
+from alignedserve.config.sections import ClusterConfig, EngineConfig, Section
+from alignedserve.config.unset_sizes import DefaultSize
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ that separate workers alone have, and the policy runs on such, are they what was
 
 import msgspec
 
-from alignedserve.config.sections import SIZES, ClusterConfig, DefaultSize, Topology
+from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.config.unset_sizes import SIZES, DefaultSize
 from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import policy_entry
 

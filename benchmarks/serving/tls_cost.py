@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 from alignedserve.config.sections import (
-    Topology,
-)    ClusterConfig,
+    ClusterConfig,
     DecodeWorkerConfig,
     EngineConfig,
     PoolConfig,
     PrefillWorkerConfig,
+    Topology,
 )
 from alignedserve.core.request import SamplingParams
 from benchmarks.support.recording import write_result

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from alignedserve.config.sections import (
-    Topology,
-)    ClusterConfig,
+    ClusterConfig,
     DecodeWorkerConfig,
     PoolConfig,
     PrefillWorkerConfig,
     RouterConfig,
     SchedulingConfig,
+    Topology,
 )
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.choice import WorkerSpec

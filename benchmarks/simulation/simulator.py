@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.config.sections import (
-    Topology,
-)    ClusterConfig,
+    ClusterConfig,
     DecodeWorkerConfig,
     PoolConfig,
     PrefillWorkerConfig,
     RouterConfig,
     SchedulingConfig,
+    Topology,
 )
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.choice import WorkerSpec

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from alignedserve.config.sections import ClusterConfig, PrefillWorkerConfig, Topology, from_mapping, with_fixed_sizes
+from alignedserve.config.sections import ClusterConfig, PrefillWorkerConfig, Topology
+from alignedserve.config.unset_sizes import from_mapping, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.topology import require_effect, topology_of
