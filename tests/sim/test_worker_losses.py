@@ -9,7 +9,6 @@ from alignedserve.sim.simulation import Simulation
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
 
 LOAD = mixed_workload(60, 30.0, longest=80, longest_answer=40)
-ELASTIC = {"policy": "aligned_slo", "topology": Topology.ELASTIC, "max_running_requests": 8}
 DECODER, PREFILLER = SimWorkerLoss("decode-0", 0.7, 0.5), SimWorkerLoss("prefill-1", 0.7, 0.5)
 
 
@@ -17,7 +16,13 @@ DECODER, PREFILLER = SimWorkerLoss("decode-0", 0.7, 0.5), SimWorkerLoss("prefill
     "config",
     [
         colocated(2, losses=(DECODER,)),
-        colocated(3, losses=(DECODER, SimWorkerLoss("decode-1", 0.9, 0.5)), **ELASTIC),
+        colocated(
+            3,
+            losses=(DECODER, SimWorkerLoss("decode-1", 0.9, 0.5)),
+            policy="aligned_slo",
+            topology=Topology.ELASTIC,
+            max_running_requests=8,
+        ),
         disaggregated(2, 2, losses=(DECODER, PREFILLER)),
     ],
 )
