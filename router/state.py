@@ -28,6 +28,7 @@ class TrackedRequest:
     generated_token_ids: tuple[int, ...] = ()  # known here only when they must be recomputed
     num_emitted: int = 0  # tokens sent to the client before the current holder got the request
     pool_epoch: int | None = None  # epoch of the pool that takes its blocks after prefill
+    is_prediction_late: bool = False  # it came after this dispatch: later holders are told it again
     is_prefilled: bool = False  # prefill is complete, the blocks are on their way to that pool
     destination: str | None = None  # the worker that it may already be on its way to
     attempt: int = 0  # the latest known (core/attempts.py); messages with a smaller one are stale

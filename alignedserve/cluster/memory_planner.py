@@ -14,15 +14,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from alignedserve.config.sections import (
-    MIB,
-    ClusterConfig,
-    DecodeWorkerConfig,
-    DefaultSize,
-    PrefillWorkerConfig,
-    Section,
-    Topology,
-)
+from alignedserve.config.sections import MIB, ClusterConfig, DecodeWorkerConfig, PrefillWorkerConfig, Section, Topology
+from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.runtime.model.served_model import ServedModel
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from alignedserve.config.sections import ClusterConfig, DefaultSize, EngineConfig, Section, Topology
+from alignedserve.config.sections import ClusterConfig, EngineConfig, Section, Topology
+from alignedserve.config.unset_sizes import DefaultSize
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from alignedserve.cluster.memory_planner import (
     is_any_set,
     is_set,
 )
-from alignedserve.config.sections import MIB, ClusterConfig, DefaultSize, Topology, with_fixed_sizes
+from alignedserve.config.sections import MIB, ClusterConfig, Topology
+from alignedserve.config.unset_sizes import DefaultSize, with_fixed_sizes
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel

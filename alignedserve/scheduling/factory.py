@@ -77,6 +77,15 @@ def make_decode_iteration_scheduler(
     return None
 
 
+def admission_share(scheduling: SchedulingConfig) -> float | None:
+    """Return the share of a TPOT objective that an iteration of a separate decode worker may take; None: any time."""
+    name = policy_entry(scheduling.policy).admission_share
+    if name is None:
+        return None
+    share: float = getattr(policy_config(scheduling.policy, scheduling.policy_params), name)
+    return share
+
+
 def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     """Return the configuration with unset values filled in by its policy.
 

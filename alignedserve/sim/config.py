@@ -1,5 +1,6 @@
 """Configuration of a simulation: the live system's own, and the costs and links of its machines."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from alignedserve.config.sections import ClusterConfig, Topology
@@ -76,6 +77,10 @@ class SimConfig:
     seed: int = 0
     duration_s: float | None = None  # end of the simulation; None: when every request has ended
     timeline_of: str | None = None  # the worker whose iterations are all recorded
+    miss_limits: Mapping[str, int] | None = (
+        None  # of classes: when more requests miss their objectives, it is abandoned
+    )
+    ends_when_settled: bool = False  # once it is known of each request of these classes, all open loops, if it misses
 
     def __post_init__(self) -> None:
         decode, prefill = self.cluster.decode.count, self.cluster.prefill.count

@@ -30,6 +30,7 @@ from alignedserve.sim.copies import MemoryLinks, SimulatedCopier
 from alignedserve.sim.engine import EOS, SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.gateway import GATEWAY, SimulatedGateway
+from alignedserve.sim.misses import MissWatch
 from alignedserve.sim.records import RequestRecord
 from alignedserve.sim.result import RouterResult, SimulationResult, classes_of, worker_of
 from alignedserve.sim.routers import RouterChoice, SimulatedRouter
@@ -49,6 +50,7 @@ _SETTLE_S = 2.5  # after the last end; the router's counts come every second
 _EOS_TOKEN_IDS = frozenset({EOS})
 _MAX_FIRST_LEASE = 1 << 39  # as in a live pool
 _PROGRESS_S = 5.0
+_WATCH_S = 1.0
 
 
 class Simulation:
@@ -73,6 +75,7 @@ class Simulation:
             on_idle=self._settle,
         )
         self._network.to_gateway = self._gateway.emitted
+        self._is_abandoned = False
         self._busy_s: list[float] = []  # of the routers, when the last request ended
         self._components: list[SimulatedComponent] = []
         self._workers: dict[str, SimulatedWorker] = {}
@@ -98,6 +101,8 @@ class Simulation:
             self._event_queue.at(_BEGIN_S + loss.at_s, self._lose_worker, loss)
         if progress is not None:
             self._event_queue.at(_BEGIN_S, self._report, progress)
+        if self._config.miss_limits is not None:
+            self._event_queue.at(_BEGIN_S, self._watch, MissWatch(self._config.miss_limits))
         num_events = self._event_queue.run()
         self._gateway.cut_off()
         if not self._busy_s:
@@ -283,6 +288,16 @@ class Simulation:
         progress(self._event_queue.now - _BEGIN_S, len(self._gateway.records))
         self._event_queue.after(_PROGRESS_S, self._report, progress)
 
+    def _watch(self, misses: MissWatch) -> None:
+        """End the simulation once it has more misses than its limits allow, or nothing to find out any more."""
+        queue, gateway = self._event_queue, self._gateway
+        if misses.is_over(gateway.records, gateway.open_requests(), queue.now):
+            self._is_abandoned, queue.end_s = True, queue.now
+        ends_when_settled = self._config.ends_when_settled and gateway.has_sent_all
+        if ends_when_settled and misses.is_settled(gateway.open_requests(), queue.now):
+            queue.end_s = queue.now
+        queue.after(_WATCH_S, self._watch, misses)
+
     def _result(self, num_events: int) -> SimulationResult:
         gateway, status = self._gateway, _total(self._gateway.statuses.values())
         ended_s = max((record.ended_s for record in gateway.records), default=_BEGIN_S)
@@ -291,7 +306,8 @@ class Simulation:
         timelines = [worker.engine.timeline() for worker in self._workers.values()]
         return SimulationResult(
             duration_s=duration_s,
-            classes=classes_of(gateway.records, gateway.gaps, duration_s),
+            is_abandoned=self._is_abandoned,
+            classes=classes_of(gateway.records, gateway.gaps, duration_s, gateway.loaded_tokens_per_s),
             workers=tuple(worker_of(name, worker.engine, duration_s) for name, worker in workers),
             routers=tuple(map(RouterResult.of, self._routers.values(), self._busy_s, repeat(duration_s))),
             max_in_flight=gateway.max_open,

@@ -18,10 +18,10 @@ DECODER, PREFILLER = SimWorkerLoss("decode-0", 0.7, 0.5), SimWorkerLoss("prefill
         colocated(2, losses=(DECODER,)),
         colocated(
             3,
-            losses=(DECODER, SimWorkerLoss("decode-1", 0.9, 0.5)),
             policy="aligned_slo",
             topology=Topology.ELASTIC,
             max_running_requests=8,
+            losses=(DECODER, SimWorkerLoss("decode-1", 0.9, 0.5)),
         ),
         disaggregated(2, 2, losses=(DECODER, PREFILLER)),
     ],

@@ -12,7 +12,8 @@ import yaml
 from alignedserve.cli.commands.options import SimulateOptions
 from alignedserve.config.environment import data_dir
 from alignedserve.config.loading import current_field_name, load_config
-from alignedserve.config.sections import ClusterConfig, ScalingConfig, Topology, with_fixed_sizes
+from alignedserve.config.sections import ClusterConfig, ScalingConfig, Topology
+from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED, WorkerSpec
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile

@@ -8,7 +8,8 @@ import msgspec
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, Placement
 from alignedserve.cluster.sizing import SizeChoice, choose_sizes
-from alignedserve.config.sections import ClusterConfig, Topology, with_fixed_sizes
+from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel
 

@@ -45,6 +45,8 @@ class PolicyEntry:
     batching: str = "fcfs"  # in the pool (kvpool/policies), disaggregated only
     schedules_iterations: bool = False  # disaggregated: it decides the iterations of prefill and decode workers too
     batching_settings: tuple[str, ...] = ()  # of its parameters, those that are the `batching` section's
+    admission_share: str | None = None  # disaggregated: the parameter with the share of a TPOT objective that an
+    # iteration may take, so that decode workers admit no more; None: they admit what their memory holds
     is_direct: bool = False  # disaggregated: a prefill goes straight to a decode worker, not through the pool
 
     def needs_with(self, config: Any) -> frozenset[Mechanism]:
@@ -80,6 +82,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             prefill_order="least_slack",
             batching="density_first",
             schedules_iterations=True,
+            admission_share="slack_share",
         ),
         "alise": PolicyEntry(
             "least predicted remaining time first, swapping as int8 (ALISE)",

@@ -22,7 +22,8 @@ from alignedserve.cluster.hosts.plan import NODE_ADDRESS, NodeResources, plan_cl
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.run_folder import make_run_folder
-from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology, from_mapping
+from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, NotEnoughMemory, ResourceError
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.model.served_model import resolve_model
@@ -155,7 +156,7 @@ def test_a_cluster_is_started_on_the_head_alone() -> None:
 # --- what outlives
 
 
-def test_a_sweep_removes_what_is_nobodys_and_keeps_what_is_in_use(tmp_path: Path) -> None:
+def test_a_sweep_removes_what_has_no_owner_and_keeps_what_is_in_use(tmp_path: Path) -> None:
     folder = tmp_path / f"test-{os.getpid()}"
     folder.mkdir()
     left, progress = folder / "left.sock", folder / "decode-0.progress"

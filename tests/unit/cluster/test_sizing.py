@@ -7,7 +7,8 @@ import pytest
 
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.sizing import SizeChoice, choose_sizes
-from alignedserve.config.sections import MIB, ClusterConfig, DefaultSize, ModelSectionConfig, Topology, from_mapping
+from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
+from alignedserve.config.unset_sizes import DefaultSize, from_mapping
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 

@@ -8,7 +8,8 @@ import pytest
 
 from alignedserve.config.environment import api_keys, run_root
 from alignedserve.config.loading import MAX_CONFIG_BYTES, load_config, parse_size
-from alignedserve.config.sections import MIB, BatchingConfig, ClusterConfig, DefaultSize, Topology, with_fixed_sizes
+from alignedserve.config.sections import MIB, BatchingConfig, ClusterConfig, Topology
+from alignedserve.config.unset_sizes import DefaultSize, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 
 

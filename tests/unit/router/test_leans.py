@@ -1,4 +1,4 @@
-"""Which decodes are handed over: between the workers that are furthest apart, the latest first, and seldom."""
+"""Decodes that are handed over: between the workers that are furthest apart, the latest first, and seldom."""
 
 from dataclasses import replace as changed
 from typing import Any
