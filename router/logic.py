@@ -326,6 +326,7 @@ class RouterLogic:
     def _dispatch_prefills(self, now: float) -> list[Send]:
         """Give queued requests to workers with free prefill capacity; the rest stays queued."""
         commands: list[Send] = []
+        self._placement.note_late_prompts(now)
         while (chosen := self._prefill_choice.next(self._gateways)) is not None:
             tracked, worker = chosen
             request_id = tracked.request.request_id
@@ -334,7 +335,9 @@ class RouterLogic:
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
             tracked.pool_epoch = pool.epoch if pool is not None else None
-            prefill = DispatchedPrefill(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
+            prefill = DispatchedPrefill(
+                tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time, tracked.first_due_s
+            )
             self._placement.start_prefill(worker, request_id, prefill)
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
             if tracked.destination is not None:

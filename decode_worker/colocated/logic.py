@@ -63,6 +63,7 @@ class ColocatedLogic:
         self._postponed: dict[RequestId, PrefillRequest] = {}  # until blocks that are held for moves are free again
         self._performer = PlanPerformer(self._requests)
         self._lean = 1.0
+        self._prompt_rate = 0
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
         self._moves = RequestMoves(self._requests, self._router, registered) if registered.can_move else None
@@ -110,6 +111,7 @@ class ColocatedLogic:
         self._postponed.clear()
         if self._moves is not None:
             self._moves.abort_all()
+            self._measure_lean()
         return [*self._router.connected(peer)]
 
     def _add_candidate(self, message: PrefillRequest, now: float) -> list[ColocatedCommand]:
@@ -210,9 +212,12 @@ class ColocatedLogic:
             num_handoffs_verified=self._moves.num_taken if self._moves is not None else 0,
             num_evictions=self._performer.num_preemptions,
             lean=self._lean,
+            prompt_tokens_per_s=self._prompt_rate,
         )
         return self._router.load(load)
 
     def _measure_lean(self) -> None:
         """Note the share of time that decodes leave for prompts, in coarse steps: it is told whenever it changes."""
-        self._lean = round(self._scheduler.prompt_share(self._state) * _LEAN_STEPS) / _LEAN_STEPS
+        capacity = self._scheduler.prompt_capacity(self._state)
+        self._lean = round(capacity.share * _LEAN_STEPS) / _LEAN_STEPS
+        self._prompt_rate = int(capacity.tokens_per_s)
