@@ -177,7 +177,8 @@ class SloPacking:
         remaining = packer.remaining(row)
         at_most = min(remaining, packer.num_tokens_left)
         if table.num_swapped[row] or remaining == 1:
-            packer.add(row, at_most)
+            if self._can_copy(int(table.num_swapped[row]), budget_s) or self._is_starving(row):
+                packer.add(row, at_most)
             return True
         num_cached, costs = int(table.num_cached[row]), self._view.costs
         num_tokens = chunk_within(costs, packer.work, num_cached=num_cached, at_most=at_most, budget_s=budget_s)
@@ -270,15 +271,20 @@ class SloPacking:
         return bool((rank[victim], left_s[victim]) > (rank[row], left_s[row]))
 
     def _evict(self, row: int) -> None:
-        """Evict a request: swapped if copying it out and back takes less time than recomputing it."""
-        is_cheaper = 2 * self._copying_s(row) < self._recomputing_s(row)
-        self._packer.evict(
-            row, EvictionMode.SWAP if is_cheaper and not self._table.num_swapped[row] else EvictionMode.DROP
-        )
+        """Evict a request: swapped if copying it out and back takes less time than recomputing it, and is in time."""
+        is_cheaper = 2 * self._copying_s(row) < self._recomputing_s(row) and not self._table.num_swapped[row]
+        is_swapped = is_cheaper and self._can_copy(int(self._table.num_cached[row]), self._forecast.allowed_s)
+        self._packer.evict(row, EvictionMode.SWAP if is_swapped else EvictionMode.DROP)
         self._evicted.add(row)
         for others in (self._victims, self._longest):
             if row in others:
                 others.remove(row)
+
+    def _can_copy(self, num_tokens: int, budget_s: float) -> bool:
+        """Return whether the cache of so many tokens can be copied within the time, or one long gap of the others."""
+        work = self._packer.work
+        copied = work.swap_in_tokens + work.swap_out_tokens + self._view.memory.copy_tokens(num_tokens)
+        return self._view.costs.swap_s(copied) <= max(budget_s, self._forecast.stretched_s)
 
     def _copying_s(self, row: int) -> float:
         """Return the time of a copy to the host, or back."""
