@@ -85,7 +85,7 @@ class OnlineIterationModel:
         return self._swap_token_s * num_tokens
 
     def observe(self, work: IterationWork, seconds: float) -> None:
-        """Learn that an iteration of this work took so long (above 0). One that waited for its copies tells of these."""
+        """Learn that an iteration of this work took so long (above 0). One that waited for copies tells of these."""
         assert seconds > 0.0, "an iteration takes time"
         predicted = weighted(self._weights, work)
         num_copied = work.swap_in_tokens + work.swap_out_tokens

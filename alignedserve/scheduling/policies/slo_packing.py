@@ -26,6 +26,9 @@ class SloForecast(NamedTuple):
     allowed_s: float  # the longest iteration that makes no next token late
     stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
     slack_s: Floats  # until the next token is due
+    kept_blocks: (
+        int  # more than the requests on time hold now, they held lately: not for newcomers that they would evict
+    )
     prefill_token_s: float  # to compute one token of a prompt, as against copying it
     eviction_slack_s: (
         Floats  # for so long it can do without its cache and still hold its objectives; up to 0: it cannot
@@ -150,6 +153,7 @@ class SloPacking:
         wanted = np.maximum(needed - held, 0)
         if leaves_room.any():
             wanted += leaves_room * self._reserved_blocks
+        wanted += ((held == 0) & (forecast.rank[rows] >= LATE)) * forecast.kept_blocks
         return rows.tolist(), wanted.tolist(), forecast.claim[rows].tolist()
 
     def _is_starving(self, row: int) -> bool:
@@ -177,6 +181,8 @@ class SloPacking:
         remaining = packer.remaining(row)
         at_most = min(remaining, packer.num_tokens_left)
         if table.num_swapped[row] or remaining == 1:
+            if self._forecast.rank[row] == URGENT:
+                budget_s = max(budget_s, self._forecast.stretched_s)
             if self._can_copy(int(table.num_swapped[row]), budget_s) or self._is_starving(row):
                 packer.add(row, at_most)
             return True
@@ -281,10 +287,10 @@ class SloPacking:
                 others.remove(row)
 
     def _can_copy(self, num_tokens: int, budget_s: float) -> bool:
-        """Return whether the cache of so many tokens can be copied within the time, or one long gap of the others."""
+        """Return whether the cache of so many tokens can be copied beside the iteration within the time."""
         work = self._packer.work
         copied = work.swap_in_tokens + work.swap_out_tokens + self._view.memory.copy_tokens(num_tokens)
-        return self._view.costs.swap_s(copied) <= max(budget_s, self._forecast.stretched_s)
+        return self._view.costs.swap_s(copied) <= budget_s
 
     def _copying_s(self, row: int) -> float:
         """Return the time of a copy to the host, or back."""
