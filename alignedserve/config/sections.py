@@ -16,11 +16,11 @@ _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.=-]+)*
 
 
 class Topology(enum.Enum):
-    """Separate prefill and decode workers, workers that do both, or such workers that hand requests over."""
+    """Workers that do both phases and hand requests over, such as keep them, or separate ones with a pool between."""
 
-    DISAGGREGATED = "disaggregated"
-    COLOCATED = "colocated"
     ELASTIC = "elastic"
+    COLOCATED = "colocated"
+    DISAGGREGATED = "disaggregated"
 
     @property
     def is_separate(self) -> bool:
@@ -113,7 +113,7 @@ class RouterConfig(Section, frozen=True):
 
 
 class PoolConfig(Section, frozen=True):
-    """KV pool in CPU memory, one per node."""
+    """KV pool in CPU memory, one per node, where prompts and decodes have workers of their own."""
 
     memory_bytes: int = 256 * MIB
     lease_s: float = 30.0  # a lease not used within this time is taken back
@@ -157,7 +157,7 @@ class BatchingConfig(Section, frozen=True):
 
 
 class PrefillWorkerConfig(Section, frozen=True):
-    """Workers that compute prompts."""
+    """Workers that compute prompts, where they are separate; elastic ones lend each other candidate buffers too."""
 
     count: int = 1  # in the whole cluster; when unset by what each node has
     kv_cache_bytes: int = 128 * MIB  # block storage
@@ -173,19 +173,19 @@ class PrefillWorkerConfig(Section, frozen=True):
 
 
 class DecodeWorkerConfig(Section, frozen=True):
-    """Workers that generate; under the colocated topology they compute prompts as well."""
+    """Workers that generate; elastic and colocated ones compute prompts as well."""
 
     count: int = 1  # in the whole cluster; when unset by what each node has
     kv_cache_bytes: int = 256 * MIB  # block storage
     max_running_requests: int = 64  # largest batch
-    # Colocated only: decodes and prefill chunks of one iteration.
+    # Elastic and colocated: decodes and prefill chunks of one iteration.
     max_num_batched_tokens: int = 512
     max_waiting_requests: int = (
-        1024  # colocated only: requests beyond those in an iteration, for the policy to choose from
+        1024  # elastic and colocated: requests beyond those in an iteration, for the policy to choose from
     )
-    # Colocated only: host memory for caches that a policy swaps out; 0: none.
+    # Elastic and colocated: host memory for caches that a policy swaps out; 0: none.
     swap_space_bytes: int = 128 * MIB
-    swap_format: str = "exact"  # colocated only: those caches as they are, or int8: keys and values rounded per channel
+    swap_format: str = "exact"  # those caches as they are, or int8: keys and values rounded per channel
 
     def __post_init__(self) -> None:
         self._require(1 <= self.count <= 1024, "count", "must be between 1 and 1024")
@@ -332,7 +332,7 @@ class ScalingConfig(Section, frozen=True):
 class ClusterConfig(Section, frozen=True):
     """The whole file. Only the CLI and the cluster builder see it whole."""
 
-    topology: Topology | None = None  # when unset disaggregated, or colocated where memory holds the weights but once
+    topology: Topology | None = None  # when unset the policy's own, of the default one elastic (scheduling/topology.py)
     model: ModelSectionConfig = msgspec.field(default_factory=ModelSectionConfig)
     gateway: GatewayConfig = msgspec.field(default_factory=GatewayConfig)
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
@@ -349,5 +349,5 @@ class ClusterConfig(Section, frozen=True):
 
     @property
     def chosen_topology(self) -> Topology:
-        """Return the topology; disaggregated while it is unset."""
-        return self.topology or Topology.DISAGGREGATED
+        """Return the topology; elastic while it is unset and the policy has not been asked."""
+        return self.topology or Topology.ELASTIC

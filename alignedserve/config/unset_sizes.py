@@ -11,7 +11,7 @@ from alignedserve.config.sections import ClusterConfig, Section
 from alignedserve.core.errors import ConfigError
 
 # Sections and their fields that are worked out when unset.
-_SIZES = {
+SIZES = {
     "gateway": ("count",),
     "pool": ("memory_bytes",),
     "prefill": ("count", "kv_cache_bytes", "candidate_buffer_bytes", "max_running_requests", "max_num_batched_tokens"),
@@ -38,7 +38,7 @@ def from_mapping(values: dict[str, Any]) -> ClusterConfig:
         raise ConfigError(str(error)) from error
     replace = msgspec.structs.replace
     marked: dict[str, Section] = {}
-    for name, fields in _SIZES.items():
+    for name, fields in SIZES.items():
         section = getattr(config, name)
         unset = [field for field in fields if field not in given.get(name, {})]
         marked[name] = replace(section, **{field: DefaultSize(getattr(section, field)) for field in unset})
@@ -47,16 +47,16 @@ def from_mapping(values: dict[str, Any]) -> ClusterConfig:
 
 def _without_unset(name: str, section: Any) -> Any:
     """Return a section without sizes that are null."""
-    if name not in _SIZES or not isinstance(section, dict):
+    if name not in SIZES or not isinstance(section, dict):
         return section
-    return {field: value for field, value in section.items() if value is not None or field not in _SIZES[name]}
+    return {field: value for field, value in section.items() if value is not None or field not in SIZES[name]}
 
 
 def with_fixed_sizes(config: ClusterConfig) -> ClusterConfig:
-    """Return the configuration with unset sizes and topology at their defaults, for where no machine is to be asked."""
+    """Return the configuration with unset sizes at their defaults, for where no machine is to be asked."""
     replace = msgspec.structs.replace
     fixed: dict[str, Section] = {}
-    for name, fields in _SIZES.items():
+    for name, fields in SIZES.items():
         section = getattr(config, name)
         fixed[name] = replace(section, **{field: int(getattr(section, field)) for field in fields})
-    return replace(config, topology=config.chosen_topology, **fixed)
+    return replace(config, **fixed)

@@ -30,7 +30,7 @@ PROMPTS = [(5, 6, 7 + number) for number in range(3)]
 NUM_TOKENS = 600
 ORPHANED_S, HEAD_LOST_S = 16.0, 26  # for which processes, and Ray's nodes, wait for a driver and a head; 50 and 60
 OPTIONS = (
-    *("--nodes", "2", "--set", "topology=colocated", "--set", "engine.threads_per_worker=1"),
+    *("--nodes", "2", "--set", "engine.threads_per_worker=1"),
     *("--set", "engine.calibration_s=0.2", "--set", "model.served_model_name=model"),
     *("--set", "gateway.host=node"),  # the nodes have different addresses of this host
 )

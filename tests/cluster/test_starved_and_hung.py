@@ -50,7 +50,7 @@ def busy_processes(count: int) -> Iterator[None]:
 def watched_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
     """A cluster that soon takes a process for hung, on a machine whose memory Ray would take for full."""
     full = {"RAY_memory_usage_threshold": "0.001"}
-    options = (str(random_model), *EXACT, *HANG_TIMEOUT)
+    options = (str(random_model), *EXACT, *HANG_TIMEOUT, "--set", "topology=disaggregated")
     with serving(tmp_path_factory.mktemp("watched"), *options, environment=full) as served:
         served.wait_ready()
         yield served

@@ -14,7 +14,7 @@ from tests.unit.cluster.driven_cluster import started
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[ClusterOnHosts]:
-    made = started(tmp_path, {"gateway": {"host": "0.0.0.0"}})
+    made = started(tmp_path, {"gateway": {"host": "0.0.0.0"}, "topology": "disaggregated"})
     yield made
     made._leave_ray()
     logging.getLogger("alignedserve").setLevel(logging.NOTSET)

@@ -37,7 +37,7 @@ def test_sizes_that_are_unset_say_so_and_can_be_fixed(more: tuple[str, ...]) -> 
     fixed = with_fixed_sizes(config)
     assert type(fixed.pool.memory_bytes) is int
     assert (fixed.pool, fixed.prefill, fixed.decode) == (config.pool, config.prefill, config.decode)
-    assert fixed.topology is Topology.DISAGGREGATED
+    assert fixed.topology is None
     assert msgspec.json.decode(msgspec.json.encode(fixed), type=ClusterConfig) == fixed
 
 
