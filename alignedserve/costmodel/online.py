@@ -9,8 +9,8 @@ how fast this machine is (s); it is not forgotten, so that a long run of equal i
 """
 
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import astuple
 from operator import mul
 
 import numpy as np
@@ -52,7 +52,7 @@ class OnlineIterationModel:
 
     def __init__(self, prior: LinearCoefficients = GENERIC, swap_token_s: float = 0.0) -> None:
         """`prior`: coefficients to start from; at least one is above 0."""
-        self._prior = astuple(prior)
+        self._prior, self._bend_tokens = prior.weights, prior.bend_tokens
         self._used = [index for index, value in enumerate(self._prior) if value > 0.0]
         assert self._used, "a prior by which everything is free"
         self._swap_token_s = swap_token_s
@@ -67,12 +67,12 @@ class OnlineIterationModel:
     @property
     def coefficients(self) -> LinearCoefficients:
         """Return the current coefficients."""
-        return LinearCoefficients(*self._weights)
+        return LinearCoefficients.of(self._weights, self._bend_tokens)
 
     def iteration_s(self, work: IterationWork) -> float:
         """See CostModel."""
         copies = self._swap_token_s * (work.swap_in_tokens + work.swap_out_tokens)
-        compute = weighted(self._weights, work)
+        compute = weighted(self._weights, self._bend_tokens, work)
         return compute if compute > copies else copies
 
     def swap_s(self, num_tokens: float) -> float:
@@ -82,11 +82,11 @@ class OnlineIterationModel:
     def observe(self, work: IterationWork, seconds: float) -> None:
         """Learn that an iteration of this work took so long (above 0). One that waited for its copies says nothing."""
         assert seconds > 0.0, "an iteration takes time"
-        predicted = weighted(self._weights, work)
-        if predicted <= self.swap_s(work.swap_in_tokens + work.swap_out_tokens):
+        predicted = weighted(self._weights, self._bend_tokens, work)
+        if predicted <= self.swap_s(work.swapped_tokens):
             return
         self.num_observed += 1
-        features = [feature / seconds for feature in features_of(work)]
+        features = [feature / seconds for feature in features_of(work, self._bend_tokens)]
         self._rescale(sum(map(mul, self._prior, features)))
         self._accumulate(features, self._weight_of(abs(predicted / seconds - 1.0)))
         self._descend()
@@ -131,21 +131,31 @@ class OnlineIterationModel:
 
 
 def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
-    """Return a model that begins with iterations measured before: its prior is the fit to them, and GENERIC, scaled to
-    this machine, for what they have nothing of. Without any measured it is GENERIC.
+    """Return a model that begins with what was measured before: its prior is the fit to those iterations, and GENERIC,
+    scaled to this machine, for what they have nothing of. Without any iteration it is GENERIC.
+
+    Samples that compute nothing are copies to and from the host; they say what swapping costs.
     """
-    if not measured:
-        return OnlineIterationModel()
-    ratios = [seconds / weighted(astuple(GENERIC), work) for work, seconds in measured]
-    scale = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    is_seen = [any(column) for column in zip(*(features_of(work) for work, _ in measured), strict=True)]
-    prior = (
-        max(value, (_LEAST_SHARE if seen else 1.0) * scale * generic)
-        for value, generic, seen in zip(
-            astuple(fit_linear(measured).coefficients), astuple(GENERIC), is_seen, strict=True
-        )
+    iterations = [sample for sample in measured if not sample.work.is_empty]
+    swap_token_s = _swap_token_s([sample for sample in measured if sample.work.is_empty])
+    if not iterations:
+        return OnlineIterationModel(swap_token_s=swap_token_s)
+    fitted = fit_linear(iterations).coefficients
+    generic, bend = GENERIC.weights, fitted.bend_tokens
+    scale = math.exp(
+        sum(math.log(seconds / weighted(generic, bend, work)) for work, seconds in iterations) / len(iterations)
     )
-    model = OnlineIterationModel(LinearCoefficients(*prior))
-    for work, seconds in measured:
+    is_seen = [any(column) for column in zip(*(features_of(work, bend) for work, _ in iterations), strict=True)]
+    prior = (
+        max(value, (_LEAST_SHARE if seen else 1.0) * scale * usual)
+        for value, usual, seen in zip(fitted.weights, generic, is_seen, strict=True)
+    )
+    model = OnlineIterationModel(LinearCoefficients.of(prior, bend), swap_token_s)
+    for work, seconds in iterations:
         model.observe(work, seconds)
     return model
+
+
+def _swap_token_s(copies: Sequence[Sample]) -> float:
+    """Return the seconds of a token by the median copy, so that one that was disturbed does not count; 0: no copy."""
+    return statistics.median([seconds / work.swapped_tokens for work, seconds in copies]) if copies else 0.0
