@@ -7,7 +7,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.scheduling.factory import limits_of, make_decode_iteration_scheduler, make_scheduler
+from alignedserve.scheduling.factory import admission_share, limits_of, make_decode_iteration_scheduler, make_scheduler
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.worker_core.registration import registration_of
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
@@ -46,6 +46,7 @@ def make_logic(
         limits=batch_limits_of(config, batching, num_blocks=registered.num_blocks),
         eos_token_ids=eos_token_ids,
         scheduler=make_decode_iteration_scheduler(scheduling, limits_of(config), costs, measured),
+        admission_share=admission_share(scheduling),
     )
 
 

@@ -59,6 +59,7 @@ from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.router_link import RouterLink
+from decode_worker.batching.admission import Admission
 from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, WaitingBatch
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import EvictionCommand, Evictions
@@ -89,8 +90,12 @@ class DecodeLogic:
         limits: DecodeLimits,
         eos_token_ids: frozenset[int],
         scheduler: PolicyIterationScheduler | None = None,
+        admission_share: float | None = None,
     ) -> None:
-        """`scheduler`: chooses the requests of each iteration; None: all are in every one."""
+        """`scheduler`: chooses the requests of each iteration; None: all are in every one.
+
+        `admission_share`: of a TPOT objective that an iteration may take; None: candidates enter while blocks are free.
+        """
         self._scheduler = scheduler
         self._registered = registered
         self._limits = limits
@@ -106,6 +111,9 @@ class DecodeLogic:
         self._evictions = Evictions(self._batch, self._candidates, self._order)
         self._aborted: list[RunningRequest] = []  # dropped at the end of the iteration
         self._load = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
+        self._admission: Admission | None = None
+        if scheduler is not None and admission_share is not None:
+            self._admission = Admission(scheduler.table, scheduler.costs, admission_share)
         self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last examined
         self._num_iterations = 0
         self._num_verified = 0
@@ -178,7 +186,8 @@ class DecodeLogic:
             case BatchGranted():
                 return self._granted(peer, message, now)
             case SetPredictedLength(request_id=request_id):
-                known = (self._candidates.get(request_id), self._batch.get(request_id))
+                moving = (self._batch.loading_candidate(request_id), self._evictions.get(request_id))
+                known = (self._candidates.get(request_id), self._batch.get(request_id), *moving)
                 if set_predicted_length(known, message) and self._scheduler is not None:
                     self._scheduler.set_predicted_length(request_id, message.predicted_output_len)
                 return []
@@ -295,22 +304,29 @@ class DecodeLogic:
         self._moved_at = versions
         for candidate in list(self._candidates):
             if self._order.is_stray(candidate):
-                commands += self._candidates.return_to_pool(candidate)
+                commands += self._candidates.return_to_pool(candidate, now)
             else:
                 commands += self._candidates.prefetch(candidate)
-        return [*commands, *self._candidates.drain_buffers()]
+        return [*commands, *self._candidates.drain_buffers(now)]
 
     def _admit(self, may_enter: Iterable[Candidate], now: float) -> list[DecodeCommand]:
         """Load the candidates that fit, in order, up to the first that does not; those being copied are skipped."""
         loads: dict[str, list[Load]] = {}
+        room = None
+        if self._admission is not None:
+            room = self._admission.room(self._batch.loading_candidates(), now)
+            may_enter = self._admission.ordered(may_enter, now)
         for candidate in may_enter:
             if candidate.location in (CacheLocation.PREFETCHING, CacheLocation.RETURNING):
                 continue
             if self._evictions.get(candidate.request.request_id) is not None:
                 continue  # an earlier attempt of it is still being copied out
-            block_ids = self._batch.blocks_if_fits(candidate)
+            is_held_back = room is not None and not room.admits(candidate)
+            block_ids = None if is_held_back else self._batch.blocks_if_fits(candidate)
             if block_ids is None:
                 break
+            if room is not None:
+                room.note(candidate)
             self._candidates.take(candidate)
             source, copy = self._candidates.copy_of(candidate)
             self._batch.load(Loading(candidate, block_ids))

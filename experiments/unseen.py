@@ -117,7 +117,7 @@ def separate_case(name: str, kernel: AttentionKernel, policy: str, seed: int, nu
     """Return all requests of these lengths, arriving within seconds, as in AlignedServe's own experiment."""
     labels: Mapping[str, str | float] = {"part": SEPARATE, "trace": name, "kernel": kernel.value}
     pair = replace(PAIR, context_len=_CONTEXT)
-    cluster = with_policy(pair.cluster(Topology.DISAGGREGATED), policy)
+    cluster = with_policy(pair.cluster(Topology.DISAGGREGATED), policy, topology=Topology.DISAGGREGATED)
     workload = line(f"{name}, {TRACES[name].limit}, rate=100", seed, num_requests=num_requests)
     return cluster_case(labels, ClusterHardware(replace(WORKER, kernel=kernel), buffer_share=0.5), cluster, workload)
 

@@ -14,6 +14,7 @@ from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from router.batch_requests import BatchRequests
+from router.late_prompts import LatePrompts
 from router.prefillers import Prefillers, is_as_free, requests_at
 from router.ranking import Ranking
 from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
@@ -32,6 +33,8 @@ class Placement:
         self._num_pool_epochs = 0
         self._nodes: dict[str, dict[str, WorkerRecord]] = {}  # workers by the pool of their node
         self._prefillers = Prefillers()
+        self._for_real_time = Prefillers(is_real_time=True)  # elastic workers alone
+        self._late_prompts = LatePrompts()  # at those
         self._at_full_pools = Prefillers()  # those whose pool has no room for what they have computed
         self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
@@ -98,7 +101,7 @@ class Placement:
         del self._nodes[pool][name]
         if not self._nodes[pool]:
             del self._nodes[pool]
-        for prefillers in (self._prefillers, self._at_full_pools):
+        for prefillers in (self._prefillers, self._at_full_pools, self._for_real_time):
             prefillers.discard(worker)
         self._largest.discard(name)
         for records in (self._free, self._refused):
@@ -183,7 +186,17 @@ class Placement:
     def start_prefill(self, worker: WorkerRecord, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         """Add a prefill that the worker is given."""
         worker.start_prefill(request_id, prefill)
+        if worker.registered.can_move:
+            self._late_prompts.add(worker.name, request_id, prefill)
         self._rank(worker)
+
+    def note_late_prompts(self, now: float) -> None:
+        """Count the prompts that are late by now apart from the others at their elastic workers."""
+        for late in self._late_prompts.take(now):
+            worker = self.workers.get(late.worker)
+            if worker is not None:
+                worker.note_late(late.request_id, late.attempt)
+                self._rank(worker)
 
     def complete_prefill(self, worker: WorkerRecord, request_id: RequestId, attempt: int) -> bool:
         """Remove a prefill that the worker has completed; return False if the report is stale."""
@@ -252,26 +265,31 @@ class Placement:
 
     # --- choices
 
-    def least_loaded_prefiller(self, *, at_full_pool: bool = False) -> WorkerRecord | None:
-        """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
+    def least_loaded_prefiller(self, *, is_real_time: bool = False, at_full_pool: bool = False) -> WorkerRecord | None:
+        """Return the worker with the least wait (see prefillers.py) among those that can take a prefill now.
 
-        Ties: the fewest decoding requests (colocated workers), then the name.
+        Ties: the fewest decoding requests (colocated workers), then the name. `is_real_time`: of the prompt.
         `at_full_pool`: among those whose pool has no room for what they have computed, as reported last; else among the
         others.
         """
-        name = (self._at_full_pools if at_full_pool else self._prefillers).least_loaded()
+        name = self._prefillers_for(is_real_time, at_full_pool).least_loaded()
         return self.workers[name] if name is not None else None
 
-    def near_prefiller(self, node: str, least: WorkerRecord) -> WorkerRecord | None:
+    def near_prefiller(self, node: str, least: WorkerRecord, *, is_real_time: bool = False) -> WorkerRecord | None:
         """Return the least loaded worker of this node that can take a prefill now, if it is about as free as `least`.
 
         See prefillers.py. Its pool has room if that of `least` has.
         """
-        name = (self._at_full_pools if self._is_pool_full(least) else self._prefillers).least_loaded_of(node)
+        name = self._prefillers_for(is_real_time, self._is_pool_full(least)).least_loaded_of(node)
         if name is None:
             return None
         near = self.workers[name]
         return near if near is least or self._is_as_free(near, least) else None
+
+    def _prefillers_for(self, is_real_time: bool, at_full_pool: bool) -> Prefillers:
+        if at_full_pool:
+            return self._at_full_pools
+        return self._for_real_time if is_real_time and len(self._for_real_time) else self._prefillers
 
     def _is_as_free(self, near: WorkerRecord, least: WorkerRecord) -> bool:
         near_requests, requests = (
@@ -322,6 +340,10 @@ class Placement:
                 prefillers.put(worker)
             else:
                 prefillers.discard(worker)
+        if can_prefill and registered.can_move:
+            self._for_real_time.put(worker)
+        else:
+            self._for_real_time.discard(worker)
         if worker.has_free_slot:
             self._free[name] = worker
         else:

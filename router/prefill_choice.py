@@ -26,8 +26,11 @@ class PrefillChoice:
 
         `gateways`: with their nodes.
         """
+        first = self._registry.queue.first()
+        if first is None:
+            return None
         for at_full_pool in (False, True):
-            worker = self._placement.least_loaded_prefiller(at_full_pool=at_full_pool)
+            worker = self._placement.least_loaded_prefiller(is_real_time=first.is_real_time, at_full_pool=at_full_pool)
             if worker is None:
                 continue
             request_id = self._registry.queue.pop_if(partial(self._has_room, worker))
@@ -42,6 +45,8 @@ class PrefillChoice:
 
     def _near_gateway(self, tracked: TrackedRequest, least: WorkerRecord, gateways: Mapping[str, str]) -> WorkerRecord:
         """Return the worker for a request that the least loaded one could take: one near its gateway, or that one."""
-        near = self._placement.near_prefiller(gateways.get(tracked.gateway, ""), least)
+        near = self._placement.near_prefiller(
+            gateways.get(tracked.gateway, ""), least, is_real_time=tracked.is_real_time
+        )
         queued = QueuedPrefill(tracked.num_prefill_tokens, tracked.is_real_time)
         return near if near is not None and self._has_room(near, queued) else least

@@ -46,11 +46,16 @@ class PrefillQueue:
         self._count(queued, 1)
         heapq.heappush(self._heap, (self.order.key(request), request.arrival_s, request.request_id))
 
-    def pop_if(self, is_wanted: Callable[[QueuedPrefill], bool]) -> RequestId | None:
-        """Take the first request if it is wanted, else None; a later request never overtakes it."""
+    def first(self) -> QueuedPrefill | None:
+        """Return the first request's entry; None: the queue is empty."""
         while self._heap and self._heap[0][2] not in self._waiting:
             heapq.heappop(self._heap)
-        if not self._heap or not is_wanted(self._waiting[self._heap[0][2]]):
+        return self._waiting[self._heap[0][2]] if self._heap else None
+
+    def pop_if(self, is_wanted: Callable[[QueuedPrefill], bool]) -> RequestId | None:
+        """Take the first request if it is wanted, else None; a later request never overtakes it."""
+        first = self.first()
+        if first is None or not is_wanted(first):
             return None
         request_id = heapq.heappop(self._heap)[2]
         self._count(self._waiting.pop(request_id), -1)

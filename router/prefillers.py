@@ -1,5 +1,8 @@
-"""The workers that can take a prefill now, by load, and the choice of one on the node of a request's gateway.
+"""The workers that can take a prefill now, by their wait, and the choice of one on the node of a request's gateway.
 
+A worker's wait is the tokens that it has to compute before another prompt. Elastic workers tell how fast they compute
+prompts and how much of their time decodes leave for it: their wait is in seconds, and another one for real-time prompts
+than for others (WorkerRecord.wait_s).
 Where loads are about equal, a request goes to a worker of its gateway's node: its tokens then stay on that node, and a
 worker with the requests of one gateway sends one message per iteration. What this may cost is bounded by `is_as_free`.
 """
@@ -15,18 +18,23 @@ _MORE_SHARE = 0.125  # of requests: an iteration of that many more takes no long
 
 
 class Prefillers:
-    """Workers that can take a prefill now: the least loaded one of the cluster, and of each node.
+    """Workers that can take a prefill now: the one with the least wait of the cluster, and of each node.
 
-    Load: the tokens to prefill. Ties: the fewest decoding requests (colocated workers), then the name.
+    Ties: the fewest decoding requests (colocated workers), then the name.
     """
 
-    def __init__(self) -> None:
-        self._all: Ranking[tuple[int, int]] = Ranking()
-        self._by_node: dict[str, Ranking[tuple[int, int]]] = {}
+    def __init__(self, *, is_real_time: bool = False) -> None:
+        """`is_real_time`: by the wait of real-time prompts."""
+        self._is_real_time = is_real_time
+        self._all: Ranking[tuple[float, int]] = Ranking()
+        self._by_node: dict[str, Ranking[tuple[float, int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
 
     def put(self, worker: WorkerRecord) -> None:
         """Add a worker, or bring its place up to date."""
-        rank = (worker.num_prefill_tokens, len(worker.decoding))
+        rank = (worker.wait_s(is_real_time=self._is_real_time), len(worker.decoding))
         self._all.put(worker.name, rank)
         if worker.registered.node:
             self._by_node.setdefault(worker.registered.node, Ranking()).put(worker.name, rank)

@@ -11,10 +11,12 @@ import numpy as np
 from alignedserve.core.ids import RequestId
 from alignedserve.core.progress import plan_chunks
 from alignedserve.core.request import Request
+from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import note_decodes
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
 from alignedserve.scheduling.scheduler_state import Scheduler, SchedulerState
+from alignedserve.scheduling.table import RequestTable
 
 # The worker manages its blocks itself: the policy sees a memory of one block per request, all of them held and none
 # free, so that memory is nothing to choose by.
@@ -69,14 +71,36 @@ class PolicyIterationScheduler:
         self._scheduler = scheduler
         self._state = SchedulerState(DeviceMemory(num_blocks=0, num_free=0, block_size=_BLOCK_TOKENS))
 
+    @property
+    def table(self) -> RequestTable:
+        """The requests that have entered, to be read."""
+        return self._state.table
+
+    @property
+    def costs(self) -> CostModel:
+        """The cost model, to be asked."""
+        return self._scheduler.costs
+
     def enter(
-        self, request: Request, now: float, *, num_cached: int, num_generated: int, predicted_len: float | None
+        self,
+        request: Request,
+        now: float,
+        *,
+        num_cached: int,
+        num_generated: int,
+        predicted_len: float | None,
+        first_token_s: float | None = None,
     ) -> None:
-        """Add a request that has the cache of `num_cached` tokens and can compute from now on."""
+        """Add a request that has the cache of `num_cached` tokens and can compute from now on.
+
+        `first_token_s`: when it had its first token, if it had one; None: now.
+        """
         self._state.add(request, now, predicted_len=predicted_len, num_generated=num_generated)
         row = self._state.table.row(request.request_id)
         self._state.table.num_cached[row] = num_cached
         self._state.table.num_blocks[row] = 1
+        if num_generated and first_token_s is not None:
+            self._state.table.first_token_s[row] = first_token_s
 
     def leave(self, request_id: RequestId) -> None:
         """Remove a request, between two iterations. It may be gone already."""

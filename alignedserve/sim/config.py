@@ -1,5 +1,6 @@
 """Configuration of a simulation: the live system's own, and the costs and links of its machines."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from alignedserve.config.sections import ClusterConfig, Topology
@@ -45,6 +46,19 @@ class SimRouters:
 
 
 @dataclass(frozen=True, slots=True)
+class SimWorkerLoss:
+    """The loss of a worker, with its memory and all that it computes, and its return."""
+
+    worker: str  # by name: prefill-N or decode-N, as colocated ones are called as well
+    at_s: float  # in seconds of the workload
+    restart_s: float = 6.0  # until it is back: a process that starts
+
+    def __post_init__(self) -> None:
+        if self.at_s < 0.0 or self.restart_s <= 0.0:
+            raise ConfigError("at_s of a lost worker must be at least 0, restart_s above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class SimConfig:
     """One simulated cluster. Numbers of blocks are computed as in the live system: memory over bytes of a block."""
 
@@ -59,9 +73,14 @@ class SimConfig:
     core_slowdown: float = 0.0  # share by which each other busy worker prolongs an iteration (shared_cores.py)
     num_pools: int = 1  # nodes: prefill and decode workers are distributed over them
     routers: SimRouters = SimRouters()
+    losses: tuple[SimWorkerLoss, ...] = ()  # each of another worker
     seed: int = 0
     duration_s: float | None = None  # end of the simulation; None: when every request has ended
     timeline_of: str | None = None  # the worker whose iterations are all recorded
+    miss_limits: Mapping[str, int] | None = (
+        None  # of classes: when more requests miss their objectives, it is abandoned
+    )
+    ends_when_settled: bool = False  # once it is known of each request of these classes, all open loops, if it misses
 
     def __post_init__(self) -> None:
         decode, prefill = self.cluster.decode.count, self.cluster.prefill.count

@@ -14,6 +14,7 @@ from alignedserve.sim.records import Ending, GapSample, RequestRecord
 from alignedserve.sim.routers import SimulatedRouter
 
 ALL = "all"  # every class together
+NUM_PARTS = 20  # of a run, for its confidence
 CURVE_PERCENTS = (*range(100), 99.5, 99.9, 100)
 
 
@@ -23,6 +24,13 @@ class Measure:
 
     distribution: Distribution
     curve: tuple[float, ...]
+
+
+class PartResult(NamedTuple):
+    """The requests that were sent in one part of the run."""
+
+    num_sent: int
+    num_met: int  # every objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,8 @@ class ClassResult:
     p99_tbt_s: Measure | None  # each request's own percentile
     end_to_end_s: Measure | None
     normalized_s: Measure | None  # end-to-end time by output tokens, of completed requests
+    parts: tuple["PartResult", ...] = ()  # of the time of sending, NUM_PARTS of equal length
+    loaded_tokens_per_s: float | None = None  # that came during a workload's given time of sending: without the tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +110,7 @@ class SimulationResult:
     num_decisions: int  # events passed to logics
     num_events: int  # actions of the event queue
     timeline: tuple[IterationLine, ...]  # of the configured worker
+    is_abandoned: bool = False  # ended early, as more requests missed their objectives than the configuration allows
 
     def to_builtins(self) -> dict[str, Any]:
         """Convert to dicts and lists, for JSON."""
@@ -108,7 +119,10 @@ class SimulationResult:
 
 
 def classes_of(
-    records: Sequence[RequestRecord], gaps: Mapping[str, GapSample], duration_s: float
+    records: Sequence[RequestRecord],
+    gaps: Mapping[str, GapSample],
+    duration_s: float,
+    loaded_tokens_per_s: Mapping[str, float] | None = None,
 ) -> dict[str, ClassResult]:
     """Summarise all requests, and those of each class, in order of the names."""
     arrivals_s = [record.arrival_s for record in records]
@@ -117,6 +131,9 @@ def classes_of(
     for name in sorted(gaps):
         of_class = [record for record in records if record.class_name == name]
         classes[name] = _class_of(of_class, [gaps[name]], span)
+    if loaded_tokens_per_s:
+        loaded = {**loaded_tokens_per_s, ALL: sum(loaded_tokens_per_s.values())}
+        classes = {name: replace(one, loaded_tokens_per_s=loaded.get(name, 0.0)) for name, one in classes.items()}
     return classes
 
 
@@ -166,7 +183,19 @@ def _class_of(records: Sequence[RequestRecord], gaps: Sequence[GapSample], span:
         p99_tbt_s=_measure(record.p99_tbt_s for record in completed),
         end_to_end_s=_measure(record.end_to_end_s for record in completed),
         normalized_s=_measure(record.normalized_s for record in completed),
+        parts=_parts_of(records, span),
     )
+
+
+def _parts_of(records: Sequence[RequestRecord], span: _Span) -> tuple[PartResult, ...]:
+    """Count requests by the part of the time of sending in which they were sent."""
+    sent, met = [0] * NUM_PARTS, [0] * NUM_PARTS
+    length_s = max(span.last_sent_s - span.first_sent_s, 1e-9) / NUM_PARTS
+    for record in records:
+        part = min(int((record.arrival_s - span.first_sent_s) / length_s), NUM_PARTS - 1)
+        sent[part] += 1
+        met[part] += record.has_met_slo
+    return tuple(map(PartResult, sent, met))
 
 
 def _measure(values: Iterable[float | None]) -> Measure | None:

@@ -7,7 +7,7 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -82,10 +82,8 @@ def run_cases(cases: Sequence[Case], *, processes: int = 1, progress: Progress =
     A case that fails, even with its process, is a result with an error; the others continue. Ctrl-C ends all processes
     before it is raised.
     """
-    assert len({case.name for case in cases}) == len(cases), "two cases have the same name"
-    if processes <= 1 or len(cases) <= 1:
-        return [CaseResult(case, *_run_case(case, progress)) for case in cases]
-    return _ProcessPool(cases, progress).run(min(processes, len(cases)))
+    with CasePool(min(processes, len(cases))) as pool:
+        return pool.run(cases, progress)
 
 
 # --- one case
@@ -111,13 +109,19 @@ def _run_case(case: Case, progress: Progress) -> _Outcome:
 
 def _outcome_of(case: Case, report: Callable[[float, int], None]) -> _Outcome:
     try:
-        workload = case.workload if isinstance(case.workload, Workload) else case.workload.build()
+        workload = case.workload if isinstance(case.workload, Workload) else _built(case.workload)
         workload = as_predicted_for(case.config.cluster.scheduling, workload)
         return Simulation(case.config, workload).run(report), None, None
     except AlignedServeError as error:
         return None, str(error), None
     except Exception as error:  # noqa: BLE001  # outermost loop: one broken policy does not end the sweep
         return None, f"{type(error).__name__}: {error}", traceback.format_exc()
+
+
+@lru_cache(maxsize=4)
+def _built(line: WorkloadLine) -> Workload:
+    """Return the workload of a line: the next case has the same, as a rule."""
+    return line.build()
 
 
 @lru_cache(maxsize=4)
@@ -131,36 +135,51 @@ def _library(data_dir: Path | None) -> Library:
 
 @dataclass(slots=True)
 class _WorkerProcess:
-    """One process and the case it simulates."""
+    """One process and the case it simulates; None: it waits for the next."""
 
     process: SpawnProcess
     link: Connection
-    number: int
+    number: int | None = None
 
 
-@dataclass(slots=True)
-class _ProcessPool:
-    """Processes that take the next case when they have finished one."""
+class CasePool:
+    """Processes that simulate case after case, also of several calls of `run`; up to one process, this one does.
 
-    cases: Sequence[Case]
-    progress: Progress
-    results: dict[int, CaseResult] = field(default_factory=dict)
-    workers: dict[Connection, _WorkerProcess] = field(default_factory=dict)
-    _num_begun: int = 0
+    To be used in a `with` statement, which ends the processes.
+    """
 
-    def run(self, processes: int) -> list[CaseResult]:
-        """Run all cases."""
-        try:
-            for _ in range(processes):
-                self._start_process()
-            while self.workers:
-                for link in wait(list(self.workers)):
-                    assert isinstance(link, Connection)
-                    self._receive(self.workers[link])
-        finally:
-            for worker in list(self.workers.values()):
-                self._stop(worker)
-        return [self.results[number] for number in range(len(self.cases))]
+    def __init__(self, processes: int) -> None:
+        self._num_processes = processes
+        self._workers: dict[Connection, _WorkerProcess] = {}
+        self._cases: Sequence[Case] = ()
+        self._progress: Progress = lambda _: None
+        self._results: dict[int, CaseResult] = {}
+        self._num_begun = 0
+
+    def __enter__(self) -> "CasePool":
+        """Return the pool; processes start with their first cases."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all processes."""
+        for worker in list(self._workers.values()):
+            self._stop(worker)
+
+    def run(self, cases: Sequence[Case], progress: Progress = lambda _: None) -> list[CaseResult]:
+        """Simulate all cases and return their results in order, as `run_cases` does."""
+        assert len({case.name for case in cases}) == len(cases), "two cases have the same name"
+        if self._num_processes <= 1:
+            return [CaseResult(case, *_run_case(case, progress)) for case in cases]
+        self._cases, self._progress, self._results, self._num_begun = cases, progress, {}, 0
+        for worker in list(self._workers.values()):
+            self._assign(worker)
+        while len(self._workers) < min(self._num_processes, len(cases)):
+            self._start_process()
+        while busy := [link for link, worker in self._workers.items() if worker.number is not None]:
+            for link in wait(busy):
+                assert isinstance(link, Connection)
+                self._receive(self._workers[link])
+        return [self._results[number] for number in range(len(cases))]
 
     def _start_process(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -168,44 +187,47 @@ class _ProcessPool:
         process = context.Process(target=_serve_cases, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
-        self.workers[ours] = _WorkerProcess(process, ours, -1)
-        self._assign(self.workers[ours])
+        self._workers[ours] = _WorkerProcess(process, ours)
+        self._assign(self._workers[ours])
 
     def _assign(self, worker: _WorkerProcess) -> None:
-        """Send the next case, or stop the process if there is none."""
-        if self._num_begun == len(self.cases):
-            self._stop(worker)
+        """Send the next case, if there is one."""
+        worker.number = None
+        if self._num_begun == len(self._cases):
             return
         worker.number = self._num_begun
         self._num_begun += 1
         try:
-            worker.link.send(self.cases[worker.number])
+            worker.link.send(self._cases[worker.number])
         except OSError:
             self._handle_death(worker)
 
     def _receive(self, worker: _WorkerProcess) -> None:
+        assert worker.number is not None, "an idle process sends nothing"
         try:
             answer = worker.link.recv()
         except (EOFError, OSError):
             self._handle_death(worker)
             return
         if isinstance(answer, CaseProgress):
-            self.progress(answer)
+            self._progress(answer)
             return
-        self.results[worker.number] = CaseResult(self.cases[worker.number], *answer)
+        self._results[worker.number] = CaseResult(self._cases[worker.number], *answer)
         self._assign(worker)
 
     def _handle_death(self, worker: _WorkerProcess) -> None:
         """Handle a process that died: its case fails, the others continue."""
-        case = self.cases[worker.number]
+        assert worker.number is not None, "an idle process is not asked"
+        case = self._cases[worker.number]
         self._stop(worker)
-        self.results[worker.number] = CaseResult(case, error=f"its process ended (exit code {worker.process.exitcode})")
-        self.progress(CaseProgress(case.name, 0.0, 0, is_done=True))
-        if self._num_begun < len(self.cases):
+        error = f"its process ended (exit code {worker.process.exitcode})"
+        self._results[worker.number] = CaseResult(case, error=error)
+        self._progress(CaseProgress(case.name, 0.0, 0, is_done=True))
+        if self._num_begun < len(self._cases):
             self._start_process()
 
     def _stop(self, worker: _WorkerProcess) -> None:
-        del self.workers[worker.link]
+        del self._workers[worker.link]
         worker.link.close()
         worker.process.join(timeout=0.2)  # a dying one still gets its exit code; an idle one ends by itself
         worker.process.terminate()

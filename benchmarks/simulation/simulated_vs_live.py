@@ -96,8 +96,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if arguments.model == "opt-125m":
         model = write_opt_125m(folder / "model")
         overrides += [f"model.path={model}", "model.random_weights=true", "model.dtype=bfloat16"]
-        overrides += [f"{section}.memory_bytes={1 << 30}" for section in ("decode", "pool")]
-        overrides += [f"prefill.{field}_bytes={1 << 29}" for field in ("memory", "buffer")]
+        overrides += [f"decode.kv_cache_bytes={1 << 30}"]
+        if arguments.topology == "disaggregated":
+            overrides += [f"pool.memory_bytes={1 << 30}"]
+            overrides += [f"prefill.{field}_bytes={1 << 29}" for field in ("kv_cache", "candidate_buffer")]
     parts = [RT.format(rate=arguments.rate)]
     parts += [BE.format(outstanding=arguments.outstanding)] if arguments.outstanding else []
     load = "; ".join(parts)

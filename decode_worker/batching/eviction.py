@@ -102,6 +102,7 @@ class Evictions:
             running.batch_id,
             CacheLocation.BUFFER,
             slot=slot,
+            first_token_s=running.first_token_s,
             granted_s=running.granted_s,
             predicted_output_len=running.predicted_output_len,
         )

@@ -149,6 +149,7 @@ class RunningBatch:
                 num_cached=running.num_computed,
                 num_generated=len(running.generated_token_ids),
                 predicted_len=running.predicted_output_len,
+                first_token_s=running.first_token_s,
             )
         self._add(running)
 

@@ -69,10 +69,14 @@ TINY_LLAMA = {
 def small_config(
     folder: Path, *, pool_blocks: int = 256, decode_blocks: int = 256, buffer_blocks: int = 128, **changes: object
 ) -> ClusterConfig:
-    """A config for the tiny model; sizes are given in blocks of 8 tokens. Four requests make a batch."""
+    """A config for the tiny model; sizes are given in blocks of 8 tokens. Four requests make a batch.
+
+    Prompts and decodes have workers of their own unless `changes` name another topology.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
     block_bytes = 2 * 2 * 8 * 2 * 8 * 4
+    changes.setdefault("topology", Topology.DISAGGREGATED)
     changes.setdefault("batching", BatchingConfig(min_requests=4, starvation_s=0.5))
     return ClusterConfig(
         model=ModelSectionConfig(path=str(folder), random_weights=True),

@@ -31,11 +31,7 @@ from alignedserve.messages.events import (
     StopDialling,
     Ticked,
 )
-from alignedserve.messages.gateways import (
-    AbortRequest,
-    ClusterStatus,
-    SubmitRequest,
-)
+from alignedserve.messages.gateways import AbortRequest, ClusterStatus, SubmitRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     BlocksLoaded,
@@ -94,9 +90,7 @@ class Shape:
     scheduling: str = "fcfs"  # policy of colocated workers
     settings: tuple[tuple[str, str], ...] = ()  # of that policy
     host_tokens: int = 0
-    disaggregated_scheduling: SchedulingConfig = field(
-        default_factory=lambda: SchedulingConfig(policy="aligned")
-    )  # disaggregated
+    disaggregated_scheduling: SchedulingConfig = field(default_factory=lambda: SchedulingConfig(policy="aligned"))
     refuse: float = 0.0
     direct_handoff: bool | None = None
     gateway_beside: str = ""  # the pool of its node; empty: it is on no node of a worker
@@ -290,10 +284,9 @@ class LogicCluster:
         )
 
     def _make_prefill(self, name: str) -> PrefillLogic:
-        config = PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10)
         return prefill_factory.make_logic(
             registered=self._registered(name, self.shape.max_running_requests, can_prefill=True, can_decode=False),
-            config=config,
+            config=PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10),
             scheduling=self.shape.disaggregated_scheduling,
             eos_token_ids=frozenset({EOS}),
             costs=EasyCosts(),
@@ -312,12 +305,11 @@ class LogicCluster:
 
     def _make_colocated(self, name: str) -> ColocatedLogic:
         shape, config = self.shape, self.shape.decode
-        scheduling = SchedulingConfig(policy=shape.scheduling, policy_params=dict(shape.settings))
         return decode_factory.make_colocated_logic(
             registered=self._registered(name, decode_factory.max_held(config), can_prefill=True, can_decode=True),
             memory=DeviceMemory(shape.worker_blocks, shape.worker_blocks, BLOCK_SIZE, shape.host_tokens),
             config=config,
-            scheduling=scheduling,
+            scheduling=SchedulingConfig(policy=shape.scheduling, policy_params=dict(shape.settings)),
             eos_token_ids=frozenset({EOS}),
             costs=EasyCosts(),
         )

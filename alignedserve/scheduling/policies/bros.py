@@ -112,7 +112,7 @@ class _Packing:
 
     @property
     def has_stood_back(self) -> bool:
-        """Whether real-time decodes are left out for a prompt that is too long to fit beside them."""
+        """Return whether real-time decodes are left out for a prompt that is too long to fit beside them."""
         return not all(row in self.packer for row in self._beside)
 
     # --- the orders

@@ -23,7 +23,7 @@ from alignedserve.cluster.hosts.record import ActorRecord, ClusterRecord, NodeRe
 from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor, start_supervisor
 from alignedserve.cluster.launch import AskedToStop
 from alignedserve.config.loading import load_config
-from alignedserve.config.sections import from_mapping
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
 
 DEAF = (
@@ -64,7 +64,7 @@ def test_names_of_models_stay_as_they_are(tmp_path: Path, name: str) -> None:
 
 
 class Cluster:
-    """What `stop` finds: the ids that are recorded, look by look, a driver that is heard, and its supervisor."""
+    """A cluster as `stop` finds it: the recorded ids, look by look, a driver that is heard, and its supervisor."""
 
     def __init__(self, ids: list[str | None], ending: Ending, *, has_driver: bool = True) -> None:
         self.ids = ids

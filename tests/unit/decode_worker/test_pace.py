@@ -15,7 +15,7 @@ from tests.support.samples import POOL, request
 
 
 def told(pace: Pace) -> float | None:
-    """What the pool is told now; None: nothing."""
+    """Return the time that the pool is told now; None: nothing is said."""
     sent = pace.report()
     if not sent:
         return None

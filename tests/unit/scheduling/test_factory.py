@@ -2,7 +2,7 @@
 
 import pytest
 
-from alignedserve.config.sections import BatchingConfig, ClusterConfig, RouterConfig, SchedulingConfig
+from alignedserve.config.sections import BatchingConfig, ClusterConfig, RouterConfig, SchedulingConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.online import OnlineIterationModel
 from alignedserve.scheduling.factory import (
@@ -72,6 +72,7 @@ def test_what_a_policy_implies_is_set() -> None:
 
 def test_what_is_set_explicitly_stays() -> None:
     config = ClusterConfig(
+        topology=Topology.DISAGGREGATED,
         scheduling=SchedulingConfig(policy="distserve"),
         router=RouterConfig(prefill_order="least_slack", direct_handoff=False),
         batching=BatchingConfig(policy="density_first"),

@@ -1,0 +1,110 @@
+"""An elastic worker gets a prompt by the time that those before it take there."""
+
+from typing import Any
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import RequestClass, Slo
+from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, WorkerLoad
+from router.state import DispatchedPrefill, WorkerRecord
+from tests.harnesses.router import RouterHarness
+from tests.support.samples import epoch, request, worker
+
+FIRST, SECOND = "decode-0", "decode-1"
+CHAT = DispatchedPrefill(1, 3000, is_real_time=True)
+BATCH: dict[str, Any] = {"request_class": RequestClass.BEST_EFFORT, "slo": Slo()}
+
+
+def record(lean: float = 1.0, speed: int = 5000) -> WorkerRecord:
+    return WorkerRecord(FIRST, worker(can_prefill=True), WorkerLoad(lean=lean, prompt_tokens_per_s=speed))
+
+
+def waits_s(of: WorkerRecord) -> tuple[float, float]:
+    """Of a real-time prompt, and of another."""
+    return of.wait_s(is_real_time=True), of.wait_s(is_real_time=False)
+
+
+def test_tokens_take_the_time_that_decodes_leave() -> None:
+    half = record(lean=0.5)
+    assert waits_s(half) == (0.0, 0.0)
+    half.start_prefill(RequestId("r1"), CHAT)
+    assert waits_s(half) == (1.2, 1.2)
+
+
+def test_an_eighth_of_the_time_is_always_left() -> None:
+    full = record(lean=0.0)
+    full.start_prefill(RequestId("r1"), CHAT)
+    assert waits_s(full) == (4.8, 4.8)
+
+
+def test_real_time_passes_best_effort() -> None:
+    one = record()
+    one.start_prefill(RequestId("r1"), DispatchedPrefill(1, 2000))
+    assert waits_s(one) == (0.0, 0.4)
+
+
+def test_and_what_is_late() -> None:
+    one = record()
+    one.start_prefill(RequestId("r1"), CHAT)
+    one.note_late(RequestId("r1"), attempt=2)  # another one's
+    assert waits_s(one) == (0.6, 0.6)
+    one.note_late(RequestId("r1"), attempt=1)
+    one.note_late(RequestId("r1"), attempt=1)
+    assert waits_s(one) == (0.0, 0.6)
+    one.end_prefill(RequestId("r1"))
+    assert (waits_s(one), one.num_late_tokens, one.late) == ((0.0, 0.0), 0, {})
+
+
+def test_a_worker_that_tells_no_speed_counts_tokens() -> None:
+    silent = WorkerRecord(FIRST, worker(can_prefill=True))
+    silent.start_prefill(RequestId("r1"), CHAT)
+    assert waits_s(silent) == (3000.0, 3000.0)
+
+
+def two_workers(*leans: float) -> RouterHarness:
+    made = RouterHarness()
+    for name, lean in zip((FIRST, SECOND), leans or (1.0, 1.0), strict=True):
+        made.hear(name, worker(can_prefill=True, can_move=True, num_blocks=1000))
+        made.hear(name, WorkerLoad(lean=lean, prompt_tokens_per_s=1000))
+    return made
+
+
+def target(made: RouterHarness, name: str, prompt_len: int, **facts: Any) -> str:
+    (peer,) = [
+        one.peer for one in made.submit(request(name, prompt_len=prompt_len, **facts)) if _is_prompt(one.message)
+    ]
+    return peer
+
+
+def _is_prompt(message: object) -> bool:
+    return isinstance(message, PrefillRequest)
+
+
+def test_chat_goes_where_only_documents_wait() -> None:
+    made = two_workers()
+    assert target(made, "r0", 500, **BATCH) == FIRST
+    assert target(made, "r1", 300) == FIRST
+    assert target(made, "r2", 100) == SECOND
+
+
+def test_a_document_goes_where_least_waits_in_all() -> None:
+    made = two_workers()
+    assert target(made, "r0", 500) == FIRST
+    assert target(made, "r1", 400, **BATCH) == SECOND
+    assert target(made, "r2", 300, **BATCH) == SECOND
+
+
+def test_fewer_tokens_may_take_longer() -> None:
+    made = two_workers(0.25, 1.0)
+    assert target(made, "r0", 100) == FIRST
+    assert target(made, "r1", 300) == SECOND
+    assert target(made, "r2", 100) == SECOND
+
+
+def test_a_prompt_that_is_late_keeps_no_other_away() -> None:
+    made = two_workers()
+    assert target(made, "r0", 500, slo=Slo(ttft_s=1.0)) == FIRST
+    assert target(made, "r1", 300, slo=Slo(ttft_s=100.0)) == SECOND
+    made.now = 50.0
+    assert target(made, "r2", 100) == FIRST
+    made.hear(FIRST, PrefillCompleted(RequestId("r0"), epoch(1), 500))
+    assert made.logic._placement.workers[FIRST].num_late_tokens == 0
