@@ -6,6 +6,9 @@ Weighted least squares on relative errors, older iterations forgotten little by 
 
 The second sum holds what iterations so far say nothing about (a worker that has only decoded) at the prior, scaled by
 how fast this machine is (s); it is not forgotten, so that a long run of equal iterations cannot let the rest drift.
+
+Copies to and from the host run beside the computing. An iteration that took longer than that by more than is usual has
+waited for them and tells what they take; any other tells that they take no longer than it did.
 """
 
 import math
@@ -25,6 +28,8 @@ _NUM_RESCALED = 10  # iterations after which the data, and no longer s, say what
 _ERROR_STEP = 0.05
 _MAX_ERRORS = 2.0  # errors of more than so many times the usual one count in proportion, not squared
 _MIN_ERROR = 0.01
+_COPY_STEP = 0.2  # towards what an iteration tells of its copies
+_COPY_SHARE = 0.25  # of the time to compute a token: to copy it, as long as nothing is known of copies
 _LEAST_SHARE = 0.1  # of the generic prior: what costs nothing there could never be learned to cost something
 
 # Without a prior: how the parts of a transformer's pass relate to each other. The first iteration sets the scale.
@@ -80,16 +85,26 @@ class OnlineIterationModel:
         return self._swap_token_s * num_tokens
 
     def observe(self, work: IterationWork, seconds: float) -> None:
-        """Learn that an iteration of this work took so long (above 0). One that waited for its copies says nothing."""
+        """Learn that an iteration of this work took so long (above 0). One that waited for copies tells of these."""
         assert seconds > 0.0, "an iteration takes time"
         predicted = weighted(self._weights, work)
-        if predicted <= self.swap_s(work.swap_in_tokens + work.swap_out_tokens):
+        num_copied = work.swap_in_tokens + work.swap_out_tokens
+        if num_copied:
+            self._learn_copies(num_copied, seconds, predicted)
+        if predicted <= self.swap_s(num_copied):
             return
         self.num_observed += 1
         features = [feature / seconds for feature in features_of(work)]
         self._rescale(sum(map(mul, self._prior, features)))
         self._accumulate(features, self._weight_of(abs(predicted / seconds - 1.0)))
         self._descend()
+
+    def _learn_copies(self, num_tokens: float, seconds: float, computing_s: float) -> None:
+        """Correct the time of a copied token; one that is free in the prior stays free."""
+        token_s = seconds / num_tokens
+        has_waited = seconds > (1.0 + _MAX_ERRORS * self._usual_error) * computing_s
+        if self._swap_token_s and (has_waited or token_s < self._swap_token_s):
+            self._swap_token_s += _COPY_STEP * (token_s - self._swap_token_s)
 
     def _rescale(self, prior_ratio: float) -> None:
         """Move s towards measured / prior: the mean of the logarithms at first, a slow moving mean later."""
@@ -135,7 +150,7 @@ def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
     this machine, for what they have nothing of. Without any measured it is GENERIC.
     """
     if not measured:
-        return OnlineIterationModel()
+        return OnlineIterationModel(swap_token_s=_COPY_SHARE * GENERIC.prompt_token_s)
     ratios = [seconds / weighted(astuple(GENERIC), work) for work, seconds in measured]
     scale = math.exp(sum(map(math.log, ratios)) / len(ratios))
     is_seen = [any(column) for column in zip(*(features_of(work) for work, _ in measured), strict=True)]
@@ -145,7 +160,8 @@ def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
             astuple(fit_linear(measured).coefficients), astuple(GENERIC), is_seen, strict=True
         )
     )
-    model = OnlineIterationModel(LinearCoefficients(*prior))
+    coefficients = LinearCoefficients(*prior)
+    model = OnlineIterationModel(coefficients, _COPY_SHARE * coefficients.prompt_token_s)
     for work, seconds in measured:
         model.observe(work, seconds)
     return model

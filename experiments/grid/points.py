@@ -25,18 +25,18 @@ class Trace:
 
 
 TRACES: Mapping[str, Trace] = {
-    "azure_conv": Trace(1.0, 2.9),
-    "azure_code": Trace(2.0, 3.2),
-    "mooncake": Trace(8.0, 0.43, is_timed=False, longer=2),
-    "arxiv": Trace(2.0, 1.2, "azure_code", is_timed=False),
-    "sharegpt": Trace(1.0, 1.0, is_timed=False),
+    "azure_conv": Trace(1.0, 2.2),
+    "azure_code": Trace(2.0, 1.55),
+    "mooncake": Trace(8.0, 0.37, is_timed=False, longer=2),
+    "arxiv": Trace(2.0, 1.45, "azure_code", is_timed=False),
+    "sharegpt": Trace(1.0, 0.52, is_timed=False, longer=2),
 }
 LOADS = (0.3, 0.54, 0.78, 1.02, 1.26, 1.5)  # shares of the capacity
 TIGHT, LOOSE, MIXED = "tight", "loose", "mixed"
 OBJECTIVES = (TIGHT, LOOSE, MIXED)
 ACCELERATORS = (2, 4, 8)
 _TPOT_S, _LOOSER = 0.05, 4
-_ARRIVALS_S: Mapping[int, float] = {2: 60.0, 4: 40.0, 8: 25.0}
+_ARRIVALS_S: Mapping[int, float] = {2: 40.0, 4: 25.0, 8: 15.0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED, WorkerSpec
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.scheduling.policies import PolicyEntry, policy_entry
-from alignedserve.scheduling.topology import topology_of
+from alignedserve.scheduling.topology import require_effect, topology_of
 from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.config import SimConfig, SimRouters
 from alignedserve.sim.policies import simulated_policy, with_policy
@@ -121,6 +121,9 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
                 raise ConfigError(f"--set {field}: here {place} says that")
         if field in _FOLLOWS and not options.costs.startswith(FITTED):
             raise ConfigError(f"--set {field}: memory follows from --model, --hardware and --tensor-parallel")
+    given = load_config(options.config, options.overrides)
+    if given.topology is not None:
+        require_effect(given)
     sizes = () if options.config is not None else _SERVER
     cluster = load_config(options.config, (*sizes, *options.overrides))
     for name in ScalingConfig.__struct_fields__:

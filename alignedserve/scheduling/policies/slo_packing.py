@@ -26,6 +26,9 @@ class SloForecast(NamedTuple):
     allowed_s: float  # the longest iteration that makes no next token late
     stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
     slack_s: Floats  # until the next token is due
+    kept_blocks: (
+        int  # more than the requests on time hold now, they held lately: not for newcomers that they would evict
+    )
     prefill_token_s: float  # to compute one token of a prompt, as against copying it
     eviction_slack_s: (
         Floats  # for so long it can do without its cache and still hold its objectives; up to 0: it cannot
@@ -150,6 +153,7 @@ class SloPacking:
         wanted = np.maximum(needed - held, 0)
         if leaves_room.any():
             wanted += leaves_room * self._reserved_blocks
+        wanted += ((held == 0) & (forecast.rank[rows] >= LATE)) * forecast.kept_blocks
         return rows.tolist(), wanted.tolist(), forecast.claim[rows].tolist()
 
     def _is_starving(self, row: int) -> bool:
@@ -177,7 +181,10 @@ class SloPacking:
         remaining = packer.remaining(row)
         at_most = min(remaining, packer.num_tokens_left)
         if table.num_swapped[row] or remaining == 1:
-            packer.add(row, at_most)
+            if self._forecast.rank[row] == URGENT:
+                budget_s = max(budget_s, self._forecast.stretched_s)
+            if self._can_copy(int(table.num_swapped[row]), budget_s) or self._is_starving(row):
+                packer.add(row, at_most)
             return True
         num_cached, costs = int(table.num_cached[row]), self._view.costs
         num_tokens = chunk_within(costs, packer.work, num_cached=num_cached, at_most=at_most, budget_s=budget_s)
@@ -270,15 +277,20 @@ class SloPacking:
         return bool((rank[victim], left_s[victim]) > (rank[row], left_s[row]))
 
     def _evict(self, row: int) -> None:
-        """Evict a request: swapped if copying it out and back takes less time than recomputing it."""
-        is_cheaper = 2 * self._copying_s(row) < self._recomputing_s(row)
-        self._packer.evict(
-            row, EvictionMode.SWAP if is_cheaper and not self._table.num_swapped[row] else EvictionMode.DROP
-        )
+        """Evict a request: swapped if copying it out and back takes less time than recomputing it, and is in time."""
+        is_cheaper = 2 * self._copying_s(row) < self._recomputing_s(row) and not self._table.num_swapped[row]
+        is_swapped = is_cheaper and self._can_copy(int(self._table.num_cached[row]), self._forecast.allowed_s)
+        self._packer.evict(row, EvictionMode.SWAP if is_swapped else EvictionMode.DROP)
         self._evicted.add(row)
         for others in (self._victims, self._longest):
             if row in others:
                 others.remove(row)
+
+    def _can_copy(self, num_tokens: int, budget_s: float) -> bool:
+        """Return whether the cache of so many tokens can be copied beside the iteration within the time."""
+        work = self._packer.work
+        copied = work.swap_in_tokens + work.swap_out_tokens + self._view.memory.copy_tokens(num_tokens)
+        return self._view.costs.swap_s(copied) <= budget_s
 
     def _copying_s(self, row: int) -> float:
         """Return the time of a copy to the host, or back."""
