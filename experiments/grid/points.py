@@ -1,5 +1,6 @@
 """The points of the grid: their workloads, and the order in which they are simulated."""
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -25,18 +26,18 @@ class Trace:
 
 
 TRACES: Mapping[str, Trace] = {
-    "azure_conv": Trace(1.0, 2.9),
-    "azure_code": Trace(2.0, 3.2),
-    "mooncake": Trace(8.0, 0.43, is_timed=False, longer=2),
-    "arxiv": Trace(2.0, 1.2, "azure_code", is_timed=False),
-    "sharegpt": Trace(1.0, 1.0, is_timed=False),
+    "azure_conv": Trace(1.0, 2.2),
+    "azure_code": Trace(2.0, 1.55),
+    "mooncake": Trace(8.0, 0.37, is_timed=False, longer=2),
+    "arxiv": Trace(2.0, 1.45, "azure_code", is_timed=False),
+    "sharegpt": Trace(1.0, 0.52, is_timed=False, longer=2),
 }
 LOADS = (0.3, 0.54, 0.78, 1.02, 1.26, 1.5)  # shares of the capacity
 TIGHT, LOOSE, MIXED = "tight", "loose", "mixed"
 OBJECTIVES = (TIGHT, LOOSE, MIXED)
 ACCELERATORS = (2, 4, 8)
 _TPOT_S, _LOOSER = 0.05, 4
-_ARRIVALS_S: Mapping[int, float] = {2: 60.0, 4: 40.0, 8: 25.0}
+_ARRIVALS_S: Mapping[int, float] = {2: 40.0, 4: 25.0, 8: 15.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,15 @@ def all_points() -> list[Point]:
     """Return every point, in six blocks of ninety that are each a fair sample of the whole.
 
     In a block every trace meets all objectives, numbers of accelerators, with and without best-effort work, at one load
-    each; the six loads are spread evenly over them, and each block has others. Few accelerators come first in a block.
+    each; the six loads are spread evenly over them, and each block has others. Within a block the order is shuffled, so
+    that a part of it is fair as well.
     """
-    return [point for block in range(len(LOADS)) for point in _block(block)]
+    shuffled = []
+    for number in range(len(LOADS)):
+        block = list(_block(number))
+        random.Random(number).shuffle(block)
+        shuffled += block
+    return shuffled
 
 
 def _block(block: int) -> Iterator[Point]:

@@ -2,8 +2,8 @@
 
     python -m experiments.pages
 
-A table stands behind a line `<!-- table: NAME -->`. tests/unit/docs/test_experiment_tables.py holds pages and records
-together.
+A table, or a list, stands behind a line `<!-- table: NAME -->`.
+tests/unit/docs/test_experiment_tables.py holds pages and records together.
 """
 
 from experiments.pages.index import PAGES, page_path, with_tables

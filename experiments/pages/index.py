@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from experiments.pages import accelgen, alignedserve, alise, apt_serve, bros, summary, unseen
+from experiments.pages.record import provenance
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "experiments"
 Tables = Mapping[str, Callable[[], str]]
-PAGES: Mapping[str, Tables] = {
-    "README": summary.TABLES,
+_OF_RECORDS: Mapping[str, Tables] = {
     "accelgen": accelgen.TABLES,
     "alignedserve": alignedserve.TABLES,
     "alise": alise.TABLES,
@@ -17,7 +18,11 @@ PAGES: Mapping[str, Tables] = {
     "bros": bros.TABLES,
     "unseen": unseen.TABLES,
 }
-_PLACE = re.compile(r"^<!-- table: (?P<name>.+) -->\n\n(?:\|.*\n)*", re.MULTILINE)
+PAGES: Mapping[str, Tables] = {
+    "README": summary.TABLES,
+    **{page: {"record": partial(provenance, page), **tables} for page, tables in _OF_RECORDS.items()},
+}
+_PLACE = re.compile(r"^<!-- table: (?P<name>.+) -->\n\n(?:(?:\||- |  ).*\n)*", re.MULTILINE)
 
 
 def page_path(page: str) -> Path:

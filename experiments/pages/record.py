@@ -1,6 +1,8 @@
 """An experiment's record as its page reads it: rows by their labels, figures as text."""
 
 import json
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -8,6 +10,10 @@ from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "results"
 Row = dict[str, Any]
+_WIDTH = 100
+_MADE_BEFORE = ("55b318a", "e2a7aef", "c1854a6", "b4900fe", "8a3b47f", "441c08f", "d9491f6")  # the leak was closed
+_TOLD, _NOT_TOLD = "[more](leak.md)", "what live ones know"
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 class Record:
@@ -110,3 +116,20 @@ def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     assert all(len(line) == len(head) for line in lines), lines
     body = [f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines]
     return "\n".join([body[0], "|" + "---|" * len(head), *body[1:]])
+
+
+def bullets(items: Iterable[str]) -> str:
+    """Return a list of a page, in lines of its width; a number keeps its percent sign."""
+    kept = [f"- {item}".replace(" %", f"{_NO_BREAK}%") for item in items]
+    wrapped = [textwrap.fill(item, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) for item in kept]
+    return "\n".join(wrapped).replace(_NO_BREAK, " ")
+
+
+def provenance(name: str) -> str:
+    """Return the commits of the code that made a record, how many rows each made, and what schedulers knew there."""
+    made = Counter(str(row["commit"]) for row in figures(name)["runs"])
+    rows = [
+        [f"`results/{name}.json`", f"`{commit}`", str(num), _TOLD if commit in _MADE_BEFORE else _NOT_TOLD]
+        for commit, num in made.items()
+    ]
+    return table(["record", "commit", "rows", "schedulers knew"], rows)

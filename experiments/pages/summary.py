@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from experiments.pages.claims import claims
 from experiments.pages.record import Record, bold, count, digits, figures, milliseconds, runs, share, table
 
 _UNION = "aligned_slo"
@@ -184,4 +185,4 @@ def _row(name: str, compared: Sequence[Compared]) -> list[str]:
     return [name, theirs, ours, ", ".join(one.verdict() for one in compared)]
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"union": union}
+TABLES: Mapping[str, Callable[[], str]] = {"claims": claims, "union": union}

@@ -53,6 +53,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (("--set", "scheduling.policy=fcfs"), "here --policy says that"),
         (("--set", "decode.count=4"), "here --decode or --workers says that"),
         (("--set", "decode.kv_cache_bytes=4GiB"), "memory follows from --model"),
+        (("--set", "topology=elastic", "--set", "pool.lease_s=9"), "pool.lease_s has no effect in elastic workers"),
         (("--set", "scaling.max_nodes=4"), "scaling.max_nodes: nodes that come and go are not simulated"),
         (("--set", "scaling.max_wait_s=2"), "scaling.max_wait_s: nodes that come and go are not simulated"),
         (("--set", "decode.max_runing=4"), "max_runing"),
