@@ -90,7 +90,8 @@ def totals_of(rows: Sequence[Row]) -> Row:
     """Return how many points there are, at how many the claim holds, and the gain where none holds 99 %."""
     compared = [row for row in rows if "ahead" in row]
     contested = [row for row in compared if max(row["default"], row["best"]) < 100 * ENOUGH]
-    beside = [row for row in contested if row["baseline"] is not None]
+    is_known = all(row["baseline"] is not None for row in contested)  # else it would be those where a baseline is best
+    beside = contested if is_known else []
     totals = {
         "num_points": len(rows),
         "num_held": len(rows) - len(compared),  # by the default, so that nothing else need be known
