@@ -128,7 +128,9 @@ def record(arguments: argparse.Namespace, folder: Path) -> None:
         model = model if model.exists() else write_opt_125m(model)
         overrides += [f"model.path={model}", "model.random_weights=true", "model.dtype=bfloat16"]
     if arguments.model != "pocket":
-        overrides += [f"{section}={1 << 30}" for section in ("decode.kv_cache_bytes", "pool.memory_bytes")]
+        overrides += [f"decode.kv_cache_bytes={1 << 30}"]
+    if arguments.model != "pocket" and arguments.topology == "disaggregated":
+        overrides += [f"pool.memory_bytes={1 << 30}"]
         overrides += [f"prefill.{field}_bytes={1 << 29}" for field in ("kv_cache", "candidate_buffer")]
     for seed, (name, load) in enumerate(LOADS.items(), 1):
         if name not in arguments.loads or (folder / f"{name}.json").exists():
