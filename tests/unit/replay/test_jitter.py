@@ -1,5 +1,6 @@
 """Jitter: the ratios of a recorded run, in runs, each kind of iteration by its own."""
 
+import itertools
 import random
 import statistics
 
@@ -23,7 +24,7 @@ def test_iterations_with_a_prompt_take_ratios_of_such() -> None:
 def test_runs_go_on_as_they_were_recorded() -> None:
     costs = JitteryCosts(COSTS, [Ratio(float(number)) for number in range(1, 41)], seed=0)
     taken = [costs.iteration_s(decodes(1, 10)) for _ in range(16)]
-    assert [(after - before) % 40 for before, after in zip(taken, taken[1:], strict=False)] == [1.0] * 15
+    assert [(after - before) % 40 for before, after in itertools.pairwise(taken)] == [1.0] * 15
 
 
 def test_a_kind_that_was_never_recorded_takes_any_ratio() -> None:
