@@ -68,7 +68,7 @@ def main() -> None:
         true = make_cost_model(source, worker)
         measured = calibrated(true, points, DURATION_S)
         iterations = [sample for sample in measured if not sample.work.is_empty]
-        models = {
+        models: dict[str, CostModel] = {
             "straight": fit_linear(iterations, bends=()),
             "bent": fit_linear(iterations),
             "learned": learned_from(measured),

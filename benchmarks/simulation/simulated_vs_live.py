@@ -3,19 +3,21 @@
     python -m benchmarks.simulation.simulated_vs_live [--topology colocated|elastic|disaggregated]
         [--model pocket|opt-125m|smollm2] [--duration S] [--folder DIR]
 
-Serves and puts load on three times: `fit`, and two of another rate and of other lengths, which are judged. All are
-recorded, and every decision of all is checked. With --folder recordings stay, and those that are there are not made
-again: simulated and compared only. Each run starts a cluster of its own; nothing else should compute meanwhile: the
-load average of the machine stands in the result.
+Serves and puts three loads on, one after the other: `fit`, and two of another rate and of other lengths, which are
+judged. All are recorded, and every decision is checked. With --folder the recording stays, and one that is there is not
+made again: simulated and compared only. Nothing else should compute meanwhile: the load average of the machine stands
+in the result.
 """
 
 import argparse
+import copy
 import json
 import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,13 +32,14 @@ from alignedserve.microbench.shapes import OPT_125M
 from alignedserve.replay.fitting import MachineFit, fit_machine
 from alignedserve.replay.observed import ObservedRun
 from alignedserve.replay.run_file import read_run_metadata
-from alignedserve.replay.simulated import Comparison, compare, fitted_machine, requests_of
+from alignedserve.replay.simulated import Comparison, SimulatedMachine, compare, fitted_machine, requests_of
 from alignedserve.runtime.model.built_in import pocket_folder, smollm2_file
 from benchmarks.support.recording import write_result
 
 RT = "rt: rate={rate}, prompt={prompt}, output=exponential({output}), max_output=200, ttft=0.4, tpot=0.2"
 BE = "be: outstanding={outstanding}, prompt=uniform({shortest},{longest}), output=uniform(32,128), tier=flex"
 FITTED = "fit"
+RUN, WINDOWS = "run", "windows.json"
 THROUGHPUT, TIMES = 0.05, 0.10  # what the ratios of throughput and of times may be off
 JUDGED = ("requests/s", "ttft p50, s", "ttft p90, s", "tbt p50, s", "tbt p90, s")
 
@@ -89,22 +92,35 @@ LOADS = {
 }
 
 
-def record_run(folder: Path, overrides: list[str], load: str, duration_s: float, seed: int) -> None:
-    """Serve, put the load on, and leave the recording in `folder`. In a process of its own: a process can start one
-    Ray cluster."""
-    config = load_config(None, [*overrides, "batches.enabled=false", f"recording.folder={json.dumps(str(folder))}"])
-    with start_cluster(config) as cluster:
+def record_run(folder: Path, overrides: list[str], duration_s: float) -> None:
+    """Serve, put one load on after the other, and leave the recording in RUN of `folder` and when each load was on in
+    WINDOWS. In a process of its own: a process can start one Ray cluster."""
+    run = json.dumps(str(folder / RUN))
+    windows = {}
+    with start_cluster(load_config(None, [*overrides, "batches.enabled=false", f"recording.folder={run}"])) as cluster:
         cluster.wait_ready(120.0)
-        options = LoadOptions(
-            url=cluster.url,
-            endpoint="completions",
-            synthetic=load,
-            duration_s=duration_s,
-            ignore_eos=True,
-            seed=seed,
-            json_target=f"{folder}.json",
-        )
-        bench_serve(options)
+        for seed, (name, load) in enumerate(LOADS.items(), 1):
+            options = LoadOptions(
+                url=cluster.url,
+                endpoint="completions",
+                synthetic=load.line,
+                duration_s=duration_s,
+                ignore_eos=True,
+                seed=seed,
+                json_target=str(folder / f"{name}.json"),
+            )
+            begin_s, load_average = time.monotonic(), os.getloadavg()[0]
+            bench_serve(options)
+            windows[name] = [begin_s, time.monotonic(), load_average, os.getloadavg()[0]]
+    (folder / WINDOWS).write_text(json.dumps(windows))
+
+
+def within(run: ObservedRun, begin_s: float, end_s: float) -> ObservedRun:
+    """Return what was observed of one load: its requests and iterations; copies and messages are of all."""
+    part = copy.copy(run)
+    part.requests = {key: one for key, one in run.requests.items() if begin_s <= one.request.arrival_s < end_s}
+    part.iterations = [one for one in run.iterations if begin_s <= one.started_s < end_s]
+    return part
 
 
 def judged(comparisons: Sequence[Comparison]) -> dict[str, bool]:
@@ -118,7 +134,9 @@ def judged(comparisons: Sequence[Comparison]) -> dict[str, bool]:
 
 
 def record(arguments: argparse.Namespace, folder: Path) -> None:
-    """Make the recordings that are not there yet."""
+    """Make the recording unless it is there."""
+    if (folder / WINDOWS).exists():
+        return
     overrides = [f"topology={arguments.topology}", f"scheduling.policy={arguments.policy}"]
     overrides += ["decode.count=2"] if arguments.topology == "elastic" else []
     if arguments.model == "smollm2":
@@ -132,16 +150,12 @@ def record(arguments: argparse.Namespace, folder: Path) -> None:
     if arguments.model != "pocket" and arguments.topology == "disaggregated":
         overrides += [f"pool.memory_bytes={1 << 30}"]
         overrides += [f"prefill.{field}_bytes={1 << 29}" for field in ("kv_cache", "candidate_buffer")]
-    for seed, (name, load) in enumerate(LOADS.items(), 1):
-        if name not in arguments.loads or (folder / f"{name}.json").exists():
-            continue
-        before = os.getloadavg()[0]
-        call = (folder / name, overrides, load.line, arguments.duration, seed)
-        process = multiprocessing.get_context("spawn").Process(target=record_run, args=call)
-        process.start()
-        process.join()
-        assert process.exitcode == 0, "the run failed"
-        (folder / f"{name}.load").write_text(json.dumps([before, os.getloadavg()[0]]))
+    process = multiprocessing.get_context("spawn").Process(
+        target=record_run, args=(folder, overrides, arguments.duration)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "the run failed"
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -149,16 +163,22 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     record(arguments, folder)
     if arguments.only_record:
         return {}
-    _, source = replay_folder(folder / FITTED)
-    block_bytes = read_run_metadata(folder / FITTED).layout.block_bytes
-    fit = fit_machine(source, block_bytes)
-    runs = {name: compared(folder, name, fit) for name in arguments.loads}
+    checks, run = replay_folder(folder / RUN)
+    metadata = read_run_metadata(folder / RUN)
+    windows = json.loads((folder / WINDOWS).read_text())
+    fit = fit_machine(within(run, *windows[FITTED][:2]), metadata.layout.block_bytes)
+    machine = fitted_machine(metadata, fit)
+    runs = {}
+    for name, (begin_s, end_s, *load_averages) in windows.items():
+        runs[name] = compared(within(run, begin_s, end_s), name, machine, fit)
+        runs[name]["load_average_before_and_after"] = load_averages
     return {
         "topology": arguments.topology,
         "model": arguments.model,
         "policy": arguments.policy,
         "seconds": arguments.duration,
         "within_bounds": {name: run["within_bounds"] for name, run in runs.items()},
+        "decisions": [_decisions(check) for check in checks],
         "runs": runs,
         "fit": {
             "decode": fit.decode.error._asdict() | {"coefficients": asdict(fit.decode.costs.coefficients)},
@@ -169,17 +189,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def compared(folder: Path, name: str, fit: MachineFit) -> dict[str, Any]:
-    """Return a recorded run beside its simulation with these costs."""
-    checks, run = replay_folder(folder / name)
+def compared(run: ObservedRun, name: str, machine: SimulatedMachine, fit: MachineFit) -> dict[str, Any]:
+    """Return what was observed of a load beside its simulation with these costs."""
     requests = requests_of(run)
-    machine = fitted_machine(read_run_metadata(folder / name), fit)
     comparisons = compare(requests, {"be": LOADS[name].outstanding}, machine)
     return {
         "load": LOADS[name].line,
-        "load_average_before_and_after": json.loads((folder / f"{name}.load").read_text()),
         "num_requests": len(requests),
-        "decisions": [_decisions(check) for check in checks],
         "within_bounds": judged(comparisons),
         "measures": [asdict(one) | {"ratio": one.ratio} for one in comparisons],
         "iterations": iterations_of(run, fit),
@@ -221,7 +237,6 @@ def main() -> None:
     parser.add_argument("--topology", choices=("colocated", "elastic", "disaggregated"), default="colocated")
     parser.add_argument("--model", choices=("pocket", "opt-125m", "smollm2"), default="pocket")
     parser.add_argument("--policy", default="aligned_slo")
-    parser.add_argument("--loads", nargs="+", choices=tuple(LOADS), default=tuple(LOADS), help="fit is needed")
     parser.add_argument("--duration", type=float, default=25.0)
     parser.add_argument("--folder", type=Path, help="where recordings stay")
     parser.add_argument("--only-record", action="store_true", help="compare later, with the same --folder")
