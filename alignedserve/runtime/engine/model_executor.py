@@ -187,6 +187,9 @@ class ModelExecutor:
         started = time.monotonic()
         self._change_sequences(command)
         changed = time.monotonic()
+        if not command.slices:  # copies to the host alone
+            times = IterationTimes(started, time.monotonic(), changed - started, 0.0, 0.0)
+            return IterationCompleted((), times=times)
         output = self._engine.execute(command.slices)
         scores = tuple(
             PromptScores(part.request_id, part.first_position, part.entries) for part in output.prompt_logprobs
