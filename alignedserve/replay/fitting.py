@@ -15,7 +15,7 @@ from alignedserve.costmodel.linear import (
     LinearCoefficients,
     LinearIterationModel,
     Sample,
-    features_of,
+    feature_rows,
     fit_error,
     fit_linear,
 )
@@ -71,15 +71,16 @@ def fit_mean(samples: Sequence[Sample]) -> LinearIterationModel:
     Weighted by the measured time (fit_linear, the starting point), iterations that the machine delayed count for less
     than others, and the sum of all comes out too small.
     """
-    rows = np.array([features_of(sample.work) for sample in samples], np.float64)
-    seconds = np.array([sample.seconds for sample in samples])
     first = fit_linear(samples)
+    bend_tokens = first.coefficients.bend_tokens
+    rows = feature_rows(samples, bend_tokens)
+    seconds = np.array([sample.seconds for sample in samples])
     expected: npt.NDArray[np.float64] = np.array([first.iteration_s(sample.work) for sample in samples])
     weights = np.zeros(rows.shape[1])
     for _ in range(_NUM_REWEIGHTINGS):
         weights = nonnegative_least_squares(rows / expected[:, None], seconds / expected)
         expected = rows @ weights
-    return LinearIterationModel(LinearCoefficients(*weights.tolist()))
+    return LinearIterationModel(LinearCoefficients.of(weights.tolist(), bend_tokens))
 
 
 @dataclass(frozen=True, slots=True)
