@@ -44,6 +44,7 @@ def test_what_is_set_is_taken(topology: Topology) -> None:
 def test_settings_of_separate_workers_ask_for_such(sections: dict[str, Any]) -> None:
     assert of(**sections) is Topology.DISAGGREGATED
     require_effect(from_mapping(sections))
+    assert of(**sections, scheduling={"policy": "alise"}) is Topology.DISAGGREGATED
     for policy in ("sarathi", "orca"):  # which know no separate workers
         config = from_mapping({**sections, "scheduling": {"policy": policy}})
         assert topology_of(config) is Topology.COLOCATED
