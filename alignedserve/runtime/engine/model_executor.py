@@ -165,6 +165,7 @@ class ModelExecutor:
         """Measure the initial costs of iterations of up to `max_tokens`, on the calling thread, before serving."""
         return measure_iterations(
             self._engine,
+            self._swap_space,
             max_sequences=self._sizes.max_sequences,
             max_context_len=self._max_context_len,
             max_tokens=max_tokens,

@@ -76,6 +76,13 @@ def test_what_has_no_effect_is_refused(topology: str, sections: dict[str, Any], 
     require_effect(from_mapping({"topology": "disaggregated", **sections}))
 
 
+def test_what_the_policy_implies_may_be_written_out() -> None:
+    own = {"topology": "elastic", "batching": {"policy": "density_first"}}
+    require_effect(from_mapping(own))
+    with pytest.raises(ConfigError, match=r"batching\.policy has no effect"):
+        require_effect(from_mapping({**own, "batching": {"policy": "fcfs"}}))
+
+
 def test_sizes_that_were_worked_out_ask_for_nothing() -> None:
     fixed = with_fixed_sizes(from_mapping({}))
     assert topology_of(fixed) is Topology.ELASTIC
