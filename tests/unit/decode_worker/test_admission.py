@@ -1,5 +1,7 @@
 """Admission within objectives. An iteration takes 10 ms, 1 ms a token, 10 us a token of context."""
 
+from typing import Any
+
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.scheduling.policy import DeviceMemory
@@ -21,7 +23,7 @@ def candidate(name: str, tpot_s: float | None = None, *, begun_s: float = 0.0, n
     return made
 
 
-def class_of(tpot_s: float | None) -> dict[str, object]:
+def class_of(tpot_s: float | None) -> dict[str, Any]:
     if tpot_s is None:
         return {"request_class": BEST_EFFORT}
     return {"request_class": RequestClass.REAL_TIME, "slo": Slo(tpot_s=tpot_s)}
