@@ -22,6 +22,7 @@ class RunningRequest(WorkerRequest):
     block_ids: list[BlockId]
     num_computed: int  # tokens whose cache lies in its blocks
     batch_id: BatchId = NO_BATCH
+    first_token_s: float = field(default=0.0, kw_only=True)
     is_prefilled: bool = field(default=True, kw_only=True)
     is_stalled: bool = False  # waits for a block that an eviction is about to free
 
@@ -35,6 +36,7 @@ class RunningRequest(WorkerRequest):
             list(block_ids),
             num_cached,
             candidate.batch_id,
+            first_token_s=candidate.first_token_s,
             granted_s=candidate.granted_s,
             predicted_output_len=candidate.predicted_output_len,
         )
@@ -85,6 +87,8 @@ class Candidate(WorkerRequest):
     must_stay: bool = False  # the pool had no free blocks for it, or is not beside its buffer
     has_lost_pool: bool = False  # while it was on its way back there
     may_prefetch: bool = True  # a prefill worker that has lost the pool answers at once, again and again
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0  # or when it came here, if that is not known
     far_pool: str | None = None  # the pool of another node that granted it; None: that of this node
 
     @classmethod
@@ -101,8 +105,16 @@ class Candidate(WorkerRequest):
             granted_s=now,
             predicted_output_len=handoff.predicted_output_len,
             may_prefetch=far_pool is None,
+            first_token_s=now - handoff.begun_s,
+            last_token_s=now - (handoff.begun_s if len(handoff.generated_token_ids) == 1 else 0.0),
             far_pool=far_pool,
         )
+
+    @property
+    def num_cached(self) -> int:
+        """Number of tokens whose cache lies in a buffer or in the pool."""
+        copy = self.buffer_copy or self.pool_copy
+        return copy.context_len if copy is not None else 0
 
     @property
     def num_copied_blocks(self) -> int:
@@ -111,7 +123,7 @@ class Candidate(WorkerRequest):
         return copy.num_blocks if copy is not None else 0
 
 
-def set_predicted_length(known: Iterable[Candidate | RunningRequest | None], message: SetPredictedLength) -> bool:
+def set_predicted_length(known: Iterable[WorkerRequest | None], message: SetPredictedLength) -> bool:
     """Set it on those of the request's records that belong to the message's epoch; return whether any does."""
     current = [one for one in known if one is not None and is_same_epoch(one.attempt, message.attempt)]
     for one in current:

@@ -37,7 +37,7 @@ from experiments.unseen import TRACES, mixed_case
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What schedulers are told: the limit of clients whose line names none, and the costs of iterations."""
+    """Knowledge that schedulers are given: the limit of clients whose line names none, and the costs of iterations."""
 
     name: str
     limit: ClientLimit

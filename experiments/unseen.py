@@ -35,10 +35,14 @@ from experiments.common import (
 )
 
 UNION = "aligned_slo"
-PAPERS = ("bros", "accelgen", "alise", "apt_serve")  # AlignedServe's own needs workers of both kinds: APART
+WAITING = "bros, long prompts wait"  # for the end of all decodes: its other reading
+PAPERS = ("bros", WAITING, "accelgen", "alise", "apt_serve")  # AlignedServe's own needs workers of both kinds: APART
 MIXED = ("fcfs", "sarathi", *PAPERS, UNION)
 APART = ("distserve", "aligned", UNION)
-SETTINGS: Mapping[str, Mapping[str, Any]] = {"apt_serve": {"hybrid_cache": False}}  # larger here than keys and values
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "apt_serve": {"hybrid_cache": False},  # larger here than keys and values
+    WAITING: {"long_prompts_wait": True},
+}
 WORKER = WorkerSpec("llama-3-8b", "a100-80g")
 _CONTEXT = 32000  # as with scaled positions: longer than Llama-3-8B's own
 _APART_S = 360  # from the beginning of one seed's window of a trace to the next one's
@@ -108,16 +112,17 @@ def mixed_case(name: str, rate: float, policy: str, seed: int, duration_s: float
     trace = TRACES[name]
     best_effort = f"be: {trace.beside}, {trace.limit}, outstanding={_OUTSTANDING}"
     text = f"rt: {_source(name, seed, rate)}, {trace.objectives}; {best_effort}"
-    labels: Mapping[str, str | float] = {"part": MIX, "trace": name, "rate": rate}
+    labels: Mapping[str, str | float] = {"part": MIX, "trace": name, "rate": rate, "policy": policy}
     worker = ColocatedWorkerSpec(WORKER, max_tokens=8192, context_len=_CONTEXT)
-    return colocated_case(labels, policy, worker, line(text, seed, duration_s=duration_s), SETTINGS.get(policy))
+    workload = line(text, seed, duration_s=duration_s)
+    return colocated_case(labels, policy.partition(",")[0], worker, workload, SETTINGS.get(policy))
 
 
 def separate_case(name: str, kernel: AttentionKernel, policy: str, seed: int, num_requests: int) -> LabelledCase:
     """Return all requests of these lengths, arriving within seconds, as in AlignedServe's own experiment."""
     labels: Mapping[str, str | float] = {"part": SEPARATE, "trace": name, "kernel": kernel.value}
     pair = replace(PAIR, context_len=_CONTEXT)
-    cluster = with_policy(pair.cluster(Topology.DISAGGREGATED), policy)
+    cluster = with_policy(pair.cluster(Topology.DISAGGREGATED), policy, topology=Topology.DISAGGREGATED)
     workload = line(f"{name}, {TRACES[name].limit}, rate=100", seed, num_requests=num_requests)
     return cluster_case(labels, ClusterHardware(replace(WORKER, kernel=kernel), buffer_share=0.5), cluster, workload)
 

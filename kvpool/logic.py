@@ -17,7 +17,9 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import chain
 
-from alignedserve.core.attempts import next_step
+from msgspec.structs import replace
+
+from alignedserve.core.attempts import is_same_epoch, next_step
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.caches import (
@@ -51,6 +53,7 @@ from alignedserve.messages.pools import (
     RequestPooled,
 )
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import SetPredictedLength
 from kvpool.lease_table import LeaseTable
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
 from kvpool.state import Lease, LeaseStage, PooledRequest, Reservation
@@ -172,8 +175,10 @@ class PoolLogic:
             case DecodePace():
                 self._pace_s[peer] = message.iteration_s
                 return []
+            case SetPredictedLength():
+                return self._predicted(message)
             case FetchCopy():
-                return self._fetch_copy(peer, message)
+                return self._fetch_copy(peer, message, now)
             case DropRequest():
                 return self._drop(message.request_id, message.attempt, None, now)
             case _:
@@ -217,7 +222,7 @@ class PoolLogic:
         taken = Send(peer, BlocksTaken(written.request.request_id, written.attempt, is_accepted))
         if lease is None or not is_accepted:
             return [taken]  # stale or malformed: its blocks are not believed
-        lease.content = written
+        lease.content, lease.written_s = written, now
         stages = (LeaseStage.POOLED, LeaseStage.KEPT, LeaseStage.GRANTED)
         earlier = self._end_earlier(lease.request_id, lease.attempt, stages, but=lease)
         if not lease.is_copy:
@@ -248,7 +253,7 @@ class PoolLogic:
         lease.attempt = next_step(lease.attempt)
         self._lease_table.move(lease, LeaseStage.POOLED)
         self._pooled[lease.request_id] = lease
-        self._former.insert(_indexed(lease, lease.content, max(self._pace_s.values(), default=None)), now)
+        self._former.insert(PooledRequest.of(lease, max(self._pace_s.values(), default=None)), now)
         context_len, num_blocks = lease.content.copy.context_len, len(lease.block_ids)
         return self._to_router(RequestPooled(lease.request_id, lease.attempt, context_len, num_blocks))
 
@@ -264,7 +269,7 @@ class PoolLogic:
         if batch is None:
             return self._refused(message)
         leases = [self._pooled[request_id] for request_id in batch.request_ids]
-        handoffs = tuple(self._grant(lease, message.worker, message.batch_id) for lease in leases)
+        handoffs = tuple(self._grant(lease, message.worker, now, message.batch_id) for lease in leases)
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in handoffs)
         formed = BatchFormed(message.batch_id, message.worker, members)
         joins = message.joins.batch_id if message.joins is not None else None
@@ -280,7 +285,7 @@ class PoolLogic:
             return self._former.form(limits, now)
         return self._former.join(LengthRange(message.joins.start, message.joins.stop), limits, now)
 
-    def _grant(self, lease: Lease, worker: str, batch_id: BatchId = NO_BATCH) -> Handoff:
+    def _grant(self, lease: Lease, worker: str, now: float, batch_id: BatchId = NO_BATCH) -> Handoff:
         if lease.stage is LeaseStage.POOLED:
             self._unindex(lease)
             lease.attempt = next_step(lease.attempt)
@@ -295,6 +300,7 @@ class PoolLogic:
             lease.lease_id,
             content.copy,
             content.predicted_output_len,
+            content.begun_s + now - lease.written_s,
         )
 
     def _granted(self, peer: str, message: LeasesReleased | LeasesReturned) -> list[Lease]:
@@ -312,13 +318,20 @@ class PoolLogic:
         self._lease_table.move(lease, LeaseStage.KEPT)
         return []
 
-    def _fetch_copy(self, peer: str, message: FetchCopy) -> list[PoolCommand]:
+    def _predicted(self, message: SetPredictedLength) -> list[PoolCommand]:
+        """Note a prediction that came late, for the worker that the request is granted to next."""
+        for lease in self._lease_table.of_request(message.request_id):
+            if lease.content is not None and is_same_epoch(lease.attempt, message.attempt):
+                lease.content = replace(lease.content, predicted_output_len=message.predicted_output_len)
+        return []
+
+    def _fetch_copy(self, peer: str, message: FetchCopy, now: float) -> list[PoolCommand]:
         leases = self._lease_table.of_request(message.request_id)
         kept = [lease for lease in leases if lease.stage is LeaseStage.KEPT and lease.attempt <= message.attempt]
         if not kept:
             return [Send(peer, CopyMissing(message.request_id, message.attempt))]
         best = max(kept, key=lambda lease: lease.attempt)
-        return [Send(peer, CopyGranted(self._grant(best, peer), message.attempt))]
+        return [Send(peer, CopyGranted(self._grant(best, peer, now), message.attempt))]
 
     # --- ends of leases
 
@@ -376,24 +389,3 @@ class PoolLogic:
             return []
         self._reported = load
         return self._to_router(load)
-
-
-def _indexed(lease: Lease, content: BlocksWritten, tpot_s: float | None) -> PooledRequest:
-    context_len, num_blocks = content.copy.context_len, len(lease.block_ids)
-    urgent_at_s = _urgent_at_s(content, tpot_s)
-    return PooledRequest(lease.request_id, context_len, num_blocks, content.request.arrival_s, urgent_at_s)
-
-
-def _urgent_at_s(content: BlocksWritten, tpot_s: float | None) -> float | None:
-    """Return when waiting must end: the remaining tokens must fit, in half of the time to the deadline at most.
-
-    `tpot_s`: of the slowest decode worker; None: not known yet, and half of the time is kept.
-    """
-    request = content.request
-    if request.slo.deadline_s is None:
-        return None
-    num_remaining = request.sampling.max_tokens - len(content.generated_token_ids)
-    needed_s = request.slo.deadline_s / 2
-    if tpot_s is not None:
-        needed_s = min(num_remaining * tpot_s, needed_s)
-    return request.arrival_s + request.slo.deadline_s - needed_s

@@ -32,6 +32,7 @@ class Lease:
     is_copy: bool = False  # to be kept, never indexed
     is_void: bool = False  # granted, but the request has ended: freed, not kept, when released
     content: BlocksWritten | None = None  # once written
+    written_s: float = 0.0
     batch_id: BatchId = NO_BATCH  # that it was last granted in
 
     @property
@@ -62,3 +63,27 @@ class PooledRequest:
     num_blocks: int
     arrival_s: float
     urgent_at_s: float | None  # waiting longer than this would miss its deadline; None: it has none
+
+    @classmethod
+    def of(cls, lease: Lease, tpot_s: float | None) -> "PooledRequest":
+        """Describe a lease with content. `tpot_s`: of the slowest decode worker; None: not known yet."""
+        content = lease.content
+        assert content is not None, "nothing to index"
+        urgent_at_s = _urgent_at_s(content, tpot_s)
+        num_blocks = len(lease.block_ids)
+        return cls(lease.request_id, content.copy.context_len, num_blocks, content.request.arrival_s, urgent_at_s)
+
+
+def _urgent_at_s(content: BlocksWritten, tpot_s: float | None) -> float | None:
+    """Return when waiting must end: the remaining tokens must fit, in half of the time to the deadline at most.
+
+    `tpot_s`: of the slowest decode worker; None: not known yet, and half of the time is kept.
+    """
+    request = content.request
+    if request.slo.deadline_s is None:
+        return None
+    num_remaining = request.sampling.max_tokens - len(content.generated_token_ids)
+    needed_s = request.slo.deadline_s / 2
+    if tpot_s is not None:
+        needed_s = min(num_remaining * tpot_s, needed_s)
+    return request.arrival_s + request.slo.deadline_s - needed_s

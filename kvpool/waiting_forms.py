@@ -1,7 +1,7 @@
 """Batches that were asked for a decode worker whose link is not there yet.
 
 A worker of another node links with a pool when its first batch of it is asked for. The question waits for the link, so
-that nobody else is asked for instead: each of those would make a link as well. It does not wait long: a worker whose
+that no other pool is asked for instead: each of those would make a link as well. It does not wait long: a worker whose
 link is down would never get what is granted to it.
 """
 

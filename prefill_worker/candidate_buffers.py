@@ -210,6 +210,7 @@ class CandidateBuffers:
             message.request,
             message.generated_token_ids,
             message.predicted_output_len,
+            message.begun_s,
         )
         return [Send(self._pool_name, written)]
 

@@ -68,7 +68,7 @@ class Departure:
             case ReservationRefused():
                 return self._refused(job)
 
-    def offloaded(self, job: PrefillJob, event: BlocksOffloaded) -> DepartureStep:
+    def offloaded(self, job: PrefillJob, event: BlocksOffloaded, now: float) -> DepartureStep:
         """Offer the copied blocks, or begin again if the copy failed."""
         command = event.command
         job.is_copying = False
@@ -79,7 +79,13 @@ class Departure:
         assert command.lease_id is not None, "a copy out without a lease"
         copy = BlockCopy(command.generation, job.num_cached, event.runs)
         written = BlocksWritten(
-            command.lease_id, copy, job.attempt, job.request, tuple(job.generated_token_ids), job.predicted_output_len
+            command.lease_id,
+            copy,
+            job.attempt,
+            job.request,
+            tuple(job.generated_token_ids),
+            job.predicted_output_len,
+            now - job.first_token_s if job.first_token_s is not None else 0.0,
         )
         job.is_written = True
         return DepartureStep((Send(command.target, written),))

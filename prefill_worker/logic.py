@@ -109,7 +109,7 @@ class PrefillLogic:
                 return self._loaded(event, now)
             case BlocksOffloaded():
                 job = self._jobs[event.command.request_id]
-                return self._departed(job, self._departure.offloaded(job, event))
+                return self._departed(job, self._departure.offloaded(job, event, now))
             case BlocksRelayed():
                 return [*self._buffers.relayed(event)]
             case BufferOpened():
@@ -295,6 +295,9 @@ class PrefillLogic:
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[PrefillCommand]:
         self._scheduler.completed(now, self._iterations.end(event, now))
+        for token in event.sampled:
+            if not self._jobs[token.request_id].generated_token_ids:
+                self._jobs[token.request_id].first_token_s = now
         commands = self._iterations.outcome(event, self._jobs)
         for job in [job for job in self._jobs.values() if job.is_aborted and not job.is_copying]:
             commands += self._end(job)

@@ -35,6 +35,7 @@ class PrefillJob(WorkerRequest):
     is_taken: bool = False  # by a decode worker: what leaves for the pool now is a copy
     is_copying: bool = False  # the transfer thread reads its blocks: they must not be freed
     is_written: bool = False  # offered to its target, which may have taken it already
+    first_token_s: float | None = None  # when it was sampled here; None: not yet, or elsewhere
 
     @classmethod
     def of(cls, message: PrefillRequest) -> "PrefillJob":

@@ -39,35 +39,38 @@ class Leans:
     def moves(
         self, workers: Iterable[WorkerRecord], requests: Mapping[RequestId, TrackedRequest], now: float
     ) -> list[PlannedMove]:
-        """Return the next moves: on each node, between the two of its workers that are furthest apart."""
+        """Return the next moves: on each node, between the two of its workers that are furthest apart.
+
+        A worker with nothing that may leave keeps no other from giving.
+        """
         rested: dict[str, list[WorkerRecord]] = {}
         for one in workers:
             if one.registered.can_move and self._rests_until_s.get(one.name, 0.0) <= now:
                 rested.setdefault(one.registered.pool_name, []).append(one)
-        return [move for near in rested.values() for move in self._moves_among(near, requests, now)]
+        planned = [move for near in rested.values() for move in _moves_among(near, requests)]
+        if planned:
+            self._rests_until_s = {name: until_s for name, until_s in self._rests_until_s.items() if until_s > now}
+        for tracked, receiver in planned:
+            self._rests_until_s[tracked.holder or ""] = self._rests_until_s[receiver.name] = now + REST_S
+        return planned
 
-    def _moves_among(
-        self, near: Collection[WorkerRecord], requests: Mapping[RequestId, TrackedRequest], now: float
-    ) -> list[PlannedMove]:
-        givers = [one for one in near if one.prefilling or one.lean < _SHORT]
-        giver = min(givers, key=lambda one: (one.lean, one.name), default=None)
-        if giver is None:
-            return []
-        able = [one for one in near if one.can_take_over and not one.prefilling]
-        receiver = max(able, key=lambda one: (one.lean, one.name), default=None)
-        if receiver is None or receiver.lean - giver.lean < _APART:
-            return []
-        movable = sorted(
-            (one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)),
-            key=lambda one: (-one.request.arrival_s, one.request.request_id),
-        )
+
+def _moves_among(near: Collection[WorkerRecord], requests: Mapping[RequestId, TrackedRequest]) -> list[PlannedMove]:
+    able = [one for one in near if one.can_take_over and not one.prefilling]
+    receiver = max(able, key=lambda one: (one.lean, one.name), default=None)
+    if receiver is None:
+        return []
+    givers = [one for one in near if one.prefilling or one.lean < _SHORT]
+    for giver in sorted(givers, key=lambda one: (one.lean, one.name)):
+        if receiver.lean - giver.lean < _APART:
+            break
         surplus = len(giver.decoding) - len(receiver.decoding)
         count = min(max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1), surplus // 2)
-        chosen = [PlannedMove(one, receiver) for one in movable[: max(count, 0)]]
-        if chosen:
-            resting = {name: until_s for name, until_s in self._rests_until_s.items() if until_s > now}
-            self._rests_until_s = {**resting, giver.name: now + REST_S, receiver.name: now + REST_S}
-        return chosen
+        movable = [one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)] if count > 0 else []
+        if movable:
+            movable.sort(key=lambda one: (-one.request.arrival_s, one.request.request_id))
+            return [PlannedMove(one, receiver) for one in movable[:count]]
+    return []
 
 
 def _is_movable(tracked: TrackedRequest) -> bool:

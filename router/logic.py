@@ -8,7 +8,7 @@ The life of a request in the router:
    BatchReceived those that have arrived.
    An urgent request goes straight from its prefill worker to a decode worker, and only a copy of it to the pool.
 5. LengthPredicted gives the expected output length. Nothing waits for it: a request dispatched earlier carries the mean
-   of its class, and its worker gets SetPredictedLength.
+   of its class, and those that hold it get SetPredictedLength (late_predictions.py).
 6. RequestFinished ends it and drops the pool's copy. Before that, a decode worker may return it to the pool
    (RequestPooled again), or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
 The holder of a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
@@ -55,16 +55,16 @@ from alignedserve.messages.workers import (
     RequestMoved,
     RequestPreempted,
     RequestStayed,
-    SetPredictedLength,
     WorkerLoad,
     WorkerRegistered,
 )
+from router.late_predictions import expected_len, note_prediction
 from router.leans import Leans
 from router.ownership import OwnershipTransitions
 from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller
 from router.placement import Placement
 from router.policies.bypass import Bypass
-from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
+from router.policies.forecast import DrainForecast, OutputLengthForecast
 from router.policies.prefill_order import PrefillOrder
 from router.prefill_choice import PrefillChoice
 from router.prefill_queue import PrefillQueue
@@ -287,19 +287,7 @@ class RouterLogic:
         tracked = self._registry.requests.get(event.request_id)
         if tracked is None:
             return []
-        limit = float(tracked.request.sampling.max_tokens)
-        tracked.predicted_output_len, tracked.is_length_predicted = min(event.predicted_len, limit), True
-        worker = self._placement.workers.get(tracked.holder or "")
-        # Pools and pure decode workers would get it only if it came later than a whole prefill.
-        if worker is None or not worker.registered.can_prefill:
-            return []
-        expected = SetPredictedLength(event.request_id, tracked.attempt, self._expected_len(tracked))
-        return [Send(worker.name, expected)]
-
-    def _expected_len(self, tracked: TrackedRequest) -> float:
-        """Return the length predicted on arrival, doubled until it exceeds what was generated since."""
-        limit = tracked.request.sampling.max_tokens
-        return doubled_past(tracked.predicted_output_len, len(tracked.generated_token_ids), limit)
+        return note_prediction(tracked, event.predicted_len)
 
     # --- losses
 
@@ -338,14 +326,18 @@ class RouterLogic:
     def _dispatch_prefills(self, now: float) -> list[Send]:
         """Give queued requests to workers with free prefill capacity; the rest stays queued."""
         commands: list[Send] = []
-        while (chosen := self._prefill_choice.next(self._gateways)) is not None:
+        self._placement.note_late_prompts(now)
+        while (chosen := self._prefill_choice.next(self._gateways, now)) is not None:
             tracked, worker = chosen
             request_id = tracked.request.request_id
             tracked.move(Stage.PREFILLING, worker.name)
+            tracked.is_prediction_late = False  # it comes with the prompt
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
             tracked.pool_epoch = pool.epoch if pool is not None else None
-            prefill = DispatchedPrefill(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
+            prefill = DispatchedPrefill(
+                tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time, tracked.first_due_s
+            )
             self._placement.start_prefill(worker, request_id, prefill)
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
             if tracked.destination is not None:
@@ -366,7 +358,7 @@ class RouterLogic:
             tracked.generated_token_ids,
             has_copy=pool is not None and pool == worker.registered.pool_name,
             bypass_to=WorkerName(tracked.destination) if tracked.destination is not None else None,
-            predicted_output_len=self._expected_len(tracked),
+            predicted_output_len=expected_len(tracked),
         )
 
     def _form_batches(self, now: float) -> list[Send]:

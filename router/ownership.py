@@ -13,6 +13,7 @@ from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.pools import BatchFormed, BatchReceived, CopyKept, CopyLost, DropRequest, RequestPooled
 from alignedserve.messages.workers import MoveRequest, RequestMoved, RequestStayed
+from router.late_predictions import tell_holder
 from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.request_registry import RequestRegistry
@@ -42,7 +43,7 @@ class OwnershipTransitions:
         # The last token sent is not in the cache yet.
         tracked.num_emitted = message.context_len + 1 - tracked.request.prompt_len
         self._placement.set_pooled(tracked, pool, message.num_blocks)
-        return commands
+        return commands + tell_holder(tracked)
 
     def batch_formed(self, message: BatchFormed, now: float) -> list[Send]:
         """Take the pool's answer to a FormBatch: the members are on their way to the worker."""
@@ -80,6 +81,7 @@ class OwnershipTransitions:
                 commands += _acknowledge(tracked)
                 tracked.attempt = attempt
                 self._placement.set_decoding(tracked, worker)
+                commands += tell_holder(tracked)
                 if message.batch_id != NO_BATCH:
                     commands += self._move_copy(tracked, message.pool_name or worker.registered.pool_name)
         return commands
@@ -108,6 +110,7 @@ class OwnershipTransitions:
             tracked.attempt = message.attempt
             tracked.num_emitted = message.num_generated
             self._placement.set_decoding(tracked, worker)
+            return tell_holder(tracked)
         return []
 
     def stayed(self, message: RequestStayed) -> list[Send]:

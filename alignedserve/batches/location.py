@@ -16,7 +16,7 @@ from alignedserve.config.sections import BatchesConfig
 
 @dataclass(frozen=True, slots=True)
 class BatchLocation:
-    """Where one node's processes find records, contents and results: plain values that can be sent to each of them."""
+    """Places of records, contents and results for one node: plain values that can be sent to each of its processes."""
 
     config: BatchesConfig
     folder: Path | None  # on this host; None: on the head, behind its state server

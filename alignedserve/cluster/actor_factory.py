@@ -155,7 +155,7 @@ class ActorFactory:
 
     def _workers(self, node: PreparedNode) -> Iterator[_Process]:
         config, share = node.config, node.share
-        if share.num_workers and config.chosen_topology is Topology.DISAGGREGATED:
+        if share.num_workers and config.chosen_topology.is_separate:
             layout = self._served.block_layout(config.engine.block_size)
             yield _Process(KvPoolActor, Role.KV_POOL, share.pool_name, (config.pool, config.batching, layout))
         for name, engine in engines_of(share, config.engine, node.capacity).items():

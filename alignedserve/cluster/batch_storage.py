@@ -66,7 +66,7 @@ def open_batch_storage(config: ClusterConfig, run_folder: Path) -> BatchStorage:
 
 
 def _named_redis() -> RedisLocation | None:
-    """Return the Redis that the environment names. Raises ConfigError, or ResourceError where it lets no one in."""
+    """Return the Redis that the environment names. Raises ConfigError, or ResourceError where it refuses access."""
     url = redis_url()
     if url is None:
         return None
@@ -84,7 +84,7 @@ def _named_redis() -> RedisLocation | None:
 
 
 def _object_store(config: BatchesConfig) -> ObjectStoreLocation | None:
-    """Return the bucket of the files' contents, if they are in one. Raises ResourceError where it lets no one in."""
+    """Return the bucket of the files' contents, if they are in one. Raises ResourceError where it refuses access."""
     if not config.is_in_bucket or config.folder is None:
         return None
     settings = object_store_settings()

@@ -6,7 +6,6 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +19,7 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode, max_lines_in_flight
 from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
 from alignedserve.cluster.machine import this_machine
-from alignedserve.cluster.placement import NodeCapacity, Placement
+from alignedserve.cluster.placement import NodeCapacity, NodeShare, Placement
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.cluster.process_health import Health, ProcessState
 from alignedserve.cluster.ray_node import start_ray
@@ -33,7 +32,7 @@ from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AlignedServeError, ConfigError, PeerLost, ResourceError
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.devices import CPU, worker_devices
+from alignedserve.runtime.device.devices import gpu_names
 from alignedserve.runtime.engine.model_executor import bytes_beside_blocks
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.model.hub.local_model import with_local_model
@@ -41,6 +40,7 @@ from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.loading_progress import Progress, read_progress
 from alignedserve.scheduling.factory import resolve_policy
+from alignedserve.scheduling.topology import require_effect
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,9 @@ def launch_cluster(
     if config.scaling.max_nodes is not None:
         raise ConfigError("scaling.max_nodes is for a cluster of several hosts (RAY_ADDRESS); leave it out")
     config = msgspec.structs.replace(config, model=with_local_model(config.model))
-    choice = _choose(resolve_policy(config))
+    require_effect(config)
+    config, capacity, share = _placed(resolve_policy(config))
+    choice = _choose(config)
     config, served = choice.config, choice.served
     preflight.check(config, served)
     config = prepare_recording(config, served)
@@ -297,7 +299,8 @@ def launch_cluster(
     folder = make_run_folder()
     observer.sizes_chosen(choice)  # when nothing is left that refuses the start in one line
     factory = ActorFactory(served, actor_classes)
-    cluster = RunningCluster(_this_host(config, folder), served, factory, observer)
+    node = PreparedNode(share, capacity, config, AddressBook(folder))
+    cluster = RunningCluster(node, served, factory, observer)
     try:
         cluster.start()
     except BaseException:
@@ -306,12 +309,11 @@ def launch_cluster(
     return cluster
 
 
-def _this_host(config: ClusterConfig, folder: Path) -> PreparedNode:
-    num_workers = config.decode.count + config.prefill.count  # of which a device may serve several
-    devices = dict.fromkeys(worker_devices(config.engine.device, num_workers))
-    capacity = NodeCapacity("node-0", "", num_cores(), tuple(device for device in devices if device != CPU))
+def _placed(config: ClusterConfig) -> tuple[ClusterConfig, NodeCapacity, NodeShare]:
+    """Return the configuration with the numbers of workers of this host, and what they are."""
+    capacity = NodeCapacity("node-0", "", num_cores(), gpu_names(config.engine.device))
     (share,) = Placement(config).place([capacity])
-    return PreparedNode(share, capacity, config, AddressBook(folder))
+    return share.config_of(config), capacity, share
 
 
 def _choose(config: ClusterConfig) -> SizeChoice:

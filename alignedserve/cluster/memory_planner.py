@@ -14,21 +14,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from alignedserve.config.sections import (
-    MIB,
-    ClusterConfig,
-    DecodeWorkerConfig,
-    DefaultSize,
-    PrefillWorkerConfig,
-    Section,
-    Topology,
-)
+from alignedserve.config.sections import MIB, ClusterConfig, DecodeWorkerConfig, PrefillWorkerConfig, Topology
+from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.runtime.model.served_model import ServedModel
 
 _TOKENS_PER_REQUEST = 768  # in the caches, of an ordinary request; twice that is a long conversation
 LEAST_CONTEXT_LEN = 256  # shorter is of no use
-ENOUGH_CONTEXT_LEN = 16384  # neither separate workers nor free memory are given up for more than this
+ENOUGH_CONTEXT_LEN = 16384  # no free memory is given up for more than this
 _STEP = 1024  # of a shortened context
 _SYSTEM_BYTES = 512 * MIB  # gateway, router, Ray
 _PROCESS_BYTES = 300 * MIB  # a worker's libraries and intermediate results
@@ -77,70 +70,55 @@ class Memory:
     counts: Mapping[Place, int]  # how many of it lie where
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One topology, and the longest context that fits; None: none that is of use."""
-
-    topology: Topology
-    context_len: int | None
-    is_tight: bool = False  # less stays free than usually
-
-    def reaches(self, context_len: int) -> bool:
-        """Return whether requests of this context fit."""
-        return self.context_len is not None and self.context_len >= context_len
-
-
 class MemoryPlanner:
     """The needs of one configuration on one machine."""
 
     def __init__(self, config: ClusterConfig, served: ServedModel, machine: Machine, recomputing_bytes: int) -> None:
         self.config, self.served, self.machine = config, served, machine
+        self.topology = config.chosen_topology
         self._recomputing_bytes = recomputing_bytes
 
-    def plan(self, topology: Topology) -> Plan:
-        """Return the longest context that fits. One that was set is not shortened."""
+    def longest_context(self) -> int | None:
+        """Return the longest context that is served; None: none that is of use. One that was set is not shortened."""
         longest = self.served.max_context_len
-        if self._fits(topology, longest):
-            return Plan(topology, longest)
+        if self._fits(longest):
+            return longest
         if self.config.model.max_context_len is not None or is_any_set(self.config):
-            fits = self._fits(topology, longest, Kept.AT_LEAST)
-            return Plan(topology, longest if fits else None, is_tight=True)
-        usual = self.longest_that_fits(topology, Kept.USUALLY)
+            return longest if self._fits(longest, Kept.AT_LEAST) else None
+        usual = self.longest_that_fits(Kept.USUALLY)
         if usual is not None and usual >= ENOUGH_CONTEXT_LEN:
-            return Plan(topology, usual)
-        tight = self.longest_that_fits(topology)
-        return Plan(topology, None if tight is None else min(tight, ENOUGH_CONTEXT_LEN), is_tight=True)
+            return usual
+        tight = self.longest_that_fits()
+        return None if tight is None else min(tight, ENOUGH_CONTEXT_LEN)
 
-    def longest_that_fits(self, topology: Topology, kept: Kept = Kept.AT_LEAST) -> int | None:
+    def longest_that_fits(self, kept: Kept = Kept.AT_LEAST) -> int | None:
         """Return the longest context that fits, in whole steps where it is long; None: none that is of use."""
         low, high = min(LEAST_CONTEXT_LEN, self.served.max_context_len), self.served.max_context_len
-        if not self._fits(topology, low, kept):
+        if not self._fits(low, kept):
             return None
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._fits(topology, middle, kept) else (low, middle - 1)
+            low, high = (middle, high) if self._fits(middle, kept) else (low, middle - 1)
         return low // _STEP * _STEP if self.served.max_context_len > low > _STEP else low
 
     def with_(self, *, config: ClusterConfig | None = None, served: ServedModel | None = None) -> "MemoryPlanner":
         """Return the planner of another configuration or model on the same machine."""
         return MemoryPlanner(config or self.config, served or self.served, self.machine, self._recomputing_bytes)
 
-    def num_workers(self, topology: Topology) -> int:
+    @property
+    def num_workers(self) -> int:
         """Return how many workers hold the weights."""
-        config = self.config
-        return config.decode.count + (config.prefill.count if topology is Topology.DISAGGREGATED else 0)
+        return self.config.decode.count + (self.config.prefill.count if self.topology.is_separate else 0)
 
-    def needed_bytes(self, topology: Topology, context_len: int, kept: Kept) -> int:
+    def needed_bytes(self, context_len: int, kept: Kept) -> int:
         """Return the available memory that would do for requests of this context."""
-        needed = sum(
-            memory.least * memory.counts.get(Place.HOST, 0) for memory in self._memories(topology, context_len)
-        )
-        needed += self._host_weights(topology)
-        return max(-(-needed * kept // (kept - 1)) + kept, needed + self._overhead(topology))
+        needed = sum(memory.least * memory.counts.get(Place.HOST, 0) for memory in self._memories(context_len))
+        needed += self._host_weights()
+        return max(-(-needed * kept // (kept - 1)) + kept, needed + self._overhead())
 
-    def sizes_of(self, topology: Topology, context_len: int) -> dict[tuple[str, str], int]:
+    def sizes_at(self, context_len: int) -> dict[tuple[str, str], int]:
         """Return every memory's size by section and field: wanted where all fit, less where they do not."""
-        memories, limits = self._memories(topology, context_len), self._limits(topology, Kept.USUALLY)
+        memories, limits = self._memories(context_len), self._limits(Kept.USUALLY)
         shares = {place: _share(memories, place, limit) for place, limit in limits.items()}
         sizes: dict[tuple[str, str], int] = {}
         for memory in memories:
@@ -149,37 +127,37 @@ class MemoryPlanner:
             sizes[memory.section, memory.field] = max(size // MIB * MIB, memory.least)
         return sizes
 
-    def _fits(self, topology: Topology, context_len: int, kept: Kept = Kept.USUALLY) -> bool:
-        memories = self._memories(topology, context_len)
+    def _fits(self, context_len: int, kept: Kept = Kept.USUALLY) -> bool:
+        memories = self._memories(context_len)
         return all(
             sum(memory.least * memory.counts.get(place, 0) for memory in memories) <= limit
-            for place, limit in self._limits(topology, kept).items()
+            for place, limit in self._limits(kept).items()
         )
 
-    def _host_weights(self, topology: Topology) -> int:
-        return 0 if self.machine.gpu_bytes else self.num_workers(topology) * self.served.weight_bytes
+    def _host_weights(self) -> int:
+        return 0 if self.machine.gpu_bytes else self.num_workers * self.served.weight_bytes
 
-    def _overhead(self, topology: Topology) -> int:
+    def _overhead(self) -> int:
         """Return what processes take beside weights and blocks; while they load, the largest tensor once more."""
         config = self.served.config
         largest = config.vocab_size * config.embedding_size * DTYPE_BYTES[self.served.dtype]
-        return _SYSTEM_BYTES + self.num_workers(topology) * (_PROCESS_BYTES + largest)
+        return _SYSTEM_BYTES + self.num_workers * (_PROCESS_BYTES + largest)
 
-    def _limits(self, topology: Topology, kept: Kept) -> dict[Place, int]:
+    def _limits(self, kept: Kept) -> dict[Place, int]:
         """Return the bytes for caches, by place."""
         machine = self.machine
-        free = max(machine.available_bytes // kept, self._overhead(topology))
-        limits = {Place.HOST: machine.available_bytes - free - self._host_weights(topology)}
-        if topology is not Topology.COLOCATED:
+        free = max(machine.available_bytes // kept, self._overhead())
+        limits = {Place.HOST: machine.available_bytes - free - self._host_weights()}
+        if self.topology is not Topology.COLOCATED:
             shared = machine.shared_bytes * 9 // 10
             limits[Place.SHARED] = max(shared - _OBJECT_STORE_BYTES, shared // 2)
         if machine.gpu_bytes:
-            sharing = math.ceil(self.num_workers(topology) / len(machine.gpu_bytes))
+            sharing = math.ceil(self.num_workers / len(machine.gpu_bytes))
             per_worker = int(min(machine.gpu_bytes) * _GPU_SHARE) // sharing - self.served.weight_bytes
             limits |= {Place.PREFILL_GPU: per_worker, Place.DECODE_GPU: per_worker}
         return limits
 
-    def _memories(self, topology: Topology, context_len: int) -> list[Memory]:
+    def _memories(self, context_len: int) -> list[Memory]:
         config, is_on_gpu = self.config, bool(self.machine.gpu_bytes)
         block = self.served.block_layout(config.engine.block_size)
         one = block.token_bytes * (context_len + config.engine.block_size)
@@ -187,7 +165,7 @@ class MemoryPlanner:
         decode_places = {Place.DECODE_GPU: 1} if is_on_gpu else {Place.HOST: config.decode.count}
         prefill_places = {Place.PREFILL_GPU: 1} if is_on_gpu else {Place.HOST: config.prefill.count}
         wanted = max(self._wanted(config.decode), hidden, config.decode.kv_cache_bytes)
-        on_gpu = max(self._limits(topology, Kept.USUALLY).get(Place.DECODE_GPU, 0), hidden)
+        on_gpu = max(self._limits(Kept.USUALLY).get(Place.DECODE_GPU, 0), hidden)
         decode = self._memory(
             "decode",
             "kv_cache_bytes",
@@ -195,10 +173,10 @@ class MemoryPlanner:
             on_gpu if is_on_gpu else wanted,
             decode_places,
         )
-        if not topology.is_separate:
+        if not self.topology.is_separate:
             swap = max(wanted // 2, config.decode.swap_space_bytes)
             swapped = self._memory("decode", "swap_space_bytes", 0, swap, {Place.HOST: config.decode.count})
-            if topology is Topology.COLOCATED:
+            if self.topology is Topology.COLOCATED or config.decode.count == 1:  # lends no other anything
                 return [decode, swapped]
             lent = max(wanted // 4, config.prefill.candidate_buffer_bytes)
             lent_places = {Place.HOST: config.decode.count, Place.SHARED: config.decode.count}
@@ -232,13 +210,6 @@ def _share(memories: list[Memory], place: Place, limit: int) -> float:
     least = sum(memory.least * memory.counts.get(place, 0) for memory in memories)
     more = sum(memory.wanted * memory.counts.get(place, 0) for memory in memories) - least
     return min(max((limit - least) / more, 0.0), 1.0) if more else 1.0
-
-
-def is_set(section: Section) -> bool:
-    """Return whether a memory or a count of workers of this section is set."""
-    return getattr(section, "count", 1) != 1 or any(
-        not isinstance(getattr(section, field), DefaultSize) for field in _MEMORY_FIELDS if hasattr(section, field)
-    )
 
 
 def is_any_set(config: ClusterConfig) -> bool:

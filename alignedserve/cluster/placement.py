@@ -1,8 +1,9 @@
 """Places a cluster's processes on its nodes: a pure plan, by what each node has.
 
-Every node has a KV pool of its own (unless its workers do both phases), and workers whose counts follow from its cores
-or GPUs, unless configured: then the configured total is shared out. The first node is the head: it has the router and
-the driver of batches as well. A prefill worker needs a decode worker beside it, which takes batches of their pool.
+Every node has workers, whose counts follow from its cores or GPUs, unless configured: then the configured total is
+shared out. The first node is the head: it has the router and the driver of batches as well. Where prompts and decodes
+have workers of their own, every node with workers has a KV pool, and a prefill worker needs a decode worker beside it,
+which takes batches of their pool.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from alignedserve.config.sections import ClusterConfig, DefaultSize, EngineConfig, Section, Topology
+from alignedserve.config.sections import ClusterConfig, EngineConfig, Section
+from alignedserve.config.unset_sizes import DefaultSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Placement:
     def __init__(self, config: ClusterConfig) -> None:
         """`config`: with its topology chosen; counts that are unset follow the nodes."""
         self._config = config
-        self._is_separate = config.chosen_topology is Topology.DISAGGREGATED
+        self._is_separate = config.chosen_topology.is_separate
         self._num_named: dict[str, int] = {}  # by kind
         self._num_nodes = 0
         self._num_ports: dict[str, int] = {}  # gateways by address

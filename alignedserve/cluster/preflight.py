@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.runtime.device.devices import CUDA, worker_devices
@@ -16,7 +16,7 @@ from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.scheduling.factory import resolve_policy
-from alignedserve.scheduling.policies import require_policy, wanted_mechanisms
+from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
 from kvpool.policies import make_batch_former
 from router.policies import make_prefill_order
@@ -120,7 +120,7 @@ def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int 
     if block_tokens is not None:
         decode_bytes = layout.block_bytes * storage_blocks(layout, decode_bytes, block_tokens)
     sizes = {"decode.kv_cache_bytes": decode_bytes}
-    if config.chosen_topology is Topology.DISAGGREGATED:
+    if config.chosen_topology.is_separate:
         sizes |= {
             "pool.memory_bytes": config.pool.memory_bytes,
             "prefill.kv_cache_bytes": config.prefill.kv_cache_bytes,
@@ -134,14 +134,14 @@ def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int 
 
 
 def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
-    is_disaggregated = config.chosen_topology is Topology.DISAGGREGATED
+    is_separate = config.chosen_topology.is_separate
     weights = served.weight_bytes
-    pool = config.pool.memory_bytes if is_disaggregated else 0
+    pool = config.pool.memory_bytes if is_separate else 0
     workers = 0
     if not config.engine.device.startswith(CUDA):  # on GPUs each worker checks its own memory
         workers = config.decode.count * (weights + config.decode.kv_cache_bytes)
-        workers += config.prefill.count * (weights + config.prefill.kv_cache_bytes) if is_disaggregated else 0
-    if is_disaggregated:
+        workers += config.prefill.count * (weights + config.prefill.kv_cache_bytes) if is_separate else 0
+    if is_separate:
         folder = arena_folder()
         stats = os.statvfs(folder)
         free = stats.f_bavail * stats.f_frsize
@@ -154,6 +154,14 @@ def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
     if workers + pool > available:
         raise NotEnoughMemory(
             f"{(workers + pool) // _MIB} MiB are needed (workers {workers // _MIB}, KV pool {pool // _MIB}), "
-            f"{available // _MIB} MiB are available; set pool.memory_bytes, prefill.kv_cache_bytes and "
-            "decode.kv_cache_bytes lower, or use topology=colocated"
+            f"{available // _MIB} MiB are available; {_cheaper(config)}"
         )
+
+
+def _cheaper(config: ClusterConfig) -> str:
+    """Say what would need less memory."""
+    if not config.chosen_topology.is_separate:
+        return "set decode.count or decode.kv_cache_bytes lower"
+    remedy = "set pool.memory_bytes, prefill.kv_cache_bytes and decode.kv_cache_bytes lower"
+    together = next((one for one in policy_entry(config.scheduling.policy).topologies if not one.is_separate), None)
+    return remedy if together is None else f"{remedy}, or use topology={together.value}"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from alignedserve.config.sections import ClusterConfig, with_fixed_sizes
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.messages.recording import PART_FILE, RUN_FILE, SUFFIX, RunMetadata
 from alignedserve.runtime.model.served_model import ServedModel

@@ -1,8 +1,7 @@
 """Chooses the sizes that a configuration leaves unset, from what the machine has and the model needs.
 
 Memories get what a full batch of ordinary requests needs, or what there is; where one request of the longest context
-does not fit, the phases share workers, which hold the weights once, or the context is shortened. What is set is never
-changed: whether it can work is for `preflight` to say.
+does not fit, the context is shortened. What is set is never changed: whether it can work is for `preflight` to say.
 """
 
 import math
@@ -12,17 +11,15 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from alignedserve.cluster.memory_planner import (
-    ENOUGH_CONTEXT_LEN,
     LEAST_CONTEXT_LEN,
     SIZED,
     Kept,
     Machine,
     MemoryPlanner,
-    Plan,
     is_any_set,
-    is_set,
 )
-from alignedserve.config.sections import MIB, ClusterConfig, DefaultSize, Topology, with_fixed_sizes
+from alignedserve.config.sections import MIB, ClusterConfig
+from alignedserve.config.unset_sizes import DefaultSize, with_fixed_sizes
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel
@@ -51,10 +48,12 @@ class SizeChoice:
         cache = config.decode.kv_cache_bytes
         tokens = cache // served.block_layout(config.engine.block_size).token_bytes
         parts = [served.dtype if served.quantization is None else f"{served.quantization} and {served.dtype}"]
-        parts += [f"context {served.max_context_len}", f"{_spelt(cache)} of cache per decode worker ({tokens} tokens)"]
+        is_separate = config.chosen_topology.is_separate
+        worker = "decode worker" if is_separate else "worker"
+        parts += [f"context {served.max_context_len}", f"{_spelt(cache)} of cache per {worker} ({tokens} tokens)"]
         chunk = config.decode.max_num_batched_tokens
         settings = "decode.kv_cache_bytes=..., "
-        if config.chosen_topology is Topology.DISAGGREGATED:
+        if is_separate:
             parts.append(f"pool {_spelt(config.pool.memory_bytes)}")
             chunk, settings = config.prefill.max_num_batched_tokens, settings + "pool.memory_bytes=..., "
         parts.append(f"prompts in chunks of {chunk}")
@@ -66,36 +65,22 @@ def choose_sizes(
 ) -> SizeChoice:
     """Choose what is unset. `recomputing_bytes`: beside each decode block, where the policy keeps hidden caches.
 
-    Raises NotEnoughMemory naming what to change, where all sizes are unset and the least ones do not fit.
+    `config`: with its topology and counts. Raises NotEnoughMemory naming what to change, where all sizes are unset and
+    the least ones do not fit.
     """
     planner = MemoryPlanner(config, served, machine, recomputing_bytes)
-    plans = [planner.plan(topology) for topology in _topologies(config)]
-    usable = [plan for plan in plans if plan.context_len is not None]
-    if not usable and not is_any_set(config):
-        raise NotEnoughMemory(_refusal(planner, plans[-1]))
-    enough = min(served.max_context_len, ENOUGH_CONTEXT_LEN)
-    sufficient = sorted((plan for plan in usable if plan.reaches(enough)), key=lambda plan: plan.is_tight)
-    chosen = next(iter(sufficient), None) or max(usable, key=lambda plan: plan.context_len or 0, default=plans[0])
-    context_len = chosen.context_len or served.max_context_len
-    warnings = [] if chosen is plans[0] else [_colocated_remark(planner, plans[0])]
-    if context_len < served.max_context_len:
-        warnings.append(_shortened_remark(planner, chosen, context_len))
+    found = planner.longest_context()
+    if found is None and not is_any_set(config):
+        raise NotEnoughMemory(_refusal(planner))
+    context_len = found or served.max_context_len
+    warnings = [_shortened_remark(planner, context_len)] if context_len < served.max_context_len else []
     if served.stored is not None and served.stored.warning is not None:
         warnings.append(f"Weights: {served.stored.warning}.")
-    sized = _with_sizes(config, chosen, planner.sizes_of(chosen.topology, context_len))
-    sized = _with_limits(config, sized, served, machine)
+    sized = _with_limits(config, _with_sizes(config, planner.sizes_at(context_len)), served, machine)
     return SizeChoice(with_fixed_sizes(sized), replace(served, max_context_len=context_len), tuple(warnings))
 
 
-def _topologies(config: ClusterConfig) -> tuple[Topology, ...]:
-    """Return the topologies to choose from, the preferred one first."""
-    can_colocate = Topology.COLOCATED in policy_entry(config.scheduling.policy).topologies
-    if config.topology is not None or not can_colocate or is_set(config.prefill) or is_set(config.pool):
-        return (config.chosen_topology,)
-    return (Topology.DISAGGREGATED, Topology.COLOCATED)
-
-
-def _with_sizes(config: ClusterConfig, plan: Plan, sizes: Mapping[tuple[str, str], int]) -> ClusterConfig:
+def _with_sizes(config: ClusterConfig, sizes: Mapping[tuple[str, str], int]) -> ClusterConfig:
     changed = msgspec.structs.replace
     sections = {
         name: changed(
@@ -103,14 +88,13 @@ def _with_sizes(config: ClusterConfig, plan: Plan, sizes: Mapping[tuple[str, str
         )
         for name in SIZED
     }
-    return changed(config, topology=plan.topology, **sections)
+    return changed(config, **sections)
 
 
 def _with_limits(config: ClusterConfig, sized: ClusterConfig, served: ServedModel, machine: Machine) -> ClusterConfig:
     """Choose the unset limits of iterations: fewer requests where caches are small, shorter chunks of large models."""
     changed = msgspec.structs.replace
-    is_separate = sized.chosen_topology is Topology.DISAGGREGATED
-    num_workers = sized.decode.count + (sized.prefill.count if is_separate else 0)
+    num_workers = sized.decode.count + (sized.prefill.count if sized.chosen_topology.is_separate else 0)
     threads = sized.engine.threads_per_worker or max(machine.num_cores // num_workers, 1)
     chunk = _GPU_CHUNK if machine.gpu_bytes else _chunk(served, threads, machine.has_bfloat16)
     token_bytes = served.block_layout(sized.engine.block_size).token_bytes
@@ -135,21 +119,11 @@ def _chunk(served: ServedModel, num_threads: int, has_bfloat16: bool) -> int:
     return min(max(1 << int(math.log2(max(tokens, 1.0))), shortest), longest)
 
 
-def _colocated_remark(planner: MemoryPlanner, separate: Plan) -> str:
-    weights, machine = planner.served.weight_bytes, planner.machine
-    found = "no context" if separate.context_len is None else f"a context of {separate.context_len} tokens"
-    return (
-        f"topology=colocated was chosen: separate prefill and decode workers hold the weights ({_spelt(weights)}) once "
-        f"each and need a KV pool, which leaves room for {found} in {_spelt(machine.available_bytes)} of memory, "
-        f"{_spelt(machine.shared_bytes)} of it shared"
-    )
-
-
-def _shortened_remark(planner: MemoryPlanner, plan: Plan, context_len: int) -> str:
+def _shortened_remark(planner: MemoryPlanner, context_len: int) -> str:
     full = planner.served.max_context_len
     cache = planner.served.block_layout(planner.config.engine.block_size).token_bytes * full
-    needed = planner.needed_bytes(plan.topology, full, Kept.USUALLY)
-    possible = planner.longest_that_fits(plan.topology) or 0
+    needed = planner.needed_bytes(full, Kept.USUALLY)
+    possible = planner.longest_that_fits() or 0
     settable = f"; model.max_context_len={possible} is the most that can be set" if possible > context_len else ""
     return (
         f"the context is shortened from {full} to {context_len} tokens: {full} need {_spelt(cache)} of cache in each "
@@ -157,39 +131,36 @@ def _shortened_remark(planner: MemoryPlanner, plan: Plan, context_len: int) -> s
     )
 
 
-def _refusal(planner: MemoryPlanner, plan: Plan) -> str:
+def _refusal(planner: MemoryPlanner) -> str:
     """Say why nothing fits, and the smallest change with which it would."""
     served, machine = planner.served, planner.machine
-    num_workers = planner.num_workers(plan.topology)
     context_len = min(served.max_context_len, LEAST_CONTEXT_LEN)
     if planner.config.model.max_context_len is not None:
         context_len = served.max_context_len
-    needed = planner.needed_bytes(plan.topology, context_len, Kept.AT_LEAST)
-    remedies = (text for text, other in _remedies(planner, plan) if _is_enough(other))
+    needed = planner.needed_bytes(context_len, Kept.AT_LEAST)
+    remedies = (text for text, other in _remedies(planner) if other.longest_context() is not None)
     weights = f"{_spelt(served.weight_bytes)} of weights in {served.dtype}"
     return (
-        f"{served.name} needs {_spelt(needed)} of memory for a context of {context_len} tokens ({num_workers} x "
-        f"{weights}), {_spelt(machine.available_bytes)} are available"
-        f"{'' if plan.topology is not Topology.DISAGGREGATED else f' and {_spelt(machine.shared_bytes)} shared'}; "
+        f"{served.name} needs {_spelt(needed)} of memory for a context of {context_len} tokens "
+        f"({planner.num_workers} x {weights}), {_spelt(machine.available_bytes)} are available"
+        f"{f' and {_spelt(machine.shared_bytes)} shared' if planner.topology.is_separate else ''}; "
         f"{next(remedies, 'choose a smaller model')}"
     )
 
 
-def _is_enough(planner: MemoryPlanner) -> bool:
-    return any(planner.plan(topology).context_len is not None for topology in _topologies(planner.config))
-
-
-def _remedies(planner: MemoryPlanner, plan: Plan) -> Iterator[tuple[str, MemoryPlanner]]:
+def _remedies(planner: MemoryPlanner) -> Iterator[tuple[str, MemoryPlanner]]:
     """Yield changes that may help, the smallest first, each with what it would give."""
     config, served, changed = planner.config, planner.served, msgspec.structs.replace
-    shorter = planner.longest_that_fits(plan.topology)
+    shorter = planner.longest_that_fits()
+    together = next((one for one in policy_entry(config.scheduling.policy).topologies if not one.is_separate), None)
     if config.model.max_context_len is not None and shorter is not None:
         yield f"set model.max_context_len={shorter}", planner.with_(served=replace(served, max_context_len=shorter))
-    if plan.topology is Topology.DISAGGREGATED:
-        yield "set topology=colocated", planner.with_(config=changed(config, topology=Topology.COLOCATED))
-    if planner.num_workers(plan.topology) > 1 + (plan.topology is Topology.DISAGGREGATED):
-        fewer = {name: changed(getattr(config, name), count=1) for name in ("prefill", "decode")}
-        yield "set decode.count=1 and prefill.count=1", planner.with_(config=changed(config, **fewer))
+    if planner.topology.is_separate and together is not None:
+        yield f"set topology={together.value}", planner.with_(config=changed(config, topology=together))
+    kinds = ("decode", "prefill") if planner.topology.is_separate else ("decode",)
+    if planner.num_workers > len(kinds):
+        fewer = {name: changed(getattr(config, name), count=1) for name in kinds}
+        yield f"set {' and '.join(f'{name}.count=1' for name in kinds)}", planner.with_(config=changed(config, **fewer))
     if served.quantization is None:
         yield "set model.quantization=int8", planner.with_(served=replace(served, quantization="int8", stored=None))
     if DTYPE_BYTES[served.dtype] > DTYPE_BYTES["bfloat16"]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from alignedserve.config.sections import ClusterConfig, from_mapping
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1024 * 1024

@@ -16,32 +16,16 @@ _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.=-]+)*
 
 
 class Topology(enum.Enum):
-    """Separate prefill and decode workers, workers that do both, or such workers that hand requests over."""
+    """Workers that do both phases and hand requests over, such as keep them, or separate ones with a pool between."""
 
-    DISAGGREGATED = "disaggregated"
-    COLOCATED = "colocated"
     ELASTIC = "elastic"
+    COLOCATED = "colocated"
+    DISAGGREGATED = "disaggregated"
 
     @property
     def is_separate(self) -> bool:
         """True if prompts and decodes have workers of their own, with a pool between them."""
         return self is Topology.DISAGGREGATED
-
-
-class DefaultSize(int):
-    """A size or count that a loaded configuration leaves unset: at the start it is worked out from model and machine.
-
-    Its own value is for where there is no machine to ask, as in the simulator.
-    """
-
-
-# Sections and their fields that are worked out when unset.
-_SIZES = {
-    "gateway": ("count",),
-    "pool": ("memory_bytes",),
-    "prefill": ("count", "kv_cache_bytes", "candidate_buffer_bytes", "max_running_requests", "max_num_batched_tokens"),
-    "decode": ("count", "kv_cache_bytes", "swap_space_bytes", "max_running_requests", "max_num_batched_tokens"),
-}
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,7 +113,7 @@ class RouterConfig(Section, frozen=True):
 
 
 class PoolConfig(Section, frozen=True):
-    """KV pool in CPU memory, one per node."""
+    """KV pool in CPU memory, one per node, where prompts and decodes have workers of their own."""
 
     memory_bytes: int = 256 * MIB
     lease_s: float = 30.0  # a lease not used within this time is taken back
@@ -173,7 +157,7 @@ class BatchingConfig(Section, frozen=True):
 
 
 class PrefillWorkerConfig(Section, frozen=True):
-    """Workers that compute prompts."""
+    """Workers that compute prompts, where they are separate; elastic ones lend each other candidate buffers too."""
 
     count: int = 1  # in the whole cluster; when unset by what each node has
     kv_cache_bytes: int = 128 * MIB  # block storage
@@ -189,19 +173,19 @@ class PrefillWorkerConfig(Section, frozen=True):
 
 
 class DecodeWorkerConfig(Section, frozen=True):
-    """Workers that generate; under the colocated topology they compute prompts as well."""
+    """Workers that generate; elastic and colocated ones compute prompts as well."""
 
     count: int = 1  # in the whole cluster; when unset by what each node has
     kv_cache_bytes: int = 256 * MIB  # block storage
     max_running_requests: int = 64  # largest batch
-    # Colocated only: decodes and prefill chunks of one iteration.
+    # Elastic and colocated: decodes and prefill chunks of one iteration.
     max_num_batched_tokens: int = 512
     max_waiting_requests: int = (
-        1024  # colocated only: requests beyond those in an iteration, for the policy to choose from
+        1024  # elastic and colocated: requests beyond those in an iteration, for the policy to choose from
     )
-    # Colocated only: host memory for caches that a policy swaps out; 0: none.
+    # Elastic and colocated: host memory for caches that a policy swaps out; 0: none.
     swap_space_bytes: int = 128 * MIB
-    swap_format: str = "exact"  # colocated only: those caches as they are, or int8: keys and values rounded per channel
+    swap_format: str = "exact"  # those caches as they are, or int8: keys and values rounded per channel
 
     def __post_init__(self) -> None:
         self._require(1 <= self.count <= 1024, "count", "must be between 1 and 1024")
@@ -348,7 +332,7 @@ class ScalingConfig(Section, frozen=True):
 class ClusterConfig(Section, frozen=True):
     """The whole file. Only the CLI and the cluster builder see it whole."""
 
-    topology: Topology | None = None  # when unset disaggregated, or colocated where memory holds the weights but once
+    topology: Topology | None = None  # when unset the policy's own, of the default one elastic (scheduling/topology.py)
     model: ModelSectionConfig = msgspec.field(default_factory=ModelSectionConfig)
     gateway: GatewayConfig = msgspec.field(default_factory=GatewayConfig)
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
@@ -365,41 +349,5 @@ class ClusterConfig(Section, frozen=True):
 
     @property
     def chosen_topology(self) -> Topology:
-        """Return the topology; disaggregated while it is unset."""
-        return self.topology or Topology.DISAGGREGATED
-
-
-def from_mapping(values: dict[str, Any]) -> ClusterConfig:
-    """Build the config from plain values, with the sizes that are absent or null marked as unset.
-
-    Raises ConfigError naming the field.
-    """
-    given = {name: _without_unset(name, section) for name, section in values.items()}
-    try:
-        config = msgspec.convert(given, ClusterConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from error
-    replace = msgspec.structs.replace
-    marked: dict[str, Section] = {}
-    for name, fields in _SIZES.items():
-        section = getattr(config, name)
-        unset = [field for field in fields if field not in given.get(name, {})]
-        marked[name] = replace(section, **{field: DefaultSize(getattr(section, field)) for field in unset})
-    return replace(config, **marked)
-
-
-def _without_unset(name: str, section: Any) -> Any:
-    """Return a section without sizes that are null."""
-    if name not in _SIZES or not isinstance(section, dict):
-        return section
-    return {field: value for field, value in section.items() if value is not None or field not in _SIZES[name]}
-
-
-def with_fixed_sizes(config: ClusterConfig) -> ClusterConfig:
-    """Return the configuration with unset sizes and topology at their defaults, for where no machine is to be asked."""
-    replace = msgspec.structs.replace
-    fixed: dict[str, Section] = {}
-    for name, fields in _SIZES.items():
-        section = getattr(config, name)
-        fixed[name] = replace(section, **{field: int(getattr(section, field)) for field in fields})
-    return replace(config, topology=config.chosen_topology, **fixed)
+        """Return the topology; elastic while it is unset and the policy has not been asked."""
+        return self.topology or Topology.ELASTIC

@@ -37,7 +37,7 @@ def nvlink_link(machine: Hardware) -> LinkModel:
 
 
 class LearnedLinks:
-    """How long a block takes from one process to another, learned from the transfers themselves.
+    """The time that a block takes from one process to another, learned from the transfers themselves.
 
     All blocks of a cluster have one size. A link without a transfer so far counts as the mean of all; while there are
     none at all, every link costs nothing. Deterministic: the same observations in the same order give the same costs.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-VICTIMS = ("DecodeWorker", "PrefillWorker", "KvPool")
+_FEWEST = 4  # faults
 STOPPED_S = 8.0  # longer than links.peer_timeout_s: when it wakes, every peer has dropped it
 
 
@@ -22,9 +22,15 @@ class Fault:
     is_killed: bool  # SIGKILL; else SIGSTOP, and SIGCONT after STOPPED_S
 
 
-def plan_faults(duration_s: float, seed: int) -> list[Fault]:
-    """Plan to kill and to stop every kind of process once, evenly spread, in an order given by the seed."""
-    pairs = [(victim, is_killed) for victim in VICTIMS for is_killed in (True, False)]
+def plan_faults(duration_s: float, seed: int, *, is_separate: bool) -> list[Fault]:
+    """Plan to kill and to stop every kind of worker once, and the pool; where there is one kind more often.
+
+    The faults are evenly spread, in an order given by the seed. `is_separate`: prompts and decodes have workers of
+    their own.
+    """
+    victims = ("DecodeWorker", "PrefillWorker", "KvPool") if is_separate else ("ColocatedWorker",)
+    pairs = [(victim, is_killed) for victim in victims for is_killed in (True, False)]
+    pairs *= -(-_FEWEST // len(pairs))
     random.Random(f"{seed}/faults").shuffle(pairs)  # noqa: S311 - an order, not a secret
     gap_s = duration_s / (len(pairs) + 1)
     return [Fault(gap_s * (number + 1), *pair) for number, pair in enumerate(pairs)]
@@ -56,7 +62,8 @@ def processes_of(kind: str) -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if any(part.startswith(f"ray::{kind}") for part in (process.name(), *process.cmdline()[:1])):
+            title = process.cmdline()[:1]
+            if title and title[0].startswith("ray::") and f"{kind}Actor" in title[0]:
                 found.append((process.create_time(), process))
     return [process for _, process in sorted(found, key=lambda entry: entry[0])]
 

@@ -9,7 +9,8 @@ bridge.
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -149,22 +150,37 @@ class CutHost:
         heal(self._host)
 
 
-class LossyNetwork:
-    """Every host loses 10 % of the packets that reach it."""
+@dataclass(frozen=True, slots=True)
+class SpoiltLinks:
+    """A fault of every host's link."""
 
-    def __init__(self, hosts: NamespaceHosts) -> None:
-        self._hosts = hosts.hosts
+    hosts: Sequence[NamespaceHost]
+    said: str
+    spoil: Callable[[NamespaceHost], None]
+    mend: Callable[[NamespaceHost], None]
 
     def begin(self) -> str:
         """See HostFault."""
-        for host in self._hosts:
-            lose_packets(host, LOST_SHARE)
-        return f"every host loses {LOST_SHARE:.0%} of the packets that reach it"
+        for host in self.hosts:
+            self.spoil(host)
+        return self.said
 
     def end(self) -> None:
         """See HostFault."""
-        for host in self._hosts:
-            heal(host)
+        for host in self.hosts:
+            self.mend(host)
+
+
+def lossy_network(hosts: NamespaceHosts) -> HostFault:
+    """Return the fault that every host loses 10 % of the packets that reach it."""
+    said = f"every host loses {LOST_SHARE:.0%} of the packets that reach it"
+    return SpoiltLinks(hosts.hosts, said, lambda host: lose_packets(host, LOST_SHARE), heal)
+
+
+def slow_network(hosts: NamespaceHosts) -> HostFault:
+    """Return the fault that every host's link carries 20 Mbit/s in each direction."""
+    said = f"every host's link carries {SLOW_MBIT_S} Mbit/s in each direction"
+    return SpoiltLinks(hosts.hosts, said, lambda host: limit_rate(host, SLOW_MBIT_S), unlimit_rate)
 
 
 class DelayingNetwork:
@@ -185,30 +201,12 @@ class DelayingNetwork:
             delay.close()
 
 
-class SlowNetwork:
-    """Every host's link carries 20 Mbit/s in each direction."""
-
-    def __init__(self, hosts: NamespaceHosts) -> None:
-        self._hosts = hosts.hosts
-
-    def begin(self) -> str:
-        """See HostFault."""
-        for host in self._hosts:
-            limit_rate(host, SLOW_MBIT_S)
-        return f"every host's link carries {SLOW_MBIT_S} Mbit/s in each direction"
-
-    def end(self) -> None:
-        """See HostFault."""
-        for host in self._hosts:
-            unlimit_rate(host)
-
-
 FAULTS: Mapping[str, Callable[[NamespaceHosts], HostFault]] = {
     "kill": KilledHost,
     "cut": CutHost,
-    "loss": LossyNetwork,
+    "loss": lossy_network,
     "delay": DelayingNetwork,
-    "slow": SlowNetwork,
+    "slow": slow_network,
 }
 
 

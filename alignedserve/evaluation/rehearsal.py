@@ -37,7 +37,6 @@ SETTINGS = (
     "engine.calibration_s=0.2",
     "model.dtype=float32",
     "batches.enabled=false",
-    "topology=colocated",
 )
 
 

@@ -98,7 +98,7 @@ class BlocksWritten(Message, frozen=True):
     request: Request
     generated_token_ids: TokenIds  # the last of them is not yet in the cache
     predicted_output_len: PredictedLen | None = None  # of its PrefillRequest
-    begun_s: Seconds = 0.0  # since its first token, where it was decoded before
+    begun_s: Seconds = 0.0  # since its first token
 
 
 class BlocksTaken(Message, frozen=True):
@@ -118,6 +118,7 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True):
     lease_id: LeaseId
     copy: BlockCopy
     predicted_output_len: PredictedLen | None = None  # of its PrefillRequest
+    begun_s: Seconds = 0.0  # since its first token
 
 
 class BatchGranted(Message, frozen=True):
@@ -206,6 +207,7 @@ class ReturnRequest(Message, frozen=True):
     generated_token_ids: TokenIds
     copy: BlockCopy
     predicted_output_len: PredictedLen | None = None  # of its PrefillRequest
+    begun_s: Seconds = 0.0  # since its first token
 
 
 class ReturnOutcome(enum.Enum):

@@ -109,6 +109,7 @@ PoolInbound = (
     | DecodePace
     | FetchCopy
     | FormBatch
+    | SetPredictedLength
     | DropRequest
     | RegistrationRefused
     | Ping

@@ -153,6 +153,7 @@ class WorkerLoad(Message, frozen=True):
     num_recomputed_tokens: Count = 0  # of retried requests: computed again
     running: JoinedBatch | None = None  # None: no batch runs, or one of unaligned lengths
     lean: Share = 1.0  # of its time, what its decodes leave for prompts; told by workers that hand requests over
+    prompt_tokens_per_s: Count = 0  # that it computes with all of its time; 0: not told
 
 
 class BlocksFetched(Message, frozen=True):

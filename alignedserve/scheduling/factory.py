@@ -23,6 +23,7 @@ from alignedserve.scheduling.iteration_scheduler import (
 from alignedserve.scheduling.policies import make_policy, policy_config, policy_entry
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.scheduler_state import Scheduler
+from alignedserve.scheduling.topology import topology_of
 
 
 def limits_of(config: PrefillWorkerConfig | DecodeWorkerConfig) -> IterationLimits:
@@ -60,29 +61,38 @@ def make_iteration_scheduler(
     measured: Sequence[Sample] = (),
 ) -> IterationScheduler:
     """Build the iteration scheduler of a prefill worker."""
-    return make_decode_iteration_scheduler(scheduling, limits, costs, measured) or FcfsIterationScheduler(
-        limits.max_tokens
-    )
+    if policy_entry(scheduling.policy).schedules_prompts:
+        return PolicyIterationScheduler(make_scheduler(scheduling, limits, costs, measured))
+    return FcfsIterationScheduler(limits.max_tokens)
 
 
-def make_decode_iteration_scheduler(
+def make_decode_scheduler(
     scheduling: SchedulingConfig,
     limits: IterationLimits,
     costs: CostModel | None = None,
     measured: Sequence[Sample] = (),
-) -> PolicyIterationScheduler | None:
-    """Build the iteration scheduler of a decode worker; None: the whole batch is in every iteration."""
+) -> Scheduler | None:
+    """Build the scheduler of a separate decode worker; None: the whole batch is in every iteration."""
     if policy_entry(scheduling.policy).schedules_iterations:
-        return PolicyIterationScheduler(make_scheduler(scheduling, limits, costs, measured))
+        return make_scheduler(scheduling, limits, costs, measured)
     return None
 
 
+def admission_share(scheduling: SchedulingConfig) -> float | None:
+    """Return the share of a TPOT objective that an iteration of a separate decode worker may take; None: any time."""
+    name = policy_entry(scheduling.policy).admission_share
+    if name is None:
+        return None
+    share: float = getattr(policy_config(scheduling.policy, scheduling.policy_params), name)
+    return share
+
+
 def resolve_policy(config: ClusterConfig) -> ClusterConfig:
-    """Return the configuration with unset values filled in by its policy.
+    """Return the configuration with its topology, and unset values filled in by its policy.
 
     Raises ConfigError for an unknown policy or parameter.
     """
-    scheduling = config.scheduling
+    scheduling, topology = config.scheduling, topology_of(config)
     entry = policy_entry(scheduling.policy)
     policy_config(scheduling.policy, scheduling.policy_params)
     router: dict[str, Any] = {}
@@ -96,4 +106,9 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     }
     if config.batching.policy is None:
         batching["policy"] = entry.batching
-    return replace(config, router=replace(config.router, **router), batching=replace(config.batching, **batching))
+    return replace(
+        config,
+        topology=topology,
+        router=replace(config.router, **router),
+        batching=replace(config.batching, **batching),
+    )

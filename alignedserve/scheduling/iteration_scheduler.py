@@ -1,25 +1,17 @@
-"""Schedulers of iterations on prefill and decode workers, where each request holds its blocks and none is evicted.
-
-Prefill workers schedule prompts whose blocks are all allocated, decode workers the running batch.
-"""
+"""Schedulers of iterations on prefill workers, where each prompt holds its blocks and none is evicted."""
 
 from collections.abc import Collection
 from dataclasses import replace
 
-import numpy as np
-
 from alignedserve.core.ids import RequestId
 from alignedserve.core.progress import plan_chunks
 from alignedserve.core.request import Request
-from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import note_decodes
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
 from alignedserve.scheduling.scheduler_state import Scheduler, SchedulerState
 
 # The worker manages its blocks itself: the policy sees a memory of one block per request, all of them held and none
 # free, so that memory is nothing to choose by.
 _BLOCK_TOKENS = 1 << 40
-_MIXING_TOLERANCE = 0.1  # about the error of a learned cost model
 
 Slices = tuple[tuple[RequestId, int], ...]
 
@@ -88,33 +80,6 @@ class PolicyIterationScheduler:
         """Set a prediction that came late; requests that are not here are ignored."""
         if request_id in self._state.table:
             self._state.set_predicted_length(request_id, predicted_len)
-
-    def decode_s(self) -> float | None:
-        """Return the time of an iteration of all decodes here, by the cost model; None: there are none."""
-        table = self._state.table
-        work = IterationWork()
-        note_decodes(work, table, np.flatnonzero(table.num_remaining == 1))
-        return self._scheduler.costs.iteration_s(work) if work.num_decodes else None
-
-    def is_mixing_cheaper(self, context_lens: Collection[int]) -> bool:
-        """Return whether decodes of these contexts cost no more in the running iteration than in one of equal lengths.
-
-        By the cost model: always if attention costs the sum of the contexts; if the longest one is a straggler, only
-        for similar contexts. The comparison is with equal lengths, not with the lengths given: otherwise two batches
-        with stragglers of their own would be mixed, and never be separated again.
-        """
-        table = self._state.table
-        here, among_like = IterationWork(), IterationWork()
-        note_decodes(here, table, np.flatnonzero(table.num_remaining == 1))
-        num_others, sum_others = len(context_lens), sum(context_lens)
-        among_like.add_decodes(num_others, sum_others, -(-sum_others // num_others))
-        both = here.copy()
-        both.add_decodes(num_others, sum_others, max(context_lens))
-        empty = IterationWork()
-        empty.add_decode(0)
-        iteration_s = self._scheduler.costs.iteration_s
-        added_s, own_s = iteration_s(both) - iteration_s(here), iteration_s(among_like) - iteration_s(empty)
-        return added_s <= (1.0 + _MIXING_TOLERANCE) * own_s
 
     def choose(self, now: float, *, stalled: Collection[RequestId] = ()) -> Slices:
         """Choose how many tokens each request computes in the iteration that begins now; stalled ones cannot."""

@@ -54,6 +54,7 @@ class Progress:
     service_s: float = 0.0
 
 
+_LEAST_TOKEN_S = 1e-8  # a learned cost model may find that a prompt prolongs an iteration by nothing
 _MOVED = tuple(field.name for field in fields(Progress))
 
 
@@ -115,11 +116,23 @@ class SchedulerState:
         return Progress(**values)
 
     def attach(self, request: Request, now: float, progress: Progress) -> None:
-        """Add a request with its cache, in blocks that are held already."""
-        self.table.add(request, now, num_generated=progress.num_generated)
+        """Add a request with its cache, in blocks that are held already; it may stand in the table as one elsewhere."""
+        if request.request_id not in self.table:
+            self.table.add(request, now, num_generated=progress.num_generated)
         row = self.table.row(request.request_id)
+        self.table.num_swapped[row] = 0
         for name in _MOVED:
             getattr(self.table, name)[row] = getattr(progress, name)
+
+    def add_elsewhere(self, request: Request, now: float, progress: Progress) -> None:
+        """Add a request whose cache lies in another memory: it looks swapped out, and takes no host memory here."""
+        self.attach(request, now, progress)
+        row = self.table.row(request.request_id)
+        self.table.num_swapped[row] = self.table.num_cached[row]
+
+    def remove_elsewhere(self, request_id: RequestId) -> None:
+        """Remove such a request."""
+        self.table.remove(request_id)
 
     # --- a plan, part by part, evictions first
 
@@ -194,6 +207,13 @@ class SchedulerState:
         )
 
 
+class PromptCapacity(NamedTuple):
+    """What a worker has for prompts beside its decodes."""
+
+    share: float  # of its time
+    tokens_per_s: float  # in all of its time
+
+
 @dataclass(frozen=True, slots=True)
 class Scheduler:
     """A policy with the costs and limits of its worker."""
@@ -207,17 +227,22 @@ class Scheduler:
         """Plan the next iteration."""
         return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
 
-    def prompt_share(self, state: SchedulerState) -> float:
-        """Return the share of an iteration that its decodes leave for prompts, if it lasts as long as they allow.
+    def prompt_capacity(self, state: SchedulerState) -> "PromptCapacity":
+        """Return what an iteration's decodes leave for prompts, if it lasts as long as they allow.
 
-        1 without decodes that have an objective, 0 where they take all the time.
+        All of it without decodes that have an objective, nothing where they take all the time.
         """
         table = state.table
         decodes = np.flatnonzero(table.is_decoding & (table.num_swapped == 0))
         allowed_s = float(np.min(table.tpot_s[decodes], initial=np.inf))
         work = IterationWork()
         note_decodes(work, table, decodes)
-        return max(0.0, 1.0 - self.costs.iteration_s(work) / allowed_s)
+        decodes_s = self.costs.iteration_s(work)
+        share = max(0.0, 1.0 - decodes_s / allowed_s)
+        num_tokens = self.limits.max_tokens
+        work.add_chunk(num_tokens, 0, is_last=True)
+        token_s = (self.costs.iteration_s(work) - decodes_s) / num_tokens
+        return PromptCapacity(share, 1.0 / max(token_s, _LEAST_TOKEN_S))
 
     def completed(self, state: SchedulerState, *, now: float, duration_s: float) -> None:
         """Note the end of an iteration and learn from its duration; 0 where it was not measured."""

@@ -55,9 +55,11 @@ def _no_gateway(message: Message) -> None:
 class Network:
     """Carries messages between components, each with the same latency, so in order."""
 
-    def __init__(self, event_queue: EventQueue, message_s: float) -> None:
+    def __init__(self, event_queue: EventQueue, message_s: float, submit_s: float | None = None) -> None:
+        """`submit_s`: of a request from its arrival to the router, what its gateway does first included."""
         self._event_queue = event_queue
         self.message_s = message_s
+        self.submit_s = message_s if submit_s is None else submit_s
         self._dispatch_of: dict[str, Callable[[Any], None]] = {}
         self._roles: dict[str, Role] = {}
         self._linked: dict[str, list[str]] = {}  # every component's peers, in the order of their links
@@ -92,9 +94,9 @@ class Network:
         """Deliver a message after the network's latency."""
         self.deliver(target, Received(source, message))
 
-    def deliver(self, target: str, event: Any) -> None:
-        """Deliver an event as if it were a message sent now: after those sent before."""
-        self._event_queue.after(self.message_s, self._dispatch_of[target], event)
+    def deliver(self, target: str, event: Any, delay_s: float | None = None) -> None:
+        """Deliver an event as if it were a message sent now: after those sent before, or after its own delay."""
+        self._event_queue.after(self.message_s if delay_s is None else delay_s, self._dispatch_of[target], event)
 
 
 class SimulatedComponent:
@@ -106,12 +108,15 @@ class SimulatedComponent:
         self.performers: Performers = {}
         self.num_events = 0
         self.logic = logic
+        self.is_lost = False
         self._event_queue = event_queue
         self._network = network
         network.add(name, role, self.dispatch)
 
     def dispatch(self, event: Any) -> None:
-        """Pass an event to the logic and perform its commands."""
+        """Pass an event to the logic and perform its commands; of a lost process nothing."""
+        if self.is_lost:
+            return
         self.num_events += 1
         commands: Sequence[Any] = self.logic.on_event(event, self._event_queue.now)
         for command in commands:
@@ -123,6 +128,16 @@ class SimulatedComponent:
                 self._network.to_gateway(command.message)
             elif kind not in _DIALLING:
                 self.performers[kind](command)
+
+    def lose(self) -> None:
+        """End as a killed process does: what it knew is gone, its peers learn of it."""
+        self.is_lost = True
+        self._network.lose(self.name)
+
+    def restart(self, logic: AnyLogic) -> None:
+        """Begin again with a logic that knows nothing, linked as before."""
+        self.logic, self.is_lost = logic, False
+        self._network.link_again(self.name)
 
     def tick_from(self, time_s: float) -> None:
         """Tick at this time, then as often as live components do."""
@@ -143,7 +158,12 @@ class SimulatedWorker:
         copier: SimulatedCopier,
         memory: "SharedMemory",
         event_queue: EventQueue,
+        *,
+        make_logic: Callable[[], AnyLogic],
     ) -> None:
+        """`make_logic`: makes the logic of the same worker started again."""
+        self._make_logic = make_logic
+        self._num_losses = 0
         self.component = component
         self.engine = engine
         self._copier = copier
@@ -160,15 +180,37 @@ class SimulatedWorker:
             CloseBuffer: self._unmap_arena,
         }
 
+    def lose(self) -> None:
+        """End as a killed process does, with its memory and what it was computing and copying."""
+        self._num_losses += 1
+        self.component.lose()
+
+    def restart(self) -> None:
+        """Begin again with nothing."""
+        self.engine.forget()
+        self._copier.arenas.clear()
+        self.component.restart(self._make_logic())
+
+    def _unless_lost(self, action: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return the action, to be done later by this process, unless it is lost before."""
+        begun = self._num_losses
+
+        def act(given: Any) -> None:
+            if begun == self._num_losses:
+                action(given)
+
+        return act
+
     def _run_iteration(self, command: RunIteration) -> None:
         now = self._event_queue.now
         duration_s, sampled = self.engine.begin(command, now)
         if self._memory.cores is not None:
-            self._memory.cores.begin(duration_s, lambda: self._ended(now, sampled))
+            self._memory.cores.begin(duration_s, partial(self._unless_lost(lambda _: self._ended(now, sampled)), None))
             return
         ends_s = now + duration_s
         times = IterationTimes(now, ends_s, 0.0, duration_s, 0.0)
-        self._event_queue.at(ends_s, self.component.dispatch, IterationCompleted(sampled, times=times))
+        ended = IterationCompleted(sampled, times=times)
+        self._event_queue.at(ends_s, self._unless_lost(self.component.dispatch), ended)
 
     def _ended(self, started_s: float, sampled: tuple[SampledToken, ...]) -> None:
         now = self._event_queue.now
@@ -177,7 +219,8 @@ class SimulatedWorker:
 
     def _copy(self, ends_s: Callable[[Any], float], outcome: Callable[[Any], Any], command: object) -> None:
         """Schedule the outcome of a copy for the time when it ends."""
-        self._event_queue.at(ends_s(command), lambda _: self.component.dispatch(outcome(command)), None)
+        ended = self._unless_lost(lambda _: self.component.dispatch(outcome(command)))
+        self._event_queue.at(ends_s(command), ended, None)
 
     def _map_arena(self, command: MapArena) -> None:
         self._copier.arenas[command.peer] = self._memory.arenas[command.offered.path]

@@ -19,6 +19,7 @@ class SimLinks:
     host: LinkModel  # between a worker and the pool: PCIe
     device: LinkModel  # between two workers: NVLink
     message_s: float = 0.0002  # between components, and to the client
+    submit_s: float | None = None  # of a request from its arrival at the gateway to the router; None: `message_s`
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,19 @@ class SimRouters:
 
 
 @dataclass(frozen=True, slots=True)
+class SimWorkerLoss:
+    """The loss of a worker, with its memory and all that it computes, and its return."""
+
+    worker: str  # by name: prefill-N or decode-N, as colocated ones are called as well
+    at_s: float  # in seconds of the workload
+    restart_s: float = 6.0  # until it is back: a process that starts
+
+    def __post_init__(self) -> None:
+        if self.at_s < 0.0 or self.restart_s <= 0.0:
+            raise ConfigError("at_s of a lost worker must be at least 0, restart_s above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class SimConfig:
     """One simulated cluster. Numbers of blocks are computed as in the live system: memory over bytes of a block."""
 
@@ -60,12 +74,14 @@ class SimConfig:
     core_slowdown: float = 0.0  # share by which each other busy worker prolongs an iteration (shared_cores.py)
     num_pools: int = 1  # nodes: prefill and decode workers are distributed over them
     routers: SimRouters = SimRouters()
+    losses: tuple[SimWorkerLoss, ...] = ()  # each of another worker
     seed: int = 0
     duration_s: float | None = None  # end of the simulation; None: when every request has ended
     timeline_of: str | None = None  # the worker whose iterations are all recorded
     miss_limits: Mapping[str, int] | None = (
         None  # of classes: when more requests miss their objectives, it is abandoned
     )
+    ends_when_settled: bool = False  # once it is known of each request of these classes, all open loops, if it misses
 
     def __post_init__(self) -> None:
         decode, prefill = self.cluster.decode.count, self.cluster.prefill.count
@@ -76,8 +92,8 @@ class SimConfig:
             raise ConfigError(f"routers must be between 1 and {self.num_pools}, the number of nodes")
 
     @property
-    def colocated_memory(self) -> DeviceMemory:
-        """Memory of one idle colocated worker: a live one's, and what the mechanisms add."""
+    def decode_memory(self) -> DeviceMemory:
+        """Memory of one idle decode or colocated worker: a live one's, and what the mechanisms add."""
         decode, mechanisms = self.cluster.decode, self.mechanisms
         live = memory_of(decode, self.layout, num_blocks=self.layout.blocks_in(decode.kv_cache_bytes))
         return replace(

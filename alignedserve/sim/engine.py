@@ -135,6 +135,12 @@ class SimulatedEngine:
             self._timeline.add(now, duration_s, work, self._num_blocks)
         return SimulatedIteration(duration_s, self._latest.sampled)
 
+    def forget(self) -> None:
+        """Lose every sequence, as with the worker's process; what was counted stays."""
+        for kept in (self._on_host, self._hidden, self._sequences):
+            kept.clear()
+        self._latest, self._num_blocks = _SteadyIteration((), IterationWork(), (), 0), 0
+
     def timeline(self) -> list[IterationLine]:
         """Return every iteration, if they are recorded."""
         return self._timeline.lines() if self._timeline is not None else []

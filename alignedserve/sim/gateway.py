@@ -1,6 +1,7 @@
 """The client and its gateway in one: sends requests at their times, and records when their tokens arrive."""
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,9 @@ class SimulatedGateway:
         self._origin_s = 0.0
         self._num_to_come = 0  # scheduled requests
         self._num_sent = 0
+        self._ends_s = workload.ends_s
+        self._has_begun_all = False  # of the open loops
+        self.loaded_tokens_per_s: dict[str, float] = {}  # by class; empty before the end of sending, or without one
         self._open: dict[RequestId, _SentRequest] = {}
         self._prompts = _Prompts()
         self.output_lens: dict[RequestId, int] = {}  # of open requests
@@ -86,11 +90,14 @@ class SimulatedGateway:
         self.records: list[RequestRecord] = []
         self.statuses: dict[str, ClusterStatus] = {}  # the latest of each router
         self.max_open = 0  # requests at a time
+        self.num_repeated = 0  # tokens that came more than once
         network.add(GATEWAY, Role.GATEWAY, self.dispatch)
 
     def start(self, time_s: float) -> None:
         """Begin at this time, from which arrivals count."""
         self._origin_s = time_s
+        if self._ends_s:
+            self._event_queue.at(time_s + self._ends_s, self._note_loaded, self._ends_s)
         self._plan_next()
         self._plan_all(self._loops.first())
         self._note_idle()
@@ -121,7 +128,10 @@ class SimulatedGateway:
         time_s = self._event_queue.now + self._network.message_s
         under_way = self._open
         for delta in message.deltas:
-            times = under_way[delta.request_id].token_times_s
+            times = under_way[delta.request_id].token_times_s if delta.request_id in under_way else None
+            if times is None or delta.first_index < len(times):  # emitted again, as two workers had it after a loss
+                self.num_repeated += 1
+                continue
             assert delta.first_index == len(times), "a token that is not the next"
             times.append(time_s)
             if delta.finish_reason is not None:
@@ -132,6 +142,11 @@ class SimulatedGateway:
         for request_id in list(self._open):
             self._close(request_id, Ending.UNFINISHED, self._event_queue.now)
 
+    @property
+    def has_sent_all(self) -> bool:
+        """True once all requests of the open loops are sent, and a given time of sending is over."""
+        return self._has_begun_all and (not self._ends_s or bool(self.loaded_tokens_per_s))
+
     def open_requests(self) -> Iterable[OpenRequest]:
         """Return the requests that were sent and have not ended."""
         return self._open.values()
@@ -141,6 +156,7 @@ class SimulatedGateway:
     def _plan_next(self) -> None:
         """Schedule the next timed request; only one at a time, as a short queue is a fast one."""
         timed = next(self._timed, None)
+        self._has_begun_all = timed is None
         if timed is not None:
             self._num_to_come += 1
             self._event_queue.at(self._origin_s + timed.arrival_s, self._send_timed, timed)
@@ -173,7 +189,7 @@ class SimulatedGateway:
         self.output_lens[request_id] = timed.output_len
         self._num_sent += 1
         self._num_to_come -= 1
-        self._network.send(GATEWAY, router, SubmitRequest(request))
+        self._submit(router, Received(GATEWAY, SubmitRequest(request)))
         self._predict(self._open[request_id])
 
     def _limit(self, timed: TimedRequest) -> int:
@@ -187,16 +203,28 @@ class SimulatedGateway:
         predicted_len = under_way.timed.predicted_len
         if predicted_len is not None:
             predicted = LengthPredicted(under_way.request.request_id, float(predicted_len))
-            self._network.deliver(under_way.router, predicted)
+            self._submit(under_way.router, predicted)
+
+    def _submit(self, router: str, event: Received | LengthPredicted) -> None:
+        self._network.deliver(router, event, self._network.submit_s)
 
     def _resume(self, request_ids: Sequence[RequestId]) -> None:
         """Ask the requests' routers to go on after the tokens that have come."""
         for under_way in [self._open[request_id] for request_id in request_ids if request_id in self._open]:
             tokens = (TOKEN,) * len(under_way.token_times_s)
-            self._network.send(GATEWAY, under_way.router, ResumeRequest(under_way.request, tokens))
+            self._submit(under_way.router, Received(GATEWAY, ResumeRequest(under_way.request, tokens)))
             self._predict(under_way)
 
     # --- ends
+
+    def _note_loaded(self, seconds: float) -> None:
+        """Count the tokens that came while requests were sent, which took so long."""
+        num_tokens: Counter[str] = Counter()
+        for record in self.records:
+            num_tokens[record.class_name] += record.num_tokens
+        for under_way in self._open.values():
+            num_tokens[under_way.timed.class_name] += len(under_way.token_times_s)
+        self.loaded_tokens_per_s = {name: number / seconds for name, number in num_tokens.items()}
 
     def _end(self, request_id: RequestId, ending: Ending, time_s: float) -> None:
         class_name = self._close(request_id, ending, time_s)

@@ -57,6 +57,7 @@ class ClassResult:
     end_to_end_s: Measure | None
     normalized_s: Measure | None  # end-to-end time by output tokens, of completed requests
     parts: tuple["PartResult", ...] = ()  # of the time of sending, NUM_PARTS of equal length
+    loaded_tokens_per_s: float | None = None  # that came during a workload's given time of sending: without the tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,10 @@ class SimulationResult:
 
 
 def classes_of(
-    records: Sequence[RequestRecord], gaps: Mapping[str, GapSample], duration_s: float
+    records: Sequence[RequestRecord],
+    gaps: Mapping[str, GapSample],
+    duration_s: float,
+    loaded_tokens_per_s: Mapping[str, float] | None = None,
 ) -> dict[str, ClassResult]:
     """Summarise all requests, and those of each class, in order of the names."""
     arrivals_s = [record.arrival_s for record in records]
@@ -127,6 +131,9 @@ def classes_of(
     for name in sorted(gaps):
         of_class = [record for record in records if record.class_name == name]
         classes[name] = _class_of(of_class, [gaps[name]], span)
+    if loaded_tokens_per_s:
+        loaded = {**loaded_tokens_per_s, ALL: sum(loaded_tokens_per_s.values())}
+        classes = {name: replace(one, loaded_tokens_per_s=loaded.get(name, 0.0)) for name, one in classes.items()}
     return classes
 
 

@@ -24,7 +24,6 @@ class SimulatedRouter(SimulatedComponent):
         self._work_s = 0.0  # that has come since then, whether done or not
         self._free_s = 0.0  # when it will have decided all that has come
         self._starts = 0  # events of an earlier start are ignored
-        self.is_lost = False
         self.max_behind_s = 0.0  # longest time between the coming of an event and its decision
         super().__init__(name, Role.ROUTER, logic, event_queue, network)
 
@@ -51,12 +50,12 @@ class SimulatedRouter(SimulatedComponent):
         """End as a killed process does: what it knew and had to decide is gone."""
         self._work_s = self.busy_s
         self._free_s = self._event_queue.now
-        self.is_lost = True
+        super().lose()
 
     def restart(self, logic: AnyLogic) -> None:
         """Begin again with a logic that knows nothing."""
-        self.logic, self.is_lost = logic, False
         self._starts += 1
+        super().restart(logic)
 
     def _counted_s(self, since_s: float) -> float:
         """Return how long it will be busy from then until it is free, since requests began."""
@@ -64,7 +63,7 @@ class SimulatedRouter(SimulatedComponent):
 
     def _decide(self, entry: tuple[int, Any]) -> None:
         start, event = entry
-        if start == self._starts and not self.is_lost:
+        if start == self._starts:
             super().dispatch(event)
 
 

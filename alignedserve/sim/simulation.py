@@ -5,8 +5,9 @@ messages arrive and the counts are final.
 """
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, repeat
 from typing import Any
 
@@ -24,12 +25,13 @@ from alignedserve.scheduling.policies import require_policy
 from alignedserve.scheduling.policy import IterationLimits, Mechanism
 from alignedserve.sim.calibration import calibrated, points_of
 from alignedserve.sim.components import AnyLogic, Network, SharedMemory, SimulatedComponent, SimulatedWorker
-from alignedserve.sim.config import SimConfig
+from alignedserve.sim.config import SimConfig, SimWorkerLoss
 from alignedserve.sim.copies import MemoryLinks, SimulatedCopier
 from alignedserve.sim.engine import EOS, SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.gateway import GATEWAY, SimulatedGateway
 from alignedserve.sim.misses import MissWatch
+from alignedserve.sim.records import RequestRecord
 from alignedserve.sim.result import RouterResult, SimulationResult, classes_of, worker_of
 from alignedserve.sim.routers import RouterChoice, SimulatedRouter
 from alignedserve.sim.shared_cores import SharedCores
@@ -48,6 +50,7 @@ _SETTLE_S = 2.5  # after the last end; the router's counts come every second
 _EOS_TOKEN_IDS = frozenset({EOS})
 _MAX_FIRST_LEASE = 1 << 39  # as in a live pool
 _PROGRESS_S = 5.0
+_WATCH_S = 1.0
 
 
 class Simulation:
@@ -59,7 +62,7 @@ class Simulation:
         _check_fit(config, workload)
         _check_policy(config, workload)
         self._event_queue = EventQueue()
-        self._network = Network(self._event_queue, config.links.message_s)
+        self._network = Network(self._event_queue, config.links.message_s, config.links.submit_s)
         self._routers: dict[str, SimulatedRouter] = {}
         names = [_router(number, config.routers.count) for number in range(config.routers.count)]
         choice = RouterChoice(names)
@@ -82,6 +85,7 @@ class Simulation:
         cores = SharedCores(self._event_queue, config.core_slowdown) if config.core_slowdown else None
         self._memory = SharedMemory(block_bytes=config.layout.block_bytes, buffer_blocks=buffer_blocks, cores=cores)
         self._build(names)
+        _check_losses(config.losses, self._workers)
 
     def run(self, progress: Progress | None = None) -> SimulationResult:
         """Simulate from the first request to the last; may be called once."""
@@ -93,6 +97,8 @@ class Simulation:
         if self._config.routers.lost_at_s is not None:
             first = next(iter(self._routers.values()))
             self._event_queue.at(_BEGIN_S + self._config.routers.lost_at_s, self._lose, first)
+        for loss in self._config.losses:
+            self._event_queue.at(_BEGIN_S + loss.at_s, self._lose_worker, loss)
         if progress is not None:
             self._event_queue.at(_BEGIN_S, self._report, progress)
         if self._config.miss_limits is not None:
@@ -102,6 +108,10 @@ class Simulation:
         if not self._busy_s:
             self._note_busy()
         return self._result(num_events)
+
+    def records(self) -> Sequence[RequestRecord]:
+        """Return every ended request, by its end; times begin with the simulation, requests a second later."""
+        return self._gateway.records
 
     def logics(self) -> dict[str, AnyLogic]:
         """Return each component's logic by its name."""
@@ -168,7 +178,8 @@ class Simulation:
             self._config.layout, num_blocks, config.max_running_requests, _pool(node), can_prefill=True
         )
         costs = self._config.prefill_costs or self._config.decode_costs
-        logic = prefill_factory.make_logic(
+        make = partial(
+            prefill_factory.make_logic,
             registered=registered,
             config=config,
             scheduling=self._config.cluster.scheduling,
@@ -176,20 +187,21 @@ class Simulation:
             costs=self._known(costs),
             measured=self._measured(costs, num_blocks, limits_of(config)),
         )
-        return self._add_worker(f"prefill-{number}", Role.PREFILL_WORKER, logic, _pool(node), costs)
+        return self._add_worker(f"prefill-{number}", Role.PREFILL_WORKER, make, _pool(node), costs)
 
     def _add_decode_worker(self, number: int, node: int) -> str:
         config, layout = self._config.cluster.decode, self._config.layout
         num_blocks = layout.blocks_in(config.kv_cache_bytes)
-        logic: AnyLogic
+        make: Callable[[], AnyLogic]
         cluster, costs = self._config.cluster, self._known(self._config.decode_costs)
         measured = self._measured(self._config.decode_costs, num_blocks, limits_of(config))
         if self._config.is_colocated:
-            logic = decode_factory.make_colocated_logic(
+            make = partial(
+                decode_factory.make_colocated_logic,
                 registered=decode_factory.colocated_registration(
                     layout, num_blocks, config, pool_name=_pool(node) if self._config.can_move else None
                 ),
-                memory=self._config.colocated_memory,
+                memory=self._config.decode_memory,
                 config=config,
                 scheduling=cluster.scheduling,
                 eos_token_ids=_EOS_TOKEN_IDS,
@@ -197,19 +209,21 @@ class Simulation:
                 measured=measured,
             )
         else:
-            logic = decode_factory.make_logic(
+            make = partial(
+                decode_factory.make_logic,
                 registered=registration_of(
                     layout, num_blocks, config.max_running_requests, _pool(node), can_decode=True
                 ),
                 config=config,
                 batching=cluster.batching,
                 scheduling=cluster.scheduling,
+                memory=self._config.decode_memory,
                 eos_token_ids=_EOS_TOKEN_IDS,
                 costs=costs,
                 measured=measured,
             )
         name = f"decode-{number}"
-        return self._add_worker(name, Role.DECODE_WORKER, logic, _pool(node), self._config.decode_costs)
+        return self._add_worker(name, Role.DECODE_WORKER, make, _pool(node), self._config.decode_costs)
 
     def _known(self, costs: CostModel) -> CostModel | None:
         """Return the costs that a worker's policy knows from the start."""
@@ -224,14 +238,16 @@ class Simulation:
         points = points_of(config.layout, limits, num_blocks=num_blocks, has_hidden_cache=has_hidden_cache)
         return calibrated(costs, points, calibration_s(config.cluster.engine, config.cluster.scheduling))
 
-    def _add_worker(self, name: str, role: Role, logic: AnyLogic, pool: str, costs: CostModel) -> str:
+    def _add_worker(self, name: str, role: Role, make: Callable[[], AnyLogic], pool: str, costs: CostModel) -> str:
         keeps_timeline = name == self._config.timeline_of
         engine = SimulatedEngine(
-            costs, self._gateway.output_lens, self._config.colocated_memory, keeps_timeline=keeps_timeline
+            costs, self._gateway.output_lens, self._config.decode_memory, keeps_timeline=keeps_timeline
         )
         copier = SimulatedCopier(name, pool, self._memory_links, is_through_host=self._config.can_move)
-        component = self._add_component(name, role, logic)
-        self._workers[name] = SimulatedWorker(component, engine, copier, self._memory, self._event_queue)
+        component = self._add_component(name, role, make())
+        self._workers[name] = SimulatedWorker(
+            component, engine, copier, self._memory, self._event_queue, make_logic=make
+        )
         return name
 
     def _add_node(self, node: int, prefillers: list[str], decoders: list[str]) -> None:
@@ -246,16 +262,19 @@ class Simulation:
         for name in ([_pool(node)] if prefillers else []) + prefillers + decoders:
             self._network.link(name, _router(node % self._config.routers.count, self._config.routers.count))
 
-    # --- the loss of a router
+    # --- losses
 
     def _lose(self, router: SimulatedRouter) -> None:
         router.lose()
-        self._network.lose(router.name)
         self._event_queue.after(self._config.routers.restart_s, self._restart, router)
 
     def _restart(self, router: SimulatedRouter) -> None:
         router.restart(self._router_logic())
-        self._network.link_again(router.name)
+
+    def _lose_worker(self, loss: SimWorkerLoss) -> None:
+        worker = self._workers[loss.worker]
+        worker.lose()
+        self._event_queue.after(loss.restart_s, lambda _: worker.restart(), None)
 
     # --- the end
 
@@ -271,11 +290,14 @@ class Simulation:
         self._event_queue.after(_PROGRESS_S, self._report, progress)
 
     def _watch(self, misses: MissWatch) -> None:
-        """End the simulation once it has more misses than its limits allow."""
-        queue = self._event_queue
-        if misses.is_over(self._gateway.records, self._gateway.open_requests(), queue.now):
+        """End the simulation once it has more misses than its limits allow, or nothing to find out any more."""
+        queue, gateway = self._event_queue, self._gateway
+        if misses.is_over(gateway.records, gateway.open_requests(), queue.now):
             self._is_abandoned, queue.end_s = True, queue.now
-        queue.after(_PROGRESS_S, self._watch, misses)
+        ends_when_settled = self._config.ends_when_settled and gateway.has_sent_all
+        if ends_when_settled and misses.is_settled(gateway.open_requests(), queue.now):
+            queue.end_s = queue.now
+        queue.after(_WATCH_S, self._watch, misses)
 
     def _result(self, num_events: int) -> SimulationResult:
         gateway, status = self._gateway, _total(self._gateway.statuses.values())
@@ -286,7 +308,7 @@ class Simulation:
         return SimulationResult(
             duration_s=duration_s,
             is_abandoned=self._is_abandoned,
-            classes=classes_of(gateway.records, gateway.gaps, duration_s),
+            classes=classes_of(gateway.records, gateway.gaps, duration_s, gateway.loaded_tokens_per_s),
             workers=tuple(worker_of(name, worker.engine, duration_s) for name, worker in workers),
             routers=tuple(map(RouterResult.of, self._routers.values(), self._busy_s, repeat(duration_s))),
             max_in_flight=gateway.max_open,
@@ -319,6 +341,15 @@ def _check_fit(config: SimConfig, workload: Workload) -> None:
         if holds > limit:
             what = "a decode worker's memory holds" if limit == config.memory_tokens else "the model's context is"
             raise ConfigError(f"request {number} of the workload {words} {holds} tokens; {what} {limit}")
+
+
+def _check_losses(losses: Sequence[SimWorkerLoss], workers: Collection[str]) -> None:
+    """Raise ConfigError for a loss of a worker that there is not, or of one twice."""
+    names = [loss.worker for loss in losses]
+    for name in names:
+        if name not in workers or names.count(name) > 1:
+            known = ", ".join(workers)
+            raise ConfigError(f"losses: {name} is lost twice or no worker of this cluster; it has {known}")
 
 
 def _check_policy(config: SimConfig, workload: Workload) -> None:

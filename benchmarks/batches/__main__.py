@@ -7,7 +7,7 @@ accept        50 000 lines of chat: uploaded, created, validated (10 s or less),
               beside a file of the same number of lines and twenty times the bytes; cancelled with most of them left
 bookkeeping   milliseconds of one core per line of driver and Redis, with a runner that answers at once (0.5 or less);
               and what every process of a real cluster used per line, which is bookkeeping and request together
-throughput    a batch of short lines on an idle colocated cluster beside `bench engine` on the same work (95 %)
+throughput    a batch of short lines on an idle cluster of one worker beside `bench engine` on the same work (95 %)
 chat          real-time attainment of a load alone, and beside a batch that never ends (1 point or less)
 Every part leaves its figures beside those of the others.
 """
@@ -169,9 +169,9 @@ def completion_file(model: str, count: int, prompt_len: int, output_len: int) ->
 
 
 def settings() -> tuple[str, ...]:
-    """Return options of a colocated cluster with the benchmark's own model."""
+    """Return options of a cluster with the benchmark's own model, and one worker."""
     named = [option for setting in SETTINGS for option in ("--set", setting)]
-    return (*named, "--set", "topology=colocated")
+    return tuple(named)
 
 
 @contextlib.contextmanager

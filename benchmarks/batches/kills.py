@@ -34,6 +34,7 @@ _SKILLS = (Skill.SPELLING, Skill.SUMS, Skill.REVERSING)
 _NAME = "batch_kills"
 _MODEL = "pocket"
 _ENDPOINT = "/v1/chat/completions"
+SEPARATE = ("--set", "topology=disaggregated")  # with every kind of process to hurt
 
 
 class Verdict(NamedTuple):
@@ -135,7 +136,7 @@ def _submit(client: BatchHttpClient, tasks: dict[str, PocketTask], order: list[s
 
 
 @contextlib.contextmanager
-def kill_cluster(folder: Path, options: tuple[str, ...] = ()) -> Iterator[KillCluster]:
+def kill_cluster(folder: Path, options: tuple[str, ...] = SEPARATE) -> Iterator[KillCluster]:
     """Start a cluster that is ended whatever happens."""
     cluster = KillCluster(folder, options)
     try:

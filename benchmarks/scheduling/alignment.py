@@ -24,7 +24,7 @@ POLICIES = ("fcfs", "density_first")
 
 def run_demo(policy: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Run one demo and return its report."""
-    command = [ALIGNEDSERVE, "demo", "--json", "--batching", policy]
+    command = [ALIGNEDSERVE, "demo", "--json", "--set", "topology=disaggregated", "--batching", policy]
     command += ["--duration", str(options.duration), "--rate", str(options.rate), "--seed", str(seed)]
     command += ["--set", f"decode.max_running_requests={options.max_running_requests}"]
     command += [] if options.trace else ["--mixed"]

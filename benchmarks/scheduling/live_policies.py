@@ -43,7 +43,7 @@ from benchmarks.support.command import ALIGNEDSERVE
 from benchmarks.support.recording import write_result
 
 POLICIES = ("fcfs", "round_robin", "bros", "accelgen", "aligned_slo")
-TOPOLOGIES = ("colocated", "disaggregated")
+TOPOLOGIES = ("elastic", "colocated", "disaggregated")
 NUM_SIMULATED = 5  # runs of the simulator, whose means are taken
 REAL_TIME = "rt: prompt=lognormal(100,300), output=lognormal(60,120), rate=2, ttft=0.4, tpot=0.2"
 BEST_EFFORT = "be: prompt=uniform(512,1024), output=uniform(32,128), outstanding=64, tier=flex"
@@ -70,10 +70,12 @@ SETTINGS = (
     "decode.kv_cache_bytes=4GiB",
     "decode.max_running_requests=128",
     "decode.max_num_batched_tokens=2048",
+    "router.max_prefill_tokens_per_worker=4096",
+)
+OF_SEPARATE_WORKERS = (
     "prefill.kv_cache_bytes=1GiB",
     "prefill.max_num_batched_tokens=2048",
     "pool.memory_bytes=4GiB",
-    "router.max_prefill_tokens_per_worker=4096",
 )
 _BUBBLE = re.compile(r'^alignedserve_bubble_seconds_total\{[^}]*cause="nothing_to_do"[^}]*\} (\S+)', re.MULTILINE)
 
@@ -93,14 +95,22 @@ def make_model(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
+def settings_of(topology: str) -> list[str]:
+    """Return the settings of a server with this topology."""
+    separate = OF_SEPARATE_WORKERS if topology == "disaggregated" else ()
+    return [*SETTINGS, *separate, f"topology={topology}"]
+
+
 @contextlib.contextmanager
-def served(folder: Path, policy: str, topology: str, recording: Path | None = None) -> Iterator[int]:
+def served(
+    folder: Path, policy: str, topology: str, recording: Path | None = None, *, more_settings: Sequence[str] = ()
+) -> Iterator[int]:
     """Start a server on this machine, for as long as the context lasts, and return its port."""
     port = free_port()
     command = [ALIGNEDSERVE, "serve", str(folder), "--port", str(port)]
     command += ["--record", str(recording)] if recording is not None else []
-    command += ["--policy", policy, "--set", f"topology={topology}"]
-    for setting in SETTINGS:
+    command += ["--policy", policy]
+    for setting in (*settings_of(topology), *more_settings):
         command += ["--set", setting]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"ALIGNEDSERVE_API_KEYS": ""})
@@ -175,7 +185,7 @@ def predicted(machine: SimulatedMachine, policy: str, topology: str, duration_s:
     """Return what the simulator predicts for both kinds under a policy: means over draws of the traffic, as `short`
     has them. Best-effort requests that end after the last arrival do not count, as live, where they are cut off.
     """
-    cluster = load_config(None, [*SETTINGS, f"topology={topology}"])
+    cluster = load_config(None, settings_of(topology))
     machine = replace(machine, cluster=with_policy(cluster, policy, topology=Topology(topology)))
     runs = []
     for seed in range(NUM_SIMULATED):

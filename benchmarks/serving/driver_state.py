@@ -1,4 +1,4 @@
-"""What it costs the driver to keep its state where the next one finds it, by the number of nodes.
+"""Cost for the driver of keeping its state for the next one, by the number of nodes.
 
     python -m benchmarks.serving.driver_state
 
@@ -26,7 +26,8 @@ from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
 from alignedserve.cluster.hosts.succession import ClusterState, Fingerprint
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
-from alignedserve.config.sections import MIB, ModelSectionConfig, from_mapping
+from alignedserve.config.sections import MIB, ModelSectionConfig
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.tls import CertificateAuthority

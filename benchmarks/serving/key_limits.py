@@ -1,4 +1,4 @@
-"""What it costs to count a request against its key's limit, by the number of keys and gateways.
+"""Cost of counting a request against its key's limit, by the number of keys and gateways.
 
     python -m benchmarks.serving.key_limits
 

@@ -23,8 +23,8 @@ from benchmarks.support.recording import write_result
 _READY_TIMEOUT_S = 120.0
 _IDLE_S = 5.0
 CASES = {
-    "disaggregated": ["pocket"],
-    "colocated": ["pocket", "--set", "topology=colocated"],
+    "pocket": ["pocket"],  # as `make serve`: elastic
+    "disaggregated": ["pocket", "--set", "topology=disaggregated"],
     "smollm2": ["smollm2"],  # as `make serve MODEL=smollm2`
 }
 

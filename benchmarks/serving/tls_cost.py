@@ -21,6 +21,7 @@ from alignedserve.config.sections import (
     EngineConfig,
     PoolConfig,
     PrefillWorkerConfig,
+    Topology,
 )
 from alignedserve.core.request import SamplingParams
 from benchmarks.support.recording import write_result
@@ -33,6 +34,7 @@ _MIB = 1024 * 1024
 def config_of() -> ClusterConfig:
     """Return small sizes for the pocket model."""
     return ClusterConfig(
+        topology=Topology.DISAGGREGATED,
         engine=EngineConfig(block_size=16, threads_per_worker=1),
         pool=PoolConfig(memory_bytes=128 * _MIB),
         prefill=PrefillWorkerConfig(kv_cache_bytes=64 * _MIB, candidate_buffer_bytes=32 * _MIB),

@@ -23,6 +23,7 @@ from alignedserve.config.sections import (
     PrefillWorkerConfig,
     RouterConfig,
     SchedulingConfig,
+    Topology,
 )
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.choice import WorkerSpec
@@ -41,6 +42,7 @@ _WORKER = WorkerSpec("llama-3-8b", "a100-80g")
 def cluster_of(num_nodes: int, routers: SimRouters) -> SimConfig:
     """Configure so many nodes."""
     cluster = ClusterConfig(
+        topology=Topology.DISAGGREGATED,
         scheduling=SchedulingConfig(policy="aligned"),
         router=RouterConfig(max_queued_requests=1 << 20, max_queued_tokens=1 << 40),
         pool=PoolConfig(memory_bytes=64 * _GIB),

@@ -20,6 +20,7 @@ from alignedserve.config.sections import (
     PrefillWorkerConfig,
     RouterConfig,
     SchedulingConfig,
+    Topology,
 )
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.choice import WorkerSpec
@@ -46,6 +47,7 @@ def workload_of(rows: Sequence[TraceRow], rate: float, duration_s: float) -> Wor
 def measure(model: str, hardware: str, workload: Workload) -> dict[str, Any]:
     """Measure one run."""
     cluster = ClusterConfig(
+        topology=Topology.DISAGGREGATED,
         scheduling=SchedulingConfig(policy="aligned"),
         router=RouterConfig(prefill_order="least_slack"),
         pool=PoolConfig(memory_bytes=512 * _GIB),

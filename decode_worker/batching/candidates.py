@@ -169,7 +169,7 @@ class Candidates:
 
     # --- back to the pool
 
-    def drain_buffers(self) -> list[Send]:
+    def drain_buffers(self, now: float) -> list[Send]:
         """Return the longest evicted request to the pool when the next victim would find no free blocks."""
         if not self.space.is_short:
             return []
@@ -177,9 +177,9 @@ class Candidates:
             one for one in self if one.lease_id is None and one.location is CacheLocation.BUFFER and not one.must_stay
         ]
         longest = max(able, key=lambda one: (one.context_len, one.request.request_id), default=None)
-        return self.return_to_pool(longest) if longest is not None else []
+        return self.return_to_pool(longest, now) if longest is not None else []
 
-    def return_to_pool(self, candidate: Candidate) -> list[Send]:
+    def return_to_pool(self, candidate: Candidate, now: float) -> list[Send]:
         """Return it to the pool, for another batch. A cache that lies only in a buffer is copied there first."""
         self.version += 1
         if candidate.lease_id is not None:
@@ -193,7 +193,8 @@ class Candidates:
         request = candidate.request
         self._returning[request.request_id, candidate.attempt] = candidate
         generated, predicted = tuple(candidate.generated_token_ids), candidate.predicted_output_len
-        message = ReturnRequest(request, candidate.attempt, generated, candidate.buffer_copy, predicted)
+        begun_s = now - candidate.first_token_s
+        message = ReturnRequest(request, candidate.attempt, generated, candidate.buffer_copy, predicted, begun_s)
         return [Send(candidate.slot.peer, message)]
 
     def returned(self, message: RequestReturned) -> Candidate | None:
@@ -269,6 +270,8 @@ class Candidates:
             granted_s=now,
             predicted_output_len=message.predicted_output_len,
             must_stay=self.space.is_far(slot),
+            first_token_s=now - message.begun_s,
+            last_token_s=now - (message.begun_s if len(message.generated_token_ids) == 1 else 0.0),
         )
         return candidate, answer
 

@@ -19,7 +19,7 @@ from alignedserve.messages.workers import RequestMoved
 from alignedserve.scheduling.scheduler_state import Progress
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.batching.buffer_space import BufferSpace
-from decode_worker.colocated.held_requests import ColocatedRequest, HeldRequests
+from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.state import BufferSlot
 
 ArrivalCommand = Send | LoadBlocks | MapArena | UnmapArena
@@ -116,7 +116,7 @@ class Arrivals:
     def _has_room(self, num_blocks: int) -> bool:
         """Return whether these blocks are free, and those that the next iterations may need beside them."""
         held = self._held
-        has_place = len(held) + len(self._entries) < self._max_held
+        has_place = len(held) + len(self._entries) < self._max_held and not held.is_copying_out
         return has_place and held.state.num_free >= num_blocks + len(held) and held.has_room_beside(num_blocks)
 
     def _take(self, entry: Arriving, now: float) -> list[ArrivalCommand]:
@@ -125,7 +125,7 @@ class Arrivals:
         assert message is not None, "loaded before it was written"
         request, generated = message.request, list(message.generated_token_ids)
         predicted_len = message.predicted_output_len or float(request.sampling.max_tokens)
-        tracked = ColocatedRequest(
+        tracked = HeldRequest(
             request,
             next_step(entry.attempt),
             generated,

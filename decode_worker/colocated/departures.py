@@ -20,7 +20,7 @@ from alignedserve.messages.iterations import BlocksOffloaded, BufferOpened, Clos
 from alignedserve.messages.workers import MoveRequest
 from alignedserve.scheduling.scheduler_state import Progress
 from alignedserve.worker_core.router_link import RouterLink
-from decode_worker.colocated.held_requests import ColocatedRequest, HeldRequests
+from decode_worker.held_requests import HeldRequest, HeldRequests
 
 DepartureCommand = Send | OffloadBlocks | OpenBuffer | CloseBuffer
 
@@ -38,7 +38,7 @@ class DepartureStage(enum.Enum):
 class Departing:
     """One request that is to leave. From COPYING on it is in no iteration, and `progress` is what it has of a row."""
 
-    tracked: ColocatedRequest
+    tracked: HeldRequest
     target: str
     stage: DepartureStage = DepartureStage.ASKED
     reserved: BlocksReserved | None = None
@@ -188,7 +188,7 @@ class Departures:
 
     # --- inside
 
-    def _can_leave(self, tracked: ColocatedRequest) -> bool:
+    def _can_leave(self, tracked: HeldRequest) -> bool:
         """Return whether its whole cache is on this device, as keys and values, and only its next token is missing."""
         if tracked.is_aborted or tracked.is_finished:
             return False

@@ -14,29 +14,27 @@ Under the elastic topology the router may move one that decodes to another worke
 import msgspec
 
 from alignedserve.core.block_allocator import blocks_for
-from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.ids import RequestId
 from alignedserve.messages.events import CommonEvent, PeerConnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
-    Addition,
     BlocksLoaded,
     BlocksOffloaded,
     BufferOpened,
     IterationCompleted,
     RunIteration,
-    Swap,
-    Swaps,
 )
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
-from alignedserve.scheduling.policy import DeviceMemory, EvictionMode, IterationPlan, PlannedEviction
-from alignedserve.scheduling.scheduler_state import AllocationResult, Scheduler
+from alignedserve.scheduling.policy import DeviceMemory
+from alignedserve.scheduling.scheduler_state import Scheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.router_link import RouterLink
-from decode_worker.colocated.held_requests import ColocatedRequest, HeldRequests
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
+from decode_worker.held_requests import HeldRequest, HeldRequests
+from decode_worker.plan_performer import PlanPerformer
 
 ColocatedEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
 ColocatedCommand = SendTo | RunIteration | MoveCommand
@@ -61,14 +59,15 @@ class ColocatedLogic:
         self._scheduler = scheduler
         self._requests = HeldRequests(memory)
         self._state = self._requests.state
-        self._members: tuple[ColocatedRequest, ...] = ()  # of the latest iteration
+        self._members: tuple[HeldRequest, ...] = ()  # of the latest iteration
         self._postponed: dict[RequestId, PrefillRequest] = {}  # until blocks that are held for moves are free again
-        self._num_preemptions = 0
+        self._performer = PlanPerformer(self._requests)
         self._lean = 1.0
+        self._prompt_rate = 0
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
         self._moves = RequestMoves(self._requests, self._router, registered) if registered.can_move else None
-        self._iterations: IterationCycle[ColocatedRequest, ColocatedCommand] = IterationCycle(
+        self._iterations: IterationCycle[HeldRequest, ColocatedCommand] = IterationCycle(
             router=self._router,
             eos_token_ids=eos_token_ids,
             release=self._finish,
@@ -112,6 +111,7 @@ class ColocatedLogic:
         self._postponed.clear()
         if self._moves is not None:
             self._moves.abort_all()
+            self._measure_lean()
         return [*self._router.connected(peer)]
 
     def _add_candidate(self, message: PrefillRequest, now: float) -> list[ColocatedCommand]:
@@ -181,62 +181,15 @@ class ColocatedLogic:
             return commands
         members = tuple(self._requests.of_row(part.row) for part in plan.scheduled)
         self._state.begin(plan)
-        iteration = self._perform(plan, members, now)
+        iteration = self._performer.perform(plan, members, now)
         self._iterations.start(now, members, has_changed=members != self._members)
         self._members = members
         return [iteration, *commands]
 
-    def _perform(self, plan: IterationPlan, members: tuple[ColocatedRequest, ...], now: float) -> RunIteration:
-        """Allocate and free blocks by the plan; return the command for the engine."""
-        outs = [swap for part in plan.evictions if (swap := self._evict(part, now)) is not None]
-        ins: list[Swap] = []
-        additions: list[Addition] = []
-        extensions: list[tuple[RequestId, tuple[BlockId, ...]]] = []
-        for part, tracked in zip(plan.scheduled, members, strict=True):
-            request_id, num_cached = tracked.request.request_id, int(self._state.table.num_cached[part.row])
-            block_ids = self._bring_in(tracked, self._state.enter(part), ins)
-            if not tracked.is_in_engine:
-                generated, is_hidden = tuple(tracked.generated_token_ids), bool(self._state.table.is_hidden[part.row])
-                additions.append(Addition(tracked.request, generated, tuple(tracked.block_ids), num_cached, is_hidden))
-                tracked.is_in_engine = True
-            elif block_ids:
-                extensions.append((request_id, block_ids))
-        for row in plan.uploads:
-            self._bring_in(self._requests.of_row(row), self._state.upload(row), ins)
-        removals, forgotten = self._requests.take_removals(), self._requests.take_forgotten()
-        swaps = Swaps(forgotten, tuple(outs), tuple(ins)) if forgotten or outs or ins else None
-        slices = tuple(
-            (tracked.request.request_id, part.num_tokens) for part, tracked in zip(plan.scheduled, members, strict=True)
-        )
-        return RunIteration(removals, tuple(additions), tuple(extensions), slices, swaps)
-
-    def _bring_in(self, tracked: ColocatedRequest, entered: AllocationResult, ins: list[Swap]) -> tuple[BlockId, ...]:
-        """Allocate the request's new blocks; its cache on the host is swapped in with the iteration."""
-        block_ids = self._requests.allocator.allocate(entered.num_blocks)
-        assert block_ids is not None, "a plan that does not fit"
-        tracked.block_ids += block_ids
-        if entered.num_swapped:
-            ins.append(Swap(tracked.request.request_id, entered.num_swapped, tuple(tracked.block_ids)))
-            tracked.is_on_host = False
-        return block_ids
-
-    def _evict(self, part: PlannedEviction, now: float) -> Swap | None:
-        tracked = self._requests.of_row(part.row)
-        left = self._state.evict(part, now)
-        num_kept = len(tracked.block_ids) - left.num_blocks
-        leaving, tracked.block_ids = tuple(tracked.block_ids[num_kept:]), tracked.block_ids[:num_kept]
-        self._requests.allocator.free(leaving)
-        self._num_preemptions += 1
-        self._requests.leave_engine(tracked)
-        if part.how is EvictionMode.SWAP:
-            tracked.is_on_host = True
-            return Swap(tracked.request.request_id, left.num_swapped, leaving)
-        self._requests.forget_host_copy(tracked)
-        return None
-
     # --- ending an iteration
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
+        self._performer.completed()
         self._scheduler.completed(self._state, now=now, duration_s=self._iterations.end(event, now))
         commands = self._iterations.outcome(event, self._requests)
         for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
@@ -245,7 +198,7 @@ class ColocatedLogic:
                 self._admit(tracked.successor, now)
         return commands
 
-    def _finish(self, tracked: ColocatedRequest) -> list[ColocatedCommand]:
+    def _finish(self, tracked: HeldRequest) -> list[ColocatedCommand]:
         tracked.is_finished = True
         return []
 
@@ -258,11 +211,14 @@ class ColocatedLogic:
             num_running=num_running,
             num_free_blocks=self._state.num_free,
             num_handoffs_verified=self._moves.num_taken if self._moves is not None else 0,
-            num_evictions=self._num_preemptions,
+            num_evictions=self._performer.num_preemptions,
             lean=self._lean,
+            prompt_tokens_per_s=self._prompt_rate,
         )
         return self._router.load(load)
 
     def _measure_lean(self) -> None:
         """Note the share of time that decodes leave for prompts, in coarse steps: it is told whenever it changes."""
-        self._lean = round(self._scheduler.prompt_share(self._state) * _LEAN_STEPS) / _LEAN_STEPS
+        capacity = self._scheduler.prompt_capacity(self._state)
+        self._lean = round(capacity.share * _LEAN_STEPS) / _LEAN_STEPS
+        self._prompt_rate = int(capacity.tokens_per_s)

@@ -29,7 +29,7 @@ from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.block_peers import BlockPeers
 from decode_worker.colocated.arrivals import ArrivalCommand, Arrivals
 from decode_worker.colocated.departures import DepartureCommand, Departures
-from decode_worker.colocated.held_requests import HeldRequests
+from decode_worker.held_requests import HeldRequests
 
 MoveEvent = PeerConnected | PeerDisconnected | Received | BufferOpened | BlocksOffloaded | BlocksLoaded
 MoveCommand = DepartureCommand | ArrivalCommand | Dial | StopDialling

@@ -50,7 +50,8 @@ class Memory {
 };
 
 // Parts of a product, handed out to threads. Each begins with a run of its own, so that it reads panels one after
-// another; whoever is done takes from the end of what others have left, so that a core that is held up holds up nobody.
+// another; a thread that is done takes from the end of what others have left, so that a core that is held up holds up
+// no other.
 class Shares {
    public:
     Shares(int64_t num_parts, int num_threads) : shares_(num_threads) {

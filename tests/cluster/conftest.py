@@ -17,9 +17,18 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
-    """The default cluster. Its end is a test as well: nothing may be left."""
-    options = (str(random_model), *EXACT)
-    with serving(tmp_path_factory.mktemp("run"), *options) as served:
+    """The default cluster, with a second worker for when one is lost. Its end is a test too: nothing may be left."""
+    yield from _served(tmp_path_factory.mktemp("run"), random_model, "decode.count=2")
+
+
+@pytest.fixture(scope="session")
+def shared_separate_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
+    """A cluster with a prefill worker, a pool and a decode worker."""
+    yield from _served(tmp_path_factory.mktemp("separate"), random_model, "topology=disaggregated")
+
+
+def _served(run_dir: Path, model: Path, setting: str) -> Iterator[Serving]:
+    with serving(run_dir, str(model), *EXACT, "--set", setting) as served:
         served.wait_ready()
         yield served
         code, _, err = served.stop()
@@ -32,6 +41,14 @@ def cluster(shared_cluster: Serving) -> Serving:
     shared_cluster.wait_ready()
     shared_cluster.wait_idle()
     return shared_cluster
+
+
+@pytest.fixture
+def separate_cluster(shared_separate_cluster: Serving) -> Serving:
+    """The shared cluster of separate workers, whole and idle."""
+    shared_separate_cluster.wait_ready()
+    shared_separate_cluster.wait_idle()
+    return shared_separate_cluster
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,8 @@ def test_half_a_file(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_too_little_room(warm: WarmCommand, model: Path, tmp_path: Path) -> None:
-    code, line = refused(warm.run, model, RANDOM, "pool.memory_bytes=1MiB", run_dir=tmp_path / "run")
+    separate = "topology=disaggregated"
+    code, line = refused(warm.run, model, RANDOM, separate, "pool.memory_bytes=1MiB", run_dir=tmp_path / "run")
     assert "pool.memory_bytes is 1 MiB, but one request of 2048 tokens needs" in line
     assert code == CONFIG_ERROR
 

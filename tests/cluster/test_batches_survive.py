@@ -2,18 +2,18 @@
 
 import pytest
 
-from tests.cluster.batch_jobs import NUM_LINES, check_results, submit, wait_for
+from tests.cluster.batch_jobs import NUM_LINES, check_answers, submit, wait_for
 from tests.cluster.serving import Serving
 
 pytestmark = pytest.mark.cluster
 
 
 def test_a_batch_whose_driver_and_redis_are_killed(cluster: Serving) -> None:
-    batch_id = submit(cluster)
-    wait_for(cluster, batch_id, 20)
+    batch = submit(cluster.url, NUM_LINES)
+    wait_for(cluster, batch, 20)
     cluster.actor("Batch").kill()
-    wait_for(cluster, batch_id, 100)
+    wait_for(cluster, batch, 100)
     cluster.redis().kill()
-    wait_for(cluster, batch_id, 180)
+    wait_for(cluster, batch, 180)
     cluster.actor("Gateway").kill()
-    check_results(cluster, wait_for(cluster, batch_id, NUM_LINES + 1))
+    check_answers(cluster, batch)

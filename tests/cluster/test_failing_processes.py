@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from alignedserve.runtime.model.built_in import pocket_folder
-from tests.cluster.batches import check_batch, make_batch
+from tests.cluster.batch_jobs import check_end, submit
 from tests.cluster.ray_nodes import RayNodes
 from tests.cluster.serving import FLOAT32, free_port
 from tests.cluster.streams import Stream, all_started, check_whole, make_client, stream_all, stream_one, streams_through
@@ -30,7 +30,7 @@ PROMPTS = [(5, 6, 7 + number) for number in range(3)]
 NUM_TOKENS = 600
 ORPHANED_S, HEAD_LOST_S = 16.0, 26  # for which processes, and Ray's nodes, wait for a driver and a head; 50 and 60
 OPTIONS = (
-    *("--nodes", "2", "--set", "topology=colocated", "--set", "engine.threads_per_worker=1"),
+    *("--nodes", "2", "--set", "engine.threads_per_worker=1"),
     *("--set", "engine.calibration_s=0.2", "--set", "model.served_model_name=model"),
     *("--set", "gateway.host=node"),  # the nodes have different addresses of this host
 )
@@ -143,7 +143,9 @@ async def test_a_worker_that_does_not_start_is_shown_and_starts_when_it_can(node
     await until(nodes, lambda: "2 failed starts" in failing(nodes).get("decode-1", {}).get("problem", ""))
     replace_content(weights, whole)
     await until(nodes, lambda: nodes.status()["load"]["num_decode_workers"] == 2 and not failing(nodes))
-    assert nodes.command("status").returncode == 0
+    status = nodes.command("status")
+    assert (status.returncode, "2 elastic workers" in status.stdout) == (0, True)
+    assert "prefill=2: the workers of this cluster do both phases" in nodes.command("scale", "prefill=2").stderr
     check_whole(await stream_all(first, PROMPTS, NUM_TOKENS), right)
 
 
@@ -182,7 +184,7 @@ async def test_a_head_that_is_lost_for_good_takes_the_cluster_with_it_and_a_new_
     driver = await asyncio.to_thread(start_failing, nodes, nodes.folder / "lost", ORPHANED_S, command)
     second = nodes.urls()[1]
     right = await stream_all(second, PROMPTS, 3 * NUM_TOKENS)
-    batch = make_batch(second)
+    batch = submit(second, 60, num_prompts=60, max_tokens=40)
     streams = [[Stream() for _ in PROMPTS] for _ in range(3)]
     running = [asyncio.create_task(streams_through(second, PROMPTS, each, 3 * NUM_TOKENS)) for each in streams]
     await all_started([one for each in streams for one in each])
@@ -209,4 +211,4 @@ async def test_a_head_that_is_lost_for_good_takes_the_cluster_with_it_and_a_new_
         await asyncio.to_thread(nodes.start, index)
     print("up took", await asyncio.to_thread(nodes.up, *up_options))
     check_whole(await stream_all(second, PROMPTS, 3 * NUM_TOKENS), right)
-    check_batch(nodes, second, batch)
+    check_end(nodes, batch)

@@ -119,7 +119,7 @@ def test_delayed_packets_arrive_whole_and_late(hosts: NamespaceHosts) -> None:
         assert before_s is not None
         assert found_s is not None
         assert found_s > DELAY_S
-        # A long stream, both ways: in segments, with checksums that the kernel leaves to whoever receives last.
+        # A long stream, both ways: in segments, with checksums that the kernel leaves to the last receiver.
         for sender, receiver in (hosts.hosts, hosts.hosts[::-1]):
             assert stream(sender, receiver) == 4 << 20
     assert reach_s(host.address) is not None

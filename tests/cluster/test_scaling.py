@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_CLIENTS = 6
 Status = Callable[[], dict[str, Any]]
 SETTINGS = (
-    *("topology=colocated", "engine.threads_per_worker=1", "batches.enabled=false"),
+    *("engine.threads_per_worker=1", "batches.enabled=false"),
     *("decode.max_running_requests=2", "decode.max_waiting_requests=0"),
     *("scaling.max_nodes=2", "scaling.up_after_s=1", "scaling.down_after_s=8"),
 )

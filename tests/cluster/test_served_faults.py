@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 PROMPTS = token_prompts(8)
 MAX_TOKENS = 200
+SEPARATE_KINDS = ("DecodeWorker", "PrefillWorker", "KvPool", "Router")
 STOPPED_S = 8.0  # longer than links.peer_timeout_s: all peers have given it up when it wakes
 
 
@@ -25,7 +26,7 @@ def undisturbed(shared_cluster: Serving) -> list[str]:
 
 @pytest.fixture(scope="module")
 def larger_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
-    counts = ("--set", "prefill.count=2", "--set", "decode.count=2")
+    counts = ("--set", "topology=disaggregated", "--set", "prefill.count=2", "--set", "decode.count=2")
     options = (str(random_model), *EXACT, *counts)
     with serving(tmp_path_factory.mktemp("larger"), *options) as served:
         served.wait_ready()
@@ -76,14 +77,21 @@ def assert_serves(cluster: Serving) -> None:
     assert cluster.complete()[0] == 200
 
 
-@pytest.mark.parametrize(
-    "kind", ["DecodeWorker", pytest.param("PrefillWorker", marks=pytest.mark.slow), "KvPool", "Router"]
-)
+@pytest.mark.parametrize("kind", ["ColocatedWorker", "Router"])
 async def test_a_killed_process_is_not_noticed_by_clients(cluster: Serving, undisturbed: list[str], kind: str) -> None:
     victim = cluster.actor(kind)
     streams = await stream_through(cluster, victim.kill, is_router_hurt=kind == "Router")
     assert_unharmed(cluster, streams, undisturbed)
-    assert cluster.actor(kind).pid != victim.pid
+    assert victim.pid not in [actor.pid for actor in cluster.actors(kind)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SEPARATE_KINDS)
+async def test_nor_is_one_of_separate_workers(separate_cluster: Serving, undisturbed: list[str], kind: str) -> None:
+    victim = separate_cluster.actor(kind)
+    streams = await stream_through(separate_cluster, victim.kill, is_router_hurt=kind == "Router")
+    assert_unharmed(separate_cluster, streams, undisturbed)
+    assert separate_cluster.actor(kind).pid != victim.pid
 
 
 async def test_while_there_is_no_router_new_requests_are_told_to_come_back(cluster: Serving) -> None:
@@ -108,16 +116,25 @@ async def test_a_killed_gateway_comes_back_on_its_port_and_frees_what_it_had(clu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["DecodeWorker", "PrefillWorker", "KvPool", "Router", "Gateway"])
+@pytest.mark.parametrize("kind", ["ColocatedWorker", "Gateway"])
 async def test_a_process_that_stops_and_wakes_does_no_harm(cluster: Serving, undisturbed: list[str], kind: str) -> None:
     victim = cluster.actor(kind)
-    streams = await stream_through(cluster, lambda: stop_and_continue(victim), is_router_hurt=kind == "Router")
+    streams = await stream_through(cluster, lambda: stop_and_continue(victim), is_router_hurt=False)
     assert_unharmed(cluster, streams, undisturbed)
     assert cluster.actor(kind).pid == victim.pid
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["DecodeWorker", "PrefillWorker", "KvPool", "Router"])
+@pytest.mark.parametrize("kind", SEPARATE_KINDS)
+async def test_nor_does_one_of_separate_workers(separate_cluster: Serving, undisturbed: list[str], kind: str) -> None:
+    victim = separate_cluster.actor(kind)
+    streams = await stream_through(separate_cluster, lambda: stop_and_continue(victim), is_router_hurt=kind == "Router")
+    assert_unharmed(separate_cluster, streams, undisturbed)
+    assert separate_cluster.actor(kind).pid == victim.pid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SEPARATE_KINDS)
 async def test_of_several_workers_one_dies(larger_cluster: Serving, kind: str) -> None:
     undisturbed = await asyncio.to_thread(reference, larger_cluster)
     hurts = (lambda: larger_cluster.actor(kind).kill(), lambda: stop_and_continue(larger_cluster.actor(kind)))
@@ -127,12 +144,12 @@ async def test_of_several_workers_one_dies(larger_cluster: Serving, kind: str) -
 
 
 @pytest.mark.slow
-async def test_everything_but_the_gateway_dies_at_once(cluster: Serving, undisturbed: list[str]) -> None:
-    victims = [cluster.actor(kind) for kind in ("Router", "KvPool", "PrefillWorker", "DecodeWorker")]
+async def test_everything_but_the_gateway_dies_at_once(separate_cluster: Serving, undisturbed: list[str]) -> None:
+    victims = [separate_cluster.actor(kind) for kind in SEPARATE_KINDS]
 
     def kill_all() -> None:
         for victim in victims:
             victim.kill()
 
-    streams = await stream_through(cluster, kill_all, is_router_hurt=True)
-    assert_unharmed(cluster, streams, undisturbed)
+    streams = await stream_through(separate_cluster, kill_all, is_router_hurt=True)
+    assert_unharmed(separate_cluster, streams, undisturbed)

@@ -71,7 +71,8 @@ def test_a_second_one_beside_the_first_is_killed_and_the_next_one_cleans_up_behi
         assert (code, out) == (1, "")
         assert f"cannot listen on 127.0.0.1:{first.port}" in err
         assert err.count("\n") == 1
-    with serving(tmp_path / "run", str(random_model), *RANDOM) as killed:
+    options = (str(random_model), *RANDOM, "--set", "topology=disaggregated")
+    with serving(tmp_path / "run", *options) as killed:
         killed.wait_ready()
         assert first.complete()[0] == killed.complete()[0] == 200
         assert len(killed.arenas()) == 2  # the pool's arena and the candidate buffer
@@ -79,7 +80,7 @@ def test_a_second_one_beside_the_first_is_killed_and_the_next_one_cleans_up_behi
         killed.finish()
         # Ray's own two agents wait a minute for the rest of Ray before they follow it.
         assert [line for line in killed.leftovers(10.0, besides="Agent") if line[0].isdigit()] == []
-        with serving(tmp_path / "run", str(random_model), *RANDOM) as following:
+        with serving(tmp_path / "run", *options) as following:
             following.wait_ready()
             assert len(following.arenas()) == 2  # its own: both have the same run_dir
             assert following.stop()[0] == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.batch_jobs import NUM_LINES, check_results, submit, wait_for
+from tests.cluster.batch_jobs import NUM_LINES, check_answers, submit, wait_for
 from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import stream_all
 
@@ -50,7 +50,7 @@ def busy_processes(count: int) -> Iterator[None]:
 def watched_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
     """A cluster that soon takes a process for hung, on a machine whose memory Ray would take for full."""
     full = {"RAY_memory_usage_threshold": "0.001"}
-    options = (str(random_model), *EXACT, *HANG_TIMEOUT)
+    options = (str(random_model), *EXACT, *HANG_TIMEOUT, "--set", "topology=disaggregated")
     with serving(tmp_path_factory.mktemp("watched"), *options, environment=full) as served:
         served.wait_ready()
         yield served
@@ -114,7 +114,7 @@ def test_an_actor_that_is_stopped_for_less_than_the_time_out_goes_on_and_for_lon
 
 
 def test_a_driver_of_batches_that_is_stopped_for_ever_is_replaced(watched: Serving) -> None:
-    batch_id = submit(watched)
-    wait_for(watched, batch_id, 20)
+    batch = submit(watched.url, NUM_LINES)
+    wait_for(watched, batch, 20)
     watched.actor("Batch").suspend()
-    check_results(watched, wait_for(watched, batch_id, NUM_LINES + 1))
+    check_answers(watched, batch)

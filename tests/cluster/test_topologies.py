@@ -24,7 +24,7 @@ def texts(cluster: Serving, max_tokens: int = 100) -> list[str]:
     return [stream.text for stream in streams]
 
 
-def test_colocated(cluster: Serving, tmp_path: Path, random_model: Path) -> None:
+def test_colocated(separate_cluster: Serving, tmp_path: Path, random_model: Path) -> None:
     options = (*COLOCATED, "--set", f"decode.count={NUM_COLOCATED}")
     with serving(tmp_path / "run", str(random_model), *EXACT, *options) as colocated:
         colocated.wait_ready()
@@ -32,7 +32,7 @@ def test_colocated(cluster: Serving, tmp_path: Path, random_model: Path) -> None
         assert not colocated.actors("PrefillWorker")
         assert not colocated.actors("DecodeWorker")
         assert len(colocated.actors("ColocatedWorker")) == NUM_COLOCATED
-        assert texts(colocated) == texts(cluster)
+        assert texts(colocated) == texts(separate_cluster)
         colocated.wait_idle()
         assert colocated.arenas() == []
         code, out, err = colocated.stop()
@@ -40,18 +40,18 @@ def test_colocated(cluster: Serving, tmp_path: Path, random_model: Path) -> None
         assert (code, colocated.leftovers()) == (0, []), err
 
 
-def test_elastic(cluster: Serving, tmp_path: Path, random_model: Path) -> None:
-    options = ("--set", "topology=elastic", "--set", "decode.count=2")
-    with serving(tmp_path / "run", str(random_model), *EXACT, *options) as elastic:
+def test_elastic(separate_cluster: Serving, tmp_path: Path, random_model: Path) -> None:
+    """Two workers of the default topology."""
+    with serving(tmp_path / "run", str(random_model), *EXACT, "--set", "decode.count=2") as elastic:
         elastic.wait_ready()
         assert not elastic.actors("KvPool")
         assert len(elastic.actors("ColocatedWorker")) == 2
-        assert texts(elastic) == texts(cluster)
+        assert texts(elastic) == texts(separate_cluster)
         elastic.wait_idle()  # by then the router has told of both
         _, metrics = elastic.get("/metrics")
         assert metrics.count("alignedserve_worker_lean{") == 2
         elastic.actors("ColocatedWorker")[0].kill()
-        assert texts(elastic) == texts(cluster)
+        assert texts(elastic) == texts(separate_cluster)
         elastic.wait_idle()
         code, out, err = elastic.stop()
         assert "1 gateway, 1 router, 2 elastic workers" in out
@@ -63,7 +63,8 @@ def test_another_model(tmp_path: Path, family: str, dtype: str) -> None:
     model = tmp_path / "model"
     make_tiny_model(model, family, vocab_size=400)  # as many as the tokenizer may have
     write_tokenizer(model)
-    with serving(tmp_path / "run", str(model), "--set", f"model.dtype={dtype}") as cluster:
+    settings = ("--set", "topology=disaggregated", "--set", f"model.dtype={dtype}")
+    with serving(tmp_path / "run", str(model), *settings) as cluster:
         cluster.wait_ready()
         status, answer = cluster.complete([5, 6, 7, 8], max_tokens=20, ignore_eos=True)
         assert status == 200, json.dumps(answer)

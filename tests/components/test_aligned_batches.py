@@ -80,7 +80,7 @@ async def test_requests_that_are_evicted_come_back_and_go_on(policy: str, num_wo
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_without_buffers_whoever_gives_way_is_computed_again(policy: str, tmp_path: Path) -> None:
+async def test_without_buffers_a_request_that_gives_way_is_computed_again(policy: str, tmp_path: Path) -> None:
     config = config_of(policy, tmp_path / "model", decode_blocks=40)
     config = replace(config, prefill=replace(config.prefill, candidate_buffer_bytes=0))
     async with running(config, tmp_path) as cluster:

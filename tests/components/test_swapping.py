@@ -20,7 +20,7 @@ def swapping_config(folder: Path, **decode: object) -> ClusterConfig:
     return msgspec.structs.replace(config, decode=msgspec.structs.replace(config.decode, **decode))
 
 
-async def test_answers_are_as_if_nobody_had_been_swapped_out(tmp_path: Path) -> None:
+async def test_answers_are_as_if_nothing_had_been_swapped_out(tmp_path: Path) -> None:
     config = swapping_config(tmp_path / "model")
     sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     prompts = some_prompts()

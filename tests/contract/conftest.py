@@ -31,7 +31,7 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Setup]:
 
 @pytest.fixture
 def pool(setup: Setup) -> Setup:
-    """Where the owner stamps the blocks."""
+    """Setups in which the owner stamps the blocks."""
     if setup.medium.writer_stamps:
         pytest.skip("in a candidate buffer the writer stamps the blocks")
     return setup
@@ -39,7 +39,7 @@ def pool(setup: Setup) -> Setup:
 
 @pytest.fixture
 def buffer(setup: Setup) -> Setup:
-    """Where the writer stamps the blocks."""
+    """Setups in which the writer stamps the blocks."""
     if not setup.medium.writer_stamps:
         pytest.skip("in the pool's arena the pool stamps the blocks")
     return setup

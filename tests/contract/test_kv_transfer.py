@@ -101,7 +101,7 @@ def test_nothing_to_do_is_nothing_done(setup: Setup) -> None:
     assert setup.receiving.fetch([]) == []
 
 
-def test_one_refused_offload_fails_nobody_else(setup: Setup) -> None:
+def test_one_refused_offload_fails_no_other(setup: Setup) -> None:
     (first, taken), (last, also_taken) = setup.lease(2), setup.lease(1)
     before = setup.medium.content()
     outgoing = [
@@ -122,7 +122,7 @@ def test_one_refused_offload_fails_nobody_else(setup: Setup) -> None:
     assert (rows == content(setup.sender, [4, 9])).all()
 
 
-def test_one_refused_fetch_fails_nobody_else(setup: Setup) -> None:
+def test_one_refused_fetch_fails_no_other(setup: Setup) -> None:
     copies = [setup.send(16, source) for source in ([3, 1], [9, 6], [14, 0])]
     before = content(setup.receiver, [10, 11])
     copies[1] = changed(copies[1], generation=copies[1].generation + 50)
@@ -133,7 +133,7 @@ def test_one_refused_fetch_fails_nobody_else(setup: Setup) -> None:
     assert (content(setup.receiver, [10, 11]) == before).all()
 
 
-def test_one_spoilt_in_between_fails_nobody_else(setup: Setup) -> None:
+def test_one_spoilt_in_between_fails_no_other(setup: Setup) -> None:
     copies = [setup.send(16, source) for source in ([3, 1], [9, 6], [14, 0])]
     setup.medium.flip(BlockId(copies[1].runs[0].first_block), 7)
     targets = ([0, 15], [10, 11], [4, 5])
@@ -163,7 +163,7 @@ def test_offloading_under_a_lease_that_was_taken_back_is_refused(pool: Setup) ->
 
 
 @pytest.mark.parametrize("generation", [0, -1, 1 << 64])
-def test_offloading_into_nobodys_blocks_is_refused(setup: Setup, generation: int) -> None:
+def test_offloading_into_blocks_without_an_owner_is_refused(setup: Setup, generation: int) -> None:
     assert refused(setup, blocks(0, 1), blocks(3, 4), generation)
     assert not setup.medium.content().any()
 

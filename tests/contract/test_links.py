@@ -89,7 +89,7 @@ async def test_messages_arrive_in_order_both_ways(address: str) -> None:
     await listener.close()
 
 
-async def test_sending_to_an_address_before_anybody_listens(address: str) -> None:
+async def test_sending_to_an_address_before_its_listener(address: str) -> None:
     here, there = Recorder(), Recorder()
     listener, dialler = board("listener", here), board("dialler", there)
     dialler.send_to(address, AbortRequest(RequestId("early")))
@@ -261,7 +261,7 @@ async def test_a_clock_that_shows_no_time_ends_the_link(unused_tcp_port: int, ca
 
 
 @pytest.mark.parametrize("address", ["tls", *slow("unix", "tcp")], indirect=True)
-def test_whoever_was_stalled_does_not_take_its_peers_for_silent(address: str) -> None:
+def test_a_stalled_process_does_not_take_its_peers_for_silent(address: str) -> None:
     """On uvloop, as in production: what has arrived must be read before timers run."""
     elsewhere = asyncio.new_event_loop()
     thread = threading.Thread(target=elsewhere.run_forever)

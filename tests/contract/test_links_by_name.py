@@ -2,8 +2,11 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -56,6 +59,27 @@ def manager(name: str, book: AddressBook | None) -> tuple[LinkManager, Recorder]
     return LinkManager(identity, CODEC, recorder, book), recorder
 
 
+class Pair(NamedTuple):
+    """A process that listens, a decode worker, and what each of them has seen."""
+
+    listener: LinkManager
+    heard: Recorder
+    dialler: LinkManager
+    linked: Recorder
+
+
+@asynccontextmanager
+async def pair(name: str, at: AddressBook, dialler_at: AddressBook) -> AsyncIterator[Pair]:
+    """Listen under this name, with a decode worker that may dial it; both are closed in the end."""
+    made = Pair(*manager(name, at), *manager("decode-0", dialler_at))
+    await made.listener.listen(name)
+    try:
+        yield made
+    finally:
+        await made.dialler.close()
+        await made.listener.close()
+
+
 @pytest.fixture
 def directory() -> SharedDirectory:
     return SharedDirectory()
@@ -81,27 +105,19 @@ def there(tmp_path: Path, directory: SharedDirectory, kind: str) -> AddressBook:
 async def test_a_process_of_another_node_is_reached_at_its_published_port(
     here: AddressBook, there: AddressBook, directory: SharedDirectory, kind: str
 ) -> None:
-    listener, heard = manager("router", here)
-    dialler, _ = manager("decode-0", there)
-    await listener.listen("router")
-    dialler.send_to("router", AbortRequest(RequestId("r1")))
-    await heard.wait_for(("message", "r1"))
-    place = Publication.decode(directory.entries["router"])
-    assert place.node == "node-0"
-    assert place.address.startswith(f"{kind}:127.0.0.1:")
-    await dialler.close()
-    await listener.close()
+    async with pair("router", here, there) as (_, heard, dialler, _):
+        dialler.send_to("router", AbortRequest(RequestId("r1")))
+        await heard.wait_for(("message", "r1"))
+        place = Publication.decode(directory.entries["router"])
+        assert place.node == "node-0"
+        assert place.address.startswith(f"{kind}:127.0.0.1:")
 
 
 async def test_processes_of_one_node_keep_to_their_sockets(here: AddressBook, directory: SharedDirectory) -> None:
-    listener, heard = manager("router", here)
-    dialler, _ = manager("decode-0", here)
-    await listener.listen("router")
-    directory.entries["router"] = Publication("node-0", "tcp:127.0.0.1:1").encode()  # a port that refuses
-    dialler.dial("router")
-    await heard.wait_for(("linked", "decode-0"))
-    await dialler.close()
-    await listener.close()
+    async with pair("router", here, here) as (_, heard, dialler, _):
+        directory.entries["router"] = Publication("node-0", "tcp:127.0.0.1:1").encode()  # a port that refuses
+        dialler.dial("router")
+        await heard.wait_for(("linked", "decode-0"))
 
 
 async def test_a_single_host_has_no_port(tmp_path: Path) -> None:
@@ -133,18 +149,14 @@ async def test_a_process_that_moves_to_another_port_is_found_there(here: Address
 async def test_the_last_known_place_is_dialled_while_the_directory_is_away(
     here: AddressBook, there: AddressBook, directory: SharedDirectory
 ) -> None:
-    listener, heard = manager("router", here)
-    dialler, _ = manager("decode-0", there)
-    await listener.listen("router")
-    dialler.dial("router")
-    await heard.wait_for(("linked", "decode-0"))
-    directory.is_away = True
-    listener.disconnect("decode-0")
-    await heard.wait_for(("lost", "decode-0"))
-    heard.events.clear()
-    await heard.wait_for(("linked", "decode-0"))
-    await dialler.close()
-    await listener.close()
+    async with pair("router", here, there) as (listener, heard, dialler, _):
+        dialler.dial("router")
+        await heard.wait_for(("linked", "decode-0"))
+        directory.is_away = True
+        listener.disconnect("decode-0")
+        await heard.wait_for(("lost", "decode-0"))
+        heard.events.clear()
+        await heard.wait_for(("linked", "decode-0"))
 
 
 async def test_a_directory_that_hangs_is_asked_once(
@@ -232,85 +244,69 @@ async def test_a_listener_that_closes_every_connection_is_dialled_with_growing_p
 async def test_a_peer_that_is_not_wanted_any_more_keeps_its_link_and_is_not_dialled_again(
     here: AddressBook, there: AddressBook, directory: SharedDirectory
 ) -> None:
-    listener, heard = manager("prefill-0", here)
-    dialler, linked = manager("decode-0", there)
-    await listener.listen("prefill-0")
-    dialler.dial("prefill-0")
-    await heard.wait_for(("linked", "decode-0"))
-    await linked.wait_for(("linked", "prefill-0"))
-    dialler.stop_dialling("prefill-0")
-    assert dialler.send("prefill-0", AbortRequest(RequestId("r1")))
-    await heard.wait_for(("message", "r1"))
-    listener.disconnect("decode-0")
-    await linked.wait_for(("lost", "prefill-0"))
-    num_asked = directory.num_asked
-    await asyncio.sleep(0.1)
-    assert directory.num_asked == num_asked
-    linked.events.clear()
-    dialler.dial("prefill-0")
-    await linked.wait_for(("linked", "prefill-0"))
-    await dialler.close()
-    await listener.close()
+    async with pair("prefill-0", here, there) as (listener, heard, dialler, linked):
+        dialler.dial("prefill-0")
+        await heard.wait_for(("linked", "decode-0"))
+        await linked.wait_for(("linked", "prefill-0"))
+        dialler.stop_dialling("prefill-0")
+        assert dialler.send("prefill-0", AbortRequest(RequestId("r1")))
+        await heard.wait_for(("message", "r1"))
+        listener.disconnect("decode-0")
+        await linked.wait_for(("lost", "prefill-0"))
+        num_asked = directory.num_asked
+        await asyncio.sleep(0.1)
+        assert directory.num_asked == num_asked
+        linked.events.clear()
+        dialler.dial("prefill-0")
+        await linked.wait_for(("linked", "prefill-0"))
 
 
 async def test_a_peer_that_is_wanted_again_before_its_link_is_lost_is_dialled_on(
     here: AddressBook, there: AddressBook
 ) -> None:
-    listener, heard = manager("prefill-0", here)
-    dialler, linked = manager("decode-0", there)
-    await listener.listen("prefill-0")
-    dialler.dial("prefill-0")
-    await linked.wait_for(("linked", "prefill-0"))
-    dialler.stop_dialling("prefill-0")
-    dialler.dial("prefill-0")
-    await heard.wait_for(("linked", "decode-0"))
-    listener.disconnect("decode-0")
-    await linked.wait_for(("lost", "prefill-0"))
-    linked.events.clear()
-    await linked.wait_for(("linked", "prefill-0"))
-    await dialler.close()
-    await listener.close()
+    async with pair("prefill-0", here, there) as (listener, heard, dialler, linked):
+        dialler.dial("prefill-0")
+        await linked.wait_for(("linked", "prefill-0"))
+        dialler.stop_dialling("prefill-0")
+        dialler.dial("prefill-0")
+        await heard.wait_for(("linked", "decode-0"))
+        listener.disconnect("decode-0")
+        await linked.wait_for(("lost", "prefill-0"))
+        linked.events.clear()
+        await linked.wait_for(("linked", "prefill-0"))
 
 
 async def test_a_link_that_is_hung_up_is_closed_at_both_ends_and_made_anew_when_it_is_dialled(
     here: AddressBook, there: AddressBook, directory: SharedDirectory
 ) -> None:
-    listener, heard = manager("pool-0", here)
-    dialler, linked = manager("decode-0", there)
-    await listener.listen("pool-0")
-    dialler.dial("pool-0")
-    await heard.wait_for(("linked", "decode-0"))
-    await linked.wait_for(("linked", "pool-0"))
-    dialler.hang_up("pool-0")
-    await linked.wait_for(("lost", "pool-0"))
-    await heard.wait_for(("lost", "decode-0"))
-    num_asked = directory.num_asked
-    await asyncio.sleep(0.1)
-    assert (dialler.peers(), listener.peers(), directory.num_asked) == ((), (), num_asked)
-    linked.events.clear()
-    dialler.dial("pool-0")
-    await linked.wait_for(("linked", "pool-0"))
-    await dialler.close()
-    await listener.close()
+    async with pair("pool-0", here, there) as (listener, heard, dialler, linked):
+        dialler.dial("pool-0")
+        await heard.wait_for(("linked", "decode-0"))
+        await linked.wait_for(("linked", "pool-0"))
+        dialler.hang_up("pool-0")
+        await linked.wait_for(("lost", "pool-0"))
+        await heard.wait_for(("lost", "decode-0"))
+        num_asked = directory.num_asked
+        await asyncio.sleep(0.1)
+        assert (dialler.peers(), listener.peers(), directory.num_asked) == ((), (), num_asked)
+        linked.events.clear()
+        dialler.dial("pool-0")
+        await linked.wait_for(("linked", "pool-0"))
 
 
 async def test_a_peer_that_is_hung_up_on_before_it_has_answered_gets_no_link(
     here: AddressBook, there: AddressBook
 ) -> None:
-    listener, heard = manager("pool-0", here)
-    dialler, linked = manager("decode-0", there)
-    await listener.listen("pool-0")
-    for pause_s in (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008):  # in any part of the handshake
-        dialler.dial("pool-0")
-        await asyncio.sleep(pause_s)
-        dialler.hang_up("pool-0")
-    await holds(lambda: dialler.peers() == () and listener.peers() == ())
-    await asyncio.sleep(0.05)
-    assert (dialler.peers(), listener.peers()) == ((), ())
-    assert [kind for kind, _ in linked.events].count("linked") == [kind for kind, _ in linked.events].count("lost")
-    assert [kind for kind, _ in heard.events].count("linked") == [kind for kind, _ in heard.events].count("lost")
-    await dialler.close()
-    await listener.close()
+    async with pair("pool-0", here, there) as (listener, heard, dialler, linked):
+        for pause_s in (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008):  # in any part of the handshake
+            dialler.dial("pool-0")
+            await asyncio.sleep(pause_s)
+            dialler.hang_up("pool-0")
+        await holds(lambda: dialler.peers() == () and listener.peers() == ())
+        await asyncio.sleep(0.05)
+        assert (dialler.peers(), listener.peers()) == ((), ())
+        assert [kind for kind, _ in linked.events].count("linked") == [kind for kind, _ in linked.events].count("lost")
+        assert [kind for kind, _ in heard.events].count("linked") == [kind for kind, _ in heard.events].count("lost")
 
 
 async def test_a_lost_host_is_not_looked_up_for_ever(there: AddressBook, directory: SharedDirectory) -> None:

@@ -65,7 +65,7 @@ def key_and_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def authority(key_and_certificate: Path) -> str:
-    """What a client is given."""
+    """Certificates that a client is given."""
     return key_and_certificate.read_text()
 
 

@@ -102,7 +102,7 @@ def test_a_lease_that_ended_before_the_copy_is_refused(sent: Sent, block_id: int
     assert sent.is_refused(sent.copy)
 
 
-def test_freed_blocks_are_refused_even_when_the_handoff_says_nobodys(sent: Sent) -> None:
+def test_freed_blocks_are_refused_even_when_the_handoff_names_no_owner(sent: Sent) -> None:
     sent.setup.medium.stamp(blocks(4, 5, 1, 2, 9), 0)
     assert sent.is_refused(changed(sent.copy, generation=0))
 

@@ -13,5 +13,5 @@ if importlib.util.find_spec("triton") is not None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where the kernels run here."""
+    """The device on which kernels run here."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

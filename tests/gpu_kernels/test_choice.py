@@ -1,4 +1,4 @@
-"""Where GPU kernels are used: a decoder with all of them against the same one without, and what keeps them out."""
+"""Use of GPU kernels: a decoder with all of them against the same one without, and what keeps them out."""
 
 import importlib.util
 import logging

@@ -55,7 +55,7 @@ DEPENDENCIES = (
 
 
 class Place(Enum):
-    """Where a request is."""
+    """Places that a request can be in."""
 
     RUNNING = 1
     CANDIDATE = 2

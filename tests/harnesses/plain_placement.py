@@ -157,17 +157,32 @@ class PlainPlacement(Placement):
 
     # --- choices
 
-    def least_loaded_prefiller(self, *, at_full_pool: bool = False) -> WorkerRecord | None:
+    def note_late_prompts(self, now: float) -> None:
+        """See Placement."""
+        for worker in self.workers.values():
+            for request_id, prefill in worker.prefilling.items():
+                if worker.registered.can_move and prefill.is_real_time and prefill.due_s <= now:
+                    worker.note_late(request_id, prefill.attempt)
+
+    def least_loaded_prefiller(self, *, is_real_time: bool = False, at_full_pool: bool = False) -> WorkerRecord | None:
         """See Placement."""
         able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
         able = [worker for worker in able if self._is_pool_full(worker) == at_full_pool]
-        return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
+        return min(able, key=lambda one: _rank_of(one, is_real_time), default=None)
 
-    def near_prefiller(self, node: str, least: WorkerRecord) -> WorkerRecord | None:
+    def prefiller_in_time(self, num_tokens: int, left_s: float) -> WorkerRecord | None:
+        """See Placement."""
+        able = [one for one in self.workers.values() if one.registered.can_move and self._can_prefill_now(one)]
+        if left_s == float("inf"):
+            return None
+        able.sort(key=lambda one: (len(one.decoding) + len(one.prefilling) - len(one.late), one.name))
+        return next((one for one in able[:8] if one.first_token_s(num_tokens) <= 0.5 * left_s), None)
+
+    def near_prefiller(self, node: str, least: WorkerRecord, *, is_real_time: bool = False) -> WorkerRecord | None:
         """See Placement."""
         able = [one for one in self.workers.values() if one.registered.node == node and self._can_prefill_now(one)]
         able = [one for one in able if self._is_pool_full(one) == self._is_pool_full(least)]
-        near = min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
+        near = min(able, key=lambda one: _rank_of(one, is_real_time), default=None)
         if not node or near is None or near is least:
             return near if node else None
         more_tokens = near.num_prefill_tokens - least.num_prefill_tokens
@@ -332,3 +347,8 @@ def _largest_overdue(pool: PoolRecord, worker: WorkerRecord, pooled_before_s: fl
     """Return the blocks of the largest overdue request among those too large for the batch of a busy worker."""
     sizes = [num_blocks for num_blocks, pooled_s in pool.large_requests.values() if pooled_s <= pooled_before_s]
     return max((size for size in sizes if size <= worker.registered.num_blocks), default=0)
+
+
+def _rank_of(worker: WorkerRecord, is_real_time: bool) -> tuple[float, int, str]:
+    is_real_time = is_real_time and worker.registered.can_move
+    return (worker.wait_s(is_real_time=is_real_time), len(worker.decoding), worker.name)

@@ -40,6 +40,7 @@ def disaggregated(
 ) -> SimConfig:
     """Prefill and decode workers of so many blocks each; buffers of so many blocks for each pair."""
     cluster = ClusterConfig(
+        topology=Topology.DISAGGREGATED,
         scheduling=SchedulingConfig(policy="aligned"),
         router=RouterConfig(prefill_order="least_slack"),
         batching=BatchingConfig(policy=policy, min_requests=8),

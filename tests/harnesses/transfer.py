@@ -40,7 +40,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Medium(Protocol):
-    """Where the blocks lie in between. One for each implementation of the port."""
+    """Place of the blocks in between. One for each implementation of the port."""
 
     writer_stamps: bool  # as in a candidate buffer; in the pool's arena its owner does
     is_shared: bool  # blocks are read in place, until the last byte has arrived

@@ -32,7 +32,7 @@ class TwoHosts:
             run("ip", "-n", name, "link", "set", "lo", "up")
 
     def address(self, number: int) -> str:
-        """Of host 0 or 1."""
+        """Return the address of host 0 or 1."""
         return f"10.123.45.{number + 1}" if self._version == 4 else f"fd00:123::{number + 1}"
 
     def cut(self) -> float:

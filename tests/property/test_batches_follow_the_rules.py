@@ -40,7 +40,7 @@ class Model:
 
     @property
     def since_s(self) -> dict[int, float]:
-        """Of the leaves alone."""
+        """The times of the leaves alone."""
         return {first: since_s for (first, width), since_s in self.served_s.items() if width == 1}
 
     def insert(self, pooled: PooledRequest, now: float) -> None:

@@ -82,7 +82,7 @@ def packed(one: Instance) -> frozenset[int]:
 
 
 def solvable(count: int) -> list[Instance]:
-    """Where some subset with best-effort requests meets every constraint."""
+    """Return instances in which some subset with best-effort requests meets every constraint."""
     rng = random.Random(5)
     return [one for one in (instance(rng) for _ in range(count)) if one.best()]
 

@@ -25,6 +25,7 @@ SHAPES = (
     Shape(is_colocated=True, num_decode=4, worker_blocks=20),
     Shape(is_colocated=True, num_nodes=3, num_decode=5, worker_blocks=20, gateway_beside="pool-2"),
     Shape(num_nodes=2, num_prefill=4, num_decode=4, pool_blocks=60, worker_blocks=24, gateway_beside="pool-1"),
+    Shape(is_colocated=True, is_elastic=True, num_nodes=2, num_decode=4, worker_blocks=20, scheduling="aligned_slo"),
     # Pools without a decode worker beside them, whose requests go before those of the others in time.
     Shape(num_nodes=3, num_prefill=3, num_decode=1, worker_blocks=18, max_running_requests=2, min_requests=1),
     Shape(num_nodes=4, num_prefill=4, num_decode=2, worker_blocks=18, max_running_requests=2, policy="fcfs"),

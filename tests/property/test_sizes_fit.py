@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from alignedserve.cluster import preflight
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.sizing import choose_sizes
-from alignedserve.config.sections import MIB, ModelSectionConfig, from_mapping
+from alignedserve.config.sections import MIB, ModelSectionConfig
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 

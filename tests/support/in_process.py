@@ -69,10 +69,14 @@ TINY_LLAMA = {
 def small_config(
     folder: Path, *, pool_blocks: int = 256, decode_blocks: int = 256, buffer_blocks: int = 128, **changes: object
 ) -> ClusterConfig:
-    """A config for the tiny model; sizes are given in blocks of 8 tokens. Four requests make a batch."""
+    """A config for the tiny model; sizes are given in blocks of 8 tokens. Four requests make a batch.
+
+    Prompts and decodes have workers of their own unless `changes` name another topology.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
     block_bytes = 2 * 2 * 8 * 2 * 8 * 4
+    changes.setdefault("topology", Topology.DISAGGREGATED)
     changes.setdefault("batching", BatchingConfig(min_requests=4, starvation_s=0.5))
     return ClusterConfig(
         model=ModelSectionConfig(path=str(folder), random_weights=True),
@@ -184,8 +188,13 @@ class RoomCluster:
         if not self.config.chosen_topology.is_separate:
             await self._start_colocated(name)
             return
-        executor = self._engine(section.kv_cache_bytes, section.max_running_requests)
-        self.engines[name] = executor
+        block_tokens = hidden_block_tokens(self.served, self.config.scheduling, self.config.engine.block_size)
+        self.engines[name] = executor = self._engine(
+            section.kv_cache_bytes,
+            decode_factory.engine_places(section, self.config.scheduling),
+            has_int8_swaps=section.has_int8_swaps,
+            hidden_block_tokens=block_tokens,
+        )
         make = partial(
             decode_factory.make_logic,
             registered=self._registered(
@@ -194,6 +203,9 @@ class RoomCluster:
             config=section,
             batching=self.config.batching,
             scheduling=self.config.scheduling,
+            memory=memory_of(
+                section, executor.layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens
+            ),
             eos_token_ids=executor.eos_token_ids,
             measured=executor.measure_iterations(0.02, 512),
         )

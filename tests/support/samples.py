@@ -245,7 +245,7 @@ EXAMPLES: tuple[Message, ...] = (
     RequestStayed(R1, 3),
     RequestPreempted(R1, 3, (8, 9), handoff_refused=True),
     AttemptFailed(R1, 3, FailureKind.INTERNAL, "the model gave no usable logits"),
-    WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, _JOINED, 0.5),
+    WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, _JOINED, 0.5, 11),
     ArenaOffered(
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),

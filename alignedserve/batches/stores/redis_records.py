@@ -28,7 +28,7 @@ _RETRY = Retry(NoBackoff(), 1, supported_errors=(ConnectionLost,))
 
 @dataclass(frozen=True, slots=True)
 class RedisLocation:
-    """Where a Redis is, with its password if it has one: plain values that can be sent to every process."""
+    """Address of a Redis, with its password if it has one: plain values that can be sent to every process."""
 
     url: str = field(repr=False)  # redis://, rediss:// (TLS) or unix://
     authority: str | None = None  # certificates that sign the server's, in PEM; None: the system's

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -62,8 +63,9 @@ def demo(options: DemoOptions) -> int:
         count_tokens=count_tokens,
         is_mixed=options.is_mixed,
     )
-    with _server(options) as url:
-        faults = plan_faults(options.duration_s, options.seed) if options.has_faults else []
+    # Ray prints to stdout that a process was lost; what is printed there is the report.
+    with contextlib.redirect_stdout(sys.stderr), _server(options) as (url, is_separate):
+        faults = plan_faults(options.duration_s, options.seed, is_separate=is_separate) if options.has_faults else []
         report = asyncio.run(_Demo(checked, count_tokens, url, faults).run())
     if options.json_output:
         write_json(to_json(report), "-")
@@ -73,10 +75,13 @@ def demo(options: DemoOptions) -> int:
 
 
 @contextlib.contextmanager
-def _server(options: DemoOptions) -> Iterator[str]:
-    """Return the address of the running server, or of a cluster that lives as long as the context."""
+def _server(options: DemoOptions) -> Iterator[tuple[str, bool]]:
+    """Return the address of the running server, or of a cluster that lives as long as the context.
+
+    And whether it is known to have workers of one phase each.
+    """
     if options.url is not None:
-        yield options.url
+        yield options.url, False
         return
     # Here and not above: it loads Ray, which --url does not need.
     from alignedserve.cli.wiring import start_cluster
@@ -93,7 +98,7 @@ def _server(options: DemoOptions) -> Iterator[str]:
             cluster = stack.enter_context(start_cluster(config))
             cluster.wait_ready(READY_TIMEOUT_S)
         notes().print(f"cluster ready at {cluster.url} after {time.monotonic() - began_s:.1f} s", markup=False)
-        yield cluster.url
+        yield cluster.url, cluster.config.chosen_topology.is_separate
 
 
 def _free_port() -> int:

@@ -181,7 +181,7 @@ class DemoOptions:
         bool, typer.Option("--mixed", help="Nine short prompts to a long one, instead of the trace's own.")
     ] = False
     has_faults: Annotated[
-        bool, typer.Option("--faults", help="Kill and stop workers and pool meanwhile, one after the other.")
+        bool, typer.Option("--faults", help="Kill and stop workers (and pool) meanwhile, one after the other.")
     ] = False
     batching: BatchingOption = None
     seed: SeedOption = 0
@@ -254,12 +254,13 @@ class SimulateOptions:
     ] = None
     num_prefill: Annotated[int | None, typer.Option("--prefill", min=1, help="Prefill workers.")] = None
     num_decode: Annotated[int | None, typer.Option("--decode", min=1, help="Decode workers.")] = None
-    num_colocated: Annotated[
+    num_workers: Annotated[
         int | None,
         typer.Option(
+            "--workers",
             "--colocated",
             min=1,
-            help="Colocated workers. Alone: every policy runs on such.",
+            help="Workers that do both phases (elastic, colocated). Alone: every policy runs on such.",
             show_default="as many as --prefill and --decode together",
         ),
     ] = None

@@ -9,7 +9,8 @@ from alignedserve.cli.commands.replay import replay_folder
 from alignedserve.cli.commands.simulate_cases import DEFAULT_MODEL, SERVER_SIZES, parse_variant
 from alignedserve.config.environment import data_dir
 from alignedserve.config.loading import current_field_name, load_config
-from alignedserve.config.sections import ClusterConfig, Topology, with_fixed_sizes
+from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass, Slo

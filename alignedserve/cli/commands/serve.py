@@ -111,8 +111,9 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
 def _shape(cluster: RunningCluster) -> str:
     config = cluster.config
     if not config.chosen_topology.is_separate:
-        kind = config.chosen_topology.value
-        return f"{config.gateway.count} gateway, 1 router, {config.decode.count} {kind} workers"
+        workers = "worker" if config.decode.count == 1 else "workers"
+        kind = f"{config.chosen_topology.value} {workers}"
+        return f"{config.gateway.count} gateway, 1 router, {config.decode.count} {kind}"
     return (
         f"{config.gateway.count} gateway, 1 router, 1 KV pool, "
         f"{config.prefill.count} prefill and {config.decode.count} decode workers"

@@ -12,10 +12,13 @@ import yaml
 from alignedserve.cli.commands.options import SimulateOptions
 from alignedserve.config.environment import data_dir
 from alignedserve.config.loading import current_field_name, load_config
-from alignedserve.config.sections import ClusterConfig, ScalingConfig, Topology, with_fixed_sizes
+from alignedserve.config.sections import ClusterConfig, ScalingConfig, Topology
+from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED, WorkerSpec
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
+from alignedserve.scheduling.policies import PolicyEntry, policy_entry
+from alignedserve.scheduling.topology import require_effect, topology_of
 from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.config import SimConfig, SimRouters
 from alignedserve.sim.policies import simulated_policy, with_policy
@@ -43,7 +46,7 @@ _SAID_ELSEWHERE = {
     "scheduling.policy": "--policy",
     "scheduling.policy_params": "--policy",
     "prefill.count": "--prefill",
-    "decode.count": "--decode or --colocated",
+    "decode.count": "--decode or --workers",
 }
 _FOLLOWS = (
     "decode.kv_cache_bytes",
@@ -108,7 +111,8 @@ def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
 def _cluster(options: SimulateOptions) -> ClusterConfig:
     """Load the user's configuration, or one of the size of a server; other options set the worker counts.
 
-    Raises ConfigError for what would change nothing.
+    Its topology is that with which it would be served; None: no file, so that each policy has its own. Raises
+    ConfigError for what would change nothing.
     """
     for override in options.overrides:
         field = current_field_name(override.partition("=")[0].strip())
@@ -117,11 +121,16 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
                 raise ConfigError(f"--set {field}: here {place} says that")
         if field in _FOLLOWS and not options.costs.startswith(FITTED):
             raise ConfigError(f"--set {field}: memory follows from --model, --hardware and --tensor-parallel")
+    given = load_config(options.config, options.overrides)
+    if given.topology is not None:
+        require_effect(given)
     sizes = () if options.config is not None else SERVER_SIZES
     cluster = load_config(options.config, (*sizes, *options.overrides))
     for name in ScalingConfig.__struct_fields__:
         if getattr(cluster.scaling, name) != getattr(ScalingConfig(), name):
             raise ConfigError(f"scaling.{name}: nodes that come and go are not simulated; see --nodes")
+    if options.config is not None:
+        cluster = msgspec.structs.replace(cluster, topology=topology_of(cluster))
     return with_fixed_sizes(cluster)
 
 
@@ -152,7 +161,9 @@ def _configured(
     options: SimulateOptions, cluster: ClusterConfig, machines: ClusterHardware | MachineProfile, variant: Variant
 ) -> SimConfig:
     """Return one policy's cluster on its machines."""
-    chosen = with_policy(cluster, variant.name, variant.settings, topology=_topology(options, cluster))
+    chosen = with_policy(
+        cluster, variant.name, variant.settings, topology=_topology(options, cluster, policy_entry(variant.name))
+    )
     chosen = _sized(options, chosen, cluster.topology)
     config = simulated_policy(machines, chosen)
     return replace(
@@ -164,27 +175,28 @@ def _configured(
     )
 
 
-def _topology(options: SimulateOptions, cluster: ClusterConfig) -> Topology | None:
-    """Return the topology that was asked for; None: each policy's own."""
-    is_elastic = cluster.topology is Topology.ELASTIC
-    if options.num_colocated is not None and options.num_prefill is None and options.num_decode is None:
-        return Topology.ELASTIC if is_elastic else Topology.COLOCATED
+def _topology(options: SimulateOptions, cluster: ClusterConfig, entry: PolicyEntry) -> Topology | None:
+    """Return the topology that was asked for; None: the policy's own."""
     is_named = any(text.partition("=")[0].strip() == "topology" for text in options.overrides)
     is_served = options.config is not None and not options.policies
-    return cluster.topology if is_named or is_served else None
+    asked = cluster.topology if is_named or is_served else None
+    if options.num_workers is not None and options.num_prefill is None and options.num_decode is None:
+        together = (asked, *entry.topologies, Topology.COLOCATED)  # the last one is refused, saying why
+        return next(one for one in together if one is not None and not one.is_separate)
+    return asked
 
 
 def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology | None) -> ClusterConfig:
     """Return the cluster with as many workers as asked for.
 
-    Where separate ones were `given`, colocated ones are as many as both kinds.
+    Where separate ones were `given`, those that do both phases are as many as both kinds.
     """
     changed = msgspec.structs.replace
     num_prefill = options.num_prefill or cluster.prefill.count
     num_decode = options.num_decode or cluster.decode.count
     if not cluster.chosen_topology.is_separate:
         num_together = num_prefill + num_decode if given is None or given.is_separate else num_decode
-        num_decode = options.num_colocated or num_together
+        num_decode = options.num_workers or num_together
     num_alike = options.num_nodes or 1
     return changed(
         cluster,

@@ -20,6 +20,7 @@ from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ResourceError
 from alignedserve.runtime.model.built_in import POCKET
+from alignedserve.scheduling.topology import require_effect
 
 _READY_S = 900.0
 _POLL_S = 0.5
@@ -33,7 +34,8 @@ def up(options: ServeOptions) -> None:
 
     Raises an error of the tree, with the driver's last words, when it does not.
     """
-    config = load_config(options.config, options.all_overrides)  # a mistake is reported here, not in a log
+    config = load_config(options.config, options.all_overrides)
+    require_effect(config)  # a mistake is reported here, not in a log
     if config.gateway.host not in _LOOPBACK and not api_keys():
         notes().print(f"warning: anyone who reaches the gateways may use them; set {API_KEYS_VARIABLE}", soft_wrap=True)
     with connected():

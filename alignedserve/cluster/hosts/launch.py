@@ -36,6 +36,7 @@ from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.tls import CertificateAuthority
 from alignedserve.scheduling.factory import resolve_policy
+from alignedserve.scheduling.topology import require_effect
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def launch_on_hosts(
     Raises an error of the tree, with nothing left running, when it cannot.
     """
     observer, asked = observer or LoggingObserver(), digest_of(config)
+    require_effect(config)
     config = resolve_policy(msgspec.structs.replace(config, model=with_local_model(config.model)))
     config = with_absolute_folder(config)
     join_ray(hosts.address, NAMESPACE)

@@ -1,4 +1,4 @@
-"""The plan of a cluster of several nodes: one topology and one longest context for all, sizes by what each node has."""
+"""The plan of a cluster of several nodes: one longest context for all, sizes by what each node has."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,8 @@ import msgspec
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, Placement
 from alignedserve.cluster.sizing import SizeChoice, choose_sizes
-from alignedserve.config.sections import ClusterConfig, Topology, with_fixed_sizes
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel
 
@@ -27,7 +28,7 @@ class NodeResources:
 class ClusterPlan:
     """Holds the processes of each node and their sizes."""
 
-    config: ClusterConfig  # with the topology that all nodes have
+    config: ClusterConfig
     served: ServedModel  # with the context that fits every node
     placement: Placement  # which more nodes may join
     shares: tuple[NodeShare, ...]
@@ -49,7 +50,7 @@ def plan_cluster(
 ) -> ClusterPlan:
     """Place everything and choose what is unset. Raises NotEnoughMemory naming the node.
 
-    Where separate workers do not fit one node, no node has them; the shortest context that a node allows is everyone's.
+    `config`: with its topology. The shortest context that a node allows is everyone's.
     """
     while True:
         placement = Placement(config)
@@ -59,14 +60,10 @@ def plan_cluster(
             for share, node in zip(shares, nodes, strict=True)
             if share.num_workers
         }
-        if any(choice.config.topology is not config.chosen_topology for choice in choices.values()):
-            config = msgspec.structs.replace(config, topology=Topology.COLOCATED)
-            continue
         context_len = min(choice.served.max_context_len for choice in choices.values())
         if all(choice.served.max_context_len == context_len for choice in choices.values()):
-            chosen = msgspec.structs.replace(config, topology=config.chosen_topology)
             shortened = replace(served, max_context_len=context_len)
-            return ClusterPlan(chosen, shortened, placement, tuple(shares), choices)
+            return ClusterPlan(config, shortened, placement, tuple(shares), choices)
         served = replace(served, max_context_len=context_len)
 
 

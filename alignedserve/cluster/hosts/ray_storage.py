@@ -1,4 +1,4 @@
-"""Where Ray's head keeps its state, so that it can come back: in the Redis that is named by URL."""
+"""The state of Ray's head, kept so that it can come back: in the Redis that is named by URL."""
 
 import shlex
 from pathlib import Path

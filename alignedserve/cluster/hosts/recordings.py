@@ -80,6 +80,8 @@ class Recordings:
         """`folder`: of the run, on this host; None: nothing is recorded."""
         self._folder = Path(folder) if folder is not None else None
         self._nodes: dict[str, RecordedNode] = {}  # by the names of the nodes
+        self._unfollowed: dict[str, Member] = {}  # nodes that did not answer; asked again every second
+        self._changing = threading.Lock()  # of both, each replaced as a whole, as others read them meanwhile
         self._uncopied: set[str] = set()  # nodes of which it was said that they cannot be copied now
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recordings", daemon=True)
@@ -90,28 +92,35 @@ class Recordings:
         """Copy what this node records from now on. The head's processes write where it is to be."""
         if self._folder is None or member.prepared.share.is_head:
             return
-
-        def ask(method: str, *arguments: object) -> Any:
-            return ray.get(getattr(member.keeper.actor, method).remote(*arguments), timeout=_ANSWER_S)
-
-        node, number = member.ray_node, member.prepared.folder.name.rpartition("-")[2]
         try:
-            part = RecordedPart(
-                node=member.name,
-                hostname=node.hostname,
-                address=node.address,
-                clock_ahead_s=clock_ahead_s(lambda: ask("clock_s")),
-                is_whole=False,
-            )
-            found = RecordedNode(ask, self._folder / f"{member.name}.{number}", part)
+            found = _recorded_node(self._folder, member)
         except (RayError, TimeoutError, OSError) as error:
-            logger.error("what %s records stays there: %s", node, error)
+            logger.warning("what %s records cannot be copied now: %s", member.ray_node, error)
+            with self._changing:
+                self._unfollowed = {**self._unfollowed, member.name: member}
             return
-        self._nodes = {**self._nodes, member.name: found}  # a new one, as the thread reads the other
+        with self._changing:
+            self._nodes = {**self._nodes, member.name: found}
+
+    def _follow_again(self, folder: Path) -> None:
+        """Ask those anew that did not answer."""
+        for name, member in self._unfollowed.items():
+            try:
+                found = _recorded_node(folder, member)
+            except (RayError, TimeoutError, OSError):
+                continue
+            with self._changing:
+                if self._unfollowed.get(name) is not member:
+                    continue  # lost meanwhile
+                self._unfollowed = {other: one for other, one in self._unfollowed.items() if other != name}
+                self._nodes = {**self._nodes, name: found}
+            logger.info("what %s records is copied", member.ray_node)
 
     def forget(self, node: str) -> None:
         """Note that a node is lost; what has been copied stays."""
-        self._nodes = {name: one for name, one in self._nodes.items() if name != node}
+        with self._changing:
+            self._nodes = {name: one for name, one in self._nodes.items() if name != node}
+            self._unfollowed = {name: one for name, one in self._unfollowed.items() if name != node}
 
     def finish(self, node: str) -> None:
         """Copy the rest of what a node has recorded, whose processes have ended or are about to."""
@@ -135,6 +144,8 @@ class Recordings:
 
     def _run(self) -> None:
         while not self._is_closing.wait(_PERIOD_S):
+            if self._folder is not None:
+                self._follow_again(self._folder)
             for node, one in self._nodes.items():
                 self._perform(node, one.lock, partial(one.copy, time.monotonic() + _PERIOD_S))
 
@@ -150,6 +161,23 @@ class Recordings:
             logger.debug("what %s records cannot be copied now", node, exc_info=True)
         else:
             self._uncopied.discard(node)
+
+
+def _recorded_node(folder: Path, member: Member) -> RecordedNode:
+    """Ask a node's keeper for its clock, and begin the node's part of the run. Raises as `RecordedNode`."""
+
+    def ask(method: str, *arguments: object) -> Any:
+        return ray.get(getattr(member.keeper.actor, method).remote(*arguments), timeout=_ANSWER_S)
+
+    node, number = member.ray_node, member.prepared.folder.name.rpartition("-")[2]
+    part = RecordedPart(
+        node=member.name,
+        hostname=node.hostname,
+        address=node.address,
+        clock_ahead_s=clock_ahead_s(lambda: ask("clock_s")),
+        is_whole=False,
+    )
+    return RecordedNode(ask, folder / f"{member.name}.{number}", part)
 
 
 def clock_ahead_s(ask: Callable[[], float]) -> float:

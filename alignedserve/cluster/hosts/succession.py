@@ -112,7 +112,7 @@ class Fingerprint(cloudpickle.CloudPickler):
 
 @dataclass(slots=True)
 class _Given:
-    """What a keeper was given, and the answer to the latest word that the driver lives."""
+    """Actors that a keeper was given, and its answer to the latest word that the driver lives."""
 
     keeper: Any
     number: int

@@ -67,7 +67,7 @@ def start_supervisor(command: Sequence[str], ray_address: str) -> "subprocess.Po
 
 
 class Ending(Enum):
-    """How a supervisor has ended."""
+    """The end that a supervisor came to."""
 
     NOT_THERE = auto()
     ENDED = auto()

@@ -9,6 +9,7 @@ import torch
 from alignedserve.core.errors import ConfigError
 
 CPU, CUDA = "cpu", "cuda"
+_MAX_GPUS = 64  # of one machine
 _CUDA: Any = torch.cuda
 
 
@@ -41,6 +42,12 @@ def worker_devices(name: str, num_workers: int) -> list[str]:
     if number and int(number) >= count:
         raise ConfigError(f"engine.device is {name}, but the last GPU here is cuda:{count - 1}")
     return [name if number else f"{CUDA}:{index % count}" for index in range(num_workers)]
+
+
+def gpu_names(name: str) -> tuple[str, ...]:
+    """Return the GPUs that workers may use, by engine.device; none: they compute on the CPU. Raises ConfigError."""
+    devices = dict.fromkeys(worker_devices(name, _MAX_GPUS))
+    return tuple(device for device in devices if device != CPU)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -25,8 +25,8 @@ from alignedserve.scheduling.policies.run_all import AlignedConfig, DistserveCon
 from alignedserve.scheduling.policies.sarathi import Sarathi, SarathiConfig
 from alignedserve.scheduling.policy import IterationPolicy, Mechanism
 
-BOTH = (Topology.COLOCATED, Topology.DISAGGREGATED)
-COLOCATED = (Topology.COLOCATED,)
+COLOCATED = (Topology.COLOCATED, Topology.ELASTIC)
+BOTH = (*COLOCATED, Topology.DISAGGREGATED)
 DISAGGREGATED = (Topology.DISAGGREGATED,)
 
 
@@ -43,9 +43,17 @@ class PolicyEntry:
     needed_by: str | None = None  # the parameter that, set to false, makes `needs` unnecessary
     prefill_order: str = "fcfs"  # in the router (router/policies)
     batching: str = "fcfs"  # in the pool (kvpool/policies), disaggregated only
-    schedules_iterations: bool = False  # disaggregated: it decides the iterations of prefill and decode workers too
+    schedules_iterations: bool = False  # disaggregated: it decides the iterations of decode workers too
+    has_prompt_order: bool = True  # and those of prefill workers, where it decides those; else prompts go in order
     batching_settings: tuple[str, ...] = ()  # of its parameters, those that are the `batching` section's
+    admission_share: str | None = None  # disaggregated: the parameter with the share of a TPOT objective that an
+    # iteration may take, so that decode workers admit no more; None: they admit what their memory holds
     is_direct: bool = False  # disaggregated: a prefill goes straight to a decode worker, not through the pool
+
+    @property
+    def schedules_prompts(self) -> bool:
+        """True if it decides the iterations of prefill workers."""
+        return self.schedules_iterations and self.has_prompt_order
 
     def needs_with(self, config: Any) -> frozenset[Mechanism]:
         """Return the mechanisms needed with these parameters (an instance of `self.config`)."""
@@ -75,22 +83,28 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             "objectives as constraints, throughput with what is left: the union of the five papers",
             AlignedSloConfig,
             AlignedSlo,
-            (Topology.DISAGGREGATED, Topology.COLOCATED),
+            (Topology.ELASTIC, Topology.COLOCATED, Topology.DISAGGREGATED),
             uses=frozenset({Mechanism.SWAP}),
             prefill_order="least_slack",
             batching="density_first",
             schedules_iterations=True,
+            admission_share="slack_share",
         ),
         "alise": PolicyEntry(
             "least predicted remaining time first, swapping as int8 (ALISE)",
             AliseConfig,
             Alise,
+            BOTH,
+            schedules_iterations=True,
             uses=frozenset({Mechanism.SWAP, Mechanism.INT8_SWAP}),
         ),
         "apt_serve": PolicyEntry(
             "most pending time per block, hidden caches where blocks are short (Apt-Serve)",
             AptServeConfig,
             AptServe,
+            BOTH,
+            schedules_iterations=True,
+            has_prompt_order=False,
             needs=frozenset({Mechanism.HIDDEN_CACHE}),
             needed_by="hybrid_cache",
         ),
@@ -98,6 +112,9 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             "the same with prompts in chunks beside decodes (Apt-Serve-S)",
             AptServeConfig,
             AptServeChunked,
+            BOTH,
+            schedules_iterations=True,
+            has_prompt_order=False,
             needs=frozenset({Mechanism.HIDDEN_CACHE}),
             needed_by="hybrid_cache",
         ),
@@ -121,6 +138,8 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             "feedback queues, joined by prefill time (FastServe)",
             FastServeConfig,
             FastServe,
+            BOTH,
+            schedules_iterations=True,
             uses=frozenset({Mechanism.SWAP}),
         ),
         "fcfs": PolicyEntry(
@@ -185,8 +204,7 @@ def require_policy(scheduling: SchedulingConfig, topology: Topology, available: 
     """Raise ConfigError if the policy or a parameter is unknown, or cannot work with these workers."""
     name = scheduling.policy
     entry, parameters = policy_entry(name), policy_config(name, scheduling.policy_params)
-    needed = Topology.COLOCATED if topology is Topology.ELASTIC else topology
-    if needed not in entry.topologies:
+    if topology not in entry.topologies:
         able = " or ".join(one.value for one in entry.topologies)
         raise ConfigError(f"policy {name!r} is for {able} workers; set topology={entry.topologies[0].value}")
     missing = entry.needs_with(parameters) - available

@@ -59,6 +59,8 @@ class AlignedSlo:
         self._prompts = RefreshedEstimate(measure_prefill_times)
         self._tightest_s = np.inf  # the tightest recent first-token objective
         self._seen_s = -np.inf  # time of the last request with it
+        self._most_blocks = 0  # that requests on time held at once, recently
+        self._most_s = -np.inf  # when they did
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
@@ -66,20 +68,22 @@ class AlignedSlo:
         forecast = self._forecast(view, cap_s)
         packing = SloPacking(view, forecast, growth_tokens=self._config.growth_tokens)
         allowed_s = forecast.allowed_s
-        starving, served = forecast.rank == STARVING, (forecast.rank > STARVING) & (forecast.rank < BEST_EFFORT)
+        rank = forecast.rank
+        starving, on_time, late = rank == STARVING, (rank > STARVING) & (rank < LATE), rank == LATE
         starving_s = self._config.starving_share * max(min(allowed_s, cap_s), view.history.mean_s)
         packing.add_decodes(starving, starving_s, at_least=1)
-        packing.add_decodes(served, np.inf)
+        packing.add_decodes(on_time, np.inf)
         # Decodes with objectives are not held back: the iteration is at least as long as they take.
         decodes_s = packing.predicted_s()
         budget_s = max(min(allowed_s, cap_s), decodes_s)
         is_open = packing.add_prompts(starving, decodes_s + starving_s)
         # Nor are prompts with objectives held back for later ones.
         if is_open:
-            packing.add_prompts(served, max(allowed_s, decodes_s), least_s=decodes_s)
-        packing.add_decodes(~served, budget_s)
-        if is_open:
-            packing.add_prompts(~served, budget_s)
+            packing.add_prompts(on_time, max(allowed_s, decodes_s), least_s=decodes_s)
+        for mask, until_s in ((late, max(allowed_s, decodes_s)), (~late & ~on_time, budget_s)):
+            packing.add_decodes(mask, until_s)
+            if is_open:
+                packing.add_prompts(mask, until_s)
         return packing.plan()
 
     def _cap_s(self, view: WorkerView) -> float:
@@ -121,6 +125,8 @@ class AlignedSlo:
         waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
         has_waited = waited_s > config.starvation_s + config.patience * left_s
         is_starving = has_waited & (~is_on_time | np.isinf(slack_s))  # the others are urgent once they are due
+        # Later gaps are at most `slack_share` of the allowed ones; half of those to come count, as predictions err.
+        given_back_s = (1.0 - config.slack_share) / 2 * num_left * table.tpot_s
         return_s = runtime.prefill_s(table.context_len.astype(np.float64))
         return SloForecast(
             is_ready=is_decoding & (table.num_swapped == 0),
@@ -129,24 +135,31 @@ class AlignedSlo:
             claim=claim,
             is_free=is_free & np.isinf(table.deadline_s),
             has_waited=has_waited,
+            kept_blocks=self._kept_blocks(view, is_on_time),
             allowed_s=config.slack_share * _allowed_s(slack_s, table.tpot_s, is_on_time),
-            stretched_s=self._stretched_s(view, dues, num_left, is_on_time),
+            banked_s=self._stretched_s(dues, np.zeros(len(table)), now, is_on_time),
+            stretched_s=self._stretched_s(dues, given_back_s, now, is_on_time),
             slack_s=slack_s,
             prefill_token_s=runtime.prefill_token_s,
             eviction_slack_s=np.minimum(dues.schedule_s - now, eviction_slack_s) - return_s - 2 * horizon_s,
         )
 
-    def _stretched_s(self, view: WorkerView, dues: "_Dues", num_left: Floats, is_on_time: Bools) -> float:
+    def _kept_blocks(self, view: WorkerView, is_on_time: Bools) -> int:
+        """Return by how many blocks requests on time recently held more than now: they may come to need these again."""
+        held = int(np.sum(view.table.num_blocks, where=is_on_time))
+        if held >= self._most_blocks or view.now - self._most_s > self._config.memory_s:
+            self._most_blocks, self._most_s = held, view.now
+        return self._most_blocks - held
+
+    def _stretched_s(self, dues: "_Dues", given_back_s: Floats, now: float, is_on_time: Bools) -> float:
         """Return the longest iteration after which all requests that have begun can still hold their mean gap.
 
-        Later gaps are at most `slack_share` of the allowed ones, so each gives the rest back; half of those to come are
-        counted on, as predictions err. A prompt that arrives as it begins still has time for a usual iteration.
+        `given_back_s`: what each still gains by its later gaps. A prompt that arrives as it begins still has time for a
+        usual iteration.
         """
-        config = self._config
-        given_back_s = (1.0 - config.slack_share) / 2 * num_left * view.table.tpot_s
         longest_s = np.maximum(dues.next_s, dues.schedule_s) + given_back_s
-        mean_s = float(np.min(longest_s, where=dues.has_begun & is_on_time, initial=np.inf)) - view.now
-        return min(config.slack_share * mean_s, (1.0 - config.response_share) * self._tightest_s)
+        mean_s = float(np.min(longest_s, where=dues.has_begun & is_on_time, initial=np.inf)) - now
+        return min(self._config.slack_share * mean_s, (1.0 - self._config.response_share) * self._tightest_s)
 
 
 class _Dues(NamedTuple):

@@ -35,6 +35,10 @@ def config(port: int, **sections: dict[str, Any]) -> ClusterConfig:
     return replace(made, **{name: replace(getattr(made, name), **changes) for name, changes in sections.items()})
 
 
+def separate(port: int, **sections: dict[str, Any]) -> ClusterConfig:
+    return replace(config(port, **sections), topology=Topology.DISAGGREGATED)
+
+
 def one_context(served: ServedModel = POCKET) -> int:
     """Bytes of cache of the longest request, and a block."""
     return served.config.kv_token_bytes(served.dtype) * (served.max_context_len + 16)
@@ -100,8 +104,8 @@ def test_a_host_that_is_not_ours(unused_tcp_port: int) -> None:
     ("section", "field"), [("pool", "memory_bytes"), ("prefill", "kv_cache_bytes"), ("decode", "kv_cache_bytes")]
 )
 def test_each_memory_must_hold_one_request(section: str, field: str, unused_tcp_port: int) -> None:
-    preflight.check(config(unused_tcp_port, **{section: {field: one_context()}}), POCKET)
-    short = config(unused_tcp_port, **{section: {field: one_context() - 1}})
+    preflight.check(separate(unused_tcp_port, **{section: {field: one_context()}}), POCKET)
+    short = separate(unused_tcp_port, **{section: {field: one_context() - 1}})
     message = (
         rf"{section}\.{field} is \d+ MiB, but one request of {POCKET.max_context_len} tokens needs \d+ MiB"
         r".*; set it higher, or model\.max_context_len lower"
@@ -110,11 +114,12 @@ def test_each_memory_must_hold_one_request(section: str, field: str, unused_tcp_
         preflight.check(short, POCKET)
 
 
+@pytest.mark.parametrize("topology", [Topology.ELASTIC, Topology.COLOCATED])
 @pytest.mark.parametrize(("section", "field"), [("pool", "memory_bytes"), ("prefill", "kv_cache_bytes")])
-def test_a_colocated_cluster_has_neither_pool_nor_prefill_workers(
-    section: str, field: str, unused_tcp_port: int
+def test_workers_of_both_phases_have_neither_pool_nor_prefill_workers(
+    section: str, field: str, topology: Topology, unused_tcp_port: int
 ) -> None:
-    small = replace(config(unused_tcp_port, **{section: {field: 1}}), topology=Topology.COLOCATED)
+    small = replace(config(unused_tcp_port, **{section: {field: 1}}), topology=topology)
     preflight.check(small, POCKET)
 
 
@@ -130,14 +135,18 @@ def test_a_machine_without_the_memory(monkeypatch: pytest.MonkeyPatch, unused_tc
     available(monkeypatch, 100 * MIB)
     message = (
         r"\d+ MiB are needed \(workers \d+, KV pool 256\), 100 MiB are available; set pool\.memory_bytes, "
-        r"prefill\.kv_cache_bytes and decode\.kv_cache_bytes lower, or use topology=colocated"
+        r"prefill\.kv_cache_bytes and decode\.kv_cache_bytes lower"
     )
-    with pytest.raises(NotEnoughMemory, match=message):
+    with pytest.raises(NotEnoughMemory, match=f"{message}, or use topology=elastic"):
+        preflight.check(separate(unused_tcp_port), POCKET)
+    with pytest.raises(NotEnoughMemory, match=f"{message}$"):  # the policy knows no other workers
+        preflight.check(separate(unused_tcp_port, scheduling={"policy": "aligned"}), POCKET)
+    with pytest.raises(NotEnoughMemory, match=r"set decode\.count or decode\.kv_cache_bytes lower$"):
         preflight.check(config(unused_tcp_port), POCKET)
 
 
 def test_every_worker_counts_with_its_weights(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
-    three = config(unused_tcp_port, decode={"count": 2})
+    three = separate(unused_tcp_port, decode={"count": 2})
     weights = POCKET.weight_bytes
     needed = 3 * weights + 2 * three.decode.kv_cache_bytes + three.prefill.kv_cache_bytes + three.pool.memory_bytes
     available(monkeypatch, needed)
@@ -151,12 +160,15 @@ def test_a_memory_file_system_that_is_too_small(monkeypatch: pytest.MonkeyPatch,
     shared_memory(monkeypatch, 64 * MIB)
     message = r"the KV pool needs 256 MiB in /dev/shm, where 64 MiB are free; set pool\.memory_bytes lower"
     with pytest.raises(NotEnoughMemory, match=message):
-        preflight.check(config(unused_tcp_port), POCKET)
+        preflight.check(separate(unused_tcp_port), POCKET)
 
 
-def test_a_colocated_cluster_needs_no_memory_file_system(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
+@pytest.mark.parametrize("topology", [Topology.ELASTIC, Topology.COLOCATED])
+def test_without_a_pool_no_memory_file_system_is_needed(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int, topology: Topology
+) -> None:
     shared_memory(monkeypatch, 0)
-    preflight.check(replace(config(unused_tcp_port), topology=Topology.COLOCATED), POCKET)
+    preflight.check(replace(config(unused_tcp_port), topology=topology), POCKET)
 
 
 # --- the model

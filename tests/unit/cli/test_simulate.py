@@ -47,11 +47,13 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (("--pools", "2"), "num_pools must be between 1 and 1"),
         (("--nodes", "2", "--pools", "2"), "--nodes gives each node its own workers"),
         (("--nodes", "2", "--routers", "3"), "routers must be between 1 and 2"),
-        (("--policy", "orca", "--set", "topology=disaggregated"), "policy 'orca' is for colocated workers"),
-        (("--policy", "aligned", "--colocated", "2"), "policy 'aligned' is for disaggregated workers"),
+        (("--policy", "orca", "--set", "topology=disaggregated"), "'orca' is for colocated or elastic workers"),
+        (("--policy", "aligned", "--workers", "2"), "policy 'aligned' is for disaggregated workers"),
+        (("--policy", "distserve", "--set", "topology=elastic"), "'distserve' is for disaggregated workers"),
         (("--set", "scheduling.policy=fcfs"), "here --policy says that"),
-        (("--set", "decode.count=4"), "here --decode or --colocated says that"),
+        (("--set", "decode.count=4"), "here --decode or --workers says that"),
         (("--set", "decode.kv_cache_bytes=4GiB"), "memory follows from --model"),
+        (("--set", "topology=elastic", "--set", "pool.lease_s=9"), "pool.lease_s has no effect in elastic workers"),
         (("--set", "scaling.max_nodes=4"), "scaling.max_nodes: nodes that come and go are not simulated"),
         (("--set", "scaling.max_wait_s=2"), "scaling.max_wait_s: nodes that come and go are not simulated"),
         (("--set", "decode.max_runing=4"), "max_runing"),
@@ -82,19 +84,23 @@ def test_every_node_has_as_many_workers_as_asked_for() -> None:
     assert chosen["fcfs"] == (Topology.COLOCATED, 10, 15)
 
 
-def test_colocated_policies_get_as_many_accelerators_as_separate_ones() -> None:
-    assert workers_of("aligned_slo", "fcfs") == {
-        "aligned_slo": (Topology.DISAGGREGATED, 1, 1),
+def test_every_policy_gets_as_many_accelerators_in_its_own_topology() -> None:
+    assert workers_of("aligned", "aligned_slo", "fcfs") == {
+        "aligned": (Topology.DISAGGREGATED, 1, 1),
+        "aligned_slo": (Topology.ELASTIC, 1, 2),
         "fcfs": (Topology.COLOCATED, 1, 2),
     }
-    assert workers_of("aligned_slo", "fcfs", num_prefill=3, num_decode=2) == {
-        "aligned_slo": (Topology.DISAGGREGATED, 3, 2),
+    assert workers_of("aligned", "aligned_slo", "fcfs", num_prefill=3, num_decode=2) == {
+        "aligned": (Topology.DISAGGREGATED, 3, 2),
+        "aligned_slo": (Topology.ELASTIC, 3, 5),
         "fcfs": (Topology.COLOCATED, 3, 5),
     }
-    assert workers_of("aligned_slo", "fcfs", num_colocated=4) == {
-        "aligned_slo": (Topology.COLOCATED, 1, 4),
+    assert workers_of("aligned_slo", "fcfs", num_workers=4) == {
+        "aligned_slo": (Topology.ELASTIC, 1, 4),
         "fcfs": (Topology.COLOCATED, 1, 4),
     }
+    colocated = workers_of("aligned_slo", num_workers=4, overrides=("topology=colocated",))
+    assert colocated == {"aligned_slo": (Topology.COLOCATED, 1, 4)}
     assert workers_of("fcfs", overrides=("topology=disaggregated",)) == {"fcfs": (Topology.DISAGGREGATED, 1, 1)}
 
 
@@ -103,6 +109,10 @@ def test_a_configuration_file_is_simulated_as_it_would_be_served(tmp_path: Path)
     path.write_text("topology: colocated\ndecode: {count: 3}\nscheduling: {policy: bros}\n")
     assert workers_of(config=path) == {"bros": (Topology.COLOCATED, 1, 3)}
     assert workers_of("fcfs", config=path) == {"fcfs": (Topology.COLOCATED, 1, 3)}
+    path.write_text("decode: {count: 3}\n")
+    assert workers_of(config=path) == {"aligned_slo": (Topology.ELASTIC, 1, 3)}
+    path.write_text("decode: {count: 3}\nprefill: {count: 1}\n")
+    assert workers_of(config=path) == {"aligned_slo": (Topology.DISAGGREGATED, 1, 3)}
 
 
 def test_a_rate_is_the_lines_own_unless_it_is_said() -> None:
@@ -131,7 +141,7 @@ def test_a_small_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         ("sarathi", 8.0),
     ]
     assert cases[2]["policy_settings"]["token_budget"] == 256
-    assert cases[0]["cluster"]["topology"] == "disaggregated"
+    assert cases[0]["cluster"]["topology"] == "elastic"
     assert all(one["result"]["classes"]["all"]["attainment"] == 1.0 for one in cases)
     assert all(one["error"] is None and one["result"]["timeline"] for one in cases)
 

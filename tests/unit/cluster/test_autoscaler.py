@@ -1,4 +1,4 @@
-"""What is read of Ray's autoscaler, what it is asked for, and where a cluster cannot scale. Without Ray."""
+"""Reading and asking Ray's autoscaler, and clusters that cannot scale. Without Ray."""
 
 import subprocess
 import sys
@@ -13,7 +13,8 @@ from alignedserve.cluster.hosts.scaling.autoscaler import Autoscaler, find_autos
 from alignedserve.cluster.hosts.scaling.logic import ScaledNode
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler, make_scaler
 from alignedserve.cluster.launch import launch_cluster
-from alignedserve.config.sections import ScalingConfig, from_mapping
+from alignedserve.config.sections import ScalingConfig
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, PeerLost
 
 HEAD = RayNode("h", "10.0.0.1", "head", is_head=True, num_cpus=4.0)

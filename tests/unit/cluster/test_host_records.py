@@ -1,103 +1,30 @@
-"""What the driver of a cluster of hosts announces, and when; what a rehearsal spares. Without Ray."""
+"""Announcements of the driver of a cluster of hosts; things that a rehearsal spares. Without Ray."""
 
-import dataclasses
 import logging
-import pickle
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from cryptography import x509
-from ray import cloudpickle
 
 from alignedserve.batches.location import SharedState
 from alignedserve.cluster import launch
-from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
+from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.hosts import cluster as running
-from alignedserve.cluster.hosts import joining, succession
+from alignedserve.cluster.hosts import joining
 from alignedserve.cluster.hosts.admission import Keeper
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
-from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.membership import Membership
-from alignedserve.cluster.hosts.nodes.keeper import KeptState
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
-from alignedserve.cluster.hosts.operations.drains import Draining
-from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
 from alignedserve.cluster.hosts.operations.orders import Answer, DrainNode, Order, ScaleWorkers, UndoDrain
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
-from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
 from alignedserve.cluster.hosts.record import ClusterRecord
-from alignedserve.cluster.hosts.succession import ClusterState, Succession, digest_of, left_by_former
-from alignedserve.cluster.memory_planner import Machine
-from alignedserve.cluster.placement import NodeCapacity
-from alignedserve.cluster.start_observer import LoggingObserver
-from alignedserve.config.sections import MIB, ModelSectionConfig, from_mapping
 from alignedserve.core.errors import NotEnoughMemory, PeerLost, ResourceError
 from alignedserve.evaluation import cluster_demo, namespace_hosts
-from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.tls import CertificateAuthority
-
-POCKET = resolve_model(ModelSectionConfig())
-NODES = [RayNode(f"id-{index}", f"10.0.0.{index}", f"host-{index}", is_head=index == 0) for index in range(3)]
-
-
-class KeeperMemory:
-    """A keeper in this process."""
-
-    def __init__(self) -> None:
-        self.copies: list[bytes] = []
-        self.num_heard = 0
-        self.keep = SimpleNamespace(remote=lambda number, copy, *others: self.copies.append(copy))
-        self.hear = SimpleNamespace(remote=self._hear)
-
-    def _hear(self, number: int) -> tuple[str, bool]:
-        """Return a name of this call, and its result."""
-        self.num_heard += 1
-        return f"{id(self)}-{self.num_heard}", cloudpickle.loads(self.copies[-1]).number == number
-
-
-def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
-    """Return a cluster of two nodes, none of whose actors exist."""
-    found = [
-        NodeResources(NodeCapacity(f"node-{index}", node.address, 4), Machine(8192 * MIB, 4096 * MIB, 4, False))
-        for index, node in enumerate(NODES[:2])
-    ]
-    plan = plan_cluster(from_mapping(settings), POCKET, found)
-    members = []
-    for node, one, share in zip(NODES, found, plan.shares, strict=False):
-        book = AddressBook(folder / f"c-{share.node}", node.node_id, node.address)
-        book.folder.mkdir(parents=True)
-        prepared = PreparedNode(share, one.capacity, plan.config_of(share, node.address), book)
-        members.append(Member(node, prepared, Keeper(KeeperMemory(), book)))
-    made = Joining(plan, NodeReport(own_versions()), "c", 2)
-    factory = ActorFactory(POCKET, ActorClasses(None, None))
-    return ClusterOnHosts(made, members, factory, Driving(LoggingObserver(), Succession("asked")))
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[ClusterOnHosts]:
-    made = started(tmp_path, {"gateway": {"host": "0.0.0.0"}})
-    yield made
-    made._leave_ray()
-    logging.getLogger("alignedserve").setLevel(logging.NOTSET)
-
-
-@pytest.fixture
-def announced(monkeypatch: pytest.MonkeyPatch) -> list[ClusterRecord]:
-    records: list[ClusterRecord] = []
-    monkeypatch.setattr(running, "write_record", records.append)
-    monkeypatch.setattr(running, "is_asked_to_stop", lambda cluster_id: False)
-    monkeypatch.setattr(running, "take_orders", lambda cluster_id: [])
-    return records
+from tests.unit.cluster.driven_cluster import NODES, started
 
 
 def test_every_process_with_a_log_is_named_and_every_address_is_one_to_call(cluster: ClusterOnHosts) -> None:
@@ -280,142 +207,6 @@ def test_only_one_set_of_hosts_is_made_at_a_time(tmp_path: Path, monkeypatch: py
         namespace_hosts.NamespaceHosts(2, tmp_path / "hosts").__enter__()
     assert not (tmp_path / "hosts").exists()
     namespace_hosts._take_turn().close()
-
-
-def test_the_next_driver_gets_what_the_last_one_knew(cluster: ClusterOnHosts, announced: list[ClusterRecord]) -> None:
-    keepers = [member.keeper.actor for member in cluster._members.values()]
-    cluster._hand_over()
-    (copy,) = keepers[0].copies
-    assert keepers[1].copies == [copy]
-    state: ClusterState = cloudpickle.loads(copy)
-    assert (state.number, state.asked) == (1, "asked")
-    assert [member.name for member in state.members] == ["node-0", "node-1"]
-    assert [member.prepared.share for member in state.members] == [
-        member.prepared.share for member in cluster._members.values()
-    ]
-    assert state.secrets == cluster._factory.secrets
-    assert Succession("asked", state).started == cluster._succession.started
-
-
-def test_the_next_driver_gives_back_what_the_last_one_began_to(cluster: ClusterOnHosts) -> None:
-    cluster._drains.give_back("id-1")
-    membership = Membership({node.node_id: node.host for node in NODES[:2]})
-    NodeDrains(cluster._members, membership, cluster._joining, lambda event: None)
-    assert membership.released == ("id-1",)
-
-
-@pytest.fixture
-def keepers(cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch) -> list[KeeperMemory]:
-    monkeypatch.setattr(succession, "_PERIOD_S", 0.0)
-    monkeypatch.setattr(succession, "answers_so_far", lambda calls: {call: call[1] for call in calls})
-    return [member.keeper.actor for member in cluster._members.values()]
-
-
-def test_a_driver_looks_once_a_second_at_most(cluster: ClusterOnHosts) -> None:
-    cluster._hand_over()
-    cluster._hand_over()
-    keepers = [member.keeper.actor for member in cluster._members.values()]
-    assert [(len(keeper.copies), keeper.num_heard) for keeper in keepers] == [(1, 0), (1, 0)]
-
-
-def test_what_has_not_changed_is_handed_over_once(cluster: ClusterOnHosts, keepers: list[KeeperMemory]) -> None:
-    for second in range(4):
-        cluster._joining.drains.ended(float(second), {})
-        cluster._hand_over()
-    assert [(len(keeper.copies), keeper.num_heard) for keeper in keepers] == [(1, 3), (1, 3)]
-
-
-def test_a_keeper_that_lacks_the_state_gets_it_again(cluster: ClusterOnHosts, keepers: list[KeeperMemory]) -> None:
-    cluster._hand_over()
-    keepers[1].copies = [pickle.dumps(SimpleNamespace(number=0))]
-    cluster._hand_over()
-    cluster._hand_over()
-    assert len(keepers[0].copies) == 1
-    assert keepers[1].copies[1:] == keepers[0].copies
-
-
-def test_a_node_with_other_actors_or_another_keeper_gets_the_state(
-    cluster: ClusterOnHosts, keepers: list[KeeperMemory]
-) -> None:
-    cluster._hand_over()
-    cluster._actors["node-0"] = {"decode-0": object()}
-    cluster._hand_over()
-    assert [len(keeper.copies) for keeper in keepers] == [2, 1]
-    member, new = cluster._members["id-1"], KeeperMemory()
-    member.keeper = Keeper(new, member.keeper.book)
-    cluster._hand_over()
-    assert [len(keeper.copies) for keeper in (*keepers, new)] == [2, 1, 1]
-
-
-def test_a_keeper_that_does_not_answer_is_not_asked_again(
-    cluster: ClusterOnHosts, keepers: list[KeeperMemory], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(succession, "answers_so_far", lambda calls: {})
-    for _ in range(5):
-        cluster._hand_over()
-    assert [keeper.num_heard for keeper in keepers] == [1, 1]
-
-
-def test_every_change_is_handed_over(cluster: ClusterOnHosts, keepers: list[KeeperMemory]) -> None:
-    known, (head, other) = cluster._joining, cluster._members.values()
-    share = dataclasses.replace(other.prepared.share, decode=("decode-1", "decode-9"))
-    changes: list[Callable[[], object]] = [
-        lambda: known.plan.placement.join(NodeCapacity("node-2", "10.0.0.2", 4)),
-        lambda: known._vacant.setdefault(("host-7", ""), []).append(share),
-        lambda: known._vacant["host-7", ""].pop(),
-        lambda: known.drains.begin("node-1", Draining(("decode-1",), (), 60.0)),
-        lambda: known.drains.ended(1.0, {}),
-        lambda: known.drained.update({"id-7": other.without_keeper()}),
-        lambda: setattr(known, "_num_nodes", 9),
-        lambda: setattr(known, "_num_folders", 9),
-        lambda: setattr(other, "prepared", dataclasses.replace(other.prepared, share=share)),
-        lambda: setattr(head, "ray_node", head.ray_node._replace(node_id="id-9")),
-        lambda: cluster._members.pop("id-1"),
-    ]
-    for number, change in enumerate(changes, start=1):
-        cluster._hand_over()
-        cluster._hand_over()
-        assert len(keepers[0].copies) == number
-        change()
-    cluster._hand_over()
-    state: ClusterState = cloudpickle.loads(keepers[0].copies[-1])
-    assert state.number == len(keepers[0].copies) == len(changes) + 1
-    assert [member.ray_node.node_id for member in state.members] == ["id-9"]
-
-
-def test_what_a_driver_of_another_build_left_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [KeptState(1, b"calignedserve.core.errors\nNoSuchClass\n.", 60.0)]
-    monkeypatch.setattr(succession, "kept_by", lambda keepers: left)
-    record = ClusterRecord("c", own_versions(), "pocket", "colocated", started=0.0, is_ready=True, nodes=())
-    assert left_by_former(record) is None
-
-
-def test_what_has_changed_is_handed_over_at_once(cluster: ClusterOnHosts, announced: list[ClusterRecord]) -> None:
-    cluster._hand_over()
-    cluster._drains.give_back("id-1")
-    cluster._announce()
-    assert [len(member.keeper.actor.copies) for member in cluster._members.values()] == [2, 2]
-    assert len(announced) == 1
-
-
-def test_an_authority_that_was_handed_over_issues_what_the_others_believe() -> None:
-    authority = CertificateAuthority("c")
-    before = authority.issue("router")
-    after = pickle.loads(pickle.dumps(authority)).issue("decode-0")
-    assert after.authority == before.authority
-    x509.load_pem_x509_certificate(after.certificate).verify_directly_issued_by(
-        x509.load_pem_x509_certificate(before.authority)
-    )
-
-
-def test_a_driver_with_another_configuration_or_other_keys_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = from_mapping({})
-    assert digest_of(config) == digest_of(from_mapping({}))
-    assert digest_of(config) != digest_of(from_mapping({"decode": {"count": 2}}))
-    assert digest_of(config) != digest_of(from_mapping({"decode": {"count": config.decode.count}}))
-    before = digest_of(config)
-    monkeypatch.setenv("ALIGNEDSERVE_API_KEYS", "one")
-    assert digest_of(config) != before
 
 
 def test_limits_keep_the_shares_of_the_start(cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch) -> None:

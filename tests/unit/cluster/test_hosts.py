@@ -22,14 +22,17 @@ from alignedserve.cluster.hosts.plan import NODE_ADDRESS, NodeResources, plan_cl
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.run_folder import make_run_folder
-from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology, from_mapping
+from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, NotEnoughMemory, ResourceError
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.process.loading_progress import LoadingProgress, Progress, read_progress
+from alignedserve.scheduling.factory import resolve_policy
 
 GIB = 1024 * MIB
 POCKET = resolve_model(ModelSectionConfig())
+SEPARATE = from_mapping({"topology": "disaggregated"})
 
 
 def resources(index: int, available: int = 8 * GIB, shared: int = 4 * GIB) -> NodeResources:
@@ -41,19 +44,23 @@ def resources(index: int, available: int = 8 * GIB, shared: int = 4 * GIB) -> No
 
 
 def test_every_node_has_sizes_of_its_own() -> None:
-    plan = plan_cluster(from_mapping({}), POCKET, [resources(0), resources(1, 3 * GIB)])
+    plan = plan_cluster(SEPARATE, POCKET, [resources(0), resources(1, 3 * GIB)])
     sizes = [plan.choices[share.node].config.decode.kv_cache_bytes for share in plan.shares]
     assert sizes[0] >= sizes[1] > 0
-    assert plan.config.topology is Topology.DISAGGREGATED
+    assert [(share.prefill, share.decode) for share in plan.shares] == [
+        (("prefill-0",), ("decode-0",)),
+        (("prefill-1",), ("decode-1",)),
+    ]
     assert plan.served.max_context_len == POCKET.max_context_len
 
 
-def test_where_one_node_cannot_have_separate_workers_none_has() -> None:
+def test_elastic_workers_need_no_memory_for_a_pool_on_any_node() -> None:
     nodes = [resources(0), resources(1, shared=MIB)]
-    plan = plan_cluster(from_mapping({}), POCKET, nodes)
-    assert plan.config.topology is Topology.COLOCATED
-    assert {choice.config.topology for choice in plan.choices.values()} == {Topology.COLOCATED}
+    plan = plan_cluster(resolve_policy(from_mapping({})), POCKET, nodes)
+    assert {choice.config.topology for choice in plan.choices.values()} == {Topology.ELASTIC}
     assert [(share.prefill, share.decode) for share in plan.shares] == [((), ("decode-0",)), ((), ("decode-1",))]
+    with pytest.raises(NotEnoughMemory, match=r"^node-1: .* set topology=elastic$"):
+        plan_cluster(SEPARATE, POCKET, nodes)
 
 
 def test_the_shortest_context_is_that_of_all() -> None:
@@ -92,7 +99,7 @@ def test_configured_counts_leave_nodes_without_workers(config: ClusterConfig) ->
 
 @pytest.fixture
 def config() -> ClusterConfig:
-    return from_mapping({"prefill": {"count": 1}, "decode": {"count": 1}})
+    return resolve_policy(from_mapping({"prefill": {"count": 1}, "decode": {"count": 1}}))
 
 
 # --- admission
@@ -155,7 +162,7 @@ def test_a_cluster_is_started_on_the_head_alone() -> None:
 # --- what outlives
 
 
-def test_a_sweep_removes_what_is_nobodys_and_keeps_what_is_in_use(tmp_path: Path) -> None:
+def test_a_sweep_removes_what_has_no_owner_and_keeps_what_is_in_use(tmp_path: Path) -> None:
     folder = tmp_path / f"test-{os.getpid()}"
     folder.mkdir()
     left, progress = folder / "left.sock", folder / "decode-0.progress"

@@ -1,4 +1,4 @@
-"""Which nodes belong to a running cluster, and how one is prepared beside the driver's loop. Without Ray."""
+"""Nodes of a running cluster, and their preparation beside the driver's loop. Without Ray."""
 
 import random
 from collections.abc import Sequence
@@ -145,7 +145,7 @@ def test_a_node_that_is_lost_while_it_is_given_back_is_forgotten() -> None:
 
 
 class NodeModel:
-    """What performs the commands: checks that each fits what was commanded before."""
+    """Performs the commands: checks that each fits what was commanded before."""
 
     def __init__(self, choice: random.Random) -> None:
         self._choice = choice

@@ -1,4 +1,4 @@
-"""What Ray is told of a node's workers: shares of CPUs and GPUs, and the bundles that hold them. Without Ray."""
+"""Ray's account of a node's workers: shares of CPUs and GPUs, and the bundles that hold them. Without Ray."""
 
 import pytest
 

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from alignedserve.cluster.placement import NodeCapacity, Placement, engines_of
-from alignedserve.config.sections import ClusterConfig, Topology, from_mapping
+from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.config.unset_sizes import from_mapping
 
 SEPARATE, COLOCATED = {"topology": "disaggregated"}, {"topology": "colocated"}
 

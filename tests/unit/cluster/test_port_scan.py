@@ -1,4 +1,4 @@
-"""What the scan of a cluster's ports takes for a purpose and for a refusal; the documentation says the same."""
+"""The scan of a cluster's ports: purposes and refusals; the documentation says the same."""
 
 import socket
 import threading

@@ -10,7 +10,8 @@ from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.reachability import open_port, unreached
 from alignedserve.cluster.hosts.nodes.report import NodeReport, Surveyor
 from alignedserve.cluster.preflight import check_machine
-from alignedserve.config.sections import ModelSectionConfig, from_mapping
+from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import AddressInUse, ResourceError
 from alignedserve.runtime.model.served_model import resolve_model
 

@@ -123,29 +123,55 @@ def test_of_several_answers_the_quickest_says_how_far_a_clock_is_ahead() -> None
     assert clock_ahead_s(ask) == pytest.approx(1000.0, abs=0.02)
 
 
+def member(keeper: Keeper, number: int, name: str) -> Any:
+    methods = ("recordings", "read_recording", "remove_recordings", "clock_s")
+    actor = SimpleNamespace(
+        **{one: SimpleNamespace(remote=lambda *given, one=one: keeper(one, *given)) for one in methods}
+    )
+    share = SimpleNamespace(is_head=number == 0)
+    prepared = SimpleNamespace(share=share, folder=keeper.folder.parent)
+    node = RayNode(f"id-{number}", f"10.0.0.{number}", f"host-{number}", is_head=number == 0)
+    return SimpleNamespace(name=name, ray_node=node, prepared=prepared, keeper=SimpleNamespace(actor=actor))
+
+
+async def test_nodes_that_do_not_answer_at_first_are_followed_once_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    are_silent = True
+
+    def get(answer: object, timeout: float) -> object:
+        if are_silent:
+            raise TimeoutError
+        return answer
+
+    monkeypatch.setattr("alignedserve.cluster.hosts.recordings._PERIOD_S", 0.01)
+    monkeypatch.setattr(ray, "get", get)
+    run = tmp_path / "run"
+    run.mkdir()
+    recordings = Recordings(str(run))
+    for number in (1, 2):
+        keeper = Keeper(tmp_path / f"c-{number}")
+        recordings.follow(member(keeper, number, f"node-{number}"))
+        keeper.write("pool-0.0.recording", b"begin")
+    recordings.forget("node-2")
+    assert list(run.iterdir()) == []
+    are_silent = False
+    await holds(lambda: [path.read_bytes() for path in run.glob("*/*.recording")] == [b"begin"])
+    recordings.close(is_end=True)
+    assert [(path.name, is_whole(path)) for path in run.iterdir()] == [("node-1.1", True)]
+
+
 async def test_nodes_are_followed_but_the_head_and_what_is_lost_stays_in_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("alignedserve.cluster.hosts.recordings._PERIOD_S", 0.01)
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     keepers = [Keeper(tmp_path / name) for name in ("c-0", "c-1", "c-7")]
-
-    def member(number: int, name: str) -> Any:
-        keeper = keepers[number]
-        methods = ("recordings", "read_recording", "remove_recordings", "clock_s")
-        actor = SimpleNamespace(
-            **{one: SimpleNamespace(remote=lambda *given, one=one: keeper(one, *given)) for one in methods}
-        )
-        share = SimpleNamespace(is_head=number == 0)
-        prepared = SimpleNamespace(share=share, folder=keeper.folder.parent)
-        node = RayNode(f"id-{number}", f"10.0.0.{number}", f"host-{number}", is_head=number == 0)
-        return SimpleNamespace(name=name, ray_node=node, prepared=prepared, keeper=SimpleNamespace(actor=actor))
-
     run = tmp_path / "run"
     run.mkdir()
     recordings = Recordings(str(run))
     for number, name in enumerate(("node-0", "node-1", "node-2")):
-        recordings.follow(member(number, name))
+        recordings.follow(member(keepers[number], number, name))
         keepers[number].write(f"decode-{number}.0.recording", b"begin")
     await holds(lambda: len(list(run.glob("*/*.recording"))) == 2)
     await holds(lambda: all(path.read_bytes() for path in run.glob("*/*.recording")))

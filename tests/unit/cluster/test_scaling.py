@@ -1,4 +1,4 @@
-"""How many nodes a cluster has: what is recommended, when it changes, and that it never goes back and forth."""
+"""The number of a cluster's nodes: what is recommended, when it changes, and that it never goes back and forth."""
 
 import random
 from collections.abc import Callable, Iterator

@@ -7,9 +7,11 @@ import pytest
 
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.sizing import SizeChoice, choose_sizes
-from alignedserve.config.sections import MIB, ClusterConfig, DefaultSize, ModelSectionConfig, Topology, from_mapping
+from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
+from alignedserve.config.unset_sizes import DefaultSize, from_mapping
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
+from alignedserve.scheduling.factory import resolve_policy
 
 GIB = 1024 * MIB
 POCKET = resolve_model(ModelSectionConfig())
@@ -40,7 +42,11 @@ LARGEST = llama(4096, 14336, 32, (32, 8), 128_256, 131_072)  # 8B
 
 
 def chosen(served: ServedModel, machine: Machine = MACHINE, **sections: Any) -> SizeChoice:
-    return choose_sizes(from_mapping(sections), served, machine)
+    return choose_sizes(resolve_policy(from_mapping(sections)), served, machine)
+
+
+def separate(served: ServedModel, machine: Machine = MACHINE, **sections: Any) -> SizeChoice:
+    return chosen(served, machine, topology="disaggregated", **sections)
 
 
 def test_the_pocket_model_keeps_the_defaults() -> None:
@@ -51,7 +57,7 @@ def test_the_pocket_model_keeps_the_defaults() -> None:
         default.prefill,
         default.decode,
     )
-    assert (choice.config.topology, choice.served, choice.warnings) == (Topology.DISAGGREGATED, POCKET, ())
+    assert (choice.config.topology, choice.served, choice.warnings) == (Topology.ELASTIC, POCKET, ())
 
 
 def test_whatever_is_chosen_is_a_plain_number() -> None:
@@ -60,21 +66,21 @@ def test_whatever_is_chosen_is_a_plain_number() -> None:
         assert not [name for name in section.__struct_fields__ if isinstance(getattr(section, name), DefaultSize)]
 
 
+@pytest.mark.parametrize("topology", ["elastic", "disaggregated"])
 @pytest.mark.parametrize("served", [SMALL, MEDIUM])
-def test_a_small_model_has_its_whole_context_and_a_batch_of_ordinary_requests(served: ServedModel) -> None:
-    choice = chosen(served)
-    assert choice.config.topology is Topology.DISAGGREGATED
+def test_a_small_model_has_its_whole_context_and_a_batch_of_ordinary_requests(
+    served: ServedModel, topology: str
+) -> None:
+    choice = chosen(served, topology=topology)
     assert choice.served.max_context_len == served.config.max_position_embeddings
     assert choice.config.decode.kv_cache_bytes // served.config.kv_token_bytes("bfloat16") >= 64 * 768
     assert choice.warnings == ()
 
 
-def test_weights_that_fit_only_once_are_shared_by_both_phases_in_a_shorter_context() -> None:
+def test_where_memory_is_short_so_is_the_context() -> None:
     choice = chosen(LARGEST)
-    assert choice.config.topology is Topology.COLOCATED
     assert choice.served.max_context_len == 16384
-    colocated, shortened = choice.warnings
-    assert colocated.startswith("topology=colocated was chosen: separate prefill and decode workers hold the weights")
+    (shortened,) = choice.warnings
     assert shortened == (
         "the context is shortened from 131072 to 16384 tokens: 131072 need 16.0 GiB of cache in each memory, 41.3 GiB "
         "available in all, and 22.0 GiB are; model.max_context_len=34816 is the most that can be set"
@@ -83,7 +89,7 @@ def test_weights_that_fit_only_once_are_shared_by_both_phases_in_a_shorter_conte
 
 def test_what_a_shortened_context_would_need_is_enough() -> None:
     choice = chosen(LARGEST, replace(MACHINE, available_bytes=int(41.4 * GIB)))
-    assert (choice.config.topology, choice.served.max_context_len) == (Topology.COLOCATED, 131_072)
+    assert choice.served.max_context_len == 131_072
 
 
 def taken_bytes(choice: SizeChoice) -> int:
@@ -95,12 +101,15 @@ def taken_bytes(choice: SizeChoice) -> int:
     return sum(memories)
 
 
+@pytest.mark.parametrize("topology", ["elastic", "disaggregated"])
 @pytest.mark.parametrize("gib", [2, 3, 5, 8, 11, 16, 22, 64, 200])
 @pytest.mark.parametrize("served", [SMALL, MEDIUM, LARGE, LARGEST])
-def test_a_quarter_stays_free_but_for_a_context_that_would_be_short(served: ServedModel, gib: int) -> None:
+def test_a_quarter_stays_free_but_for_a_context_that_would_be_short(
+    served: ServedModel, gib: int, topology: str
+) -> None:
     machine = replace(MACHINE, available_bytes=gib * GIB, shared_bytes=gib * GIB)
     try:
-        choice = chosen(served, machine)
+        choice = chosen(served, machine, topology=topology)
     except NotEnoughMemory:
         return
     taken = taken_bytes(choice)
@@ -116,15 +125,13 @@ def test_a_context_that_is_set_may_take_more() -> None:
     assert 22 * GIB * 3 // 4 < taken_bytes(choice) <= 22 * GIB * 7 // 8
 
 
-def test_separate_workers_are_kept_where_their_context_is_long_enough() -> None:
-    choice = chosen(LARGE)
-    assert choice.config.topology is Topology.DISAGGREGATED
-    assert 16384 < choice.served.max_context_len < 40960
+def test_weights_that_lie_in_memory_twice_leave_room_for_less() -> None:
+    assert 16384 < separate(LARGE).served.max_context_len < chosen(LARGE).served.max_context_len == 40960
 
 
-@pytest.mark.parametrize("section", [{"prefill": {"count": 2}}, {"pool": {"memory_bytes": GIB}}])
-def test_settings_of_separate_workers_keep_them(section: dict[str, Any]) -> None:
-    assert chosen(SMALL, replace(MACHINE, shared_bytes=64 * MIB), **section).config.topology is Topology.DISAGGREGATED
+def test_memory_is_lent_where_there_is_a_worker_beside() -> None:
+    alone, pair = (chosen(SMALL, decode={"count": count}).config.prefill for count in (1, 2))
+    assert alone.candidate_buffer_bytes == ClusterConfig().prefill.candidate_buffer_bytes < pair.candidate_buffer_bytes
 
 
 def test_a_policy_for_separate_workers_keeps_them() -> None:
@@ -132,12 +139,8 @@ def test_a_policy_for_separate_workers_keeps_them() -> None:
         chosen(LARGEST, scheduling={"policy": "aligned"})
 
 
-def test_a_small_memory_file_system_makes_workers_share() -> None:
-    choice = chosen(SMALL, replace(MACHINE, shared_bytes=64 * MIB))
-    assert (choice.config.topology, choice.served.max_context_len) == (Topology.COLOCATED, 8192)
-    shared = replace(MACHINE, shared_bytes=700 * MIB)
-    config = chosen(SMALL, shared).config
-    assert config.topology is Topology.DISAGGREGATED
+def test_pool_and_buffers_share_the_memory_file_system() -> None:
+    config = separate(SMALL, replace(MACHINE, shared_bytes=700 * MIB)).config
     assert config.pool.memory_bytes + config.prefill.candidate_buffer_bytes < 700 * MIB
 
 
@@ -146,7 +149,7 @@ def test_sizes_that_are_set_stay() -> None:
         "decode": {"kv_cache_bytes": 5 * MIB, "max_running_requests": 7},
         "prefill": {"max_num_batched_tokens": 100},
     }
-    config = chosen(LARGEST, **given).config
+    config = separate(LARGEST, **given).config
     assert config.decode.kv_cache_bytes == 5 * MIB
     assert (config.decode.max_running_requests, config.prefill.max_num_batched_tokens) == (7, 100)
 
@@ -160,8 +163,9 @@ def test_a_context_that_is_set_is_not_shortened() -> None:
 @pytest.mark.parametrize(
     ("served", "sections", "remedy"),
     [
-        (LARGEST, {"topology": "disaggregated"}, "set topology=colocated"),
-        (LARGEST, {"decode": {"count": 2}}, r"set decode\.count=1 and prefill\.count=1"),
+        (LARGEST, {"topology": "disaggregated"}, "set topology=elastic"),
+        (LARGEST, {"decode": {"count": 2}}, r"set decode\.count=1"),
+        (LARGE, {"topology": "disaggregated", "decode": {"count": 5}}, r"set decode\.count=1 and prefill\.count=1"),
         (replace(LARGEST, dtype="float32"), {}, r"set model\.quantization=int8"),
         (replace(llama(8192, 28672, 80, (64, 8), 100_000, 4096), dtype="float32"), {}, "choose a smaller model"),
     ],
@@ -174,9 +178,10 @@ def test_a_model_that_cannot_fit_is_refused_with_the_smallest_change(
 
 
 def test_chunks_are_shorter_the_larger_the_model_and_the_fewer_the_cores() -> None:
-    chunks = [chosen(served).config.prefill.max_num_batched_tokens for served in (SMALL, MEDIUM, LARGE)]
+    chunks = [separate(served).config.prefill.max_num_batched_tokens for served in (SMALL, MEDIUM, LARGE)]
     assert chunks == [512, 128, 64]
-    assert chosen(MEDIUM, replace(MACHINE, num_cores=16)).config.prefill.max_num_batched_tokens == 512
+    assert separate(MEDIUM, replace(MACHINE, num_cores=16)).config.prefill.max_num_batched_tokens == 512
+    assert [chosen(served).config.decode.max_num_batched_tokens for served in (MEDIUM, LARGE)] == [256, 64]
 
 
 def test_a_short_cache_runs_fewer_requests() -> None:
@@ -199,17 +204,17 @@ def test_a_gpu_gives_its_memory_to_weights_and_blocks() -> None:
     config = chosen(LARGEST, machine, topology="colocated").config
     assert 50 * GIB < config.decode.kv_cache_bytes < 0.85 * 80 * GIB - LARGEST.weight_bytes + 1
     assert config.decode.max_num_batched_tokens == 2048
-    both = chosen(LARGEST, replace(MACHINE, available_bytes=64 * GIB, shared_bytes=64 * GIB, gpu_bytes=(80 * GIB,)))
-    assert both.config.topology is Topology.DISAGGREGATED
+    both = separate(LARGEST, replace(MACHINE, available_bytes=64 * GIB, shared_bytes=64 * GIB, gpu_bytes=(80 * GIB,)))
     assert both.config.decode.kv_cache_bytes < 40 * GIB
 
 
 def test_one_line_says_what_was_chosen_and_what_changes_it() -> None:
-    assert chosen(SMALL).line == (
+    assert separate(SMALL).line == (
         "Sizes: bfloat16, context 8192, 1.05 GiB of cache per decode worker (49152 tokens), pool 1.05 GiB, prompts in "
         "chunks of 512; change with --set decode.kv_cache_bytes=..., pool.memory_bytes=..., model.max_context_len=... "
         "or model.dtype=..."
     )
-    colocated = chosen(replace(SMALL, quantization="int8"), topology="colocated").line
-    assert colocated.startswith("Sizes: int8 and bfloat16, context 8192, ")
-    assert "pool" not in colocated
+    assert chosen(replace(SMALL, quantization="int8")).line == (
+        "Sizes: int8 and bfloat16, context 8192, 1.05 GiB of cache per worker (49152 tokens), prompts in chunks of "
+        "512; change with --set decode.kv_cache_bytes=..., model.max_context_len=... or model.dtype=..."
+    )

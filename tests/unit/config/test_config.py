@@ -8,7 +8,8 @@ import pytest
 
 from alignedserve.config.environment import api_keys, run_root
 from alignedserve.config.loading import MAX_CONFIG_BYTES, load_config, parse_size
-from alignedserve.config.sections import MIB, BatchingConfig, ClusterConfig, DefaultSize, Topology, with_fixed_sizes
+from alignedserve.config.sections import MIB, BatchingConfig, ClusterConfig, Topology
+from alignedserve.config.unset_sizes import DefaultSize, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 
 
@@ -36,7 +37,7 @@ def test_sizes_that_are_unset_say_so_and_can_be_fixed(more: tuple[str, ...]) -> 
     fixed = with_fixed_sizes(config)
     assert type(fixed.pool.memory_bytes) is int
     assert (fixed.pool, fixed.prefill, fixed.decode) == (config.pool, config.prefill, config.decode)
-    assert fixed.topology is Topology.DISAGGREGATED
+    assert fixed.topology is None
     assert msgspec.json.decode(msgspec.json.encode(fixed), type=ClusterConfig) == fixed
 
 

@@ -11,7 +11,7 @@ from alignedserve.costmodel.linear import (
     Sample,
     fit_error,
 )
-from alignedserve.costmodel.online import GENERIC, OnlineIterationModel
+from alignedserve.costmodel.online import GENERIC, OnlineIterationModel, learned_from
 from alignedserve.costmodel.work import IterationWork
 from tests.harnesses.costs import decodes, prefill, random_work
 
@@ -107,6 +107,15 @@ def test_it_is_never_negative_and_always_grows() -> None:
         assert 0.0 < costs.iteration_s(prefill(10)) <= costs.iteration_s(prefill(11)) < 1e3
 
 
+def test_a_bent_machine_stays_bent_while_it_learns() -> None:
+    bent = LinearCoefficients(0.02, 1e-6, 1e-8, 1e-5, 1e-6, 1e-6, 1e-9, 1e-6, 1e-6, 1e-4, 160)
+    machine = LinearIterationModel(bent)
+    costs = OnlineIterationModel(LinearCoefficients.of([2 * weight for weight in bent.weights], bent.bend_tokens))
+    learn(costs, 400, machine=machine)
+    works = [*(prefill(length) for length in (50, 200, 400, 900)), decodes(40, 800)]
+    assert fit_error(costs, [Sample(work, machine.iteration_s(work)) for work in works]).median < 0.03
+
+
 def test_iterations_that_waited_for_copies_teach_nothing() -> None:
     costs = OnlineIterationModel(swap_token_s=0.001)
     work = decodes(4, 100)
@@ -127,3 +136,24 @@ def test_work_is_left_as_it_was() -> None:
     work = decodes(4, 100)
     OnlineIterationModel().observe(work, 1.0)
     assert work == IterationWork(num_decodes=4, decode_context_len=400, max_decode_context_len=100, num_sampled=4)
+
+
+def test_the_time_of_copies_is_learned_from_iterations_that_waited_for_them() -> None:
+    machine = LinearIterationModel(LinearCoefficients(base_s=0.01, prompt_token_s=1e-4), swap_token_s=4e-5)
+    computing = [IterationWork(num_prompt_tokens=count, num_chunks=1) for count in (16, 256, 1024)]
+    costs = learned_from([Sample(work, machine.iteration_s(work)) for work in computing * 5])
+    assert costs.swap_s(1) == pytest.approx(2.5e-5, rel=0.1)  # a quarter of a token's computing, until it is known
+    for _ in range(30):
+        work = IterationWork(num_prompt_tokens=16, num_chunks=1, swap_out_tokens=3000.0)
+        costs.observe(work, machine.iteration_s(work))
+    assert costs.swap_s(1) == pytest.approx(4e-5, rel=0.01)
+    assert costs.iteration_s(computing[1]) == pytest.approx(machine.iteration_s(computing[1]), rel=0.05)
+
+
+def test_copies_that_no_iteration_waited_for_take_no_longer_than_it_did() -> None:
+    machine = LinearIterationModel(LinearCoefficients(base_s=0.01, prompt_token_s=1e-4), swap_token_s=1e-7)
+    costs = learned_from([Sample(IterationWork(num_prompt_tokens=100), 0.02)])
+    for _ in range(50):
+        work = IterationWork(num_prompt_tokens=100, swap_in_tokens=2000.0)
+        costs.observe(work, machine.iteration_s(work))
+    assert costs.swap_s(2000) <= 0.021

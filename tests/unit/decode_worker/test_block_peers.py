@@ -1,4 +1,4 @@
-"""Which prefill workers and pools a decode worker dials, after any history of announcements and needs."""
+"""Prefill workers and pools that a decode worker dials, after any history of announcements and needs."""
 
 from hypothesis import given
 from hypothesis import strategies as st

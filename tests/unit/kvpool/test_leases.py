@@ -1,40 +1,29 @@
-"""The KV pool: batches, what comes back from workers, and the ends of leases."""
+"""The KV pool: leases that come back from workers, and their ends."""
 
 import msgspec
 import pytest
 
 from alignedserve.core.attempts import epoch_end
-from alignedserve.core.ids import BatchId, LeaseId, RequestId, WorkerName
-from alignedserve.core.request import Slo
+from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.messages.caches import (
-    BatchGranted,
     CopyMissing,
-    DecodePace,
     FetchCopy,
     LeasesReleased,
     LeasesReturned,
     ReservationRefused,
 )
-from alignedserve.messages.events import PeerDisconnected, Send, Ticked
+from alignedserve.messages.events import Send, Ticked
 from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
-    BatchFormed,
     CopyLost,
     DropRequest,
-    FormBatch,
     PoolLoad,
     PoolRegistered,
     RequestPooled,
 )
-from alignedserve.messages.workers import JoinedBatch
-from kvpool.logic import PoolCommand
-from kvpool.policies import make_batch_former
-from kvpool.policies.batch_former import BatchFormer
-from kvpool.waiting_forms import LINK_WAIT_S
 from tests.harnesses.pool import (
     ARENA,
-    ASKED,
     BATCH,
     FORM,
     L1,
@@ -51,140 +40,6 @@ from tests.harnesses.pool import (
 from tests.support.samples import DECODE, PREFILL, R1, R2, R3, ROUTER, epoch, request
 
 END = epoch_end(L1)
-
-
-def density_first() -> BatchFormer:
-    return make_batch_former("density_first", block_size=4, starvation_s=1000.0)
-
-
-# --- batches
-
-
-def test_a_batch_is_granted_shortest_first_and_the_router_hears_of_it() -> None:
-    made = PoolHarness()
-    long, short = made.pool("r1", 3), made.pool("r2", 1)
-    handoffs = (handoff_of(short), handoff_of(long))
-    assert made.hear(ROUTER, FORM) == [
-        Send(ROUTER, BatchFormed(BATCH, ASKED, ((R2, epoch(1, 2)), (R1, epoch(1, 2))))),
-        Send(DECODE, BatchGranted(BATCH, handoffs, is_aligned=False)),
-    ]
-
-
-def test_a_batch_of_similar_lengths_says_so() -> None:
-    made = PoolHarness(density_first())
-    content = made.pool("r1", 3)
-    assert Send(DECODE, BatchGranted(BATCH, (handoff_of(content),), is_aligned=True)) in made.hear(ROUTER, FORM)
-
-
-def test_only_what_is_of_the_running_lengths_joins_a_batch() -> None:
-    made = PoolHarness(density_first())
-    made.pool("r1", 1)
-    content = made.pool("r2", 3)
-    join = FormBatch(BatchId(2), ASKED, 100, 100, joins=JoinedBatch(BATCH, 9, 13))
-    assert made.hear(ROUTER, join) == [
-        Send(ROUTER, BatchFormed(BatchId(2), ASKED, ((R2, epoch(1, 2)),))),
-        Send(DECODE, BatchGranted(BatchId(2), (handoff_of(content),), joins=BATCH)),
-    ]
-    assert made.hear(ROUTER, join) == [Send(ROUTER, BatchFormed(BatchId(2), ASKED, ()))]
-
-
-def test_who_must_be_done_soon_is_in_the_next_batch() -> None:
-    made = PoolHarness(density_first())
-    made.pool("r1")
-    made.pool("r2")
-    urgent = request("r3", prompt_len=12, max_tokens=101, slo=Slo(deadline_s=10.0))
-    made.pool(urgent, 3)
-    only_one = FormBatch(BATCH, ASKED, 100, 1)
-    # Nothing is known of the decode worker: half of the time is kept.
-    made.now = 4.9
-    assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, only_one))] == [R1]
-    made.now = 5.0
-    assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, only_one))] == [R3]
-
-
-@pytest.mark.parametrize(("paces", "urgent_at_s"), [((0.02,), 8.0), ((0.04,), 6.0), ((0.02, 0.03), 7.0), ((0.2,), 5.0)])
-def test_what_the_remaining_tokens_take_is_known_from_the_slowest_decode_worker(
-    paces: tuple[float, ...], urgent_at_s: float
-) -> None:
-    made = PoolHarness(density_first())
-    for number, iteration_s in enumerate(paces):
-        made.link(f"decode-{number}", Role.DECODE_WORKER)
-        assert made.hear(f"decode-{number}", DecodePace(iteration_s)) == []
-    made.link("lost", Role.DECODE_WORKER)
-    made.hear("lost", DecodePace(9.0))
-    made.lose("lost")
-    made.pool("r1")
-    made.pool(request("r3", prompt_len=12, max_tokens=101, slo=Slo(deadline_s=10.0)), 3)  # 100 tokens to come
-    only_one = FormBatch(BATCH, ASKED, 100, 1)
-    made.now = urgent_at_s - 0.1
-    assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, only_one))] == [R1]
-    made.now = urgent_at_s
-    assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, only_one))] == [R3]
-
-
-def test_what_is_granted_is_not_granted_again() -> None:
-    made = PoolHarness()
-    made.pool("r1")
-    made.hear(ROUTER, FORM)
-    assert made.hear(ROUTER, FORM) == [Send(ROUTER, BatchFormed(BATCH, ASKED, ()))]
-
-
-ELSEWHERE = WorkerName("decode-1")
-FORM_ELSEWHERE = FormBatch(BATCH, ELSEWHERE, 100, 100)
-
-
-def test_a_worker_that_is_not_linked_gets_its_batch_when_it_is() -> None:
-    made = PoolHarness()
-    made.pool("r1")
-    assert made.hear(ROUTER, FORM_ELSEWHERE) == []
-    assert len(grants(made.link(ELSEWHERE, Role.DECODE_WORKER))) == 1
-    made.do(PeerDisconnected(Role.DECODE_WORKER, ELSEWHERE))
-    assert grants(made.link(ELSEWHERE, Role.DECODE_WORKER)) == []  # it was asked for once
-
-
-def test_where_links_never_come_none_is_waited_for() -> None:
-    made = PoolHarness(link_wait_s=0.0)
-    made.pool("r1")
-    assert forms(made.hear(ROUTER, FORM_ELSEWHERE)) == [BatchFormed(BATCH, ELSEWHERE, ())]
-    assert len(grants(made.hear(ROUTER, FORM))) == 1
-
-
-def test_a_worker_that_does_not_link_in_time_gets_nothing() -> None:
-    made = PoolHarness()
-    made.pool("r1")
-    made.hear(ROUTER, FORM_ELSEWHERE)
-    made.now += LINK_WAIT_S - 0.01
-    assert forms(made.do(Ticked())) == []
-    made.now += 0.01
-    assert forms(made.do(Ticked())) == [BatchFormed(BATCH, ELSEWHERE, ())]
-    assert grants(made.link(ELSEWHERE, Role.DECODE_WORKER)) == []
-    assert len(grants(made.hear(ROUTER, FORM))) == 1
-
-
-def test_a_batch_that_waits_for_a_link_is_not_held_up_by_others_and_ends_with_its_router() -> None:
-    made = PoolHarness()
-    made.pool("r1")
-    made.hear(ROUTER, FORM_ELSEWHERE)
-    assert len(grants(made.hear(ROUTER, FORM))) == 1
-    made.link(ROUTER, Role.ROUTER)
-    assert [type(command) for command in made.link(ELSEWHERE, Role.DECODE_WORKER)] == [Send]
-    made.now += LINK_WAIT_S
-    assert forms(made.do(Ticked())) == []
-
-
-def forms(commands: list[PoolCommand]) -> list[BatchFormed]:
-    """The answers to FormBatch among these commands."""
-    messages = [command.message for command in commands if isinstance(command, Send)]
-    return [message for message in messages if isinstance(message, BatchFormed)]
-
-
-@pytest.mark.parametrize(("max_blocks", "max_requests"), [(2, 100), (100, 1)])
-def test_the_limits_of_the_router_hold(max_blocks: int, max_requests: int) -> None:
-    made = PoolHarness()
-    for name in ("r1", "r2"):
-        made.pool(name, 2)
-    form = FormBatch(BATCH, ASKED, max_blocks, max_requests)
-    assert [handoff.request.request_id for handoff in grants(made.hear(ROUTER, form))] == [R1]
 
 
 # --- releases and returns

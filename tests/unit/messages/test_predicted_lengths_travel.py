@@ -86,6 +86,26 @@ def test_a_pool_hands_it_on() -> None:
     assert granted.predicted_output_len == 6.5
 
 
+def test_a_pool_hands_a_later_one_on_in_its_place() -> None:
+    pool = pool_harness.PoolHarness()
+    (sent,) = [one for one in pool.reserve("r1", 1) if isinstance(one, Send)]
+    assert isinstance(sent.message, BlocksReserved)
+    pool.hear(PREFILL, pool_harness.written("r1", sent.message, predicted_output_len=6.5))
+    assert pool.hear(ROUTER, SetPredictedLength(R1, pool_harness.L1, 3.5)) == []
+    assert pool.hear(ROUTER, SetPredictedLength(R1, pool_harness.L1 << 4, 9.0)) == []  # of a life that this is not
+    assert pool.hear(ROUTER, SetPredictedLength(R2, pool_harness.L1, 9.0)) == []
+    (granted,) = pool_harness.grants(pool.hear(ROUTER, pool_harness.FORM))
+    assert granted.predicted_output_len == 3.5
+
+
+def test_one_that_comes_while_a_cache_is_copied_in_counts_for_the_request_that_enters() -> None:
+    made = decode_harness.DecodeHarness()
+    (command,) = decode_harness.loads(made.grant(handoff(request(), 11)))
+    made.hear(SetPredictedLength(R1, 1, 3.5))
+    made.loaded(command)
+    assert made.logic._batch[R1].predicted_output_len == 3.5
+
+
 def test_an_evicted_request_takes_it_back_to_the_pool() -> None:
     made = decode_harness.DecodeHarness(buffer_blocks=12)
     both = (handoff(request("r1", prompt_len=7, max_tokens=60), 11), handoff(request("r2", max_tokens=60), 12))

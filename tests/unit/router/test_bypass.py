@@ -122,7 +122,7 @@ def test_when_all_go_past_the_pool_it_is_tried_again() -> None:
 
 
 def handed_to(*workers: WorkerRecord) -> str | None:
-    """Where a request without any SLO goes, whatever was waited before."""
+    """Return the target of a request without any SLO, whatever was waited before."""
     direct = DirectHandoff()
     direct.observe_wait(9.0)
     direct.observe_bypass()

@@ -1,4 +1,4 @@
-"""What clients ask of the cluster, as the router reports it."""
+"""Demand of clients, as the router reports it."""
 
 from dataclasses import replace
 

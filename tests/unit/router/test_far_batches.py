@@ -1,4 +1,4 @@
-"""Which decode workers are given batches of another node's pool, and of which one."""
+"""Decode workers that are given batches of another node's pool, and the choice of that pool."""
 
 from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.costmodel.links import LearnedLinks

@@ -1,4 +1,4 @@
-"""Which decodes are handed over: between the workers that are furthest apart, the latest first, and seldom."""
+"""Decodes that are handed over: between the workers that are furthest apart, the latest first, and seldom."""
 
 from dataclasses import replace as changed
 from typing import Any
@@ -103,6 +103,15 @@ def test_requests_that_have_moved_often_or_are_moving_stay() -> None:
     requests[RequestId("a-1")].destination = "b"
     (planned,) = Leans().moves([giver, receiver], requests, 0.0)
     assert planned.tracked is requests[RequestId("a-0")]
+
+
+def test_a_worker_with_nothing_that_may_leave_keeps_no_other_from_giving() -> None:
+    stuck, giver, receiver = elastic("a", 0.0, num_decodes=3), elastic("b", 0.1, num_decodes=4), elastic("c", 1.0)
+    requests = decoded_by(stuck, giver)
+    for request_id in stuck.decoding:
+        requests[request_id].num_moves = MAX_MOVES
+    (planned,) = Leans().moves([stuck, giver, receiver], requests, 0.0)
+    assert planned.tracked is requests[RequestId("b-3")]
 
 
 def test_colocated_workers_hand_nothing_over() -> None:

@@ -1,4 +1,4 @@
-"""What a length predictor has learnt outlives its process: the journal, whole, torn, of another model, or full."""
+"""Learnt lengths outlive the predictor's process: the journal, whole, torn, of another model, or full."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Which prefill workers the router tells decode workers to keep links to."""
+"""Prefill workers that the router tells decode workers to keep links to."""
 
 from alignedserve.core.ids import WorkerName
 from alignedserve.messages.events import Send

@@ -11,7 +11,7 @@ from alignedserve.config.sections import ModelSectionConfig, RouterConfig
 from alignedserve.core.errors import ConfigError, ModelNotFound, UnsafeWeights
 from alignedserve.messages.events import Received, Send
 from alignedserve.messages.gateways import AbortRequest, LengthTotals, ResumeRequest, SubmitRequest
-from alignedserve.messages.pools import PoolRegistered
+from alignedserve.messages.pools import PoolRegistered, RequestPooled
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillCompleted, RequestFinished, RequestPreempted, SetPredictedLength
 from alignedserve.runtime.model.served_model import resolve_model
@@ -23,6 +23,7 @@ from router.state import LengthPredicted
 from tests.harnesses.router import (
     DISPATCHED,
     GRANTED,
+    POOLED,
     RouterHarness,
     colocated_router,
     decoding,
@@ -62,9 +63,27 @@ def test_a_colocated_worker_is_told_while_it_decodes() -> None:
     assert predicted(made, 5.5) == [Send(DECODE, SetPredictedLength(R1, DISPATCHED, 5.5))]
 
 
-def test_a_pool_and_a_worker_that_only_decodes_are_not_told() -> None:
-    assert predicted(pooled(), 5.5) == []
-    assert predicted(decoding(), 5.5) == []
+def test_a_pool_and_a_worker_that_only_decodes_are_told() -> None:
+    in_pool, running = pooled(), decoding()
+    assert predicted(in_pool, 5.5) == [Send(POOL, SetPredictedLength(R1, POOLED, 5.5))]
+    assert predicted(running, 5.5) == [Send(DECODE, SetPredictedLength(R1, GRANTED, 5.5))]
+
+
+def test_what_was_told_while_the_request_moved_on_is_told_again() -> None:
+    made = prefilling()
+    predicted(made, 5.5)  # the prefill worker may have handed it on by now
+    assert Send(POOL, SetPredictedLength(R1, POOLED, 5.5)) in made.hear(POOL, RequestPooled(R1, POOLED, 4, 1))
+
+
+def test_a_prediction_that_was_in_time_is_told_once() -> None:
+    made = RouterHarness()
+    made.submit(request())
+    predicted(made, 5.5)
+    made.hear(POOL, PoolRegistered(100))
+    made.hear(PREFILL, worker(can_prefill=True, can_decode=False))
+    assert not any(
+        isinstance(one.message, SetPredictedLength) for one in made.hear(POOL, RequestPooled(R1, POOLED, 4, 1))
+    )
 
 
 def test_no_more_is_expected_than_may_come() -> None:

@@ -19,7 +19,8 @@ def mechanisms(policy: str, hidden_ratio: float = 0.5, **settings: object) -> Si
 
 
 def test_the_topology_is_the_policys_own_unless_another_is_asked_for() -> None:
-    assert with_policy(ClusterConfig(), "aligned_slo").topology is Topology.DISAGGREGATED
+    assert with_policy(ClusterConfig(), "aligned_slo").topology is Topology.ELASTIC
+    assert with_policy(ClusterConfig(), "aligned").topology is Topology.DISAGGREGATED
     assert with_policy(ClusterConfig(), "sarathi").topology is Topology.COLOCATED
     assert with_policy(ClusterConfig(), "fcfs", topology=Topology.DISAGGREGATED).topology is Topology.DISAGGREGATED
 
@@ -42,7 +43,8 @@ def test_what_the_user_sets_stays() -> None:
         ("nonesuch", {}, None, "unknown policy 'nonesuch'; known: .*sarathi"),
         ("alise", {"levels": 3}, None, "no parameter 'levels'; known: num_levels"),
         ("alise", {"num_levels": 0}, None, "alise.*num_levels"),
-        ("orca", {}, Topology.DISAGGREGATED, "policy 'orca' is for colocated workers"),
+        ("orca", {}, Topology.DISAGGREGATED, "policy 'orca' is for colocated or elastic workers"),
+        ("aligned", {}, Topology.ELASTIC, "policy 'aligned' is for disaggregated workers; set topology=disaggregated"),
     ],
 )
 def test_what_cannot_be_is_said(
@@ -66,7 +68,7 @@ def test_there_is_no_hidden_cache_that_is_larger_than_keys_and_values() -> None:
 def test_host_memory_is_for_those_that_swap() -> None:
     machines = ClusterHardware(WorkerSpec("opt-13b", "a100-80g"))
     by_policy = {
-        name: simulated_policy(machines, with_policy(ClusterConfig(), name)).colocated_memory.num_free_host > 0
+        name: simulated_policy(machines, with_policy(ClusterConfig(), name)).decode_memory.num_free_host > 0
         for name in POLICIES
     }
     assert by_policy == {name: Mechanism.SWAP in entry.uses for name, entry in POLICIES.items()}

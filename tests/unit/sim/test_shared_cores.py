@@ -5,7 +5,7 @@ from alignedserve.sim.shared_cores import SharedCores
 
 
 def ends(slowdown: float, jobs: list[tuple[float, float]]) -> list[float]:
-    """When jobs (begin, duration alone) end."""
+    """Return the times at which jobs (begin, duration alone) end."""
     event_queue = EventQueue()
     cores = SharedCores(event_queue, slowdown)
     ended = [0.0] * len(jobs)

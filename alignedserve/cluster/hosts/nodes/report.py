@@ -19,10 +19,9 @@ from alignedserve.cluster.memory_planner import Machine
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AlignedServeError, ResourceError
 from alignedserve.messages.wire import PROTOCOL_VERSION
-from alignedserve.runtime.device.devices import CPU, worker_devices
+from alignedserve.runtime.device.devices import gpu_names
 from alignedserve.runtime.model.served_model import ServedModel
 
-_MAX_GPUS = 64
 _DIGESTED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.index.json")
 _WEIGHTS = ("*.safetensors", "*.gguf")
 _HEADER_BYTES = 1 << 20  # of a GGUF file: its configuration and the names of its tensors
@@ -90,10 +89,10 @@ class Surveyor:
         versions, digest = own_versions(), model_digest(model)
         try:
             machine = this_machine(device)
-            gpus = dict.fromkeys(name for name in worker_devices(device, _MAX_GPUS) if name != CPU)
+            gpus = gpu_names(device)
         except AlignedServeError as error:
             return NodeReport(versions, model_digest=digest, problem=error)
-        return NodeReport(versions, machine, tuple(gpus), digest, unix_s=time.time())
+        return NodeReport(versions, machine, gpus, digest, unix_s=time.time())
 
     def check(self, config: ClusterConfig, served: ServedModel, ports: Sequence[int]) -> AlignedServeError | None:
         """Return why this node has no room for its workers or its gateways; None: it has."""

@@ -55,7 +55,10 @@ def _plan_kind(kind: str, nodes: Sequence[RunningNode], wanted: int, *, is_separ
     if kind not in KINDS or not 0 <= wanted <= _MAX_COUNT:
         raise ConfigError(f"{kind}={wanted} is no number of workers; say decode=N or prefill=N")
     if kind == "prefill" and not is_separate:
-        raise ConfigError("the workers of this cluster do both phases: scale decode=N alone")
+        raise ConfigError(
+            f"prefill={wanted}: the workers of this cluster do both phases and are scaled by decode=N alone; separate "
+            "prefill workers are those of topology=disaggregated"
+        )
     able = [node for node in nodes if getattr(node.share, kind)]
     counts = {node.share.node: len(getattr(node.share, kind)) for node in able}
     least = len(counts)

@@ -17,7 +17,7 @@ from alignedserve.cluster.hosts.operations.resizing import Resize, RunningNode, 
 from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.placement import NodeShare, engines_of
-from alignedserve.config.sections import MIB, Topology
+from alignedserve.config.sections import MIB
 from alignedserve.core.errors import NotEnoughMemory
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class WorkerScaling:
         """Begin the changes; return what is said of them. Raises an error of the tree, with nothing changed."""
         able = [member for member in self._members.values() if member.name not in self._drains]
         nodes = [RunningNode(self._without_leaving(member), member.prepared.capacity) for member in able]
-        is_separate = self._plan.config.chosen_topology is Topology.DISAGGREGATED
+        is_separate = self._plan.config.chosen_topology.is_separate
         change = plan_resize(nodes, order.counts, is_separate=is_separate)
         by_name = {member.name: member for member in able}
         self._require_room(change, by_name)

@@ -11,7 +11,8 @@ from ray.exceptions import RayError
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.scaling.autoscaler import Autoscaler, ask_for, find_autoscaler, most_nodes
 from alignedserve.cluster.hosts.scaling.logic import AskForNodes, GiveBack, ScaledNode, ScalingLogic, TakeAgain
-from alignedserve.config.sections import ClusterConfig, DefaultSize, ScalingConfig
+from alignedserve.config.sections import ClusterConfig, ScalingConfig
+from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import ConfigError, PeerLost
 from alignedserve.messages.gateways import ClusterStatus
 

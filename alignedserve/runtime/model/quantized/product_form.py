@@ -25,7 +25,7 @@ class ProductForm(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """Where and in which dtype a worker computes."""
+    """Device and dtype of a worker's computations."""
 
     device: str
     dtype: str

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from alignedserve.config.sections import ClusterConfig, ModelSectionConfig, from_mapping
+from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
+from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId

@@ -1,4 +1,4 @@
-"""How the memory for candidate buffers is lent, whoever comes and goes."""
+"""Loans of the memory for candidate buffers, as borrowers come and go."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -89,7 +89,7 @@ def test_a_view_may_outlive_the_arena(path: Path) -> None:
     assert not view.any()
 
 
-def test_an_arena_that_nobody_uses_any_more_gives_its_memory_back(path: Path) -> None:
+def test_an_arena_that_is_no_longer_used_gives_its_memory_back(path: Path) -> None:
     """Workers map a new arena whenever the pool comes back; the old one must not stay with them."""
     pool = Arena.create(path, LAYOUT, NUM_BLOCKS)
     worker = Arena.attach(path, LAYOUT)

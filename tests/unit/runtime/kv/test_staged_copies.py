@@ -61,7 +61,7 @@ def test_rows_are_walked_while_the_next_ones_travel(ids: list[int], make_streams
     assert blocks[ids].tolist() == [[100 + block_id] * BLOCK_BYTES for block_id in ids]
 
 
-def test_who_uses_a_block_next_waits_for_a_copy_and_nobody_else_does() -> None:
+def test_only_the_next_use_of_a_block_waits_for_a_copy() -> None:
     streams, pending = CheckedStreams(0), PendingCopies(4)
     taken: list[str] = []
     first, second = streams.stream("first"), streams.stream("second")

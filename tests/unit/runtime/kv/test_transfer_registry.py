@@ -92,6 +92,6 @@ def test_an_error_says_why_not(offer: Offer, transport: str, changes: dict[str, 
         offer.open(transport, **changes)
 
 
-def test_nobody_there_is_a_lost_peer(offer: Offer) -> None:
+def test_an_address_without_a_listener_is_a_lost_peer(offer: Offer) -> None:
     with pytest.raises(PeerLost):
         offer.open("gloo", served_at="unix:/nowhere.sock")

@@ -1,4 +1,4 @@
-"""Which links of a process count. Connections themselves: tests/contract/test_links.py."""
+"""Links of a process that count. Connections themselves: tests/contract/test_links.py."""
 
 import pytest
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
-from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.ids import BatchId, BlockId, RequestId
+from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
@@ -12,13 +13,14 @@ from alignedserve.worker_core.request import WorkerRequest
 
 
 @dataclass(slots=True, eq=False)
-class ColocatedRequest(WorkerRequest):
+class HeldRequest(WorkerRequest):
     """One request on a colocated worker; its progress is in the table."""
 
     block_ids: list[BlockId] = field(default_factory=list)
     is_in_engine: bool = False
     is_on_host: bool = False  # the engine keeps a host copy of it
     is_finished: bool = False  # it has had its last token, or has failed
+    batch_id: BatchId = NO_BATCH  # that it came in, on a decode worker
 
 
 class HeldRequests:
@@ -29,35 +31,36 @@ class HeldRequests:
         self.state = SchedulerState(memory)
         self.allocator = BlockAllocator(memory.num_blocks)
         self.num_away = 0  # blocks of requests that are leaving or coming, in no row
+        self.is_copying_out = False  # the engine copies blocks to the host that are free already: none may be loaded
         self._block_size = memory.block_size
-        self._requests: dict[RequestId, ColocatedRequest] = {}
+        self._requests: dict[RequestId, HeldRequest] = {}
         self._removals: list[RequestId] = []  # for the engine, with the next iteration
         self._forgotten: list[RequestId] = []
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __iter__(self) -> Iterator[ColocatedRequest]:
+    def __iter__(self) -> Iterator[HeldRequest]:
         return iter(self._requests.values())
 
-    def __getitem__(self, request_id: RequestId) -> ColocatedRequest:
+    def __getitem__(self, request_id: RequestId) -> HeldRequest:
         return self._requests[request_id]
 
-    def get(self, request_id: RequestId) -> ColocatedRequest | None:
+    def get(self, request_id: RequestId) -> HeldRequest | None:
         """Return the request, if it is here."""
         return self._requests.get(request_id)
 
-    def of_row(self, row: int) -> ColocatedRequest:
+    def of_row(self, row: int) -> HeldRequest:
         """Return the request of this row."""
         return self._requests[self.state.table.request_ids[row]]
 
     def add(self, message: PrefillRequest, now: float) -> None:
         """Add a request without any cache."""
         request, generated = message.request, list(message.generated_token_ids)
-        self._requests[request.request_id] = ColocatedRequest(request, message.attempt, generated, granted_s=now)
+        self._requests[request.request_id] = HeldRequest(request, message.attempt, generated, granted_s=now)
         self.state.add(request, now, predicted_len=message.predicted_output_len, num_generated=len(generated))
 
-    def drop(self, tracked: ColocatedRequest) -> None:
+    def drop(self, tracked: HeldRequest) -> None:
         """Remove a request and free its blocks."""
         request_id = tracked.request.request_id
         del self._requests[request_id]
@@ -66,13 +69,13 @@ class HeldRequests:
         self.leave_engine(tracked)
         self.forget_host_copy(tracked)
 
-    def leave_engine(self, tracked: ColocatedRequest) -> None:
+    def leave_engine(self, tracked: HeldRequest) -> None:
         """Remove it from the engine with the next iteration."""
         if tracked.is_in_engine:
             self._removals.append(tracked.request.request_id)
             tracked.is_in_engine = False
 
-    def forget_host_copy(self, tracked: ColocatedRequest) -> None:
+    def forget_host_copy(self, tracked: HeldRequest) -> None:
         """Free its cache on the host with the next iteration."""
         if tracked.is_on_host:
             self._forgotten.append(tracked.request.request_id)
@@ -99,14 +102,14 @@ class HeldRequests:
         self.state.hold(-len(block_ids))
         self.num_away -= len(block_ids)
 
-    def detach(self, tracked: ColocatedRequest) -> Progress:
+    def detach(self, tracked: HeldRequest) -> Progress:
         """Take a request whose cache is on the device out of the scheduler and the engine; its blocks stay held."""
         self.leave_engine(tracked)
         del self._requests[tracked.request.request_id]
         self.num_away += len(tracked.block_ids)
         return self.state.detach(tracked.request.request_id)
 
-    def attach(self, tracked: ColocatedRequest, progress: Progress, now: float) -> None:
+    def attach(self, tracked: HeldRequest, progress: Progress, now: float) -> None:
         """Add a request with its cache, in blocks that were held."""
         assert progress.num_blocks == len(tracked.block_ids), "other blocks than were held"
         self._requests[tracked.request.request_id] = tracked

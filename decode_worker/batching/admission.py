@@ -1,0 +1,100 @@
+"""Admission within objectives: how many candidates may enter before what runs breaks the mean gaps it has to hold.
+
+A decode worker with free blocks would take every candidate, and its iterations would last as long as its memory allows,
+whatever the objectives. So a candidate enters only if the iteration with it, by the cost model, is within a share of
+the tightest mean gap that a running request can still hold. Those that wait keep their cache in the pool or a buffer.
+
+Example: decodes with gaps of 40 ms run, an iteration takes 34 ms, and each candidate adds 1.5 ms. With a share of 0.9
+one enters (35.5 ms), and the next waits until a request has ended.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from alignedserve.core.request import RequestClass
+from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.packer import note_decodes
+from alignedserve.scheduling.table import RequestTable
+from decode_worker.state import Candidate
+
+_STARVATION_S = 60.0  # a candidate that has waited so long here enters as if nothing had an objective
+_ON_TIME, _LATE, _BEST_EFFORT = range(3)
+
+
+class AdmissionRoom:
+    """What may still enter at one moment; noted as candidates do."""
+
+    def __init__(self, costs: CostModel, work: IterationWork, allowed_s: float, share: float, now: float) -> None:
+        self._costs = costs
+        self._work = work
+        self._allowed_s = allowed_s
+        self._share = share
+        self._now = now
+
+    def admits(self, candidate: Candidate) -> bool:
+        """Return whether the candidate may enter beside all that run or were noted; one may that runs alone."""
+        if not self._work.num_decodes or self._now - candidate.granted_s >= _STARVATION_S:
+            return True
+        trial = self._work.copy()
+        trial.add_decode(candidate.context_len)
+        return self._costs.iteration_s(trial) <= self._allowed_s
+
+    def note(self, candidate: Candidate) -> None:
+        """Note a candidate that enters: its objective counts from now on."""
+        self._work.add_decode(candidate.context_len)
+        tpot_s = candidate.request.slo.tpot_s
+        if tpot_s is not None and candidate.request.request_class is RequestClass.REAL_TIME:
+            self._allowed_s = min(self._allowed_s, self._share * tpot_s)
+
+
+class Admission:
+    """The bound of one worker. Reads its table, and changes nothing."""
+
+    def __init__(self, table: RequestTable, costs: CostModel, share: float) -> None:
+        """`share`: of an objective that an iteration may take; the rest is for errors of the cost model."""
+        self._table = table
+        self._costs = costs
+        self._share = share
+
+    def within(self, candidates: Iterable[Candidate], loading: Iterable[Candidate], now: float) -> Iterator[Candidate]:
+        """Return the candidates that may enter beside what runs and what is loading, up to the first that may not.
+
+        Real-time ones go first, before the others those that can still hold their mean gap.
+        """
+        table, work, least_s = self._table, IterationWork(), self._least_s()
+        note_decodes(work, table, np.flatnonzero(table.num_blocks > 0))
+        room = AdmissionRoom(self._costs, work, self._share * self._tightest_s(), self._share, now)
+        for candidate in loading:
+            room.note(candidate)
+        for candidate in sorted(candidates, key=lambda one: _rank_of(one, now, least_s=least_s)):
+            if not room.admits(candidate):
+                return
+            room.note(candidate)
+            yield candidate
+
+    def _least_s(self) -> float:
+        work = IterationWork()
+        work.add_decode(0)
+        return self._costs.iteration_s(work)
+
+    def _tightest_s(self) -> float:
+        """Return the least objective of what runs, and that no decode alone would break."""
+        table = self._table
+        counts = table.is_real_time & (table.num_blocks > 0) & (self._share * table.tpot_s >= self._least_s())
+        return float(np.min(table.tpot_s, where=counts, initial=np.inf))
+
+
+def _rank_of(candidate: Candidate, now: float, *, least_s: float) -> int:
+    """Return the candidate's rank. `least_s`: the shortest gap that the worker can have."""
+    request, tpot_s = candidate.request, candidate.request.slo.tpot_s
+    if request.request_class is not RequestClass.REAL_TIME:
+        return _BEST_EFFORT
+    if tpot_s is None:
+        return _LATE
+    num_generated = len(candidate.generated_token_ids)
+    expected = candidate.predicted_output_len or request.sampling.max_tokens
+    num_left = max(expected - num_generated, 1.0)
+    due_s = candidate.first_token_s + (num_generated + num_left - 1) * tpot_s
+    return _ON_TIME if due_s - now >= num_left * least_s else _LATE

@@ -1,0 +1,98 @@
+"""The record of the grid: a line of JSON for every simulation, appended when it has ended."""
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from experiments.common import RESULTS
+
+PATH = RESULTS / "grid.jsonl"
+
+
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One simulation; of the real-time requests, unless it says otherwise.
+
+    One that was abandoned has no figure but the number of requests beyond which it could not come.
+    """
+
+    point: str
+    system: str
+    num_sent: int  # in the whole workload
+    num_met: int = 0  # their objectives
+    num_ttft_met: int = 0
+    num_tpot_met: int = 0
+    best_effort_tokens_per_s: float | None = None  # while requests arrived
+    at_most: int | None = None  # so many met theirs, when it was abandoned
+    ended_s: float = 0.0  # simulated
+    commit: str = ""  # of the code
+
+    @property
+    def attainment(self) -> float:
+        """Return the share that met all objectives."""
+        return self.num_met / self.num_sent
+
+    @property
+    def merit(self) -> tuple[bool, float]:
+        """Return what a search for the best goes by: more held, or else abandoned later."""
+        return self.at_most is None, self.num_met if self.at_most is None else self.ended_s
+
+
+class Record:
+    """All outcomes of a file, the latest of each case."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._outcomes: dict[tuple[str, str], Outcome] = {}
+        for outcome in _read(path):
+            self._outcomes[outcome.point, outcome.system] = outcome
+
+    def __iter__(self) -> Iterator[Outcome]:
+        """Iterate over the latest outcome of every case."""
+        return iter(self._outcomes.values())
+
+    def find(self, point: str, system: str) -> Outcome | None:
+        """Return what is recorded of a case."""
+        return self._outcomes.get((point, system))
+
+    def append(self, outcome: Outcome) -> None:
+        """Add a line, whole even beside other processes that add theirs."""
+        self._outcomes[outcome.point, outcome.system] = outcome
+        _append(self._path, outcome)
+
+    def drop(self, point: str, policy: str, commits: Collection[str]) -> None:
+        """Forget, in memory alone, what these commits did under a policy at this point."""
+        self._outcomes = {
+            key: one
+            for key, one in self._outcomes.items()
+            if one.commit not in commits or one.point != point or one.system.split()[0] != policy
+        }
+
+
+def append_run(path: Path, run: dict[str, Any]) -> None:
+    """Add a line that says on what machine and by what command the following ones were made."""
+    _append(path, {"run": run})
+
+
+def _append(path: Path, line: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, msgspec.json.encode(line) + b"\n")
+    finally:
+        os.close(file)
+
+
+def _read(path: Path) -> Iterator[Outcome]:
+    """Yield the outcomes; a last line that an interruption cut short is left out."""
+    if not path.exists():
+        return
+    for text in path.read_bytes().splitlines():
+        if text.startswith(b'{"run"'):
+            continue
+        try:
+            yield msgspec.json.decode(text, type=Outcome)
+        except msgspec.DecodeError:
+            print(f"{path.name}: a line that was cut short is left out: {text[:40]!r}")

@@ -1,0 +1,40 @@
+"""Pages whose tables are made from records, and the places of those tables in them."""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from experiments.pages import accelgen, alignedserve, alise, apt_serve, bros, summary, unseen
+from experiments.pages.record import provenance
+
+DOCS = Path(__file__).parent.parent.parent / "docs" / "experiments"
+Tables = Mapping[str, Callable[[], str]]
+_OF_RECORDS: Mapping[str, Tables] = {
+    "accelgen": accelgen.TABLES,
+    "alignedserve": alignedserve.TABLES,
+    "alise": alise.TABLES,
+    "apt_serve": apt_serve.TABLES,
+    "bros": bros.TABLES,
+    "unseen": unseen.TABLES,
+}
+PAGES: Mapping[str, Tables] = {
+    "README": summary.TABLES,
+    **{page: {"record": partial(provenance, page), **tables} for page, tables in _OF_RECORDS.items()},
+}
+_PLACE = re.compile(r"^<!-- table: (?P<name>.+) -->\n\n(?:(?:\||- |  ).*\n)*", re.MULTILINE)
+
+
+def page_path(page: str) -> Path:
+    """Return the file of a page."""
+    return DOCS / f"{page}.md"
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names of the tables that a page has places for."""
+    return [place["name"] for place in _PLACE.finditer(text)]
+
+
+def with_tables(text: str, tables: Tables) -> str:
+    """Return the page with its tables as the records have them now."""
+    return _PLACE.sub(lambda place: f"<!-- table: {place['name']} -->\n\n{tables[place['name']]()}\n", text)

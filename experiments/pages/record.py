@@ -1,0 +1,135 @@
+"""An experiment's record as its page reads it: rows by their labels, figures as text."""
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent.parent / "results"
+Row = dict[str, Any]
+_WIDTH = 100
+_MADE_BEFORE = ("55b318a", "e2a7aef", "c1854a6", "b4900fe", "8a3b47f", "441c08f", "d9491f6")  # the leak was closed
+_TOLD, _NOT_TOLD = "[more](leak.md)", "what live ones know"
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+class Record:
+    """Rows of a record, or those of them that have certain labels."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    def of(self, **labels: object) -> "Record":
+        """Return the rows with these labels. `lengths_` is the label `lengths`, where the plain word is taken."""
+        return Record([row for row in self.rows if all(row.get(name) == value for name, value in labels.items())])
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def values(self, figure: str) -> list[float]:
+        """Return a figure of every row."""
+        return [float(row[figure]) for row in self.rows]
+
+    def mean(self, figure: str) -> float:
+        """Return the mean of a figure over the rows; there must be some."""
+        values = self.values(figure)
+        assert values, f"no row has {figure}"
+        return sum(values) / len(values)
+
+    def spread(self, figure: str) -> float:
+        """Return the largest less the smallest of a figure; of a row that is a mean, the one recorded with it."""
+        if len(self.rows) == 1 and f"{figure}.spread" in self.rows[0]:
+            return float(self.rows[0][f"{figure}.spread"])
+        values = self.values(figure)
+        return max(values) - min(values)
+
+
+@cache
+def figures(name: str) -> Any:
+    """Return all figures of results/NAME.json."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+
+
+def runs(name: str) -> Record:
+    """Return the runs of results/NAME.json."""
+    return Record(figures(name)["runs"])
+
+
+# --- figures as text
+
+
+def share(value: float, digits: int = 1) -> str:
+    """Return a percentage; what is less than all is never rounded to 100 %."""
+    percent = f"{100 * value:.{digits}f}"
+    if float(percent) == 100.0 and value < 1.0:
+        percent = f"{100 * value:.1f}" if digits == 0 and value < 0.9995 else "99.9"
+    return f"{percent.removesuffix('.0') if float(percent) in (0.0, 100.0) else percent} %"
+
+
+def change(ratio: float) -> str:
+    """Return a ratio as a change in percent, with its sign."""
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def seconds(value: float) -> str:
+    """Return a time, below 0.3 s in milliseconds."""
+    if value < 0.3:
+        return f"{1e3 * value:.0f} ms"
+    return f"{value:.2f} s" if value < 1 else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+
+
+def milliseconds(value: float) -> str:
+    """Return a time in milliseconds."""
+    return f"{count(1e3 * value)} ms"
+
+
+def count(value: float) -> str:
+    """Return a number without a fraction, thousands apart."""
+    return f"{value:,.0f}".replace(",", " ")
+
+
+def digits(value: float, num: int = 3) -> str:
+    """Return a number to so many digits."""
+    if value == 0:
+        return "0"
+    text = f"{value:#.{num}g}".removesuffix(".")
+    return f"{value:.{num}g}" if "e" in text else text
+
+
+def bold(text: str) -> str:
+    """Return the text as what stands out in a table."""
+    return f"**{text}**"
+
+
+def bold_best(cells: Sequence[str], values: Sequence[float]) -> list[str]:
+    """Return the cells, those of the highest value in bold."""
+    return [bold(cell) if value == max(values) else cell for cell, value in zip(cells, values, strict=True)]
+
+
+def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table of a page."""
+    head = list(headings)
+    lines = [head, *map(list, rows)]
+    assert all(len(line) == len(head) for line in lines), lines
+    body = [f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines]
+    return "\n".join([body[0], "|" + "---|" * len(head), *body[1:]])
+
+
+def bullets(items: Iterable[str]) -> str:
+    """Return a list of a page, in lines of its width; a number keeps its percent sign."""
+    kept = [f"- {item}".replace(" %", f"{_NO_BREAK}%") for item in items]
+    wrapped = [textwrap.fill(item, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) for item in kept]
+    return "\n".join(wrapped).replace(_NO_BREAK, " ")
+
+
+def provenance(name: str) -> str:
+    """Return the commits of the code that made a record, how many rows each made, and what schedulers knew there."""
+    made = Counter(str(row["commit"]) for row in figures(name)["runs"])
+    rows = [
+        [f"`results/{name}.json`", f"`{commit}`", str(num), _TOLD if commit in _MADE_BEFORE else _NOT_TOLD]
+        for commit, num in made.items()
+    ]
+    return table(["record", "commit", "rows", "schedulers knew"], rows)

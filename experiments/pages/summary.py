@@ -1,0 +1,188 @@
+"""Tables of docs/experiments/README.md: every paper's claims beside ours, and `aligned_slo` beside each policy."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from experiments.pages.claims import claims
+from experiments.pages.record import Record, bold, count, digits, figures, milliseconds, runs, share, table
+
+_UNION = "aligned_slo"
+_STRAGGLER, _BALANCED = "one_block_per_sequence", "load_balanced"
+_TOKENS, _TBT, _TPOT = "all.tokens_per_s", "all.tbt_s.p99", "all.tpot_s.p99"
+_SAME = 0.005  # of a figure: nearer ones count as equal
+
+
+class Compared(NamedTuple):
+    """One figure of a paper's policy and of the union at one point."""
+
+    theirs: float
+    ours: float
+    shown: Callable[[float], str]
+    is_more_better: bool = True
+
+    def text(self, value: float) -> str:
+        """Return a figure as text."""
+        return self.shown(value)
+
+    def verdict(self) -> str:
+        """Return by how much the union is better or worse, as a share of the paper's figure."""
+        if abs(self.ours - self.theirs) <= _SAME * abs(self.theirs):
+            return "equal"
+        is_better = (self.ours > self.theirs) == self.is_more_better
+        size = f"{abs(self.ours / self.theirs - 1):.0%}".replace("%", " %") if self.theirs else ""
+        return "better" if is_better else bold(f"worse by {size}")
+
+
+def _pair(of: Callable[[str], Record], policies: tuple[str, str], figure: str) -> tuple[float, float]:
+    return of(policies[0]).mean(figure), of(policies[1]).mean(figure)
+
+
+# --- each paper's policy
+
+
+def _alignedserve() -> dict[str, list[Compared]]:
+    def at(part: str, **labels: object) -> Callable[[str], Record]:
+        return lambda system: runs("alignedserve").of(part=part, system=system, **labels)
+
+    def tokens(part: str, **labels: object) -> Compared:
+        return Compared(*_pair(at(part, **labels), ("aligned", _UNION), _TOKENS), count)
+
+    def gap(part: str, **labels: object) -> Compared:
+        return Compared(*_pair(at(part, **labels), ("aligned", _UNION), _TBT), milliseconds, is_more_better=False)
+
+    models = ("opt-6.7b", "opt-13b", "opt-30b")
+    lengths = ("sharegpt", "longbench", "azure")
+    name = "AlignedServe"
+    return {
+        f"{name}, headline (three seeds), tokens/s: one block per sequence, balanced": [
+            tokens("headline", kernel=kernel) for kernel in (_STRAGGLER, _BALANCED)
+        ],
+        "the same, p99 TBT": [gap("headline", kernel=kernel) for kernel in (_STRAGGLER, _BALANCED)],
+        f"{name}, eight accelerators: tokens/s, p99 TBT": [tokens("eight accelerators"), gap("eight accelerators")],
+        f"{name}, tokens/s: OPT-6.7B, 13B, 30B": [tokens("figures 7, 9", model=model) for model in models],
+        f"{name}, tokens/s, one block: ShareGPT, LongBench, Azure": [
+            tokens("figures 8, 10", lengths=one, kernel=_STRAGGLER) for one in lengths
+        ],
+        "the same, balanced": [tokens("figures 8, 10", lengths=one, kernel=_BALANCED) for one in lengths],
+    }
+
+
+def _bros() -> dict[str, list[Compared]]:
+    def over(lengths: str, figure: str, shown: Callable[[float], str], *, is_more_better: bool = True) -> Compared:
+        of = runs("bros").of(part="figures 10, 11", lengths=lengths)
+        return Compared(*_pair(lambda policy: of.of(policy=policy), ("bros", _UNION), figure), shown, is_more_better)
+
+    def headline(figure: str, shown: Callable[[float], str]) -> Compared:
+        of = runs("bros").of(part="headline")
+        return Compared(*_pair(lambda policy: of.of(policy=policy), ("bros", _UNION), figure), shown)
+
+    both = ("sharegpt", "lmsys")
+    latency, best_effort = "rt.normalized_s.mean", "be.loaded_requests_per_s"
+    return {
+        "BROS, 10/s (three seeds): held, best-effort requests/s": [
+            headline("rt.attainment", share),
+            headline(best_effort, lambda value: f"{value:.2f}"),
+        ],
+        "BROS, all points, ShareGPT and LMSYS: both objectives held": [
+            over(one, "rt.attainment", share) for one in both
+        ],
+        "the same, s/token": [over(one, latency, lambda value: digits(value, 2), is_more_better=False) for one in both],
+        "the same, best-effort requests/s": [over(one, best_effort, lambda value: f"{value:.2f}") for one in both],
+    }
+
+
+def _accelgen() -> dict[str, list[Compared]]:
+    def at(figure: str, shown: Callable[[float], str], model: str = "opt-13b", of: str = "11") -> Compared:
+        rows = runs("accelgen").of(figure=of, model=model)
+        return Compared(*_pair(lambda policy: rows.of(policy=policy), ("accelgen", _UNION), figure), shown)
+
+    goodput, iterations = "all.goodput_per_s", "all.token_attainment"
+    return {
+        "AccelGen, 8/s (three seeds): tokens/s, requests/s, goodput/s": [
+            at(_TOKENS, count),
+            at("all.requests_per_s", lambda value: f"{value:.2f}"),
+            at(goodput, lambda value: f"{value:.3f}"),
+        ],
+        "the same: iteration-level SLOs, deadlines held": [at(iterations, share), at("offline.attainment", share)],
+        "AccelGen, tokens/s: Llama-2-13B, OPT-175B, Llama-3-70B": [
+            at(_TOKENS, count, model) for model in ("llama-2-13b", "opt-175b", "llama-3-70b")
+        ],
+        "the same, iteration-level SLOs": [
+            at(iterations, share, model) for model in ("llama-2-13b", "opt-175b", "llama-3-70b")
+        ],
+    }
+
+
+def _alise() -> dict[str, list[Compared]]:
+    points = (("figure 6", "alpaca", 20), ("figure 6", "sharegpt", 1.7), ("long trace", "sharegpt", 1.5))
+
+    def at(point: tuple[str, str, float], figure: str, shown: Callable[[float], str]) -> Compared:
+        part, lengths, rate = point
+        of = runs("alise").of(part=part, lengths=lengths, rate=rate, model="opt-13b")
+        pair = _pair(lambda policy: of.of(policy=policy), ("ALISE", _UNION), figure)
+        return Compared(*pair, shown, is_more_better=False)
+
+    return {
+        "ALISE, s/token: Alpaca 20/s, ShareGPT 1.7/s (three seeds), ten minutes of 1.5/s": [
+            at(point, "all.normalized_s.mean", digits) for point in points
+        ],
+        "the same, p99 of the response, s": [at(point, "all.end_to_end_s.p99", count) for point in points],
+    }
+
+
+def _apt_serve() -> dict[str, list[Compared]]:
+    def held(part: str, dataset: str, rate: float, cv: float) -> Compared:
+        of = runs("apt_serve").of(part=part, dataset=dataset, rate=rate, cv=cv)
+        pair = _pair(lambda policy: of.of(policy=policy), ("apt_serve", _UNION), "all.p99_attainment")
+        return Compared(*pair, share)
+
+    variations = (1.0, 5.0, 10.0)
+    return {
+        "Apt-Serve, ShareGPT 6/s held: CV 1 (three seeds), 5, 10": [
+            held("tables 4, 5", "sharegpt", 6.0, cv) for cv in variations
+        ],
+        "Apt-Serve, LongBench 1.5/s, likewise": [held("tables 4, 5", "longbench", 1.5, cv) for cv in variations],
+        "Apt-Serve, HumanEval 9/s: CV 1, 5, 10": [held("figure 9", "humaneval", 9.0, cv) for cv in variations],
+    }
+
+
+def _rates() -> list[list[str]]:
+    """Return effective throughput, which may lie beyond the highest rate that was tried."""
+    points = (("sharegpt", "opt-13b"), ("sharegpt", "opt-30b"), ("sharegpt", "opt-66b"))
+    others = (("humaneval", "opt-13b"), ("longbench", "opt-13b"))
+    rows = []
+    for level in ("90%", "60%"):
+        for name, at in (("ShareGPT on OPT-13B, 30B, 66B", points), ("HumanEval, LongBench", others)):
+            theirs, ours = ([_rate(policy, point, level) for point in at] for policy in ("apt_serve", _UNION))
+            said = [_rate_verdict(one, other) for one, other in zip(theirs, ours, strict=True)]
+            cells = [", ".join("beyond" if one is None else f"{one:.2f}" for one in rates) for rates in (theirs, ours)]
+            rows.append([f"Apt-Serve, rate at {level.replace('%', ' %')}: {name}", *cells, ", ".join(said)])
+    return rows
+
+
+def _rate(policy: str, point: tuple[str, str], level: str) -> float | None:
+    of = Record(figures("apt_serve")["throughputs"]).of(policy=policy, dataset=point[0], model=point[1])
+    found = of.rows[0][f"rate at {level}"]
+    return None if found is None else float(found)
+
+
+def _rate_verdict(theirs: float | None, ours: float | None) -> str:
+    if theirs is None or ours is None:
+        return "equal" if theirs is ours else "better" if ours is None else bold("worse")
+    return Compared(theirs, ours, str).verdict()
+
+
+def union() -> str:
+    """Return `aligned_slo` beside each paper's policy."""
+    sections = (_alignedserve(), _bros(), _accelgen(), _alise(), _apt_serve())
+    rows = [_row(name, compared) for section in sections for name, compared in section.items()]
+    return table(["", "the paper's policy", f"`{_UNION}`", "it is"], [*rows, *_rates()])
+
+
+def _row(name: str, compared: Sequence[Compared]) -> list[str]:
+    theirs = ", ".join(one.text(one.theirs) for one in compared)
+    ours = ", ".join(one.text(one.ours) for one in compared)
+    return [name, theirs, ours, ", ".join(one.verdict() for one in compared)]
+
+
+TABLES: Mapping[str, Callable[[], str]] = {"claims": claims, "union": union}

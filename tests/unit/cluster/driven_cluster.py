@@ -1,0 +1,60 @@
+"""A cluster of two nodes as its driver holds it, none of whose actors exist."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ray import cloudpickle
+
+from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
+from alignedserve.cluster.hosts.admission import Keeper
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
+from alignedserve.cluster.hosts.joining import Joining
+from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
+from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
+from alignedserve.cluster.hosts.succession import Succession
+from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.placement import NodeCapacity
+from alignedserve.cluster.start_observer import LoggingObserver
+from alignedserve.config.sections import MIB, ModelSectionConfig
+from alignedserve.config.unset_sizes import from_mapping
+from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.process.addresses import AddressBook
+
+POCKET = resolve_model(ModelSectionConfig())
+NODES = [RayNode(f"id-{index}", f"10.0.0.{index}", f"host-{index}", is_head=index == 0) for index in range(3)]
+
+
+class KeeperMemory:
+    """A keeper in this process."""
+
+    def __init__(self) -> None:
+        self.copies: list[bytes] = []
+        self.num_heard = 0
+        self.keep = SimpleNamespace(remote=lambda number, copy, *others: self.copies.append(copy))
+        self.hear = SimpleNamespace(remote=self._hear)
+
+    def _hear(self, number: int) -> tuple[str, bool]:
+        """Return a name of this call, and its result."""
+        self.num_heard += 1
+        return f"{id(self)}-{self.num_heard}", cloudpickle.loads(self.copies[-1]).number == number
+
+
+def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
+    """Return a cluster of two nodes, none of whose actors exist."""
+    found = [
+        NodeResources(NodeCapacity(f"node-{index}", node.address, 4), Machine(8192 * MIB, 4096 * MIB, 4, False))
+        for index, node in enumerate(NODES[:2])
+    ]
+    plan = plan_cluster(from_mapping(settings), POCKET, found)
+    members = []
+    for node, one, share in zip(NODES, found, plan.shares, strict=False):
+        book = AddressBook(folder / f"c-{share.node}", node.node_id, node.address)
+        book.folder.mkdir(parents=True)
+        prepared = PreparedNode(share, one.capacity, plan.config_of(share, node.address), book)
+        members.append(Member(node, prepared, Keeper(KeeperMemory(), book)))
+    made = Joining(plan, NodeReport(own_versions()), "c", 2)
+    factory = ActorFactory(POCKET, ActorClasses(None, None))
+    return ClusterOnHosts(made, members, factory, Driving(LoggingObserver(), Succession("asked")))

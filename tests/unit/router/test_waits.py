@@ -1,0 +1,150 @@
+"""An elastic worker gets a prompt by the time that those before it take there."""
+
+from typing import Any
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import RequestClass, Slo
+from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, WorkerLoad
+from router.state import DispatchedPrefill, WorkerRecord
+from tests.harnesses.router import RouterHarness
+from tests.support.samples import epoch, request, worker
+
+FIRST, SECOND = "decode-0", "decode-1"
+CHAT = DispatchedPrefill(1, 3000, is_real_time=True)
+BATCH: dict[str, Any] = {"request_class": RequestClass.BEST_EFFORT, "slo": Slo()}
+
+
+def record() -> WorkerRecord:
+    return WorkerRecord(FIRST, worker(can_prefill=True), WorkerLoad(prompt_tokens_per_s=5000))
+
+
+def waits_s(of: WorkerRecord) -> tuple[float, float]:
+    """Of a real-time prompt, and of another."""
+    return of.wait_s(is_real_time=True), of.wait_s(is_real_time=False)
+
+
+def test_prompts_take_the_time_of_their_tokens() -> None:
+    one = record()
+    assert waits_s(one) == (0.0, 0.0)
+    one.start_prefill(RequestId("r1"), CHAT)
+    assert waits_s(one) == (0.6, 0.6)
+
+
+def test_real_time_passes_best_effort() -> None:
+    one = record()
+    one.start_prefill(RequestId("r1"), DispatchedPrefill(1, 2000))
+    assert waits_s(one) == (0.0, 0.4)
+
+
+def test_and_what_is_late() -> None:
+    one = record()
+    one.start_prefill(RequestId("r1"), CHAT)
+    one.note_late(RequestId("r1"), attempt=2)  # another one's
+    assert waits_s(one) == (0.6, 0.6)
+    one.note_late(RequestId("r1"), attempt=1)
+    one.note_late(RequestId("r1"), attempt=1)
+    assert waits_s(one) == (0.0, 0.6)
+    one.end_prefill(RequestId("r1"))
+    assert (waits_s(one), one.num_late_tokens, one.late) == ((0.0, 0.0), 0, {})
+
+
+def test_a_worker_that_tells_no_speed_counts_tokens() -> None:
+    silent = WorkerRecord(FIRST, worker(can_prefill=True))
+    silent.start_prefill(RequestId("r1"), CHAT)
+    assert waits_s(silent) == (3000.0, 3000.0)
+
+
+def two_workers(*speeds: int) -> RouterHarness:
+    made = RouterHarness()
+    for name, speed in zip((FIRST, SECOND), speeds or (1000, 1000), strict=True):
+        made.hear(name, worker(can_prefill=True, can_move=True, num_blocks=1000))
+        made.hear(name, WorkerLoad(prompt_tokens_per_s=speed))
+    return made
+
+
+def target(made: RouterHarness, name: str, prompt_len: int, **facts: Any) -> str:
+    (peer,) = [
+        one.peer for one in made.submit(request(name, prompt_len=prompt_len, **facts)) if _is_prompt(one.message)
+    ]
+    return peer
+
+
+def _is_prompt(message: object) -> bool:
+    return isinstance(message, PrefillRequest)
+
+
+def test_chat_goes_where_only_documents_wait() -> None:
+    made = two_workers()
+    assert target(made, "r0", 500, **BATCH) == FIRST
+    assert target(made, "r1", 300) == FIRST
+    assert target(made, "r2", 100) == SECOND
+
+
+def test_a_document_goes_where_least_waits_in_all() -> None:
+    made = two_workers()
+    assert target(made, "r0", 500) == FIRST
+    assert target(made, "r1", 400, **BATCH) == SECOND
+    assert target(made, "r2", 300, **BATCH) == SECOND
+
+
+def test_fewer_tokens_may_take_longer() -> None:
+    made = two_workers(250, 1000)
+    assert target(made, "r0", 100) == FIRST
+    assert target(made, "r1", 300) == SECOND
+    assert target(made, "r2", 100) == SECOND
+
+
+def test_a_prompt_that_is_late_keeps_no_other_away() -> None:
+    made = two_workers()
+    assert target(made, "r0", 500, slo=Slo(ttft_s=1.0)) == FIRST
+    assert target(made, "r1", 300, slo=Slo(ttft_s=100.0)) == SECOND
+    made.now = 50.0
+    assert target(made, "r2", 100) == FIRST
+    made.hear(FIRST, PrefillCompleted(RequestId("r0"), epoch(1), 500))
+    assert made.logic._placement.workers[FIRST].num_late_tokens == 0
+
+
+# --- where it is in time, the worker with the fewest requests
+
+SOON = Slo(ttft_s=1.0)
+
+
+def test_a_prompt_goes_to_the_fewest_requests_where_it_is_in_time() -> None:
+    made = two_workers()
+    assert [target(made, f"r{number}", 10) for number in range(3)] == [FIRST, SECOND, FIRST]
+    # 20 tokens wait at the first and 10 at the second; one request less is there.
+    assert target(made, "r3", 300, slo=SOON) == SECOND
+    # 310 tokens wait at the second now, as many requests as at the first.
+    assert target(made, "r4", 300, slo=SOON) == FIRST
+
+
+def test_half_of_the_time_that_is_left_must_suffice() -> None:
+    made = two_workers()
+    assert [target(made, name, 10) for name in ("r0", "r1", "r2")] == [FIRST, SECOND, FIRST]
+    made.hear(SECOND, WorkerLoad(prompt_tokens_per_s=500))
+    assert target(made, "r3", 240, slo=SOON) == SECOND  # 250 tokens take half a second there
+    assert target(made, "r4", 1, slo=SOON) == FIRST
+
+
+def test_where_it_is_in_time_nowhere_it_goes_where_least_waits() -> None:
+    made = two_workers()
+    assert [target(made, name, length) for name, length in (("r0", 400), ("r1", 10), ("r2", 10))] == [
+        FIRST,
+        SECOND,
+        SECOND,
+    ]
+    assert target(made, "r3", 900, slo=SOON) == SECOND
+
+
+def test_what_is_late_is_no_request_more() -> None:
+    one = record()
+    one.start_prefill(RequestId("r1"), CHAT)
+    assert one.first_token_s(2000) == 1.0
+    one.note_late(RequestId("r1"), attempt=1)
+    assert one.first_token_s(2000) == 0.4
+
+
+def test_best_effort_goes_where_least_waits_whatever_it_asks() -> None:
+    made = two_workers()
+    assert [target(made, name, length) for name, length in (("r0", 400), ("r1", 10), ("r2", 10))][1:] == [SECOND] * 2
+    assert target(made, "r3", 10, request_class=RequestClass.BEST_EFFORT, slo=SOON) == SECOND
