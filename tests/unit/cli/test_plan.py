@@ -49,7 +49,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> t
         (("--workload", LINE, *H100, "--costs", "guess"), "cost model 'guess' is none of"),
         (("--workload", LINE, *H100, "--policy", "nonesuch"), "unknown policy 'nonesuch'"),
         (("--workload", LINE, *H100, "--policy", "fcfs", "--policy", "fcfs"), "named twice"),
-        (("--workload", LINE, *H100, "--topology", "star"), "'star' is none of disaggregated, colocated, elastic"),
+        (("--workload", LINE, *H100, "--topology", "star"), "'star' is none of elastic, colocated, disaggregated"),
         (
             ("--workload", LINE, *H100, "--topology", "elastic", "--policy", "distserve"),
             "'distserve' is for disaggregated workers, not for elastic ones",
