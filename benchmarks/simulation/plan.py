@@ -2,8 +2,8 @@
 
     python -m benchmarks.simulation.plan    # target: 10 minutes on two cores
 
-Recorded arrivals of the Azure conversations at `--rate` requests per second, repeated until the hour is full. Beside the
-wall-clock time it records the processor time of all processes: on a busy machine only that can be compared.
+Recorded arrivals of the Azure conversations at `--rate` requests per second, repeated until the hour is full. Beside
+the wall-clock time it records the processor time of all processes: on a busy machine only that can be compared.
 """
 
 import argparse
