@@ -16,7 +16,14 @@ from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
 from alignedserve.worker_core.registration import registration_of
 from decode_worker.colocated.service import ColocatedWorker
-from decode_worker.factory import colocated_registration, make_colocated_logic, make_logic, max_held, memory_of
+from decode_worker.factory import (
+    colocated_registration,
+    engine_places,
+    make_colocated_logic,
+    make_logic,
+    max_held,
+    memory_of,
+)
 from decode_worker.service import DecodeWorker
 
 
@@ -34,7 +41,14 @@ class DecodeWorkerActor(ActorHost):
         process_spec: ProcessSpec,
     ) -> None:
         layout = served.block_layout(engine_config.block_size)
-        sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
+        block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
+        sizes = engine_sizes(
+            engine_config,
+            config.kv_cache_bytes,
+            engine_places(config, scheduling),
+            has_int8_swaps=config.has_int8_swaps,
+            hidden_block_tokens=block_tokens,
+        )
         pool_name = process_spec.pool_name
 
         async def build() -> DecodeWorker:
@@ -53,6 +67,7 @@ class DecodeWorkerActor(ActorHost):
                 config=config,
                 batching=batching,
                 scheduling=scheduling,
+                memory=memory_of(config, layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens),
                 eos_token_ids=executor.eos_token_ids,
                 measured=executor.measure_iterations(
                     calibration_s(engine_config, scheduling), config.max_num_batched_tokens

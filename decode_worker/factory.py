@@ -1,5 +1,7 @@
 """Construction of the logics of decode and colocated workers, for live workers and for simulated ones."""
 
+from dataclasses import replace
+
 import msgspec
 
 from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, SchedulingConfig
@@ -7,10 +9,12 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.scheduling.factory import admission_share, limits_of, make_decode_iteration_scheduler, make_scheduler
-from alignedserve.scheduling.policy import DeviceMemory
+from alignedserve.scheduling.factory import admission_share, limits_of, make_decode_scheduler, make_scheduler
+from alignedserve.scheduling.policies import policy_entry
+from alignedserve.scheduling.policy import DeviceMemory, Mechanism
 from alignedserve.worker_core.registration import registration_of
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
+from decode_worker.batching.scheduled_batch import ScheduledBatch
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 
@@ -33,21 +37,37 @@ def make_logic(
     config: DecodeWorkerConfig,
     batching: BatchingConfig,
     scheduling: SchedulingConfig,
+    memory: DeviceMemory,
     eos_token_ids: frozenset[int],
     costs: CostModel | None = None,
     measured: tuple[Sample, ...] = (),
 ) -> DecodeLogic:
     """Build the logic of one decode worker. Without `costs` it learns them, beginning with `measured` iterations.
 
-    Raises ConfigError naming what is unknown.
+    `memory`: empty; caches come and go in whole blocks, so none is shared. Raises ConfigError naming what is unknown.
     """
+    scheduler = make_decode_scheduler(scheduling, limits_of(config), costs, measured)
+    scheduled = None
+    if scheduler is not None:
+        scheduled = ScheduledBatch(
+            memory=replace(memory, has_shared_blocks=False),
+            scheduler=scheduler,
+            max_running_requests=config.max_running_requests,
+            max_held=max_held(config),
+            chooses_candidates=Mechanism.SWAP in policy_entry(scheduling.policy).uses,
+            admission_share=admission_share(scheduling),
+        )
     return DecodeLogic(
         registered=registered,
         limits=batch_limits_of(config, batching, num_blocks=registered.num_blocks),
         eos_token_ids=eos_token_ids,
-        scheduler=make_decode_iteration_scheduler(scheduling, limits_of(config), costs, measured),
-        admission_share=admission_share(scheduling),
+        scheduled=scheduled,
     )
+
+
+def engine_places(config: DecodeWorkerConfig, scheduling: SchedulingConfig) -> int:
+    """Return the most requests that the engine of a separate decode worker holds; those that pause are among them."""
+    return max_held(config) if policy_entry(scheduling.policy).schedules_iterations else config.max_running_requests
 
 
 def max_held(config: DecodeWorkerConfig) -> int:
@@ -70,7 +90,7 @@ def colocated_registration(
 def memory_of(
     config: DecodeWorkerConfig, layout: BlockLayout, *, num_blocks: int, hidden_block_tokens: int | None = None
 ) -> DeviceMemory:
-    """Return the empty device memory of a live colocated worker; whole caches can be swapped.
+    """Return the empty device memory of a live worker; whole caches can be swapped.
 
     `hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches.
     """

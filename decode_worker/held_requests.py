@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
-from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.ids import BatchId, BlockId, RequestId
+from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
@@ -19,6 +20,7 @@ class HeldRequest(WorkerRequest):
     is_in_engine: bool = False
     is_on_host: bool = False  # the engine keeps a host copy of it
     is_finished: bool = False  # it has had its last token, or has failed
+    batch_id: BatchId = NO_BATCH  # that it came in, on a decode worker
 
 
 class HeldRequests:
@@ -29,6 +31,7 @@ class HeldRequests:
         self.state = SchedulerState(memory)
         self.allocator = BlockAllocator(memory.num_blocks)
         self.num_away = 0  # blocks of requests that are leaving or coming, in no row
+        self.is_copying_out = False  # the engine copies blocks to the host that are free already: none may be loaded
         self._block_size = memory.block_size
         self._requests: dict[RequestId, HeldRequest] = {}
         self._removals: list[RequestId] = []  # for the engine, with the next iteration

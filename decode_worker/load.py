@@ -5,8 +5,8 @@ from typing import NamedTuple
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.candidates import Candidates
+from decode_worker.batching.decode_batch import DecodeBatch
 from decode_worker.batching.eviction import Evictions
-from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.state import CacheLocation
 
 _WIDEST_JOIN = 1.5  # longest over shortest of the lengths that may join
@@ -34,7 +34,7 @@ class LoadCounts(NamedTuple):
 class LoadCounter:
     """Counts for placement. Called at every event, so what takes a loop is counted only when it has changed."""
 
-    def __init__(self, batch: RunningBatch, candidates: Candidates, order: BatchOrder, evictions: Evictions) -> None:
+    def __init__(self, batch: DecodeBatch, candidates: Candidates, order: BatchOrder, evictions: Evictions) -> None:
         self._batch = batch
         self._candidates = candidates
         self._order = order
@@ -50,7 +50,7 @@ class LoadCounter:
             self._batch.num_holding,
             *self._count_waiting(),
             num_verified,
-            self._evictions.num_evictions,
+            self._evictions.num_evictions + self._batch.num_preemptions,
             self._running_range(num_iterations),
         )
 

@@ -5,15 +5,14 @@ The life of a request on a decode worker:
    memory unless it can run at once. An urgent one comes straight from a prefill worker. (batching/candidates.py)
 2. When its batch is due (batching/batch_order.py) and its blocks and those of its next iterations fit, its cache is
    copied into this worker's blocks beside the running iteration, verified, and it enters with the next one. A copy that
-   does not verify is a miss: RequestPreempted sends the request back to be recomputed.
-3. Every iteration gives it one token, which goes straight to its gateway.
+   does not verify is a miss: RequestPreempted sends the request back to be recomputed. (batching/entries.py)
+3. Every iteration gives it one token, which goes straight to its gateway. Where a policy decides, it may pause, leave
+   for the host, or lose its cache and compute it again here (batching/scheduled_batch.py); 5 is then for switches.
 4. It ends with its stop token or its limit: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
 5. When the next iteration would not fit, the longest request (while two batches mix, of the outgoing one) is evicted
    into a prefill worker's memory, from where it is loaded again. When its batch has ended, it returns to the pool.
    If no buffer has space for it, it is preempted and recomputed later. (batching/eviction.py)
 """
-
-from collections.abc import Iterable
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import (
@@ -45,7 +44,6 @@ from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
     IterationCompleted,
-    Load,
     LoadBlocks,
     MapArena,
     OffloadBlocks,
@@ -55,23 +53,23 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PeerNeeded, PeersChanged, SetPredictedLength, WorkerRegistered
-from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
+from alignedserve.worker_core.request import WorkerRequest
 from alignedserve.worker_core.router_link import RouterLink
-from decode_worker.batching.admission import Admission
 from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, WaitingBatch
+from decode_worker.batching.begun import BatchMember
 from decode_worker.batching.candidates import Candidates
+from decode_worker.batching.decode_batch import DecodeBatch
+from decode_worker.batching.entries import Entries
 from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.batching.scheduled_batch import ScheduledBatch
 from decode_worker.block_peers import BlockPeers
 from decode_worker.load import LoadCounter, LoadCounts
 from decode_worker.pace import Pace
 from decode_worker.state import (
-    CacheLocation,
     Candidate,
-    Loading,
-    RunningRequest,
     set_predicted_length,
 )
 
@@ -89,39 +87,28 @@ class DecodeLogic:
         registered: WorkerRegistered,
         limits: DecodeLimits,
         eos_token_ids: frozenset[int],
-        scheduler: PolicyIterationScheduler | None = None,
-        admission_share: float | None = None,
+        scheduled: ScheduledBatch | None = None,
     ) -> None:
-        """`scheduler`: chooses the requests of each iteration; None: all are in every one.
-
-        `admission_share`: of a TPOT objective that an iteration may take; None: candidates enter while blocks are free.
-        """
-        self._scheduler = scheduler
+        """`scheduled`: an empty batch that a policy decides; None: all requests are in every iteration."""
         self._registered = registered
-        self._limits = limits
-        self._batch = RunningBatch(
-            num_blocks=registered.num_blocks,
-            block_size=registered.block_size,
-            max_running_requests=limits.max_running_requests,
-            scheduler=scheduler,
+        self._batch: DecodeBatch = (
+            scheduled if scheduled is not None else RunningBatch.of_worker(registered, limits.max_running_requests)
         )
         self._candidates = Candidates(registered.pool_name)
         self._peers = BlockPeers(registered.pool_name)
-        self._order = BatchOrder(limits.switch, scheduler.is_mixing_cheaper if scheduler is not None else None)
+        self._order = BatchOrder(limits.switch, scheduled.is_mixing_cheaper if scheduled is not None else None)
         self._evictions = Evictions(self._batch, self._candidates, self._order)
-        self._aborted: list[RunningRequest] = []  # dropped at the end of the iteration
+        self._aborted: list[BatchMember] = []  # dropped at the end of the iteration
         self._load = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
-        self._admission: Admission | None = None
-        if scheduler is not None and admission_share is not None:
-            self._admission = Admission(scheduler.table, scheduler.costs, admission_share)
+        self._entries = Entries(self._batch, self._candidates, self._order, self._evictions)
         self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last examined
         self._num_iterations = 0
         self._num_verified = 0
         self._counted: LoadCounts | None = None  # as last reported
-        self._pace = Pace(registered.pool_name, scheduler)
+        self._pace = Pace(registered.pool_name, scheduled.decode_s if scheduled is not None else None)
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
-        self._iterations: IterationCycle[RunningRequest, DecodeCommand] = IterationCycle(
+        self._iterations: IterationCycle[BatchMember, DecodeCommand] = IterationCycle(
             router=self._router,
             eos_token_ids=eos_token_ids,
             release=self._release,
@@ -188,8 +175,8 @@ class DecodeLogic:
             case SetPredictedLength(request_id=request_id):
                 moving = (self._batch.loading_candidate(request_id), self._evictions.get(request_id))
                 known = (self._candidates.get(request_id), self._batch.get(request_id), *moving)
-                if set_predicted_length(known, message) and self._scheduler is not None:
-                    self._scheduler.set_predicted_length(request_id, message.predicted_output_len)
+                if set_predicted_length(known, message):
+                    self._batch.set_predicted_length(request_id, message.predicted_output_len)
                 return []
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
@@ -265,6 +252,8 @@ class DecodeLogic:
             return [*self._candidates.release(candidate)]
         commands = self._abort(request_id, earlier)
         self._candidates.cancel_reservation(request_id, earlier)
+        if self._batch.never_fits(candidate):
+            return [*commands, *self._candidates.release(candidate), *self._fail_too_large(candidate)]
         self._candidates.add(candidate)
         return commands
 
@@ -293,11 +282,7 @@ class DecodeLogic:
         """Admit candidates that may enter, prefetch the others, return those whose batch has ended to the pool."""
         if not self._candidates:
             return []
-        commands: list[DecodeCommand] = []
-        if self._batch.num_holding < self._limits.max_running_requests or self._order.is_overdue(now):
-            num_taken = self._registered.num_blocks - self._batch.num_free
-            may_enter = self._order.choose(self._candidates, self._batch.num_holding, now, num_blocks=num_taken)
-            commands += self._admit(may_enter, now)
+        commands: list[DecodeCommand] = [*self._entries.load(self._entries.admitted(now))]
         versions = (self._candidates.version, self._order.version, self._candidates.space.version)
         if versions == self._moved_at:
             return commands  # what could be done for the others has been done
@@ -308,30 +293,6 @@ class DecodeLogic:
             else:
                 commands += self._candidates.prefetch(candidate)
         return [*commands, *self._candidates.drain_buffers(now)]
-
-    def _admit(self, may_enter: Iterable[Candidate], now: float) -> list[DecodeCommand]:
-        """Load the candidates that fit, in order, up to the first that does not; those being copied are skipped."""
-        loads: dict[str, list[Load]] = {}
-        room = None
-        if self._admission is not None:
-            room = self._admission.room(self._batch.loading_candidates(), now)
-            may_enter = self._admission.ordered(may_enter, now)
-        for candidate in may_enter:
-            if candidate.location in (CacheLocation.PREFETCHING, CacheLocation.RETURNING):
-                continue
-            if self._evictions.get(candidate.request.request_id) is not None:
-                continue  # an earlier attempt of it is still being copied out
-            is_held_back = room is not None and not room.admits(candidate)
-            block_ids = None if is_held_back else self._batch.blocks_if_fits(candidate)
-            if block_ids is None:
-                break
-            if room is not None:
-                room.note(candidate)
-            self._candidates.take(candidate)
-            source, copy = self._candidates.copy_of(candidate)
-            self._batch.load(Loading(candidate, block_ids))
-            loads.setdefault(source, []).append(Load(candidate.request.request_id, copy, block_ids))
-        return [LoadBlocks(source, tuple(parts)) for source, parts in loads.items()]
 
     def _loaded(self, event: BlocksLoaded, now: float) -> list[DecodeCommand]:
         fetched = self._peers.fetched(event)
@@ -347,7 +308,7 @@ class DecodeLogic:
             if is_refused or candidate.is_aborted:
                 self._batch.free(entry.block_ids)
             else:
-                self._batch.enter(RunningRequest.of_candidate(candidate, entry.block_ids, load.copy.context_len), now)
+                self._batch.enter(candidate, entry.block_ids, load.copy.context_len, now)
         return commands
 
     # --- starting an iteration
@@ -356,42 +317,50 @@ class DecodeLogic:
         if self._iterations.is_running:
             return []
         commands: list[DecodeCommand] = [*self._evictions.evict_outgoing()]
-        growth = self._batch.grow()
-        if growth.num_missing > 0:
-            commands += self._send_evictions(
-                self._evictions.free_blocks(growth.num_missing, num_stalled=growth.num_stalled)
-            )
-            if growth.num_stalled:
-                self._batch.grow()
-        slices = self._batch.slices(now)
-        if not slices:
+        if isinstance(self._batch, RunningBatch):
+            commands += self._make_room(self._batch)
+        else:
+            commands += self._entries.load(self._entries.admitted(now))
+            self._batch.view(self._entries.may_enter(now), now)
+        begun = self._batch.begin(now)
+        if begun is None:
             return commands + self._fail_stuck()
-        changes = self._batch.take_changes()
+        commands += self._entries.load(begun.loads)
+        if begun.command is None:
+            return commands
         self._num_iterations += 1
-        members, has_changed = self._batch.all(), bool(changes.additions or changes.removals)
-        if self._scheduler is not None:  # some of them pause
-            members, has_changed = [self._batch[request_id] for request_id, _ in slices], True
         is_switching = self._order.is_switching
-        self._iterations.start(now, members, has_changed=has_changed, is_switching=is_switching)
-        return [RunIteration(*changes, slices), *commands]
+        self._iterations.start(now, begun.members, has_changed=begun.has_changed, is_switching=is_switching)
+        return [begun.command, *commands]
+
+    def _make_room(self, batch: RunningBatch) -> list[DecodeCommand]:
+        """Give every request the block that it needs next, evicting others where blocks are short."""
+        growth = batch.grow()
+        if growth.num_missing <= 0:
+            return []
+        commands = self._send_evictions(self._evictions.free_blocks(growth.num_missing, num_stalled=growth.num_stalled))
+        if growth.num_stalled:
+            batch.grow()
+        return commands
 
     def _fail_stuck(self) -> list[DecodeCommand]:
         """Fail a request that is alone and does not fit this worker: no block will ever be freed for it."""
-        stuck = self._batch.stuck()
+        stuck = self._batch.stuck() if isinstance(self._batch, RunningBatch) else None
         if stuck is None or self._evictions.candidates():
             return []
         self._batch.drop(stuck)
+        return self._fail_too_large(stuck)
+
+    def _fail_too_large(self, one: WorkerRequest) -> list[DecodeCommand]:
         reason = "its context needs more cache blocks than a decode worker has"
-        return [*self._router.failed(stuck, FailureKind.UNSERVABLE, reason)]
+        return [*self._router.failed(one, FailureKind.UNSERVABLE, reason)]
 
     # --- ending an iteration
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[DecodeCommand]:
         duration_s = self._iterations.end(event, now)
         self._pace.note(duration_s)
-        if self._scheduler is not None:
-            self._scheduler.completed(now, duration_s)
-        self._batch.note_chunks()
+        self._batch.completed(now, duration_s)
         commands = self._iterations.outcome(event, self._batch)
         aborted, self._aborted = self._aborted, []
         for running in aborted:
@@ -399,7 +368,7 @@ class DecodeLogic:
                 self._batch.drop(running)
         return commands
 
-    def _release(self, running: RunningRequest) -> list[DecodeCommand]:
+    def _release(self, running: BatchMember) -> list[DecodeCommand]:
         self._batch.drop(running)
         return []
 

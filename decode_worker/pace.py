@@ -1,9 +1,10 @@
 """The pace of a decode worker, told to its pool: by it requests with a deadline stop waiting in time."""
 
+from collections.abc import Callable
+
 from alignedserve.messages.caches import DecodePace
 from alignedserve.messages.events import Send
 from alignedserve.messages.handshake import Role
-from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationHistory
 
 _LEAST_CHANGE = 0.1  # share of what was told last
@@ -12,9 +13,10 @@ _LEAST_CHANGE = 0.1  # share of what was told last
 class Pace:
     """Seconds that an iteration of the running batch takes: by the cost model, or without one a mean of the latest."""
 
-    def __init__(self, pool_name: str, scheduler: PolicyIterationScheduler | None) -> None:
+    def __init__(self, pool_name: str, decode_s: Callable[[], float | None] | None) -> None:
+        """`decode_s`: by the cost model; None: there is none. It gives None where nothing decodes."""
         self._pool_name = pool_name
-        self._scheduler = scheduler
+        self._decode_s = decode_s
         self._history = IterationHistory()
         self._told_s: float | None = None  # None: the pool is not linked
 
@@ -42,5 +44,5 @@ class Pace:
 
     def _iteration_s(self) -> float:
         """Return the time of an iteration of what runs; of what ran, where nothing does."""
-        predicted_s = self._scheduler.decode_s() if self._scheduler is not None else None
+        predicted_s = self._decode_s() if self._decode_s is not None else None
         return self._history.mean_s if predicted_s is None else predicted_s

@@ -28,6 +28,7 @@ class PlanPerformer:
     def perform(self, plan: IterationPlan, members: Sequence[HeldRequest], now: float) -> RunIteration:
         """Allocate and free blocks by the plan; return the command for the engine. `members`: the scheduled ones."""
         outs = self.evict(plan.evictions, now)
+        self._held.is_copying_out = bool(outs)
         ins: list[Swap] = []
         entered = self._enter(plan.scheduled, members, ins)
         for row in plan.uploads:
@@ -38,6 +39,10 @@ class PlanPerformer:
             (tracked.request.request_id, part.num_tokens) for part, tracked in zip(plan.scheduled, members, strict=True)
         )
         return RunIteration(removals, *entered, slices, swaps)
+
+    def completed(self) -> None:
+        """Note the end of the iteration: its copies are made."""
+        self._held.is_copying_out = False
 
     def evict(self, evictions: Sequence[PlannedEviction], now: float) -> tuple[Swap, ...]:
         """Free the blocks of these requests; return the copies to the host that the engine has to make first."""

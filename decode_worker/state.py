@@ -88,6 +88,7 @@ class Candidate(WorkerRequest):
     has_lost_pool: bool = False  # while it was on its way back there
     may_prefetch: bool = True  # a prefill worker that has lost the pool answers at once, again and again
     first_token_s: float = 0.0
+    last_token_s: float = 0.0  # or when it came here, if that is not known
     far_pool: str | None = None  # the pool of another node that granted it; None: that of this node
 
     @classmethod
@@ -105,8 +106,15 @@ class Candidate(WorkerRequest):
             predicted_output_len=handoff.predicted_output_len,
             may_prefetch=far_pool is None,
             first_token_s=now - handoff.begun_s,
+            last_token_s=now - (handoff.begun_s if len(handoff.generated_token_ids) == 1 else 0.0),
             far_pool=far_pool,
         )
+
+    @property
+    def num_cached(self) -> int:
+        """Number of tokens whose cache lies in a buffer or in the pool."""
+        copy = self.buffer_copy or self.pool_copy
+        return copy.context_len if copy is not None else 0
 
     @property
     def num_copied_blocks(self) -> int:
@@ -115,7 +123,7 @@ class Candidate(WorkerRequest):
         return copy.num_blocks if copy is not None else 0
 
 
-def set_predicted_length(known: Iterable[Candidate | RunningRequest | None], message: SetPredictedLength) -> bool:
+def set_predicted_length(known: Iterable[WorkerRequest | None], message: SetPredictedLength) -> bool:
     """Set it on those of the request's records that belong to the message's epoch; return whether any does."""
     current = [one for one in known if one is not None and is_same_epoch(one.attempt, message.attempt)]
     for one in current:

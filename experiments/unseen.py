@@ -35,10 +35,14 @@ from experiments.common import (
 )
 
 UNION = "aligned_slo"
-PAPERS = ("bros", "accelgen", "alise", "apt_serve")  # AlignedServe's own needs workers of both kinds: APART
+WAITING = "bros, long prompts wait"  # for the end of all decodes: its other reading
+PAPERS = ("bros", WAITING, "accelgen", "alise", "apt_serve")  # AlignedServe's own needs workers of both kinds: APART
 MIXED = ("fcfs", "sarathi", *PAPERS, UNION)
 APART = ("distserve", "aligned", UNION)
-SETTINGS: Mapping[str, Mapping[str, Any]] = {"apt_serve": {"hybrid_cache": False}}  # larger here than keys and values
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "apt_serve": {"hybrid_cache": False},  # larger here than keys and values
+    WAITING: {"long_prompts_wait": True},
+}
 WORKER = WorkerSpec("llama-3-8b", "a100-80g")
 _CONTEXT = 32000  # as with scaled positions: longer than Llama-3-8B's own
 _APART_S = 360  # from the beginning of one seed's window of a trace to the next one's
@@ -108,9 +112,10 @@ def mixed_case(name: str, rate: float, policy: str, seed: int, duration_s: float
     trace = TRACES[name]
     best_effort = f"be: {trace.beside}, {trace.limit}, outstanding={_OUTSTANDING}"
     text = f"rt: {_source(name, seed, rate)}, {trace.objectives}; {best_effort}"
-    labels: Mapping[str, str | float] = {"part": MIX, "trace": name, "rate": rate}
+    labels: Mapping[str, str | float] = {"part": MIX, "trace": name, "rate": rate, "policy": policy}
     worker = ColocatedWorkerSpec(WORKER, max_tokens=8192, context_len=_CONTEXT)
-    return colocated_case(labels, policy, worker, line(text, seed, duration_s=duration_s), SETTINGS.get(policy))
+    workload = line(text, seed, duration_s=duration_s)
+    return colocated_case(labels, policy.partition(",")[0], worker, workload, SETTINGS.get(policy))
 
 
 def separate_case(name: str, kernel: AttentionKernel, policy: str, seed: int, num_requests: int) -> LabelledCase:

@@ -4,7 +4,8 @@ The least loaded worker that may have another prompt gets the first of the queue
 the node of the request's gateway. A worker whose pool has no room for what it has computed comes after all others.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from router.placement import Placement
@@ -21,7 +22,7 @@ class PrefillChoice:
         self._placement = placement
         self._max_tokens_per_worker = max_tokens_per_worker
 
-    def next(self, gateways: Mapping[str, str]) -> tuple[TrackedRequest, WorkerRecord] | None:
+    def next(self, gateways: Mapping[str, str], now: float) -> tuple[TrackedRequest, WorkerRecord] | None:
         """Take the next request out of the queue, and return it with its worker; None: no worker can have one now.
 
         `gateways`: with their nodes.
@@ -29,15 +30,23 @@ class PrefillChoice:
         first = self._registry.queue.first()
         if first is None:
             return None
-        for at_full_pool in (False, True):
-            worker = self._placement.least_loaded_prefiller(is_real_time=first.is_real_time, at_full_pool=at_full_pool)
-            if worker is None:
-                continue
-            request_id = self._registry.queue.pop_if(partial(self._has_room, worker))
-            if request_id is not None:
-                tracked = self._registry.requests[request_id]
+        tracked = self._registry.requests[first]
+        for worker in self._least_loaded(tracked, now):
+            if self._registry.queue.pop_if(partial(self._has_room, worker)) is not None:
                 return tracked, self._near_gateway(tracked, worker, gateways)
         return None
+
+    def _least_loaded(self, tracked: TrackedRequest, now: float) -> Iterator[WorkerRecord]:
+        """Yield the worker to have this prompt; where it has no room for it, the one that comes after all others."""
+        placement, is_real_time = self._placement, tracked.is_real_time
+        left_s = tracked.first_due_s - now if is_real_time else math.inf
+        least = placement.prefiller_in_time(tracked.num_prefill_tokens, left_s)
+        least = least or placement.least_loaded_prefiller(is_real_time=is_real_time)
+        if least is not None:
+            yield least
+        last = placement.least_loaded_prefiller(at_full_pool=True)
+        if last is not None:
+            yield last
 
     def _has_room(self, worker: WorkerRecord, queued: QueuedPrefill) -> bool:
         is_apart = queued.is_real_time and self._registry.queue.order.has_real_time_allowance

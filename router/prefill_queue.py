@@ -46,20 +46,20 @@ class PrefillQueue:
         self._count(queued, 1)
         heapq.heappush(self._heap, (self.order.key(request), request.arrival_s, request.request_id))
 
-    def first(self) -> QueuedPrefill | None:
-        """Return the first request's entry; None: the queue is empty."""
+    def first(self) -> RequestId | None:
+        """Return the first request; None: the queue is empty."""
         while self._heap and self._heap[0][2] not in self._waiting:
             heapq.heappop(self._heap)
-        return self._waiting[self._heap[0][2]] if self._heap else None
+        return self._heap[0][2] if self._heap else None
 
     def pop_if(self, is_wanted: Callable[[QueuedPrefill], bool]) -> RequestId | None:
         """Take the first request if it is wanted, else None; a later request never overtakes it."""
         first = self.first()
-        if first is None or not is_wanted(first):
+        if first is None or not is_wanted(self._waiting[first]):
             return None
-        request_id = heapq.heappop(self._heap)[2]
-        self._count(self._waiting.pop(request_id), -1)
-        return request_id
+        heapq.heappop(self._heap)
+        self._count(self._waiting.pop(first), -1)
+        return first
 
     def discard(self, request_id: RequestId) -> None:
         """Remove a request if it is queued."""

@@ -12,8 +12,6 @@ from alignedserve.core.lifecycle import Stage, advance
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 
-_LEAST_SHARE = 0.125  # of a worker's time: urgent prompts are computed however little its decodes leave
-
 
 @dataclass(slots=True)
 class TrackedRequest:
@@ -161,15 +159,27 @@ class WorkerRecord:
     def wait_s(self, *, is_real_time: bool) -> float:
         """Return the predicted time until it could begin with a prompt that it is given now.
 
-        The tokens before that one, by the speed at which it computes prompts in the time that its decodes leave. Before
-        a real-time prompt are those of real-time requests that are not late, before others all: so its policy orders
-        them. Example: 3 000 tokens before it, 5 000 tokens/s, lean 0.5: 1.2 s.
-        A worker that does not tell its speed is elastic no more than others: its tokens count as seconds.
+        Before a real-time prompt it computes those of real-time requests that are not late, before others all: so its
+        policy orders them.
         """
-        num_before = self.num_real_time_tokens - self.num_late_tokens if is_real_time else self.num_prefill_tokens
-        if self.load is None or not self.load.prompt_tokens_per_s:
-            return float(num_before)
-        return num_before / (self.load.prompt_tokens_per_s * max(self.load.lean, _LEAST_SHARE))
+        return self._prompts_s(self._num_before if is_real_time else self.num_prefill_tokens)
+
+    def first_token_s(self, num_tokens: int) -> float:
+        """Return the predicted time until the first token of a real-time prompt that it is given now."""
+        return self._prompts_s(self._num_before + num_tokens)
+
+    @property
+    def _num_before(self) -> int:
+        return self.num_real_time_tokens - self.num_late_tokens
+
+    def _prompts_s(self, num_tokens: int) -> float:
+        """Return the time that the worker needs for these tokens of prompts. Example: 3 000 at 5 000 tokens/s: 0.6 s.
+
+        What its decodes leave of its time is not looked at: prompts that are urgent go before them. Workers that do not
+        tell their speed are not elastic: theirs are compared by tokens.
+        """
+        load = self.load
+        return num_tokens / (load.prompt_tokens_per_s or 1) if load is not None else float(num_tokens)
 
     def has_room(self, num_tokens: int, allowance: int, *, is_apart: bool) -> bool:
         """Return whether it may be given a prompt of that many tokens; one above the allowance waits for all others.

@@ -16,6 +16,7 @@ from alignedserve.cli.commands.options import (
     ChatOptions,
     DemoOptions,
     EvalOptions,
+    PlanOptions,
     ProfileOptions,
     ReplayOptions,
     ServeOptions,
@@ -237,5 +238,18 @@ def simulate(options: SimulateOptions) -> None:
     docs/simulator.md says what is modelled and what is not.
     """
     from alignedserve.cli.commands.simulate import simulate as run
+
+    raise typer.Exit(run(options))
+
+
+@app.command()
+@takes_options
+def plan(options: PlanOptions) -> None:
+    """Find the workers, topology and policy that hold the objectives of a workload at the least cost.
+
+    Searches with the simulator; writes a report, and the configuration file that starts the plan. Exit code 1 when no
+    plan holds.
+    """
+    from alignedserve.cli.commands.plan import plan as run
 
     raise typer.Exit(run(options))

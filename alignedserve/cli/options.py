@@ -22,7 +22,9 @@ SeedOption = Annotated[int, typer.Option("--seed", help="The same seed gives the
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file with the configuration.")]
 BatchingOption = Annotated[
     str | None,
-    typer.Option("--batching", metavar="fcfs|density_first", help="Short for --set batching.policy=NAME."),
+    typer.Option(
+        "--batching", metavar="fcfs|density_first", help="Batches of separate workers: --set batching.policy=NAME."
+    ),
 ]
 SetOption = Annotated[
     tuple[str, ...],

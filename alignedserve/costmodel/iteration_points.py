@@ -25,11 +25,12 @@ class Point:
     chunks: tuple[Chunk, ...] = ()
     contexts: tuple[int, ...] = ()  # of the decodes, their new token included
     hidden_contexts: tuple[int, ...] = ()  # of decodes with a hidden cache, likewise
+    num_swapped: int = 0  # full-width cache tokens copied to the host and back, beside nothing else
 
     @property
     def work(self) -> IterationWork:
         """Return the iteration's work as policies count it."""
-        work = IterationWork()
+        work = IterationWork(swap_in_tokens=self.num_swapped, swap_out_tokens=self.num_swapped)
         for chunk in self.chunks:
             work.add_chunk(chunk.num_tokens, chunk.num_cached, is_last=chunk.is_last)
         for context_len in self.contexts:
@@ -51,11 +52,12 @@ class Point:
     @property
     def max_context_len(self) -> int:
         """Return the longest context of all requests."""
-        return max(*self._lengths, 1)
+        return max(self._lengths, default=1)
 
     def num_blocks(self, block_size: int, spare: int) -> int:
         """Return the blocks that the point needs at most, with every request growing by `spare` tokens."""
-        return sum(blocks_for(length + spare, block_size) for length in self._lengths)
+        swapped = blocks_for(self.num_swapped, block_size)
+        return swapped + sum(blocks_for(length + spare, block_size) for length in self._lengths)
 
     @property
     def _lengths(self) -> list[int]:
@@ -74,6 +76,7 @@ def feasible_points(
     ]
 
 
+SWAPPED = Point("swap", num_swapped=256)
 # Every part of the cost occurs in several points, so that it can be told from the others. Short ones come first, for
 # slow models that do not get to all; long ones last: what a fast machine computes for nothing beside reading its
 # weights, and what it does not, shows at a thousand tokens.
@@ -83,12 +86,14 @@ _POINTS = (
     Point("decode", contexts=(64,) * 8),
     Point("prefill", (Chunk(64, 0, is_last=True),)),
     Point("decode", contexts=(512,) * 8),
+    SWAPPED,
     Point("mixed", (Chunk(64, 0, is_last=True),), (256,) * 8),
     Point("prefill", (Chunk(64, 512, is_last=False),)),
     Point("decode", contexts=(64,) * 32),
     Point("prefill", (Chunk(256, 0, is_last=True),)),
     Point("decode", contexts=(512,) * 32),
     Point("prefill", (Chunk(64, 0, is_last=True),) * 4),
+    Point("prefill", (Chunk(512, 0, is_last=True),)),
     Point("prefill", (Chunk(1024, 0, is_last=True),)),
     Point("decode", contexts=(2048,) * 16),
     Point("prefill", (Chunk(2048, 0, is_last=True),)),

@@ -1,13 +1,13 @@
 """A cost model that is a weighted sum, and how its weights are fitted to measured iterations."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from alignedserve.costmodel.least_squares import nonnegative_least_squares
+from alignedserve.costmodel.least_squares import FloatArray, nonnegative_least_squares
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 
@@ -19,9 +19,20 @@ class Sample(NamedTuple):
     seconds: float
 
 
+Weights = tuple[float, ...]  # seconds for each of `features_of`
+
+BENDS = (64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)  # forward sizes at which a device may reach its flops
+_BENT_MISFIT = 0.8  # a bend is believed from this share of the straight line's misfit on
+_LEAST_MISFIT = 1e-6  # of a line that is straight: 0.1 %, squared
+
+
 @dataclass(frozen=True, slots=True)
 class LinearCoefficients:
-    """Seconds for each unit of work, none negative."""
+    """Seconds for each unit of work, none negative, and the forward size from which tokens cost more.
+
+    A GPU computes its first tokens for nothing beside reading the weights, so that its time is bent: flat up to
+    `bend_tokens`, then rising by `beyond_token_s`.
+    """
 
     base_s: float = 0.0  # an iteration, whatever is in it
     prompt_token_s: float = 0.0
@@ -32,6 +43,29 @@ class LinearCoefficients:
     padded_token_s: float = 0.0  # num_decodes * the longest context: attention whose straggler is the longest
     hidden_token_s: float = 0.0
     sampled_s: float = 0.0
+    beyond_token_s: float = 0.0  # a token of prompt or decode beyond the first `bend_tokens` of an iteration
+    bend_tokens: float = 0.0  # no weight, a place; 0 with `beyond_token_s` 0: a straight line
+
+    @classmethod
+    def of(cls, weights: Iterable[float], bend_tokens: float) -> "LinearCoefficients":
+        """Return the coefficients of these weights, bent there."""
+        return replace(cls(*weights), bend_tokens=bend_tokens)
+
+    @property
+    def weights(self) -> Weights:
+        """Return the seconds of each of `features_of`."""
+        return (
+            self.base_s,
+            self.prompt_token_s,
+            self.prompt_pair_s,
+            self.chunk_s,
+            self.decode_s,
+            self.context_token_s,
+            self.padded_token_s,
+            self.hidden_token_s,
+            self.sampled_s,
+            self.beyond_token_s,
+        )
 
     @property
     def straggler_share(self) -> float | None:
@@ -43,8 +77,8 @@ class LinearCoefficients:
         return self.padded_token_s / both if both else None
 
 
-def features_of(work: IterationWork) -> tuple[float, ...]:
-    """Return the factors of LinearCoefficients, in their order."""
+def features_of(work: IterationWork, bend_tokens: float) -> tuple[float, ...]:
+    """Return the factors of `LinearCoefficients.weights`, in their order."""
     return (
         1.0,
         work.num_prompt_tokens,
@@ -55,6 +89,7 @@ def features_of(work: IterationWork) -> tuple[float, ...]:
         work.num_decodes * work.max_decode_context_len,
         work.hidden_context_len,
         work.num_sampled,
+        max(work.num_tokens - bend_tokens, 0),
     )
 
 
@@ -65,20 +100,21 @@ class LinearIterationModel:
         """`swap_token_s`: seconds to copy the cache of one token between device and host."""
         self.coefficients = coefficients
         self.swap_token_s = swap_token_s
-        self._weights: tuple[float, ...] = astuple(coefficients)
+        self._weights, self._bend_tokens = coefficients.weights, coefficients.bend_tokens
 
     def iteration_s(self, work: IterationWork) -> float:
         """See CostModel."""
-        return max(weighted(self._weights, work), self.swap_s(work.swap_in_tokens + work.swap_out_tokens))
+        return max(weighted(self._weights, self._bend_tokens, work), self.swap_s(work.swapped_tokens))
 
     def swap_s(self, num_tokens: float) -> float:
         """See CostModel."""
         return self.swap_token_s * num_tokens
 
 
-def weighted(weights: tuple[float, ...], work: IterationWork) -> float:
+def weighted(weights: Weights, bend_tokens: float, work: IterationWork) -> float:
     """Return the sum of weights times features, written out: it is asked for hundreds of times while a policy packs."""
-    base, token, pair, chunk, decode, context, padded, hidden, sampled = weights
+    base, token, pair, chunk, decode, context, padded, hidden, sampled, beyond = weights
+    num_beyond = work.num_prompt_tokens + work.num_decodes - bend_tokens
     return (
         base
         + token * work.num_prompt_tokens
@@ -89,20 +125,49 @@ def weighted(weights: tuple[float, ...], work: IterationWork) -> float:
         + padded * work.num_decodes * work.max_decode_context_len
         + hidden * work.hidden_context_len
         + sampled * work.num_sampled
+        + (beyond * num_beyond if num_beyond > 0 else 0.0)
     )
 
 
-def fit_linear(samples: Sequence[Sample], swap_token_s: float = 0.0) -> LinearIterationModel:
+def fit_linear(
+    samples: Sequence[Sample], swap_token_s: float = 0.0, *, bends: Sequence[float] = BENDS
+) -> LinearIterationModel:
     """Return the model whose squared relative errors on these samples are least, with no coefficient negative.
 
-    A kind of work that no sample has costs nothing. Samples without any time, or none at all, are a broken call.
+    It is bent at one of `bends` where that is clearly nearer. A kind of work that no sample has costs nothing. Samples
+    without any time, or none at all, are a broken call.
     """
     assert samples, "nothing to fit"
     seconds = np.array([sample.seconds for sample in samples])
     assert (seconds > 0.0).all(), "an iteration takes time"
-    rows = np.array([features_of(sample.work) for sample in samples], np.float64) / seconds[:, None]
-    weights = nonnegative_least_squares(rows, np.ones(len(samples)))
-    return LinearIterationModel(LinearCoefficients(*weights.tolist()), swap_token_s)
+    straight = _fit_bent(samples, seconds, 0.0)
+    largest = max(sample.work.num_tokens for sample in samples)
+    places = [bend for bend in bends if bend < largest] if straight.misfit > _LEAST_MISFIT else []
+    bent = min((_fit_bent(samples, seconds, bend) for bend in places), key=lambda one: one.misfit, default=straight)
+    best = bent if bent.misfit < _BENT_MISFIT * straight.misfit else straight
+    return LinearIterationModel(best.coefficients, swap_token_s)
+
+
+class _Fit(NamedTuple):
+    """Coefficients, and the mean of their squared relative errors."""
+
+    coefficients: LinearCoefficients
+    misfit: float
+
+
+def feature_rows(samples: Sequence[Sample], bend_tokens: float) -> FloatArray:
+    """Return the features of every sample [samples, weights]; without a bend, at 0, nothing is beyond it."""
+    rows = np.array([features_of(sample.work, bend_tokens) for sample in samples], np.float64)
+    if not bend_tokens:
+        rows[:, -1] = 0.0
+    return rows
+
+
+def _fit_bent(samples: Sequence[Sample], seconds: FloatArray, bend_tokens: float) -> _Fit:
+    rows, targets = feature_rows(samples, bend_tokens) / seconds[:, None], np.ones(len(samples))
+    weights = nonnegative_least_squares(rows, targets)
+    misfit = float(np.square(rows @ weights - targets).mean())
+    return _Fit(LinearCoefficients.of(weights.tolist(), bend_tokens), misfit)
 
 
 class FitError(NamedTuple):

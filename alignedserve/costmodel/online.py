@@ -12,8 +12,8 @@ waited for them and tells what they take; any other tells that they take no long
 """
 
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import astuple
 from operator import mul
 
 import numpy as np
@@ -57,7 +57,7 @@ class OnlineIterationModel:
 
     def __init__(self, prior: LinearCoefficients = GENERIC, swap_token_s: float = 0.0) -> None:
         """`prior`: coefficients to start from; at least one is above 0."""
-        self._prior = astuple(prior)
+        self._prior, self._bend_tokens = prior.weights, prior.bend_tokens
         self._used = [index for index, value in enumerate(self._prior) if value > 0.0]
         assert self._used, "a prior by which everything is free"
         self._swap_token_s = swap_token_s
@@ -72,12 +72,12 @@ class OnlineIterationModel:
     @property
     def coefficients(self) -> LinearCoefficients:
         """Return the current coefficients."""
-        return LinearCoefficients(*self._weights)
+        return LinearCoefficients.of(self._weights, self._bend_tokens)
 
     def iteration_s(self, work: IterationWork) -> float:
         """See CostModel."""
         copies = self._swap_token_s * (work.swap_in_tokens + work.swap_out_tokens)
-        compute = weighted(self._weights, work)
+        compute = weighted(self._weights, self._bend_tokens, work)
         return compute if compute > copies else copies
 
     def swap_s(self, num_tokens: float) -> float:
@@ -87,14 +87,14 @@ class OnlineIterationModel:
     def observe(self, work: IterationWork, seconds: float) -> None:
         """Learn that an iteration of this work took so long (above 0). One that waited for copies tells of these."""
         assert seconds > 0.0, "an iteration takes time"
-        predicted = weighted(self._weights, work)
-        num_copied = work.swap_in_tokens + work.swap_out_tokens
+        predicted = weighted(self._weights, self._bend_tokens, work)
+        num_copied = work.swapped_tokens
         if num_copied:
             self._learn_copies(num_copied, seconds, predicted)
         if predicted <= self.swap_s(num_copied):
             return
         self.num_observed += 1
-        features = [feature / seconds for feature in features_of(work)]
+        features = [feature / seconds for feature in features_of(work, self._bend_tokens)]
         self._rescale(sum(map(mul, self._prior, features)))
         self._accumulate(features, self._weight_of(abs(predicted / seconds - 1.0)))
         self._descend()
@@ -146,22 +146,36 @@ class OnlineIterationModel:
 
 
 def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
-    """Return a model that begins with iterations measured before: its prior is the fit to them, and GENERIC, scaled to
-    this machine, for what they have nothing of. Without any measured it is GENERIC.
+    """Return a model that begins with what was measured before: its prior is the fit to those iterations, and GENERIC,
+    scaled to this machine, for what they have nothing of. Without any iteration it is GENERIC.
+
+    Samples that compute nothing are copies to and from the host; they say what swapping costs.
     """
-    if not measured:
-        return OnlineIterationModel(swap_token_s=_COPY_SHARE * GENERIC.prompt_token_s)
-    ratios = [seconds / weighted(astuple(GENERIC), work) for work, seconds in measured]
-    scale = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    is_seen = [any(column) for column in zip(*(features_of(work) for work, _ in measured), strict=True)]
-    prior = (
-        max(value, (_LEAST_SHARE if seen else 1.0) * scale * generic)
-        for value, generic, seen in zip(
-            astuple(fit_linear(measured).coefficients), astuple(GENERIC), is_seen, strict=True
-        )
+    iterations = [sample for sample in measured if not sample.work.is_empty]
+    copies = [sample for sample in measured if sample.work.is_empty]
+    if not iterations:
+        return OnlineIterationModel(swap_token_s=_swap_token_s(copies, GENERIC))
+    fitted = fit_linear(iterations).coefficients
+    generic, bend = GENERIC.weights, fitted.bend_tokens
+    scale = math.exp(
+        sum(math.log(seconds / weighted(generic, bend, work)) for work, seconds in iterations) / len(iterations)
     )
-    coefficients = LinearCoefficients(*prior)
-    model = OnlineIterationModel(coefficients, _COPY_SHARE * coefficients.prompt_token_s)
-    for work, seconds in measured:
+    is_seen = [any(column) for column in zip(*(features_of(work, bend) for work, _ in iterations), strict=True)]
+    prior = (
+        max(value, (_LEAST_SHARE if seen else 1.0) * scale * usual)
+        for value, usual, seen in zip(fitted.weights, generic, is_seen, strict=True)
+    )
+    coefficients = LinearCoefficients.of(prior, bend)
+    model = OnlineIterationModel(coefficients, _swap_token_s(copies, coefficients))
+    for work, seconds in iterations:
         model.observe(work, seconds)
     return model
+
+
+def _swap_token_s(copies: Sequence[Sample], coefficients: LinearCoefficients) -> float:
+    """Return the seconds of a token by the median copy, so that one that was disturbed does not count; without any, a
+    guess from what computing it takes.
+    """
+    if not copies:
+        return _COPY_SHARE * (coefficients.prompt_token_s + coefficients.beyond_token_s)
+    return statistics.median([seconds / work.swapped_tokens for work, seconds in copies])

@@ -45,7 +45,8 @@ def read_profile(path: Path) -> MachineProfile:
     link = LinkModel(**_numbers(content, "memory_link", LinkModel, path))
     if link.bytes_per_s <= 0.0:
         raise ConfigError(f"{path}: memory_link.bytes_per_s must be above 0.")
-    coefficients = LinearCoefficients(**_numbers(content, "coefficients", LinearCoefficients, path))
+    sections = {"coefficients": _with_bend(content.get("coefficients"))}
+    coefficients = LinearCoefficients(**_numbers(sections, "coefficients", LinearCoefficients, path))
     return MachineProfile(_shape(content, path), coefficients, link)
 
 
@@ -85,6 +86,11 @@ def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
         if type(value) is not types[field]:
             raise ConfigError(f"{path}: shape.{field} must be of type {getattr(types[field], '__name__', '?')}.")
     return ModelShape(**section)
+
+
+def _with_bend(section: Any) -> Any:
+    """Return the coefficients with the fields of a bend, which profiles of earlier versions lack."""
+    return {"beyond_token_s": 0.0, "bend_tokens": 0.0, **section} if isinstance(section, dict) else section
 
 
 def _with_experts(section: Any) -> Any:

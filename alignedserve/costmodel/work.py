@@ -80,6 +80,11 @@ class IterationWork:
         return self.num_prompt_tokens + self.num_decodes
 
     @property
+    def swapped_tokens(self) -> float:
+        """Return the full-width cache tokens copied in both directions."""
+        return self.swap_in_tokens + self.swap_out_tokens
+
+    @property
     def is_empty(self) -> bool:
         """Return whether there is nothing to compute."""
         return self.num_tokens == 0

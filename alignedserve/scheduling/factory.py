@@ -61,20 +61,20 @@ def make_iteration_scheduler(
     measured: Sequence[Sample] = (),
 ) -> IterationScheduler:
     """Build the iteration scheduler of a prefill worker."""
-    return make_decode_iteration_scheduler(scheduling, limits, costs, measured) or FcfsIterationScheduler(
-        limits.max_tokens
-    )
+    if policy_entry(scheduling.policy).schedules_prompts:
+        return PolicyIterationScheduler(make_scheduler(scheduling, limits, costs, measured))
+    return FcfsIterationScheduler(limits.max_tokens)
 
 
-def make_decode_iteration_scheduler(
+def make_decode_scheduler(
     scheduling: SchedulingConfig,
     limits: IterationLimits,
     costs: CostModel | None = None,
     measured: Sequence[Sample] = (),
-) -> PolicyIterationScheduler | None:
-    """Build the iteration scheduler of a decode worker; None: the whole batch is in every iteration."""
+) -> Scheduler | None:
+    """Build the scheduler of a separate decode worker; None: the whole batch is in every iteration."""
     if policy_entry(scheduling.policy).schedules_iterations:
-        return PolicyIterationScheduler(make_scheduler(scheduling, limits, costs, measured))
+        return make_scheduler(scheduling, limits, costs, measured)
     return None
 
 

@@ -116,11 +116,23 @@ class SchedulerState:
         return Progress(**values)
 
     def attach(self, request: Request, now: float, progress: Progress) -> None:
-        """Add a request with its cache, in blocks that are held already."""
-        self.table.add(request, now, num_generated=progress.num_generated)
+        """Add a request with its cache, in blocks that are held already; it may stand in the table as one elsewhere."""
+        if request.request_id not in self.table:
+            self.table.add(request, now, num_generated=progress.num_generated)
         row = self.table.row(request.request_id)
+        self.table.num_swapped[row] = 0
         for name in _MOVED:
             getattr(self.table, name)[row] = getattr(progress, name)
+
+    def add_elsewhere(self, request: Request, now: float, progress: Progress) -> None:
+        """Add a request whose cache lies in another memory: it looks swapped out, and takes no host memory here."""
+        self.attach(request, now, progress)
+        row = self.table.row(request.request_id)
+        self.table.num_swapped[row] = self.table.num_cached[row]
+
+    def remove_elsewhere(self, request_id: RequestId) -> None:
+        """Remove such a request."""
+        self.table.remove(request_id)
 
     # --- a plan, part by part, evictions first
 

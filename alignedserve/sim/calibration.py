@@ -32,7 +32,7 @@ def calibrated(costs: CostModel, points: Sequence[Point], duration_s: float) -> 
 
     def measure(point: Point) -> float:
         nonlocal elapsed_s
-        seconds = costs.iteration_s(point.work)
+        seconds = costs.swap_s(2 * point.num_swapped) if point.num_swapped else costs.iteration_s(point.work)
         elapsed_s += seconds
         return seconds
 

@@ -19,6 +19,7 @@ class SimLinks:
     host: LinkModel  # between a worker and the pool: PCIe
     device: LinkModel  # between two workers: NVLink
     message_s: float = 0.0002  # between components, and to the client
+    submit_s: float | None = None  # of a request from its arrival at the gateway to the router; None: `message_s`
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,8 @@ class SimConfig:
             raise ConfigError(f"routers must be between 1 and {self.num_pools}, the number of nodes")
 
     @property
-    def colocated_memory(self) -> DeviceMemory:
-        """Memory of one idle colocated worker: a live one's, and what the mechanisms add."""
+    def decode_memory(self) -> DeviceMemory:
+        """Memory of one idle decode or colocated worker: a live one's, and what the mechanisms add."""
         decode, mechanisms = self.cluster.decode, self.mechanisms
         live = memory_of(decode, self.layout, num_blocks=self.layout.blocks_in(decode.kv_cache_bytes))
         return replace(

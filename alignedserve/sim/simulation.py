@@ -62,7 +62,7 @@ class Simulation:
         _check_fit(config, workload)
         _check_policy(config, workload)
         self._event_queue = EventQueue()
-        self._network = Network(self._event_queue, config.links.message_s)
+        self._network = Network(self._event_queue, config.links.message_s, config.links.submit_s)
         self._routers: dict[str, SimulatedRouter] = {}
         names = [_router(number, config.routers.count) for number in range(config.routers.count)]
         choice = RouterChoice(names)
@@ -201,7 +201,7 @@ class Simulation:
                 registered=decode_factory.colocated_registration(
                     layout, num_blocks, config, pool_name=_pool(node) if self._config.can_move else None
                 ),
-                memory=self._config.colocated_memory,
+                memory=self._config.decode_memory,
                 config=config,
                 scheduling=cluster.scheduling,
                 eos_token_ids=_EOS_TOKEN_IDS,
@@ -217,6 +217,7 @@ class Simulation:
                 config=config,
                 batching=cluster.batching,
                 scheduling=cluster.scheduling,
+                memory=self._config.decode_memory,
                 eos_token_ids=_EOS_TOKEN_IDS,
                 costs=costs,
                 measured=measured,
@@ -240,7 +241,7 @@ class Simulation:
     def _add_worker(self, name: str, role: Role, make: Callable[[], AnyLogic], pool: str, costs: CostModel) -> str:
         keeps_timeline = name == self._config.timeline_of
         engine = SimulatedEngine(
-            costs, self._gateway.output_lens, self._config.colocated_memory, keeps_timeline=keeps_timeline
+            costs, self._gateway.output_lens, self._config.decode_memory, keeps_timeline=keeps_timeline
         )
         copier = SimulatedCopier(name, pool, self._memory_links, is_through_host=self._config.can_move)
         component = self._add_component(name, role, make())

@@ -21,7 +21,7 @@ from alignedserve.sim.result import ALL, SimulationResult
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
-from alignedserve.workload.requests import Workload
+from alignedserve.workload.requests import Workload, beginning_of, sped_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,25 @@ class WorkloadLine:
     num_requests: int | None = None
     duration_s: float | None = None  # seconds of arrivals
     data_dir: Path | None = None  # for names that are not part of the package
+    beginning_s: float | None = None  # of the whole, as far as it is wanted
+    speed: float = 1.0  # of the arrivals of that
 
     def build(self) -> Workload:
         """Build the requests. Raises ConfigError."""
-        return build_workload(
+        workload = build_workload(
             self.line,
             seed=self.seed,
             library=_library(self.data_dir),
             num_requests=self.num_requests,
             duration_s=self.duration_s,
         )
+        return cut(workload, self.beginning_s, self.speed)
+
+
+def cut(workload: Workload, beginning_s: float | None, speed: float) -> Workload:
+    """Return the beginning of a workload, as far as it is wanted, at a speed of its own."""
+    workload = workload if beginning_s is None else beginning_of(workload, beginning_s)
+    return workload if speed == 1.0 else sped_up(workload, speed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class IterationCycle(Generic[RequestT, CommandT]):
         self._proceed = proceed
         self._iteration_log = iteration_log
         self._started_s: float | None = None
+        self._is_logged = False  # the one in flight
 
     @property
     def is_running(self) -> bool:
@@ -52,16 +53,20 @@ class IterationCycle(Generic[RequestT, CommandT]):
     def start(
         self, now: float, members: Collection[RequestT], *, has_changed: bool, is_switching: bool = False
     ) -> None:
-        """Begin an iteration of these requests; `has_changed`: others than in the last one."""
+        """Begin an iteration of these requests; `has_changed`: others than in the last one.
+
+        One without requests makes copies alone, and is not in the log.
+        """
         self._started_s = now
-        if self._iteration_log is not None:
+        self._is_logged = bool(members)
+        if self._iteration_log is not None and self._is_logged:
             self._iteration_log.iteration_started(now, members, has_changed=has_changed, is_switching=is_switching)
 
     def end(self, event: IterationCompleted, now: float) -> float:
         """End the iteration in flight and return the seconds that it took."""
         started_s, self._started_s = self._started_s, None
         assert started_s is not None, "an iteration ended that was not started"
-        if self._iteration_log is not None:
+        if self._iteration_log is not None and self._is_logged:
             self._iteration_log.iteration_completed(now, event)
         return event.duration_s(started_s, now)
 

@@ -125,6 +125,12 @@ SOURCES: Mapping[str, SourceEntry] = {
     "summarization": SourceEntry(_APEX, _apex("summarization"), _MIT, "APEX: long prompts"),
 }  # fmt: skip
 
+# The models whose tokenizers counted the lengths, as far as the sources name them.
+TOKENS_OF: Mapping[str, str] = {
+    **dict.fromkeys(("alpaca_vicuna", "arxiv", "arxiv_full", "lmsys_vicuna", "sharegpt", "sharegpt_full"), "llama-2"),
+    "servegen": "deepseek-r1",
+}
+
 PROFILES: Mapping[str, str] = {"burstgpt_week": "burstgpt_1_tokens_per_second_by_minute.csv.gz"}
 
 

@@ -1,6 +1,7 @@
-"""The same workload at another rate."""
+"""The same workload at another rate, or with objectives where it names none."""
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.core.request import RequestClass
 from alignedserve.workload.distributions import split_outside_parentheses
 from alignedserve.workload.grammar import RECORDED, parse_classes
 
@@ -24,6 +25,18 @@ def at_rate(line: str, rate: float) -> str:
         shares = {number: own / sum(known.values()) for number, own in known.items()}
     for number, share in shares.items():
         parts[number] = _with_rate(parts[number], f"{share * rate:.10g}")
+    return "; ".join(parts)
+
+
+def with_objectives(line: str, *, ttft_s: float | None, tpot_s: float | None) -> str:
+    """Return the line with these objectives for real-time classes that name none of their own. Raises ConfigError."""
+    parts = [part.strip() for part in split_outside_parentheses(line, ";") if part.strip()]
+    for number, spec in enumerate(parse_classes(line)):
+        if spec.request_class is RequestClass.BEST_EFFORT:
+            continue
+        for key, own, wanted in (("ttft", spec.ttft_s, ttft_s), ("tpot", spec.tpot_s, tpot_s)):
+            if own is None and wanted is not None:
+                parts[number] += f", {key}={wanted:.10g}"
     return "; ".join(parts)
 
 

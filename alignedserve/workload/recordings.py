@@ -60,6 +60,11 @@ class TraceSource:
     def _lengths(self) -> Lengths:
         return _columns(self._rows).lengths
 
+    @property
+    def models(self) -> list[str]:
+        """Return the models that the rows name, in order of their names."""
+        return sorted({row.model for row in self._rows if row.model is not None})
+
     def draw(self, rng: Generator, count: int) -> Lengths:
         """Draw lengths of rows at random."""
         return self._lengths.draw(rng, count)

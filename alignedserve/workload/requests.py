@@ -71,6 +71,20 @@ class Workload:
     max_closed: int | None = None
 
 
+def beginning_of(workload: Workload, duration_s: float) -> Workload:
+    """Return what comes before this time."""
+    requests = tuple(request for request in workload.requests if request.arrival_s < duration_s)
+    ends_s = duration_s if workload.ends_s is None else min(workload.ends_s, duration_s)
+    return replace(workload, requests=requests, ends_s=ends_s)
+
+
+def sped_up(workload: Workload, factor: float) -> Workload:
+    """Return the workload with arrivals `factor` times as fast; closed loops stay as they are."""
+    requests = tuple(replace(request, arrival_s=request.arrival_s / factor) for request in workload.requests)
+    ends_s = None if workload.ends_s is None else workload.ends_s / factor
+    return replace(workload, requests=requests, ends_s=ends_s)
+
+
 class ClosedLoopRun:
     """The closed loops of one run: tells a driver what to send when something ends.
 

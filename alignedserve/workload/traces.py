@@ -2,8 +2,8 @@
 
 Plain or gzipped, told apart by their first line:
 
-- our own CSV: `arrival_s,prompt_len,output_len`, then any of `class` (rt or be), `ttft_s`, `tpot_s`, `deadline_s` and
-  `priority`, where an empty field says nothing; earliest first;
+- our own CSV: `arrival_s,prompt_len,output_len`, then any of `class` (rt or be), `ttft_s`, `tpot_s`, `deadline_s`,
+  `priority` and `model` (that answered), where an empty field says nothing; earliest first;
 - our own JSONL: the same names as fields of an object per line;
 - Azure CSV: `TIMESTAMP,ContextTokens,GeneratedTokens`; the time stamp is a date and time, or seconds;
 - BurstGPT CSV: `Timestamp,Model,Request tokens,...`; failed requests (no tokens at all) are left out;
@@ -13,7 +13,7 @@ Plain or gzipped, told apart by their first line:
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from alignedserve.workload.text_lines import MAX_LENGTH, Columns, parsed_lines, 
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 OWN_COLUMNS = ("arrival_s", "prompt_len", "output_len")
-OWN_OPTIONAL_COLUMNS = ("class", "ttft_s", "tpot_s", "deadline_s", "priority")
+OWN_OPTIONAL_COLUMNS = ("class", "ttft_s", "tpot_s", "deadline_s", "priority", "model")
 _BURSTGPT_START = "Timestamp,Model,Request tokens,Response tokens"
 _SHIPPED = Path(__file__).parent / "shipped" / "azure_conv_slice.csv"
 
@@ -48,10 +48,11 @@ class TraceRow:
     prompt_len: int
     output_len: int
     terms: Terms | None = None
+    model: str | None = None  # that answered; its tokenizer counted the lengths
 
     def at(self, arrival_s: float) -> "TraceRow":
         """Return the same request at another moment."""
-        return TraceRow(arrival_s, self.prompt_len, self.output_len, self.terms)
+        return replace(self, arrival_s=arrival_s)
 
 
 class _MooncakeRow(msgspec.Struct):
@@ -69,6 +70,7 @@ class _OwnRow(msgspec.Struct, forbid_unknown_fields=True, rename={"request_class
     tpot_s: float | None = None
     deadline_s: float | None = None
     priority: int | None = None
+    model: str | None = None
 
 
 def read_trace(path: Path) -> list[TraceRow]:
@@ -154,7 +156,8 @@ def _burstgpt_parser(header: str) -> Callable[[str], TraceRow | None]:
         prompt_len, output_len = int(fields["Request tokens"]), int(fields["Response tokens"])
         if prompt_len == output_len == 0:
             return None  # a failed request
-        return TraceRow(_time(float(fields["Timestamp"])), prompt_len, output_len)
+        model = fields["Model"].strip() or None
+        return TraceRow(_time(float(fields["Timestamp"])), prompt_len, output_len, model=model)
 
     return parse
 
@@ -193,7 +196,9 @@ def _own_row(row: _OwnRow) -> TraceRow:
     request_class = RequestClass(row.request_class) if row.request_class else None
     slo = Slo(row.ttft_s, row.tpot_s, row.deadline_s)
     terms = Terms(request_class, None if slo == Slo() else slo, row.priority)
-    return TraceRow(_time(row.arrival_s), row.prompt_len, row.output_len, None if terms == Terms() else terms)
+    return TraceRow(
+        _time(row.arrival_s), row.prompt_len, row.output_len, None if terms == Terms() else terms, row.model
+    )
 
 
 def _in_order(parse: Callable[[str], TraceRow]) -> Callable[[str], TraceRow]:

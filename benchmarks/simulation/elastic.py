@@ -1,10 +1,10 @@
 """Elastic workers beside colocated ones and fixed splits: real conversation arrivals on four accelerators.
 
-    python -m benchmarks.simulation.elastic [--duration 40] [--rates 8 12] [--row 1]
+    python -m benchmarks.simulation.elastic [--duration 40] [--rates 8 12] [--row 1] [--columns "2 + 2" "1 + 3"]
 
 Llama-2-13B on four A100, recorded arrivals of Azure's conversations scaled to the rate, three pairs of objectives.
 Every column has the same requests. Arrivals end after `--duration` seconds. `--row`: one pair alone, in a record of its
-own, as all take minutes.
+own, as all take minutes; `--columns`: these alone, in a record named by `--name`.
 """
 
 import argparse
@@ -71,10 +71,13 @@ COLUMNS = (
 
 
 def cases(
-    objectives: Sequence[tuple[float, float]], rates: Sequence[float], duration_s: float
+    objectives: Sequence[tuple[float, float]],
+    rates: Sequence[float],
+    duration_s: float,
+    columns: Sequence[Column] = COLUMNS,
 ) -> Iterator[tuple[dict[str, Any], Case]]:
-    """Return every column at every rate and pair of objectives, with its labels."""
-    for (ttft_s, tpot_s), rate, column in product(objectives, rates, COLUMNS):
+    """Return these columns at every rate and pair of objectives, with its labels."""
+    for (ttft_s, tpot_s), rate, column in product(objectives, rates, columns):
         text = at_rate(f"azure_conv, arrivals=recorded, ttft={ttft_s}, tpot={tpot_s}", rate)
         line = WorkloadLine(text, 0, duration_s=duration_s, data_dir=data_dir())
         labels = {"ttft_s": ttft_s, "tpot_s": tpot_s, "rate": rate, "column": column.name}
@@ -100,21 +103,20 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=40.0)
     parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 12.0])
     parser.add_argument("--row", type=int, choices=range(1, len(OBJECTIVES) + 1))
+    parser.add_argument("--columns", nargs="+", choices=[column.name for column in COLUMNS])
+    parser.add_argument("--name", help="of the record")
     arguments = parser.parse_args()
     chosen = OBJECTIVES if arguments.row is None else OBJECTIVES[arguments.row - 1 : arguments.row]
     rows = []
-    for labels, case in cases(chosen, arguments.rates, arguments.duration):
+    columns = [column for column in COLUMNS if arguments.columns is None or column.name in arguments.columns]
+    for labels, case in cases(chosen, arguments.rates, arguments.duration, columns):
         (outcome,) = run_cases([case])
         if outcome.result is None:
             raise SystemExit(f"{case.name}: {outcome.error}")
         rows.append({**labels, **figures_of(outcome.result)})
         print(msgspec.json.encode(rows[-1]).decode(), flush=True)
-    print(
-        write_result(
-            "elastic" if arguments.row is None else f"elastic_{arguments.row}",
-            {"duration_s": arguments.duration, "rows": rows},
-        )
-    )
+    name = arguments.name or ("elastic" if arguments.row is None else f"elastic_{arguments.row}")
+    print(write_result(name, {"duration_s": arguments.duration, "rows": rows}))
 
 
 if __name__ == "__main__":

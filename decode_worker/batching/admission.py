@@ -8,7 +8,7 @@ Example: decodes with gaps of 40 ms run, an iteration takes 34 ms, and each cand
 one enters (35.5 ms), and the next waits until a request has ended.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from alignedserve.core.request import RequestClass
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import note_decodes
-from alignedserve.scheduling.runtime_estimate import remaining_output_len
 from alignedserve.scheduling.table import RequestTable
 from decode_worker.state import Candidate
 
@@ -45,9 +44,9 @@ class AdmissionRoom:
     def note(self, candidate: Candidate) -> None:
         """Note a candidate that enters: its objective counts from now on."""
         self._work.add_decode(candidate.context_len)
-        if _rank_of(candidate, self._now, least_s=0.0) == _ON_TIME:
-            tpot_s = candidate.request.slo.tpot_s
-            self._allowed_s = min(self._allowed_s, self._share * tpot_s if tpot_s is not None else np.inf)
+        tpot_s = candidate.request.slo.tpot_s
+        if tpot_s is not None and candidate.request.request_class is RequestClass.REAL_TIME:
+            self._allowed_s = min(self._allowed_s, self._share * tpot_s)
 
 
 class Admission:
@@ -59,32 +58,32 @@ class Admission:
         self._costs = costs
         self._share = share
 
-    def room(self, loading: Iterable[Candidate], now: float) -> AdmissionRoom:
-        """Return what may enter now, beside what runs and what is being loaded."""
-        table, work = self._table, IterationWork()
-        note_decodes(work, table, np.arange(len(table)))
-        room = AdmissionRoom(self._costs, work, self._share * self._tightest_s(now), self._share, now)
+    def within(self, candidates: Iterable[Candidate], loading: Iterable[Candidate], now: float) -> Iterator[Candidate]:
+        """Return the candidates that may enter beside what runs and what is loading, up to the first that may not.
+
+        Real-time ones go first, before the others those that can still hold their mean gap.
+        """
+        table, work, least_s = self._table, IterationWork(), self._least_s()
+        note_decodes(work, table, np.flatnonzero(table.num_blocks > 0))
+        room = AdmissionRoom(self._costs, work, self._share * self._tightest_s(), self._share, now)
         for candidate in loading:
             room.note(candidate)
-        return room
-
-    def ordered(self, candidates: Iterable[Candidate], now: float) -> Sequence[Candidate]:
-        """Return real-time candidates first, those before the others that can still hold their mean gap."""
-        least_s = self._least_s()
-        return sorted(candidates, key=lambda one: _rank_of(one, now, least_s=least_s))
+        for candidate in sorted(candidates, key=lambda one: _rank_of(one, now, least_s=least_s)):
+            if not room.admits(candidate):
+                return
+            room.note(candidate)
+            yield candidate
 
     def _least_s(self) -> float:
         work = IterationWork()
         work.add_decode(0)
         return self._costs.iteration_s(work)
 
-    def _tightest_s(self, now: float) -> float:
-        """Return the least objective among running requests that can still hold theirs."""
+    def _tightest_s(self) -> float:
+        """Return the least objective of what runs, and that no decode alone would break."""
         table = self._table
-        num_left = remaining_output_len(table)[0]
-        due_s = table.first_token_s + (table.num_generated + num_left - 1) * table.tpot_s
-        holds = table.is_real_time & np.isfinite(table.tpot_s) & (due_s - now >= num_left * self._least_s())
-        return float(np.min(table.tpot_s, where=holds, initial=np.inf))
+        counts = table.is_real_time & (table.num_blocks > 0) & (self._share * table.tpot_s >= self._least_s())
+        return float(np.min(table.tpot_s, where=counts, initial=np.inf))
 
 
 def _rank_of(candidate: Candidate, now: float, *, least_s: float) -> int:

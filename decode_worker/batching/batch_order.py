@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from alignedserve.core.ids import BatchId
 from alignedserve.messages.fields import NO_BATCH
+from decode_worker.held_requests import HeldRequest
 from decode_worker.state import Candidate, RunningRequest
 
 
@@ -64,7 +65,7 @@ class BatchOrder:
         self.version += 1
         self._waiting[batch.batch_id] = batch
 
-    def is_outgoing(self, running: RunningRequest) -> bool:
+    def is_outgoing(self, running: RunningRequest | HeldRequest) -> bool:
         """Return whether this request belongs to the batch that is being replaced."""
         return running.batch_id not in (self.running_id, NO_BATCH)
 

@@ -271,6 +271,7 @@ class Candidates:
             predicted_output_len=message.predicted_output_len,
             must_stay=self.space.is_far(slot),
             first_token_s=now - message.begun_s,
+            last_token_s=now - (message.begun_s if len(message.generated_token_ids) == 1 else 0.0),
         )
         return candidate, answer
 

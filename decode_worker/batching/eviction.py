@@ -5,15 +5,18 @@
 If no buffer has free blocks for its cache, it is preempted only if another request stalls for its blocks.
 """
 
+from itertools import islice
+
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
 from alignedserve.messages.workers import RequestPreempted
 from decode_worker.batching.batch_order import BatchOrder
+from decode_worker.batching.begun import BatchMember
 from decode_worker.batching.candidates import Candidates
-from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.state import CacheLocation, Candidate, Evicting, RunningRequest
+from decode_worker.batching.decode_batch import DecodeBatch
+from decode_worker.state import CacheLocation, Candidate, Evicting
 
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
 
@@ -23,7 +26,7 @@ EvictionCommand = OffloadBlocks | RequestPreempted  # the latter for the router
 class Evictions:
     """Chooses victims, and holds those whose cache is being copied out."""
 
-    def __init__(self, batch: RunningBatch, candidates: Candidates, order: BatchOrder) -> None:
+    def __init__(self, batch: DecodeBatch, candidates: Candidates, order: BatchOrder) -> None:
         self._batch = batch
         self._candidates = candidates
         self._order = order
@@ -47,7 +50,8 @@ class Evictions:
         self._order.is_switching = bool(outgoing)
         commands: list[OffloadBlocks] = []
         evictable = [running for running in outgoing if not running.is_aborted and not _has_tight_slo(running)]
-        for running in sorted(evictable, key=_eviction_key)[:_EVICTIONS_PER_ITERATION]:
+        able = (running for running in sorted(evictable, key=_eviction_key) if self._batch.can_leave(running))
+        for running in islice(able, _EVICTIONS_PER_ITERATION):
             commands += self._evict(running)
         return commands
 
@@ -79,7 +83,7 @@ class Evictions:
 
     # --- inside
 
-    def _victim(self) -> RunningRequest | None:
+    def _victim(self) -> BatchMember | None:
         """Return the longest request, of the outgoing batch while two mix; never the only one."""
         able = [running for running in self._batch if not running.is_aborted]
         outgoing = [running for running in able if self._order.is_outgoing(running)]
@@ -87,14 +91,14 @@ class Evictions:
             return None
         return min(outgoing or able, key=_eviction_key, default=None)
 
-    def _evict(self, running: RunningRequest) -> list[OffloadBlocks]:
+    def _evict(self, running: BatchMember) -> list[OffloadBlocks]:
         """Start copying it into a prefill worker's memory; return nothing when no buffer has free blocks."""
-        num_blocks = self._batch.blocks_for(running.num_computed)
+        num_blocks = self._batch.blocks_for(self._batch.num_cached(running))
         slot = self._candidates.space_for_eviction(num_blocks)
         if slot is None:
             return []
         request_id = running.request.request_id
-        block_ids = self._batch.begin_eviction(running)
+        leaving = self._batch.begin_eviction(running)
         candidate = Candidate(
             running.request,
             running.attempt,
@@ -102,27 +106,28 @@ class Evictions:
             running.batch_id,
             CacheLocation.BUFFER,
             slot=slot,
-            first_token_s=running.first_token_s,
+            first_token_s=leaving.first_token_s,
+            last_token_s=leaving.last_token_s if leaving.last_token_s is not None else running.granted_s,
             granted_s=running.granted_s,
             predicted_output_len=running.predicted_output_len,
         )
-        self._evicting[request_id] = Evicting(candidate, block_ids, running.num_computed)
+        self._evicting[request_id] = Evicting(candidate, leaving.block_ids, leaving.num_cached)
         self.num_evictions += 1
         offload = OffloadBlocks(
-            request_id, running.attempt, block_ids[:num_blocks], slot.peer, slot.block_ids, slot.generation
+            request_id, running.attempt, leaving.block_ids[:num_blocks], slot.peer, slot.block_ids, slot.generation
         )
         return [offload]
 
-    def _preempt(self, running: RunningRequest) -> list[RequestPreempted]:
+    def _preempt(self, running: BatchMember) -> list[RequestPreempted]:
         self._batch.drop(running)
         return [running.preempted()]
 
 
-def _has_tight_slo(running: RunningRequest) -> bool:
+def _has_tight_slo(running: BatchMember) -> bool:
     """Return whether its next token must not be late: alignment is an objective, the SLO is a constraint."""
     return running.request.request_class is RequestClass.REAL_TIME and running.request.slo.tpot_s is not None
 
 
-def _eviction_key(running: RunningRequest) -> tuple[int, RequestId]:
+def _eviction_key(running: BatchMember) -> tuple[int, RequestId]:
     """Order victims: the longest first, as it frees most."""
     return -running.context_len, running.request.request_id

@@ -1,17 +1,17 @@
 """The running batch and this worker's blocks: members, their growth, and the blocks that the next iterations need."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
-from alignedserve.messages.iterations import Addition
-from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler, Slices
+from alignedserve.messages.iterations import Addition, RunIteration
+from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.worker_core.request import WorkerRequest
+from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving
 from decode_worker.state import Candidate, Loading, RunningRequest
 
-# A request is admitted only if all in the batch can then generate so many tokens without an eviction.
-_FORESEEN_TOKENS = 32
-
+Slices = tuple[tuple[RequestId, int], ...]
 Extensions = tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
 
 
@@ -33,16 +33,10 @@ class Growth(NamedTuple):
 class RunningBatch:
     """Requests in the engine or about to enter it, and those whose cache is being copied in or out."""
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_running_requests: int,
-        scheduler: PolicyIterationScheduler | None = None,
-    ) -> None:
-        """`scheduler`: chooses the requests of each iteration; None: all are in every one."""
-        self._scheduler = scheduler
+    num_preemptions = 0  # nothing leaves but into a candidate buffer
+    admission = None  # and no objective holds a candidate back
+
+    def __init__(self, *, num_blocks: int, block_size: int, max_running_requests: int) -> None:
         self._allocator = BlockAllocator(num_blocks)
         self._block_size = block_size
         self._max_running_requests = max_running_requests
@@ -54,10 +48,18 @@ class RunningBatch:
         self._additions: dict[RequestId, Addition] = {}  # for the engine, with the next iteration, like these
         self._extensions: dict[RequestId, tuple[BlockId, ...]] = {}
         self._removals: list[RequestId] = []
-        self._chunks: Slices = ()  # of the iteration that runs: requests with more than one token to compute
         self._has_stalled = False
         self._decodes: Slices = ()  # one token of each request, and the version for which that was built
         self._decodes_of = -1
+
+    @classmethod
+    def of_worker(cls, registered: WorkerRegistered, max_running_requests: int) -> "RunningBatch":
+        """Build the empty batch of this worker."""
+        return cls(
+            num_blocks=registered.num_blocks,
+            block_size=registered.block_size,
+            max_running_requests=max_running_requests,
+        )
 
     def __len__(self) -> int:
         return len(self._running)
@@ -68,13 +70,19 @@ class RunningBatch:
     def __getitem__(self, request_id: RequestId) -> RunningRequest:
         return self._running[request_id]
 
-    def all(self) -> Collection[RunningRequest]:
-        """Return all members."""
-        return self._running.values()
-
     def get(self, request_id: RequestId) -> RunningRequest | None:
         """Return the request, if it runs."""
         return self._running.get(request_id)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the worker."""
+        return self._allocator.num_blocks
+
+    @property
+    def has_place(self) -> bool:
+        """True if one more request may be here."""
+        return self.num_holding < self._max_running_requests
 
     @property
     def num_free(self) -> int:
@@ -90,6 +98,10 @@ class RunningBatch:
     def is_empty(self) -> bool:
         """True if no request runs, is being loaded or is being evicted."""
         return not (self._running or self._loading or self._num_leaving_blocks)
+
+    def never_fits(self, candidate: Candidate) -> bool:
+        """Return False: a request that outgrows the worker ends when it is alone and stalls."""
+        return False
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold this many tokens."""
@@ -117,7 +129,7 @@ class RunningBatch:
         return running + sum(self._growth(part.candidate, len(part.block_ids)) for part in self._loading.values())
 
     def _growth(self, one: RunningRequest | Candidate, num_held: int) -> int:
-        foreseen = min(one.context_len + _FORESEEN_TOKENS, one.max_context_len)
+        foreseen = min(one.context_len + FORESEEN_TOKENS, one.max_context_len)
         return max(-(-foreseen // self._block_size) - num_held, 0)
 
     def load(self, loading: Loading) -> None:
@@ -140,18 +152,9 @@ class RunningBatch:
         self._foreseen = None
         return self._loading.pop(request_id)
 
-    def enter(self, running: RunningRequest, now: float) -> None:
-        """Add a request to the next iteration; its blocks hold the cache of `num_computed` tokens."""
-        if self._scheduler is not None:
-            self._scheduler.enter(
-                running.request,
-                now,
-                num_cached=running.num_computed,
-                num_generated=len(running.generated_token_ids),
-                predicted_len=running.predicted_output_len,
-                first_token_s=running.first_token_s,
-            )
-        self._add(running)
+    def enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int, now: float) -> None:
+        """Add a request to the next iteration, with the cache of `num_cached` tokens in these blocks."""
+        self._add(RunningRequest.of_candidate(candidate, block_ids, num_cached))
 
     def _add(self, running: RunningRequest) -> None:
         request, request_id = running.request, running.request.request_id
@@ -194,31 +197,32 @@ class RunningBatch:
         only = next(iter(self._running.values())) if len(self._running) == 1 and self.num_holding == 1 else None
         return only if only is not None and only.is_stalled else None
 
-    def slices(self, now: float) -> Slices:
-        """Return the tokens to compute by request: all up to its next token, or what the scheduler chooses.
+    def view(self, candidates: Iterable[Candidate], now: float) -> None:
+        """Do nothing: there is no policy that would choose among candidates."""
+
+    def begin(self, now: float) -> Begun | None:
+        """Begin the next iteration, of all that do not stall; None: there is none."""
+        slices = self.slices()
+        if not slices:
+            return None
+        changes = self.take_changes()
+        has_changed = bool(changes.additions or changes.removals)
+        return Begun(RunIteration(*changes, slices), self._running.values(), has_changed=has_changed)
+
+    def completed(self, now: float, duration_s: float) -> None:
+        """Do nothing: what was computed is noted by `append`."""
+
+    def slices(self) -> Slices:
+        """Return the tokens to compute by request, all up to its next token.
 
         The same tuple as for the iteration before, if only contexts have changed.
         """
-        if self._scheduler is not None and self._running:
-            return self._scheduled_slices(self._scheduler, now)
         if self._decodes_of == self.version and not self._has_stalled:
             return self._decodes
         slices = tuple((key, running.num_remaining) for key, running in self._running.items() if not running.is_stalled)
         if not self._has_stalled and all(num_tokens == 1 for _, num_tokens in slices):
             self._decodes, self._decodes_of = slices, self.version
         return slices
-
-    def _scheduled_slices(self, scheduler: PolicyIterationScheduler, now: float) -> Slices:
-        stalled = [one.request.request_id for one in self._running.values() if one.is_stalled]
-        slices = scheduler.choose(now, stalled=stalled)
-        self._chunks = tuple(part for part in slices if self._running[part[0]].num_remaining > 1)
-        return slices
-
-    def note_chunks(self) -> None:
-        """Note at the end of an iteration that its chunks are computed. (Sampled tokens are noted by `append`.)"""
-        chunks, self._chunks = self._chunks, ()
-        for request_id, num_tokens in chunks:
-            self._running[request_id].num_computed += num_tokens
 
     def take_changes(self) -> Changes:
         """Return and reset the removals, additions and extensions for the iteration that begins."""
@@ -229,15 +233,24 @@ class RunningBatch:
 
     # --- leaving
 
-    def drop(self, running: RunningRequest) -> None:
+    def drop(self, running: WorkerRequest) -> None:
         """Remove a request and free its blocks."""
-        self._allocator.free(self._take_out(running))
+        self._allocator.free(self._take_out(running.request.request_id).block_ids)
 
-    def begin_eviction(self, running: RunningRequest) -> tuple[BlockId, ...]:
+    def can_leave(self, running: WorkerRequest) -> bool:
+        """Return whether it can be copied out: always."""
+        return True
+
+    def num_cached(self, running: WorkerRequest) -> int:
+        """Return the tokens of the request whose cache exists."""
+        return self._running[running.request.request_id].num_computed
+
+    def begin_eviction(self, running: WorkerRequest) -> Leaving:
         """Remove a request whose blocks are being copied out; they stay taken until `end_eviction`."""
-        block_ids = self._take_out(running)
+        leaving = self._take_out(running.request.request_id)
+        block_ids = tuple(leaving.block_ids)
         self._num_leaving_blocks += len(block_ids)
-        return block_ids
+        return Leaving(block_ids, leaving.num_computed, leaving.first_token_s, None)
 
     def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
         """Free the blocks of an evicted request, as they are copied."""
@@ -248,17 +261,17 @@ class RunningBatch:
         """Free the blocks of a request that was to be loaded and is not."""
         self._allocator.free(block_ids)
 
-    def _take_out(self, running: RunningRequest) -> tuple[BlockId, ...]:
-        request_id = running.request.request_id
-        del self._running[request_id]
-        if self._scheduler is not None:
-            self._scheduler.leave(request_id)
+    def _take_out(self, request_id: RequestId) -> RunningRequest:
+        running = self._running.pop(request_id)
         self._foreseen = None
         self.version += 1
         self._extensions.pop(request_id, None)
         if self._additions.pop(request_id, None) is None:
             self._removals.append(request_id)
-        return tuple(running.block_ids)
+        return running
+
+    def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
+        """Do nothing: no decision here depends on it."""
 
     # --- lengths
 

@@ -116,7 +116,7 @@ class Arrivals:
     def _has_room(self, num_blocks: int) -> bool:
         """Return whether these blocks are free, and those that the next iterations may need beside them."""
         held = self._held
-        has_place = len(held) + len(self._entries) < self._max_held
+        has_place = len(held) + len(self._entries) < self._max_held and not held.is_copying_out
         return has_place and held.state.num_free >= num_blocks + len(held) and held.has_room_beside(num_blocks)
 
     def _take(self, entry: Arriving, now: float) -> list[ArrivalCommand]:

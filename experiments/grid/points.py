@@ -1,5 +1,6 @@
 """The points of the grid: their workloads, and the order in which they are simulated."""
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -86,9 +87,15 @@ def all_points() -> list[Point]:
     """Return every point, in six blocks of ninety that are each a fair sample of the whole.
 
     In a block every trace meets all objectives, numbers of accelerators, with and without best-effort work, at one load
-    each; the six loads are spread evenly over them, and each block has others. Few accelerators come first in a block.
+    each; the six loads are spread evenly over them, and each block has others. Within a block the order is shuffled, so
+    that a part of it is fair as well.
     """
-    return [point for block in range(len(LOADS)) for point in _block(block)]
+    shuffled = []
+    for number in range(len(LOADS)):
+        block = list(_block(number))
+        random.Random(number).shuffle(block)
+        shuffled += block
+    return shuffled
 
 
 def _block(block: int) -> Iterator[Point]:

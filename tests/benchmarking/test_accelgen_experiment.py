@@ -24,7 +24,7 @@ def test_in_overload_the_union_serves_more_than_accelgen_and_first_come_first_se
 def test_a_case_has_the_papers_memory_and_first_token_objectives_from_the_prompt() -> None:
     labelled = accelgen_case(replace(OPT_13B, window_s=4.0), "accelgen", 1, {})
     config, workload = labelled.case.config, labelled.case.workload
-    assert config.colocated_memory.num_blocks == 12 * (1 << 30) // (32 * 819_200)
+    assert config.decode_memory.num_blocks == 12 * (1 << 30) // (32 * 819_200)
     assert isinstance(workload, Workload)
     online = [one for one in workload.requests if one.slo.ttft_s is not None]
     assert {one.class_name for one in online} == {"alpaca", "sharegpt", "book"}

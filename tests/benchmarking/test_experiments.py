@@ -34,7 +34,7 @@ def _case(policy: str, seed: int = 1) -> LabelledCase:
 def test_a_policy_has_the_mechanisms_it_wants_and_no_others() -> None:
     bros, sarathi = (_case(policy).case.config for policy in ("bros", "sarathi"))
     assert (bros.mechanisms.has_shared_blocks, sarathi.mechanisms.has_shared_blocks) == (True, False)
-    assert (bros.colocated_memory.num_free_host > 0, sarathi.colocated_memory.num_free_host) == (True, 0)
+    assert (bros.decode_memory.num_free_host > 0, sarathi.decode_memory.num_free_host) == (True, 0)
 
 
 def test_a_row_has_labels_and_figures() -> None:

@@ -32,9 +32,12 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad
-from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
+from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy
+from alignedserve.scheduling.scheduler_state import Scheduler
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
+from decode_worker.batching.scheduled_batch import ScheduledBatch
 from decode_worker.logic import DecodeCommand, DecodeLogic
+from tests.harnesses.scheduling import EasyCosts
 from tests.support.samples import POOL, PREFILL, REPLY_TO, ROUTER, blocks, handoff, request, worker
 
 BATCH = BatchId(1)
@@ -52,7 +55,9 @@ class DecodeHarness:
         max_running_requests: int = 4,
         min_requests: int = 36,
         buffer_blocks: int = 0,
-        scheduler: PolicyIterationScheduler | None = None,
+        policy: IterationPolicy | None = None,
+        host_tokens: int = 0,
+        **scheduled: Any,
     ) -> None:
         self.now = 0.0
         self.registered = worker(num_blocks=num_blocks, max_running_requests=max_running_requests)
@@ -63,7 +68,9 @@ class DecodeHarness:
             registered=self.registered,
             limits=limits,
             eos_token_ids=frozenset({EOS}),
-            scheduler=scheduler,
+            scheduled=scheduled_batch(policy, num_blocks, max_running_requests, host_tokens, **scheduled)
+            if policy is not None
+            else None,
         )
         self.do(PeerConnected(Role.ROUTER, ROUTER))
         if buffer_blocks:
@@ -119,6 +126,25 @@ class DecodeHarness:
         """As the next router is told: it empties the worker."""
         commands = self.logic.on_event(PeerConnected(Role.ROUTER, ROUTER), self.now)
         return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, WorkerLoad)][-1]
+
+
+def scheduled_batch(
+    policy: IterationPolicy,
+    num_blocks: int = 20,
+    max_running_requests: int = 4,
+    host_tokens: int = 0,
+    *,
+    hidden_ratio: float | None = None,
+    chooses_candidates: bool = True,
+) -> ScheduledBatch:
+    """An empty batch of a policy: blocks of four tokens, twice as many places as run, ten tokens an iteration."""
+    return ScheduledBatch(
+        memory=DeviceMemory(num_blocks, num_blocks, 4, host_tokens, hidden_ratio=hidden_ratio),
+        scheduler=Scheduler(policy, EasyCosts(), IterationLimits(max_running_requests, 10)),
+        max_running_requests=max_running_requests,
+        max_held=2 * max_running_requests,
+        chooses_candidates=chooses_candidates,
+    )
 
 
 def added(of: Handoff, *numbers: int) -> Addition:

@@ -87,6 +87,8 @@ class FakeEngine:
     arenas: dict[str, FakeArena] = field(default_factory=dict)  # by peer
     host: dict[RequestId, list[tuple[int, ...]]] = field(default_factory=dict)  # caches swapped out
     refuse: float = 0.0
+    hidden_ratio: float = 1.0  # bytes of a hidden cache by bytes of keys and values
+    hidden: set[RequestId] = field(default_factory=set)  # with such a cache: what lies in its blocks is not checked
 
     def run(self, command: RunIteration) -> IterationCompleted:
         if command.swaps is not None:
@@ -99,9 +101,10 @@ class FakeEngine:
             self.tokens[request_id] = [*addition.request.prompt_token_ids, *addition.generated_token_ids]
             self.num_computed[request_id] = addition.num_cached
             self.blocks[request_id] = list(addition.block_ids)
+            (self.hidden.add if addition.is_hidden else self.hidden.discard)(request_id)
             cached = [token for block_id in addition.block_ids for token in self.storage.get(block_id, ())]
             known = self.tokens[request_id][: addition.num_cached]
-            assert cached[: addition.num_cached] == known, "a cache of other tokens"
+            assert addition.is_hidden or cached[: addition.num_cached] == known, "a cache of other tokens"
         for request_id, block_ids in command.extensions:
             self.blocks[request_id] += block_ids
         owned = [block_id for block_ids in self.blocks.values() for block_id in block_ids]
@@ -149,7 +152,8 @@ class FakeEngine:
         self.num_computed[request_id] += num_tokens
         tokens, computed = self.tokens[request_id], self.num_computed[request_id]
         assert computed <= len(tokens), "computes unknown tokens"
-        assert computed <= len(self.blocks[request_id]) * BLOCK_SIZE, "computes beyond its blocks"
+        ratio = self.hidden_ratio if request_id in self.hidden else 1.0
+        assert computed * ratio <= len(self.blocks[request_id]) * BLOCK_SIZE, "computes beyond its blocks"
         for index, block_id in enumerate(self.blocks[request_id]):
             self.storage[block_id] = tuple(tokens[index * BLOCK_SIZE : min((index + 1) * BLOCK_SIZE, computed)])
         if computed < len(tokens):

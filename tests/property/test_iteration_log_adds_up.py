@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
 from alignedserve.worker_core.iteration_log import IterationLog, totals_of
+from decode_worker.batching.scheduled_batch import ScheduledBatch
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 from decode_worker.state import RunningRequest
@@ -54,10 +55,12 @@ class Inspected(LogicCluster):
 
     def _perform(self, name: str, command: object) -> None:
         logic = self.logics[name]
-        if isinstance(command, RunIteration) and isinstance(logic, DecodeLogic | ColocatedLogic):
+        is_worker = isinstance(logic, DecodeLogic | ColocatedLogic)
+        if is_worker and isinstance(command, RunIteration) and command.slices:
+            assert isinstance(logic, DecodeLogic | ColocatedLogic)
             if isinstance(logic, ColocatedLogic):
                 lengths = [one.context_len for one in logic._members]
-            elif logic._scheduler is not None:
+            elif isinstance(logic._batch, ScheduledBatch):
                 lengths = [logic._batch[request_id].context_len for request_id, _ in command.slices]
             else:
                 following = logic._batch._additions  # who enters with the next iteration

@@ -22,6 +22,7 @@ from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.replay.component_replay import ComponentReplay, recordings_in
 from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
+from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.result import SimulationResult
 from alignedserve.sim.simulation import Simulation
@@ -100,7 +101,8 @@ class RecordedCluster(LogicCluster):
             prefill = PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10)
             return partial(prefill_factory.make_logic, config=prefill, **common)
         decode = DecodeWorkerConfig(max_running_requests=shape.max_running_requests, max_num_batched_tokens=12)
-        return partial(decode_factory.make_logic, config=decode, batching=batching, **common)
+        memory = DeviceMemory(shape.worker_blocks, shape.worker_blocks, BLOCK_SIZE, shape.host_tokens)
+        return partial(decode_factory.make_logic, config=decode, batching=batching, memory=memory, **common)
 
 
 def random_run(config: RecordingConfig, seed: int, num_requests: int = 40, **changes: Any) -> None:
@@ -153,10 +155,10 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
     }
     if role is Role.PREFILL_WORKER:
         return partial(prefill_factory.make_logic, config=cluster.prefill, **common)
+    common |= {"memory": config.decode_memory, "config": cluster.decode}
     if config.is_colocated:
-        make = decode_factory.make_colocated_logic
-        return partial(make, memory=config.colocated_memory, config=cluster.decode, **common)
-    return partial(decode_factory.make_logic, config=cluster.decode, batching=cluster.batching, **common)
+        return partial(decode_factory.make_colocated_logic, **common)
+    return partial(decode_factory.make_logic, batching=cluster.batching, **common)
 
 
 def replays(folder: Path) -> list[ComponentReplay]:

@@ -188,8 +188,13 @@ class RoomCluster:
         if not self.config.chosen_topology.is_separate:
             await self._start_colocated(name)
             return
-        executor = self._engine(section.kv_cache_bytes, section.max_running_requests)
-        self.engines[name] = executor
+        block_tokens = hidden_block_tokens(self.served, self.config.scheduling, self.config.engine.block_size)
+        self.engines[name] = executor = self._engine(
+            section.kv_cache_bytes,
+            decode_factory.engine_places(section, self.config.scheduling),
+            has_int8_swaps=section.has_int8_swaps,
+            hidden_block_tokens=block_tokens,
+        )
         make = partial(
             decode_factory.make_logic,
             registered=self._registered(
@@ -198,6 +203,9 @@ class RoomCluster:
             config=section,
             batching=self.config.batching,
             scheduling=self.config.scheduling,
+            memory=memory_of(
+                section, executor.layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens
+            ),
             eos_token_ids=executor.eos_token_ids,
             measured=executor.measure_iterations(0.02, 512),
         )

@@ -90,6 +90,7 @@ class Shape:
     scheduling: str = "fcfs"  # policy of colocated workers
     settings: tuple[tuple[str, str], ...] = ()  # of that policy
     host_tokens: int = 0
+    hidden_ratio: float | None = None
     disaggregated_scheduling: SchedulingConfig = field(default_factory=lambda: SchedulingConfig(policy="aligned"))
     refuse: float = 0.0
     direct_handoff: bool | None = None
@@ -159,7 +160,7 @@ class LogicCluster:
 
     def start(self, name: str) -> None:
         self.logics[name], self.roles[name] = self._make(name)
-        self.engines[name] = FakeEngine(refuse=self.shape.refuse)
+        self.engines[name] = FakeEngine(refuse=self.shape.refuse, hidden_ratio=self.shape.hidden_ratio or 1.0)
         if name == ROUTER:
             others = [other for other in self.logics if other != ROUTER]
             for other in [*others, *([GATEWAY] if self.client.requests else [])]:
@@ -299,15 +300,20 @@ class LogicCluster:
             config=config,
             batching=self.shape.batching,
             scheduling=self.shape.disaggregated_scheduling,
+            memory=self._memory(),
             eos_token_ids=frozenset({EOS}),
             costs=EasyCosts(),
         )
+
+    def _memory(self) -> DeviceMemory:
+        blocks = self.shape.worker_blocks
+        return DeviceMemory(blocks, blocks, BLOCK_SIZE, self.shape.host_tokens, hidden_ratio=self.shape.hidden_ratio)
 
     def _make_colocated(self, name: str) -> ColocatedLogic:
         shape, config = self.shape, self.shape.decode
         return decode_factory.make_colocated_logic(
             registered=self._registered(name, decode_factory.max_held(config), can_prefill=True, can_decode=True),
-            memory=DeviceMemory(shape.worker_blocks, shape.worker_blocks, BLOCK_SIZE, shape.host_tokens),
+            memory=self._memory(),
             config=config,
             scheduling=SchedulingConfig(policy=shape.scheduling, policy_params=dict(shape.settings)),
             eos_token_ids=frozenset({EOS}),

@@ -122,9 +122,7 @@ def _kv_cache() -> str:
 
 def _threads() -> str:
     one, two = threads_per_worker(1), threads_per_worker(2)
-    return (
-        f"{two} in each of two workers, {one} in a colocated one; not pinned; waiting for each other {thread_waiting()}"
-    )
+    return f"{one} in one worker, {two} in each of two; not pinned; waiting for each other {thread_waiting()}"
 
 
 def _weights() -> str:

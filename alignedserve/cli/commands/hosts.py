@@ -24,6 +24,7 @@ from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage, wait
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, ask_to_stop, read_record, recorded_id
 from alignedserve.cluster.hosts.supervisor import Ending
 from alignedserve.config.environment import redis_authority_path, redis_url
+from alignedserve.config.sections import Topology
 from alignedserve.core.errors import PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus
 
@@ -50,7 +51,7 @@ def status(json_output: bool) -> bool:
         results().print(_nodes_table(record, lost))
         for name, lines in words.items():
             results().print(f"The end of `alignedserve logs {name}`:", *lines, sep="\n  ", markup=False)
-        results().print(_load_line(load))
+        results().print(load_line(load, record.topology))
         results().print(record.version)
     return not lost and not words and load is not None
 
@@ -226,14 +227,18 @@ def _state_of(node: NodeRecord) -> str:
     return node.drain or ("up in part" if node.failing else "up")
 
 
-def _load_line(load: ClusterStatus | None) -> str:
+def load_line(load: ClusterStatus | None, topology: str) -> str:
+    """Return what a cluster of this topology does, in one line."""
     if load is None:
         return "Load: unknown, as no gateway has a router"
+    pooled, workers = "", f"{load.num_decode_workers} {topology} workers"
+    if topology == Topology.DISAGGREGATED.value:
+        pooled = f"{load.num_pooled} pooled, "
+        workers = f"{load.num_prefill_workers} prefill and {load.num_decode_workers} decode workers"
     leans = "".join(f"; {one.worker} leans {one.lean:.0%} to prompts" for one in load.leans)
     return (
-        f"Load: {load.num_queued} queued, {load.num_prefilling} in prefill, {load.num_pooled} pooled, "
-        f"{load.num_decoding} decoding; {load.num_prefill_workers} prefill and {load.num_decode_workers} decode "
-        f"workers, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used{leans}"
+        f"Load: {load.num_queued} queued, {load.num_prefilling} in prefill, {pooled}{load.num_decoding} decoding; "
+        f"{workers}, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used{leans}"
     )
 
 

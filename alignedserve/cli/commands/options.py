@@ -298,3 +298,81 @@ class SimulateOptions:
         "simulation"
     )
     json_output: JsonFlag = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Options of `alignedserve plan`."""
+
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINE|FILE",
+            help="Traffic in one line (docs/workloads.md), or a trace: azure_conv, ./last-night.csv.",
+        ),
+    ] = None
+    recorded: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="A recorded run, in place of --workload (serve --record DIR)."),
+    ] = None
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="What a plan may use, with prices per hour: '4x h100 @2.5, 8x a100-80g @1.2', or fitted:FILE of "
+            "`alignedserve profile`.",
+            show_default="with --from as many workers as there were",
+        ),
+    ] = None
+    model: Annotated[str | None, typer.Option(help="Whose sizes to take, such as llama-2-13b.")] = None
+    ttft_s: Annotated[
+        float | None, typer.Option("--ttft", min=0.001, help="Seconds to the first token, where the workload has none.")
+    ] = None
+    tpot_s: Annotated[
+        float | None, typer.Option("--tpot", min=0.0001, help="Mean seconds a token after it, where it has none.")
+    ] = None
+    attain: Annotated[
+        float, typer.Option(min=1.0, max=100.0, help="Percent of the requests of each class that are to hold theirs.")
+    ] = 99.0
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, max=1e6, help="Requests per second of all open-loop classes together.")
+    ] = None
+    max_cost: Annotated[float | None, typer.Option(min=0.0, help="Price per hour at most.")] = None
+    policies: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--policy",
+            metavar="NAME[:PARAMETER=VALUE,...]",
+            help="A scheduling policy (repeatable).",
+            show_default="aligned_slo",
+        ),
+    ] = ()
+    topologies: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--topology", metavar="NAME", help="elastic, colocated, disaggregated (repeatable).", show_default="all"
+        ),
+    ] = ()
+    degrees: Annotated[
+        str | None,
+        typer.Option(
+            "--tensor-parallel", metavar="N[,N...]", help="Accelerators of one worker.", show_default="1,2,4,8"
+        ),
+    ] = None
+    costs: Annotated[str, typer.Option(metavar="NAME", help="Cost model of named accelerators.")] = "roofline"
+    duration_s: Annotated[
+        float | None,
+        typer.Option(
+            "--duration", min=1.0, help="Seconds of arrivals.", show_default="a recording's own, otherwise 600"
+        ),
+    ] = None
+    seed: SeedOption = 0
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Simulations at a time.", show_default="one per core")
+    ] = None
+    config: ConfigOption = None
+    overrides: SetOption = ()
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html, plan.json and plan.yaml go.")] = Path(
+        "plan"
+    )
+    json_output: JsonFlag = False

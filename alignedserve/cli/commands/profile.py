@@ -25,6 +25,7 @@ _UNITS = {
     "padded_token_s": "a decode times the longest context",
     "hidden_token_s": "a token of a hidden cache",
     "sampled_s": "a sampled token",
+    "beyond_token_s": "a token beyond the bend",
 }
 _QUICK_S = 15.0
 
@@ -76,9 +77,11 @@ def _sample(found: PointResult) -> dict[str, Any]:
 def _print(console: Console, result: ProfileResult) -> None:
     coefficients = result.profile.coefficients
     table = Table(title="microseconds for each", title_justify="left", show_header=False)
-    for name, seconds in asdict(coefficients).items():
-        table.add_row(_UNITS[name], f"{seconds * 1e6:.4g}")
+    for name, unit in _UNITS.items():
+        table.add_row(unit, f"{getattr(coefficients, name) * 1e6:.4g}")
     console.print(table)
+    if coefficients.bend_tokens:
+        console.print(f"- the bend is at {coefficients.bend_tokens:.0f} tokens", markup=False)
     errors = Table(title="predicted / measured - 1", title_justify="left", header_style="bold")
     for heading in ("iterations", "points", "median size", "p90", "bias"):
         errors.add_column(heading, justify="left" if heading == "iterations" else "right")

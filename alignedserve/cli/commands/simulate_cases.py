@@ -33,7 +33,7 @@ DEFAULT_RATES = (2.0, 3.0, 4.0, 6.0)
 DEFAULT_DURATION_S = 60.0  # of the default workload; others are as long as they are
 DEFAULT_MODEL, DEFAULT_HARDWARE = "llama-2-13b", "a100-80g"
 # What a server of such accelerators has, where no configuration file says otherwise.
-_SERVER = (
+SERVER_SIZES = (
     "pool.memory_bytes=64GiB",
     "prefill.max_num_batched_tokens=2048",
     "prefill.max_running_requests=64",
@@ -94,7 +94,7 @@ def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
         raise ConfigError("--nodes gives each node its own workers, --pools shares them out: choose one")
     cluster = _cluster(options)
     machines = _machines(options)
-    variants = [_variant(text) for text in options.policies] or _default_variants(options, cluster)
+    variants = [parse_variant(text) for text in options.policies] or _default_variants(options, cluster)
     configs = [_configured(options, cluster, machines, variant) for variant in variants]
     traffics = _traffics(options)
     for traffic, config in product(traffics, configs):
@@ -124,7 +124,7 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
     given = load_config(options.config, options.overrides)
     if given.topology is not None:
         require_effect(given)
-    sizes = () if options.config is not None else _SERVER
+    sizes = () if options.config is not None else SERVER_SIZES
     cluster = load_config(options.config, (*sizes, *options.overrides))
     for name in ScalingConfig.__struct_fields__:
         if getattr(cluster.scaling, name) != getattr(ScalingConfig(), name):
@@ -137,12 +137,12 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
 def _default_variants(options: SimulateOptions, cluster: ClusterConfig) -> list[Variant]:
     """Return the default policies; with a configuration file, the one it would be served with."""
     if options.config is None:
-        return [_variant(name) for name in DEFAULT_POLICIES]
+        return [parse_variant(name) for name in DEFAULT_POLICIES]
     scheduling = cluster.scheduling
     return [Variant(scheduling.policy, scheduling.policy, scheduling.policy_params)]
 
 
-def _variant(text: str) -> Variant:
+def parse_variant(text: str) -> Variant:
     """Parse `alise`, or with parameters `alise:num_levels=4,preemption=recompute`. Raises ConfigError."""
     name, _, given = text.partition(":")
     settings: dict[str, Any] = {}

@@ -31,9 +31,9 @@ class ReadinessProbe:
         if status is None:
             return "the router is not connected"
         if status.num_decode_workers == 0:
-            return "no decode worker is registered"
+            return "no worker that decodes is registered"
         if status.num_prefill_workers == 0:
-            return "no prefill worker is registered"
+            return "no worker for prompts is registered"
         return self._problem
 
     async def run(self, pause_s: float = _PAUSE_S) -> None:

@@ -5,10 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from alignedserve.costmodel.iteration_points import calibrate, calibration_points
+from alignedserve.core.ids import BlockId
+from alignedserve.costmodel.iteration_points import Point, calibrate, calibration_points
 from alignedserve.costmodel.linear import Sample
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.iteration_timing import IterationTimer
+from alignedserve.runtime.engine.swap_space import SwapSpace
 
 _MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them
 _LEAST_S = 1e-3  # enough for one point
@@ -16,6 +18,7 @@ _LEAST_S = 1e-3  # enough for one point
 
 def measure_iterations(
     engine: Engine,
+    swap_space: SwapSpace | None = None,
     *,
     max_sequences: int,
     max_context_len: int,
@@ -23,7 +26,8 @@ def measure_iterations(
     duration_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Sample, ...]:
-    """Measure iterations of an empty engine, of at most so many tokens, for about `duration_s`; 0: none.
+    """Measure iterations of an empty engine, of at most so many tokens, and copies to its swap space, for about
+    `duration_s`; 0: none.
 
     Runs at least two, the first of which is slow and not counted. The content of the blocks is lost.
     """
@@ -34,10 +38,30 @@ def measure_iterations(
     timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=clock)
     has_hidden_cache = engine.hidden_block_tokens is not None
     known = calibration_points(max_requests=max_sequences, max_tokens=max_tokens, has_hidden_cache=has_hidden_cache)
-    points = timer.feasible(known, max_context_len)
+    points = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
     if not points:
         return ()
+
+    def measure(point: Point) -> float:
+        if swap_space is not None and point.num_swapped:
+            return _swap_s(swap_space, point.num_swapped, engine.storage.layout.block_size, blocks, clock)
+        return timer.measure(point, 1)
+
     started_s = clock()
-    timer.measure(points[0], 1)
+    measure(points[0])
     left_s = max(duration_s - (clock() - started_s), _LEAST_S)
-    return calibrate(points, lambda point: timer.measure(point, 1), clock=clock, duration_s=left_s)
+    return calibrate(points, measure, clock=clock, duration_s=left_s)
+
+
+def _swap_s(
+    swap_space: SwapSpace,
+    num_tokens: int,
+    block_size: int,
+    blocks: np.typing.NDArray[np.int64],
+    clock: Callable[[], float],
+) -> float:
+    """Return the seconds of so many full-width tokens out and back: as many blocks as count for them, in proportion."""
+    counted = block_size * swap_space.width  # full-width tokens that a block counts for
+    chosen = blocks[: max(round(num_tokens / counted), 1)].tolist()
+    seconds = swap_space.time_copies([BlockId(block) for block in chosen], clock)
+    return seconds * num_tokens / (len(chosen) * counted)

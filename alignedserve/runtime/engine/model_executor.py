@@ -165,6 +165,7 @@ class ModelExecutor:
         """Measure the initial costs of iterations of up to `max_tokens`, on the calling thread, before serving."""
         return measure_iterations(
             self._engine,
+            self._swap_space,
             max_sequences=self._sizes.max_sequences,
             max_context_len=self._max_context_len,
             max_tokens=max_tokens,
@@ -186,6 +187,9 @@ class ModelExecutor:
         started = time.monotonic()
         self._change_sequences(command)
         changed = time.monotonic()
+        if not command.slices:  # copies to the host alone
+            times = IterationTimes(started, time.monotonic(), changed - started, 0.0, 0.0)
+            return IterationCompleted((), times=times)
         output = self._engine.execute(command.slices)
         scores = tuple(
             PromptScores(part.request_id, part.first_position, part.entries) for part in output.prompt_logprobs

@@ -4,12 +4,13 @@ Driven by the computing thread. On a GPU the copies are only enqueued on streams
 with computing; later work on the same blocks waits for them (`PendingCopies`).
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 from torch import Tensor
 
-from alignedserve.core.ids import RequestId
+from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import DeviceStreams, Event
 from alignedserve.runtime.kv.block_codecs import exact_codec, int8_codec
@@ -29,6 +30,7 @@ class SwapSpace:
         self._is_int8 = is_int8
         self._offload, self._prefetch = streams.stream(OFFLOAD), streams.stream(PREFETCH)
         codec = int8_codec(storage.bytes, storage.layout) if is_int8 else exact_codec(storage.bytes)
+        self.width = codec.row_bytes / storage.layout.block_bytes  # of a copy on the host; below 1: int8
         self._copies_out = StagedCopies(codec, self._offload, storage.device)
         self._copies_in = StagedCopies(codec, self._prefetch, storage.device)
         self._copies: dict[RequestId, tuple[Tensor, Event]] = {}
@@ -41,6 +43,15 @@ class SwapSpace:
             self._copy_out(swap)
         for swap in swaps.ins:
             self._copy_in(swap)
+
+    def time_copies(self, block_ids: Sequence[BlockId], clock: Callable[[], float]) -> float:
+        """Copy blocks that no request uses out and back, and return how long it took."""
+        name = RequestId("calibration")
+        swap = Swap(name, len(block_ids) * self._storage.layout.block_size, tuple(block_ids))
+        started_s = clock()
+        self.perform(Swaps((), (swap,), (swap,)))
+        self._prefetch.record().synchronize()
+        return clock() - started_s
 
     def _copy_out(self, swap: Swap) -> None:
         assert swap.request_id not in self._copies, "a cache swapped out twice"

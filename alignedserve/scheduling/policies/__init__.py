@@ -43,11 +43,17 @@ class PolicyEntry:
     needed_by: str | None = None  # the parameter that, set to false, makes `needs` unnecessary
     prefill_order: str = "fcfs"  # in the router (router/policies)
     batching: str = "fcfs"  # in the pool (kvpool/policies), disaggregated only
-    schedules_iterations: bool = False  # disaggregated: it decides the iterations of prefill and decode workers too
+    schedules_iterations: bool = False  # disaggregated: it decides the iterations of decode workers too
+    has_prompt_order: bool = True  # and those of prefill workers, where it decides those; else prompts go in order
     batching_settings: tuple[str, ...] = ()  # of its parameters, those that are the `batching` section's
     admission_share: str | None = None  # disaggregated: the parameter with the share of a TPOT objective that an
     # iteration may take, so that decode workers admit no more; None: they admit what their memory holds
     is_direct: bool = False  # disaggregated: a prefill goes straight to a decode worker, not through the pool
+
+    @property
+    def schedules_prompts(self) -> bool:
+        """True if it decides the iterations of prefill workers."""
+        return self.schedules_iterations and self.has_prompt_order
 
     def needs_with(self, config: Any) -> frozenset[Mechanism]:
         """Return the mechanisms needed with these parameters (an instance of `self.config`)."""
@@ -88,12 +94,17 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             "least predicted remaining time first, swapping as int8 (ALISE)",
             AliseConfig,
             Alise,
+            BOTH,
+            schedules_iterations=True,
             uses=frozenset({Mechanism.SWAP, Mechanism.INT8_SWAP}),
         ),
         "apt_serve": PolicyEntry(
             "most pending time per block, hidden caches where blocks are short (Apt-Serve)",
             AptServeConfig,
             AptServe,
+            BOTH,
+            schedules_iterations=True,
+            has_prompt_order=False,
             needs=frozenset({Mechanism.HIDDEN_CACHE}),
             needed_by="hybrid_cache",
         ),
@@ -101,6 +112,9 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             "the same with prompts in chunks beside decodes (Apt-Serve-S)",
             AptServeConfig,
             AptServeChunked,
+            BOTH,
+            schedules_iterations=True,
+            has_prompt_order=False,
             needs=frozenset({Mechanism.HIDDEN_CACHE}),
             needed_by="hybrid_cache",
         ),
@@ -124,6 +138,8 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             "feedback queues, joined by prefill time (FastServe)",
             FastServeConfig,
             FastServe,
+            BOTH,
+            schedules_iterations=True,
             uses=frozenset({Mechanism.SWAP}),
         ),
         "fcfs": PolicyEntry(

@@ -125,6 +125,8 @@ class AlignedSlo:
         waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
         has_waited = waited_s > config.starvation_s + config.patience * left_s
         is_starving = has_waited & (~is_on_time | np.isinf(slack_s))  # the others are urgent once they are due
+        # Later gaps are at most `slack_share` of the allowed ones; half of those to come count, as predictions err.
+        given_back_s = (1.0 - config.slack_share) / 2 * num_left * table.tpot_s
         return_s = runtime.prefill_s(table.context_len.astype(np.float64))
         return SloForecast(
             is_ready=is_decoding & (table.num_swapped == 0),
@@ -135,7 +137,8 @@ class AlignedSlo:
             has_waited=has_waited,
             kept_blocks=self._kept_blocks(view, is_on_time),
             allowed_s=config.slack_share * _allowed_s(slack_s, table.tpot_s, is_on_time),
-            stretched_s=self._stretched_s(view, dues, num_left, is_on_time),
+            banked_s=self._stretched_s(dues, np.zeros(len(table)), now, is_on_time),
+            stretched_s=self._stretched_s(dues, given_back_s, now, is_on_time),
             slack_s=slack_s,
             prefill_token_s=runtime.prefill_token_s,
             eviction_slack_s=np.minimum(dues.schedule_s - now, eviction_slack_s) - return_s - 2 * horizon_s,
@@ -148,17 +151,15 @@ class AlignedSlo:
             self._most_blocks, self._most_s = held, view.now
         return self._most_blocks - held
 
-    def _stretched_s(self, view: WorkerView, dues: "_Dues", num_left: Floats, is_on_time: Bools) -> float:
+    def _stretched_s(self, dues: "_Dues", given_back_s: Floats, now: float, is_on_time: Bools) -> float:
         """Return the longest iteration after which all requests that have begun can still hold their mean gap.
 
-        Later gaps are at most `slack_share` of the allowed ones, so each gives the rest back; half of those to come are
-        counted on, as predictions err. A prompt that arrives as it begins still has time for a usual iteration.
+        `given_back_s`: what each still gains by its later gaps. A prompt that arrives as it begins still has time for a
+        usual iteration.
         """
-        config = self._config
-        given_back_s = (1.0 - config.slack_share) / 2 * num_left * view.table.tpot_s
         longest_s = np.maximum(dues.next_s, dues.schedule_s) + given_back_s
-        mean_s = float(np.min(longest_s, where=dues.has_begun & is_on_time, initial=np.inf)) - view.now
-        return min(config.slack_share * mean_s, (1.0 - config.response_share) * self._tightest_s)
+        mean_s = float(np.min(longest_s, where=dues.has_begun & is_on_time, initial=np.inf)) - now
+        return min(self._config.slack_share * mean_s, (1.0 - self._config.response_share) * self._tightest_s)
 
 
 class _Dues(NamedTuple):

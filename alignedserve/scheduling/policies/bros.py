@@ -9,7 +9,8 @@ One decision, as Algorithm 1 of the paper (section 4.2):
 3. The batch size for the next decision: doubled, or back to its base if step 1 ran out of time.
 
 A prompt that alone takes longer than any decode may wait for a token never fits beside decodes, and the paper has none.
-Here it runs at once, as those decodes would be late by it whenever it ran; they run beside it.
+Here it runs at once, as those decodes would be late by it whenever it ran, and they run beside it; with
+`long_prompts_wait` it runs when no request decodes.
 """
 
 import enum
@@ -33,6 +34,7 @@ class BrosConfig:
 
     base_batch_size: int = 128
     batch_growth: int = 2  # factor per iteration in which no real-time request ran out of time
+    long_prompts_wait: bool = False  # one too long to fit beside any decode, for the end of all: good for short answers
 
     def __post_init__(self) -> None:
         for name in ("base_batch_size", "batch_growth"):
@@ -50,7 +52,8 @@ class Bros:
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
-        packing = _Packing(view, self._batch_size, stood_back=self._stood_back)
+        stand_back = not (self._stood_back or self._config.long_prompts_wait)
+        packing = _Packing(view, self._batch_size, stand_back=stand_back)
         is_in_time = packing.pack_real_time()
         packing.pack_best_effort()
         if not packing.packer.rows:
@@ -93,8 +96,8 @@ class _Outcome(enum.Enum):
 class _Packing:
     """One decision in construction."""
 
-    def __init__(self, view: WorkerView, batch_size: int, *, stood_back: bool) -> None:
-        """`stood_back`: decodes did, in the latest iteration, for a prompt too long to fit beside them."""
+    def __init__(self, view: WorkerView, batch_size: int, *, stand_back: bool) -> None:
+        """`stand_back`: decodes may, for a prompt too long to fit beside them; not twice in succession."""
         self._view = view
         self.packer = Packer(view)
         self.packer.num_places_left = min(self.packer.num_places_left, batch_size)
@@ -105,7 +108,7 @@ class _Packing:
         self._evicted: set[int] = set()
         self._replaceable: list[int] = []  # packed real-time rows, least urgent last
         self._is_short = False  # blocks were lacking: only requests with a cache that need none continue
-        self._stood_back = stood_back
+        self._stand_back = stand_back
         self._beside: list[int] = []  # real-time decodes beside a prompt that is too long
         self._real_time, self._budget_s = self._by_urgency(left_s)
         self._best_effort = self._by_swap_cost()
@@ -144,7 +147,7 @@ class _Packing:
         is_decoding = table.is_decoding[ranked]
         prompts, decodes = ranked[~is_decoding], ranked[is_decoding]
         allowed_s = float(table.tpot_s[decodes].min(initial=np.inf))
-        if self._stood_back or not len(prompts) or allowed_s == np.inf:
+        if not self._stand_back or not len(prompts) or allowed_s == np.inf:
             return None
         beside = IterationWork()
         note_decodes(beside, table, decodes)

@@ -24,6 +24,9 @@ class SloForecast(NamedTuple):
     is_free: Bools  # has no objective at all: only its length counts
     has_waited: Bools  # too long in all: no request overtakes it any more
     allowed_s: float  # the longest iteration that makes no next token late
+    banked_s: (
+        float  # the longest that all requests have ahead of their schedule, in which they still hold their mean gap
+    )
     stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
     slack_s: Floats  # until the next token is due
     kept_blocks: (
@@ -188,22 +191,34 @@ class SloPacking:
             return True
         num_cached, costs = int(table.num_cached[row]), self._view.costs
         num_tokens = chunk_within(costs, packer.work, num_cached=num_cached, at_most=at_most, budget_s=budget_s)
-        if num_tokens < remaining == at_most and self._must_be_whole(row, remaining, num_cached):
-            num_tokens = remaining
+        if num_tokens < at_most and self._forecast.rank[row] == URGENT:
+            num_tokens = self._in_time(row, num_tokens, at_most)
         return num_tokens > 0 and packer.add(row, num_tokens) and num_tokens == remaining
 
-    def _must_be_whole(self, row: int, num_tokens: int, num_cached: int) -> bool:
-        """Return whether the rest of this prompt is in time only if it is computed whole in this iteration.
+    def _in_time(self, row: int, usual: int, at_most: int) -> int:
+        """Return the tokens of an urgent prompt to compute now: more than the `usual` if it is in time only so.
 
-        One gap of the others is then longer than the mean that they have to hold, and they still hold that.
+        Each part of a prompt takes an iteration with all decodes once more. With longer parts one gap of the others is
+        longer than the mean that they have to hold, and they still hold that.
         """
-        forecast, costs = self._forecast, self._view.costs
-        if forecast.rank[row] != URGENT or self._table.num_generated[row]:
-            return False
-        whole = self._packer.work.copy()
-        whole.add_chunk(num_tokens, num_cached, is_last=True)
+        forecast, costs, packer = self._forecast, self._view.costs, self._packer
+        if self._table.num_generated[row]:
+            return usual
+        remaining, num_cached = packer.remaining(row), int(self._table.num_cached[row])
+        whole = packer.work.copy()
+        whole.add_chunk(remaining, num_cached, is_last=True)
         whole_s, slack_s = costs.iteration_s(whole), float(forecast.slack_s[row])
-        return whole_s <= min(forecast.stretched_s, slack_s) and whole_s + self._least_s > slack_s
+
+        def is_in_time(num_tokens: int) -> bool:
+            num_parts = -(-remaining // num_tokens) if num_tokens else np.inf
+            return bool(whole_s + (num_parts - 1) * self._least_s <= slack_s)
+
+        if whole_s > slack_s or is_in_time(usual):
+            return usual
+        if at_most == remaining and whole_s <= forecast.stretched_s:
+            return remaining
+        longer = chunk_within(costs, packer.work, num_cached=num_cached, at_most=at_most, budget_s=forecast.banked_s)
+        return longer if longer > usual and is_in_time(longer) else usual
 
     @cached_property
     def _reserved_blocks(self) -> int:

@@ -15,6 +15,7 @@ from alignedserve.evaluation.checked_trace import (
     parse_metrics,
     plan_checked_trace,
 )
+from alignedserve.evaluation.fault_injector import plan_faults
 from alignedserve.evaluation.pocket_calls import MAX_PROMPT_LEN, MIN_PROMPT_LEN, pocket_tokenizer
 from alignedserve.pocket.tasks import PocketTask, Skill
 from alignedserve.workload.traces import shipped_trace
@@ -88,6 +89,18 @@ def test_plan_follows_the_trace() -> None:
     assert checked.num_clamped_prompts == sum(
         not MIN_PROMPT_LEN <= row.prompt_len <= MAX_PROMPT_LEN for row in rows[: len(requests)]
     )
+
+
+def test_faults_hit_the_kinds_of_processes_that_there_are() -> None:
+    separate, elastic = (plan_faults(70.0, 1, is_separate=is_separate) for is_separate in (True, False))
+    kinds = ("DecodeWorker", "KvPool", "PrefillWorker")
+    assert sorted((one.victim, one.is_killed) for one in separate) == [
+        (kind, is_killed) for kind in kinds for is_killed in (False, True)
+    ]
+    assert [one.at_s for one in separate] == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+    assert [one.victim for one in elastic] == ["ColocatedWorker"] * 4
+    assert sum(one.is_killed for one in elastic) == 2
+    assert elastic == plan_faults(70.0, 1, is_separate=False)
 
 
 def test_passes_when_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from alignedserve.cluster.launch import AskedToStop
 from alignedserve.config.loading import load_config
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
+from alignedserve.messages.gateways import ClusterStatus, WorkerLean
 
 DEAF = (
     "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -213,6 +214,20 @@ def test_ipv6_addresses_are_no_markup() -> None:
         with console.capture() as said:
             console.print(table)
         assert "http://[fd77::1]:8000" in said.get()
+
+
+@pytest.mark.parametrize(
+    ("topology", "said"),
+    [
+        ("elastic", "1 in prefill, 4 decoding; 3 elastic workers, 0 of 0 blocks used; decode-0 leans 25% to prompts"),
+        ("disaggregated", "1 in prefill, 2 pooled, 4 decoding; 3 prefill and 3 decode workers, 0 of 0 blocks used"),
+    ],
+)
+def test_the_load_is_told_in_the_words_of_the_topology(topology: str, said: str) -> None:
+    leans = (WorkerLean("decode-0", 0.25),)
+    counts: dict[str, Any] = {"num_prefill_workers": 3, "num_decode_workers": 3, "num_prefilling": 1, "num_pooled": 2}
+    assert said in hosts.load_line(ClusterStatus(**counts, num_decoding=4, leans=leans), topology)
+    assert hosts.load_line(None, topology) == "Load: unknown, as no gateway has a router"
 
 
 def test_a_node_that_is_not_used_serves_nothing() -> None:

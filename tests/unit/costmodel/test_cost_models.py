@@ -22,6 +22,7 @@ from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.costmodel.published.collectives import collective_curve
 from alignedserve.costmodel.published.prompt_tables import table_samples
+from alignedserve.costmodel.work import IterationWork
 from tests.harnesses.costs import decodes, prefill, random_work
 
 TRUE = LinearCoefficients(0.010, 1e-4, 1e-8, 1e-4, 2e-4, 1e-6, 5e-7, 3e-6, 1e-5)
@@ -73,6 +74,37 @@ def test_the_kernel_kind_is_read_from_mixed_lengths() -> None:
     assert fitted.coefficients.straggler_share == pytest.approx(1.0)
     assert LinearCoefficients(context_token_s=3.0, padded_token_s=1.0).straggler_share == 0.25
     assert LinearCoefficients().straggler_share is None
+
+
+BENT = LinearCoefficients(0.02, 0.0, 1e-8, 1e-4, 1e-5, 1e-6, 0.0, 0.0, 1e-5, 1e-4, 160)
+
+
+def test_tokens_beyond_the_bend_cost_more() -> None:
+    """260 tokens, 100 of them beyond 160: 0.02 + 33 930 pairs, a chunk, a sampled token, and 0.01."""
+    work = IterationWork()
+    work.add_chunk(260, 0, is_last=True)
+    costs = LinearIterationModel(BENT)
+    assert costs.iteration_s(work) == pytest.approx(0.02 + 33930e-8 + 1e-4 + 1e-5 + 100e-4)
+    work = IterationWork()
+    work.add_decodes(160, 1600, 10)
+    assert costs.iteration_s(work) == pytest.approx(0.02 + 160 * (1e-5 + 1e-5) + 1600e-6)
+
+
+def test_a_fit_finds_the_bend() -> None:
+    generator = random.Random(3)
+    true = LinearIterationModel(BENT)
+    samples = [Sample(work, true.iteration_s(work)) for work in (random_work(generator) for _ in range(200))]
+    fitted = fit_linear(samples).coefficients
+    assert fitted.bend_tokens == 160
+    assert dataclasses.astuple(fitted) == pytest.approx(dataclasses.astuple(BENT), rel=1e-4)
+
+
+def test_noise_on_a_straight_line_is_no_bend() -> None:
+    generator = random.Random(5)
+    true = LinearIterationModel(TRUE)
+    works = [random_work(generator) for _ in range(200)]
+    fitted = fit_linear([Sample(work, true.iteration_s(work) * generator.lognormvariate(0.0, 0.1)) for work in works])
+    assert fitted.coefficients.bend_tokens == fitted.coefficients.beyond_token_s == 0.0
 
 
 # --- published

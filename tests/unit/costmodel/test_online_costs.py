@@ -107,6 +107,15 @@ def test_it_is_never_negative_and_always_grows() -> None:
         assert 0.0 < costs.iteration_s(prefill(10)) <= costs.iteration_s(prefill(11)) < 1e3
 
 
+def test_a_bent_machine_stays_bent_while_it_learns() -> None:
+    bent = LinearCoefficients(0.02, 1e-6, 1e-8, 1e-5, 1e-6, 1e-6, 1e-9, 1e-6, 1e-6, 1e-4, 160)
+    machine = LinearIterationModel(bent)
+    costs = OnlineIterationModel(LinearCoefficients.of([2 * weight for weight in bent.weights], bent.bend_tokens))
+    learn(costs, 400, machine=machine)
+    works = [*(prefill(length) for length in (50, 200, 400, 900)), decodes(40, 800)]
+    assert fit_error(costs, [Sample(work, machine.iteration_s(work)) for work in works]).median < 0.03
+
+
 def test_iterations_that_waited_for_copies_teach_nothing() -> None:
     costs = OnlineIterationModel(swap_token_s=0.001)
     work = decodes(4, 100)

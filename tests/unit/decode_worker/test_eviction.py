@@ -21,9 +21,6 @@ from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Addition, OffloadBlocks, UnmapArena
 from alignedserve.messages.workers import AttemptFailed, RequestPreempted
-from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
-from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.scheduler_state import Scheduler
 from decode_worker.logic import DecodeCommand
 from tests.harnesses.decode import (
     EOS,
@@ -34,7 +31,6 @@ from tests.harnesses.decode import (
     runs,
     to_router,
 )
-from tests.harnesses.scheduling import EasyCosts, Script
 from tests.support.samples import POOL, PREFILL, R1, R2, blocks, handoff, request
 
 TEN_BLOCKS = (BlockRun(0, 10, 55),)
@@ -353,8 +349,7 @@ def test_where_the_buffer_is_roomy_it_stays() -> None:
 
 
 def test_who_is_evicted_before_it_has_computed_what_its_copy_lacked_takes_along_what_it_has() -> None:
-    resting = PolicyIterationScheduler(Scheduler(Script(), EasyCosts(), IterationLimits(4, 10)))
-    made = DecodeHarness(buffer_blocks=16, scheduler=resting)
+    made = DecodeHarness(buffer_blocks=16)
     whole = long("r1", 7, 11)
     made.enter(msgspec.structs.replace(whole, copy=BlockCopy(11, 3, (BlockRun(0, 1, 0),))), long("r2", 2, 12))
     (offload,) = made.logic._evictions.free_blocks(1, num_stalled=0)

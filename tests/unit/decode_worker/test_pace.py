@@ -2,16 +2,15 @@
 
 import pytest
 
-from alignedserve.core.ids import RequestId
+from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.messages.caches import DecodePace
 from alignedserve.messages.handshake import Role
-from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.scheduler_state import Scheduler
+from decode_worker.batching.scheduled_batch import ScheduledBatch
 from decode_worker.pace import Pace
-from tests.harnesses.scheduling import EasyCosts
-from tests.support.samples import POOL, request
+from decode_worker.state import Candidate
+from tests.harnesses.decode import scheduled_batch
+from tests.support.samples import POOL, handoff, request
 
 
 def told(pace: Pace) -> float | None:
@@ -25,9 +24,12 @@ def told(pace: Pace) -> float | None:
     return send.message.iteration_s
 
 
-def decoding(scheduler: PolicyIterationScheduler, name: str, context_len: int) -> None:
-    of = request(name, prompt_len=context_len - 1)
-    scheduler.enter(of, 0.0, num_cached=context_len - 1, num_generated=1, predicted_len=None)
+def decoding(batch: ScheduledBatch, name: str, context_len: int) -> None:
+    of = handoff(request(name, prompt_len=context_len - 1), 1)
+    candidate = Candidate.of_handoff(of, BatchId(1), 0.0)
+    block_ids = batch.blocks_if_fits(candidate)
+    assert block_ids is not None, "it does not fit"
+    batch.enter(candidate, block_ids, context_len - 1, 0.0)
 
 
 def test_without_a_cost_model_it_is_the_mean_of_what_ran() -> None:
@@ -43,16 +45,16 @@ def test_without_a_cost_model_it_is_the_mean_of_what_ran() -> None:
 
 
 def test_with_one_it_is_what_the_requests_that_run_take() -> None:
-    scheduler = PolicyIterationScheduler(Scheduler(make_policy("aligned_slo"), EasyCosts(), IterationLimits(8, 100)))
-    pace = Pace(POOL, scheduler)
+    batch = scheduled_batch(make_policy("aligned_slo"), num_blocks=200)
+    pace = Pace(POOL, batch.decode_s)
     pace.connected(Role.KV_POOL, POOL)
-    decoding(scheduler, "a", 100)
+    decoding(batch, "a", 100)
     pace.note(0.5)
     assert told(pace) == pytest.approx(0.012)  # 10 ms, 1 of a token, 1 of its context
-    decoding(scheduler, "b", 400)
+    decoding(batch, "b", 400)
     assert told(pace) == pytest.approx(0.017)
     for name in "ab":
-        scheduler.leave(RequestId(name))
+        batch.drop(batch[RequestId(name)])
     assert told(pace) == pytest.approx(0.5)  # nothing runs: what did
 
 

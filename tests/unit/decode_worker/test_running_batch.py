@@ -2,12 +2,8 @@
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import SampledToken
-from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
-from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.scheduler_state import Scheduler
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.state import Candidate, Loading, RunningRequest
-from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import blocks, handoff, request
 
 
@@ -28,36 +24,32 @@ class RunningBatchHarness:
         self,
         num_blocks: int,
         max_running_requests: int = 3,
-        scheduler: PolicyIterationScheduler | None = None,
     ) -> None:
         self.batch = RunningBatch(
             num_blocks=num_blocks,
             block_size=4,
             max_running_requests=max_running_requests,
-            scheduler=scheduler,
         )
 
     def enter(self, name: str, prompt_len: int, max_tokens: int = 40) -> RunningRequest:
         one = candidate(name, prompt_len, max_tokens)
         block_ids = self.batch.blocks_if_fits(one)
         assert block_ids is not None, "it does not fit"
-        running = RunningRequest.of_candidate(one, block_ids, prompt_len)
-        self.batch.enter(running, 0.0)
-        return running
+        self.batch.enter(one, block_ids, prompt_len, 0.0)
+        return self.batch[one.request.request_id]
 
     def enter_anyway(self, name: str, prompt_len: int, max_tokens: int = 40) -> RunningRequest:
         """As after others have grown less than they might."""
         one = candidate(name, prompt_len, max_tokens)
         taken = self.batch._allocator.allocate(self.batch.blocks_for(one.context_len))
         assert taken is not None, "there are no blocks"
-        running = RunningRequest.of_candidate(one, taken, prompt_len)
-        self.batch.enter(running, 0.0)
-        return running
+        self.batch.enter(one, taken, prompt_len, 0.0)
+        return self.batch[one.request.request_id]
 
     def iterate(self) -> None:
         """Give a token to every request that does not stall."""
         self.batch.take_changes()
-        for request_id, num_tokens in self.batch.slices(0.0):
+        for request_id, num_tokens in self.batch.slices():
             running = self.batch[request_id]
             running.num_computed += num_tokens
             append_token(running)
@@ -99,7 +91,7 @@ def test_what_is_being_copied_in_grows_too() -> None:
 
 def test_blocks_that_are_being_copied_out_are_not_free_yet() -> None:
     harness = RunningBatchHarness(4)
-    block_ids = harness.batch.begin_eviction(harness.enter("r1", 9))
+    block_ids = harness.batch.begin_eviction(harness.enter("r1", 9)).block_ids
     assert harness.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) is None
     harness.batch.end_eviction(block_ids)
     assert harness.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) is not None
@@ -151,7 +143,7 @@ def test_a_request_that_gets_no_block_stalls_and_the_others_go_on() -> None:
     harness.iterate()
     assert harness.batch.grow() == (1, 1)
     assert harness.batch.take_changes().extensions == ()
-    assert harness.batch.slices(0.0) == (("r2", 1),)
+    assert harness.batch.slices() == (("r2", 1),)
 
 
 def test_a_stalled_request_goes_on_when_there_is_a_block() -> None:
@@ -163,7 +155,7 @@ def test_a_stalled_request_goes_on_when_there_is_a_block() -> None:
     harness.batch.drop(other)
     assert harness.batch.grow() == (0, -1)  # one is free beyond the one it gets
     assert harness.batch.take_changes().extensions == (("r1", blocks(2)),)
-    assert harness.batch.slices(0.0) == (("r1", 1),)
+    assert harness.batch.slices() == (("r1", 1),)
 
 
 def test_blocks_on_their_way_out_count_as_coming() -> None:
@@ -213,7 +205,7 @@ def test_the_span_is_of_one_batch() -> None:
     assert harness.batch.span(BatchId(3)) is None
 
 
-# --- copies that are shorter than the context, and pacing
+# --- copies that are shorter than the context
 
 
 def enter_short(harness: RunningBatchHarness, num_cached: int) -> RunningRequest:
@@ -221,74 +213,22 @@ def enter_short(harness: RunningBatchHarness, num_cached: int) -> RunningRequest
     one = candidate("r1", 7)
     block_ids = harness.batch.blocks_if_fits(one)
     assert block_ids is not None, "it does not fit"
-    running = RunningRequest.of_candidate(one, block_ids, num_cached)
-    harness.batch.enter(running, 0.0)
-    return running
+    harness.batch.enter(one, block_ids, num_cached, 0.0)
+    return harness.batch[one.request.request_id]
 
 
 def test_what_the_copy_lacked_is_computed_at_once_and_then_one_token_at_a_time() -> None:
     harness = RunningBatchHarness(20)
     running = enter_short(harness, 3)
-    assert harness.batch.slices(0.0) == (("r1", 5),)
-    harness.batch.note_chunks()
+    assert harness.batch.slices() == (("r1", 5),)
     append_token(running)
-    assert harness.batch.slices(0.0) == (("r1", 1),)
+    assert harness.batch.slices() == (("r1", 1),)
 
 
 def test_a_batch_that_is_as_before_has_the_very_slices_of_before() -> None:
     harness = RunningBatchHarness(20)
     harness.enter("r1", 7)
-    assert harness.batch.slices(0.0) is harness.batch.slices(1.0)
-
-
-def paced(*steps: Step, num_blocks: int = 20) -> RunningBatchHarness:
-    """As these steps say."""
-    script = Script()
-    script.steps.extend(steps)
-    scheduler = PolicyIterationScheduler(Scheduler(script, EasyCosts(), IterationLimits(4, 10)))
-    return RunningBatchHarness(num_blocks, scheduler=scheduler)
-
-
-def test_a_policy_computes_in_chunks_what_the_copy_lacked() -> None:
-    harness = paced(Step(r1=2), Step(r1=3))
-    running = enter_short(harness, 3)
-    assert harness.batch.slices(0.0) == (("r1", 2),)
-    harness.batch.note_chunks()
-    assert running.num_computed == 5
-    assert harness.batch.slices(0.0) == (("r1", 3),)
-    harness.batch.note_chunks()
-    assert running.num_remaining == 0
-    append_token(running)
-    assert running.num_remaining == 1
-
-
-def test_who_is_stalled_waits_whatever_the_policy_says() -> None:
-    harness = paced(Step(r1=1, r2=1), num_blocks=4)
-    append_token(harness.enter_anyway("r1", 7))  # nine tokens in two blocks
-    harness.enter_anyway("r2", 5)
-    assert harness.batch.grow() == (1, 1)
-    assert harness.batch.slices(0.0) == (("r2", 1),)
-
-
-def test_who_pauses_is_in_the_batch_and_not_in_the_iteration() -> None:
-    harness = paced(Step(r2=1), Step(r1=1))
-    harness.enter("r1", 7)
-    harness.enter("r2", 5, max_tokens=1)
-    assert harness.batch.slices(0.0) == (("r2", 1),)
-    assert len(harness.batch) == 2
-    assert harness.batch.slices(0.0) == (("r1", 1),)
-
-
-def test_a_block_for_who_pauses_reaches_the_engine_with_the_next_iteration_whenever_that_is() -> None:
-    harness = paced(num_blocks=20)
-    running = harness.enter("r1", 7)
-    harness.batch.take_changes()
-    append_token(running)
-    harness.batch.grow()
-    assert harness.batch.slices(0.0) == ()  # the policy rests: no iteration takes the change
-    harness.batch.grow()
-    assert harness.batch.take_changes().extensions == (("r1", blocks(2)),)
-    assert harness.batch.take_changes().extensions == ()
+    assert harness.batch.slices() is harness.batch.slices()
 
 
 def test_a_block_for_who_has_left_is_no_change() -> None:

@@ -14,8 +14,8 @@ CHAT = DispatchedPrefill(1, 3000, is_real_time=True)
 BATCH: dict[str, Any] = {"request_class": RequestClass.BEST_EFFORT, "slo": Slo()}
 
 
-def record(lean: float = 1.0, speed: int = 5000) -> WorkerRecord:
-    return WorkerRecord(FIRST, worker(can_prefill=True), WorkerLoad(lean=lean, prompt_tokens_per_s=speed))
+def record() -> WorkerRecord:
+    return WorkerRecord(FIRST, worker(can_prefill=True), WorkerLoad(prompt_tokens_per_s=5000))
 
 
 def waits_s(of: WorkerRecord) -> tuple[float, float]:
@@ -23,17 +23,11 @@ def waits_s(of: WorkerRecord) -> tuple[float, float]:
     return of.wait_s(is_real_time=True), of.wait_s(is_real_time=False)
 
 
-def test_tokens_take_the_time_that_decodes_leave() -> None:
-    half = record(lean=0.5)
-    assert waits_s(half) == (0.0, 0.0)
-    half.start_prefill(RequestId("r1"), CHAT)
-    assert waits_s(half) == (1.2, 1.2)
-
-
-def test_an_eighth_of_the_time_is_always_left() -> None:
-    full = record(lean=0.0)
-    full.start_prefill(RequestId("r1"), CHAT)
-    assert waits_s(full) == (4.8, 4.8)
+def test_prompts_take_the_time_of_their_tokens() -> None:
+    one = record()
+    assert waits_s(one) == (0.0, 0.0)
+    one.start_prefill(RequestId("r1"), CHAT)
+    assert waits_s(one) == (0.6, 0.6)
 
 
 def test_real_time_passes_best_effort() -> None:
@@ -60,11 +54,11 @@ def test_a_worker_that_tells_no_speed_counts_tokens() -> None:
     assert waits_s(silent) == (3000.0, 3000.0)
 
 
-def two_workers(*leans: float) -> RouterHarness:
+def two_workers(*speeds: int) -> RouterHarness:
     made = RouterHarness()
-    for name, lean in zip((FIRST, SECOND), leans or (1.0, 1.0), strict=True):
+    for name, speed in zip((FIRST, SECOND), speeds or (1000, 1000), strict=True):
         made.hear(name, worker(can_prefill=True, can_move=True, num_blocks=1000))
-        made.hear(name, WorkerLoad(lean=lean, prompt_tokens_per_s=1000))
+        made.hear(name, WorkerLoad(prompt_tokens_per_s=speed))
     return made
 
 
@@ -94,7 +88,7 @@ def test_a_document_goes_where_least_waits_in_all() -> None:
 
 
 def test_fewer_tokens_may_take_longer() -> None:
-    made = two_workers(0.25, 1.0)
+    made = two_workers(250, 1000)
     assert target(made, "r0", 100) == FIRST
     assert target(made, "r1", 300) == SECOND
     assert target(made, "r2", 100) == SECOND
@@ -108,3 +102,49 @@ def test_a_prompt_that_is_late_keeps_no_other_away() -> None:
     assert target(made, "r2", 100) == FIRST
     made.hear(FIRST, PrefillCompleted(RequestId("r0"), epoch(1), 500))
     assert made.logic._placement.workers[FIRST].num_late_tokens == 0
+
+
+# --- where it is in time, the worker with the fewest requests
+
+SOON = Slo(ttft_s=1.0)
+
+
+def test_a_prompt_goes_to_the_fewest_requests_where_it_is_in_time() -> None:
+    made = two_workers()
+    assert [target(made, f"r{number}", 10) for number in range(3)] == [FIRST, SECOND, FIRST]
+    # 20 tokens wait at the first and 10 at the second; one request less is there.
+    assert target(made, "r3", 300, slo=SOON) == SECOND
+    # 310 tokens wait at the second now, as many requests as at the first.
+    assert target(made, "r4", 300, slo=SOON) == FIRST
+
+
+def test_half_of_the_time_that_is_left_must_suffice() -> None:
+    made = two_workers()
+    assert [target(made, name, 10) for name in ("r0", "r1", "r2")] == [FIRST, SECOND, FIRST]
+    made.hear(SECOND, WorkerLoad(prompt_tokens_per_s=500))
+    assert target(made, "r3", 240, slo=SOON) == SECOND  # 250 tokens take half a second there
+    assert target(made, "r4", 1, slo=SOON) == FIRST
+
+
+def test_where_it_is_in_time_nowhere_it_goes_where_least_waits() -> None:
+    made = two_workers()
+    assert [target(made, name, length) for name, length in (("r0", 400), ("r1", 10), ("r2", 10))] == [
+        FIRST,
+        SECOND,
+        SECOND,
+    ]
+    assert target(made, "r3", 900, slo=SOON) == SECOND
+
+
+def test_what_is_late_is_no_request_more() -> None:
+    one = record()
+    one.start_prefill(RequestId("r1"), CHAT)
+    assert one.first_token_s(2000) == 1.0
+    one.note_late(RequestId("r1"), attempt=1)
+    assert one.first_token_s(2000) == 0.4
+
+
+def test_best_effort_goes_where_least_waits_whatever_it_asks() -> None:
+    made = two_workers()
+    assert [target(made, name, length) for name, length in (("r0", 400), ("r1", 10), ("r2", 10))][1:] == [SECOND] * 2
+    assert target(made, "r3", 10, request_class=RequestClass.BEST_EFFORT, slo=SOON) == SECOND

@@ -142,6 +142,14 @@ def test_a_prompt_too_long_to_fit_beside_any_decode_does_not_wait_for_their_end(
     assert packed(view_of(DECODES | late, now=10.0)) == ["late", "b", "a"]  # one at a time: an iteration has 512 tokens
 
 
+def test_such_prompts_wait_for_the_end_of_all_decodes_where_that_is_set() -> None:
+    policy = make_policy("bros", {"long_prompts_wait": True})
+    view = view_of(DECODES | {"long": LONG}, now=10.0)
+    assert list(scheduled_of(view, policy.plan(view))) == ["b", "a"]
+    view = view_of({"long": LONG}, now=10.0)
+    assert list(scheduled_of(view, policy.plan(view))) == ["long"]
+
+
 def test_too_long_is_what_does_not_fit_beside_all_the_decodes() -> None:
     rows = {"a": decode(100, 10.0), "b": decode(100, 10.0)}  # 2 ms each, beside 10 ms and 1 ms per token
     assert packed(view_of(rows | {"prompt": prompt(180, 9.99)}, now=10.0)) == ["a", "b", "prompt"]

@@ -6,7 +6,7 @@ from alignedserve.config.sections import BatchingConfig, ClusterConfig, RouterCo
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.online import OnlineIterationModel
 from alignedserve.scheduling.factory import (
-    make_decode_iteration_scheduler,
+    make_decode_scheduler,
     make_iteration_scheduler,
     make_scheduler,
     resolve_policy,
@@ -14,6 +14,7 @@ from alignedserve.scheduling.factory import (
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler, PolicyIterationScheduler
 from alignedserve.scheduling.policies.round_robin import RoundRobin
 from alignedserve.scheduling.policy import IterationLimits
+from alignedserve.scheduling.scheduler_state import Scheduler
 from tests.harnesses.scheduling import EasyCosts
 
 LIMITS = IterationLimits(max_running_requests=4, max_tokens=10)
@@ -55,13 +56,13 @@ def test_what_does_not_exist_is_named(scheduling: SchedulingConfig, message: str
 def test_a_policy_that_paces_decides_on_both_kinds_of_workers() -> None:
     paced = SchedulingConfig(policy="round_robin")
     assert isinstance(make_iteration_scheduler(paced, LIMITS), PolicyIterationScheduler)
-    assert isinstance(make_decode_iteration_scheduler(paced, LIMITS), PolicyIterationScheduler)
+    assert isinstance(make_decode_scheduler(paced, LIMITS), Scheduler)
 
 
 def test_without_pacing_prompts_go_in_order_and_decodes_all_together() -> None:
     other = SchedulingConfig(policy="aligned")
     assert isinstance(make_iteration_scheduler(other, LIMITS), FcfsIterationScheduler)
-    assert make_decode_iteration_scheduler(other, LIMITS) is None
+    assert make_decode_scheduler(other, LIMITS) is None
 
 
 def test_what_a_policy_implies_is_set() -> None:

@@ -68,7 +68,7 @@ def test_there_is_no_hidden_cache_that_is_larger_than_keys_and_values() -> None:
 def test_host_memory_is_for_those_that_swap() -> None:
     machines = ClusterHardware(WorkerSpec("opt-13b", "a100-80g"))
     by_policy = {
-        name: simulated_policy(machines, with_policy(ClusterConfig(), name)).colocated_memory.num_free_host > 0
+        name: simulated_policy(machines, with_policy(ClusterConfig(), name)).decode_memory.num_free_host > 0
         for name in POLICIES
     }
     assert by_policy == {name: Mechanism.SWAP in entry.uses for name, entry in POLICIES.items()}

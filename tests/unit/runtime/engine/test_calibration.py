@@ -10,8 +10,10 @@ from alignedserve.config.sections import EngineConfig, SchedulingConfig
 from alignedserve.costmodel.iteration_points import calibration_points
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
 from alignedserve.costmodel.online import learned_from
+from alignedserve.runtime.device.streams import HostStreams
 from alignedserve.runtime.engine.calibration import measure_iterations
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.scheduling.factory import calibration_s, make_scheduler
@@ -25,15 +27,19 @@ MACHINE = LinearIterationModel(
 )
 
 
-def measured(duration_s: float, max_sequences: int = 16, *, has_hidden_cache: bool = False) -> tuple[Sample, ...]:
+def measured(
+    duration_s: float, max_sequences: int = 16, *, has_hidden_cache: bool = False, swaps: str | None = None
+) -> tuple[Sample, ...]:
     """By a tiny engine and a clock that goes on by a second each time it is read."""
     of_own = {"num_key_value_heads": TINY_LLAMA["num_attention_heads"]} if has_hidden_cache else {}
     config = parse_model_config({**TINY_LLAMA, **of_own})
     decoder = Decoder(config, random_weights(config, 0, torch.float32))
     tiny = TinyEngine(decoder, has_hidden_cache=has_hidden_cache)
     seconds: Iterator[int] = count()
+    swap_space = SwapSpace(tiny.storage, HostStreams(), is_int8=swaps == "int8") if swaps else None
     samples = measure_iterations(
         tiny.engine,
+        swap_space,
         max_sequences=max_sequences,
         max_context_len=MAX_CONTEXT_LEN,
         max_tokens=512,
@@ -64,6 +70,16 @@ def test_hidden_caches_are_measured_where_there_are_some() -> None:
     assert not any(work.hidden_context_len for work, _ in measured(duration_s=60.0))
     works = [work for work, _ in measured(duration_s=60.0, has_hidden_cache=True)]
     assert [work.hidden_context_len for work in works[:5]] == [0, 0, 128, 512, 0]
+
+
+@pytest.mark.parametrize("swaps", ["exact", "int8"])
+def test_copies_to_the_host_are_measured_in_full_width_tokens(swaps: str) -> None:
+    """As many blocks as count for 256 tokens, give or take one, in a second by this clock."""
+    copies = [sample for sample in measured(duration_s=60.0, swaps=swaps) if sample.work.is_empty]
+    assert len(copies) > 1
+    assert all(work.swap_in_tokens == work.swap_out_tokens == 256 for work, _ in copies)
+    assert all(seconds == pytest.approx(1.0, rel=0.1) for _, seconds in copies)
+    assert learned_from(copies).swap_s(512) == pytest.approx(copies[0].seconds)
 
 
 def test_it_can_be_left_out() -> None:

@@ -1,0 +1,238 @@
+"""What the options of `alignedserve plan` ask for: workload, hardware, policies, objectives."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from alignedserve.cli.commands.options import PlanOptions
+from alignedserve.cli.commands.replay import replay_folder
+from alignedserve.cli.commands.simulate_cases import DEFAULT_MODEL, SERVER_SIZES, parse_variant
+from alignedserve.config.environment import data_dir
+from alignedserve.config.loading import current_field_name, load_config
+from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.config.unset_sizes import with_fixed_sizes
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import ConfigError, RecordingError
+from alignedserve.core.request import RequestClass, Slo
+from alignedserve.costmodel.choice import COST_MODELS, FITTED
+from alignedserve.costmodel.model_shapes import ModelShape, model_shape
+from alignedserve.costmodel.profile_file import MachineProfile, read_profile
+from alignedserve.planning.candidates import Choices, PolicyChoice
+from alignedserve.planning.hardware_list import RECORDED, Offer, parse_hardware
+from alignedserve.planning.plan import PlanRequest
+from alignedserve.planning.token_counts import warnings_of
+from alignedserve.planning.trials import Machines, Traffic
+from alignedserve.replay.fitting import MachineFit, fit_machine
+from alignedserve.replay.run_file import read_run_metadata
+from alignedserve.replay.simulated import requests_of, workload_of
+from alignedserve.scheduling.policies import policy_config
+from alignedserve.sim.sweep import WorkloadLine
+from alignedserve.workload.grammar import RECORDED as RECORDED_ARRIVALS
+from alignedserve.workload.grammar import parse_classes
+from alignedserve.workload.rates import at_rate, with_objectives
+from alignedserve.workload.requests import TimedRequest, Workload
+
+_DEFAULT_DURATION_S = 600.0  # of traffic that is no recording
+_PLANNED = ("topology", "scheduling", "prefill.count", "decode.count", "scaling", "model.path")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for a plan, with names and values that describe it."""
+
+    request: PlanRequest
+    about: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A recorded run: its requests, and the machine that it ran on."""
+
+    workload: Workload
+    profile: MachineProfile
+    cluster: ClusterConfig
+    core_slowdown: float
+    num_workers: int
+
+
+def asked_for(options: PlanOptions) -> Asked:
+    """Return the request. Raises ConfigError or RecordingError for whatever could never be planned."""
+    if (options.workload is None) is (options.recorded is None):
+        raise ConfigError("give one of --workload LINE and --from DIR")
+    run = None if options.recorded is None else _recorded(options, options.recorded)
+    offers = _offers(options, run)
+    machines = _machines(options, offers, run)
+    line = None if options.workload is None else _line(options, options.workload)
+    if run is None:
+        assert line is not None, "one of the two was given"
+        traffic = Traffic(WorkloadLine(line, options.seed, duration_s=_duration_s(options, line), data_dir=data_dir()))
+    else:
+        traffic = Traffic(run.workload)
+    request = PlanRequest(traffic, options.attain / 100.0, _choices(options, offers), machines, options.seed)
+    warnings = () if line is None or machines.model is None else warnings_of(line, machines.model, data_dir())
+    return Asked(request, _about(options, line, machines, offers), tuple(warnings))
+
+
+def _about(options: PlanOptions, line: str | None, machines: Machines, offers: tuple[Offer, ...]) -> dict[str, str]:
+    prices = [f" @{offer.price_per_hour:g}" if offer.price_per_hour is not None else "" for offer in offers]
+    listed = [f"{offer.count}x {offer.name}{price}" for offer, price in zip(offers, prices, strict=True)]
+    return {
+        "workload": line or f"recorded in {options.recorded}",
+        "asked for": f"{options.attain:g} % of every class with objectives, seed {options.seed}",
+        "hardware": ", ".join(listed),
+        "model": machines.model or "as profiled",
+        "costs": machines.costs if machines.model is not None else "measured",
+    }
+
+
+# --- traffic
+
+
+def _line(options: PlanOptions, given: str) -> str:
+    """Return the workload's line; of a mere trace as it was recorded."""
+    line = given.strip()
+    if not set(line) & set(",;=:"):
+        line = f"{line}, arrivals={RECORDED_ARRIVALS}"
+    if options.rate is not None:
+        line = at_rate(line, options.rate)
+    return with_objectives(line, ttft_s=options.ttft_s, tpot_s=options.tpot_s)
+
+
+def _duration_s(options: PlanOptions, line: str) -> float | None:
+    is_recording = all(spec.arrivals == RECORDED_ARRIVALS for spec in parse_classes(line) if not spec.is_closed)
+    is_endless = any(spec.is_closed for spec in parse_classes(line))
+    return options.duration_s or (None if is_recording and not is_endless else _DEFAULT_DURATION_S)
+
+
+def _recorded(options: PlanOptions, folder: Path) -> _Recorded:
+    """Read a run, check its decisions, and fit costs to it."""
+    if options.rate is not None or options.duration_s is not None:
+        raise ConfigError("--from plays the run as it was: --rate and --duration are for --workload")
+    metadata = read_run_metadata(folder)
+    checks, run = replay_folder(folder)
+    differing = [check.file for check in checks if check.difference is not None]
+    if differing:
+        raise RecordingError(f"{folder / differing[0]} decides otherwise today; see `alignedserve replay {folder}`")
+    requests = requests_of(run)
+    if not requests:
+        raise RecordingError(f"{folder} has no request that got a token")
+    workload = workload_of(requests, {})
+    slo = Slo(options.ttft_s, options.tpot_s)
+    workload = replace(workload, requests=tuple(_with_objectives(one, slo) for one in workload.requests))
+    fit = fit_machine(run, metadata.layout.block_bytes)
+    cluster = metadata.config
+    num_workers = cluster.decode.count + (cluster.prefill.count if cluster.chosen_topology.is_separate else 0)
+    return _Recorded(workload, _profile(metadata.layout, fit), cluster, fit.slowdown, num_workers)
+
+
+def _with_objectives(request: TimedRequest, slo: Slo) -> TimedRequest:
+    if request.request_class is RequestClass.BEST_EFFORT:
+        return request
+    own = request.slo
+    ttft_s = slo.ttft_s if own.ttft_s is None else own.ttft_s
+    tpot_s = slo.tpot_s if own.tpot_s is None else own.tpot_s
+    return replace(request, slo=Slo(ttft_s, tpot_s, own.deadline_s))
+
+
+def _profile(layout: BlockLayout, fit: MachineFit) -> MachineProfile:
+    """Return the recorded machine. A recording has a model's layers and heads, and no other sizes of it."""
+    width = layout.num_kv_heads * layout.head_dim
+    shape = ModelShape(
+        name=RECORDED,
+        num_layers=layout.num_layers,
+        hidden_size=2 * width,  # a hidden cache of this width saves nothing: none is planned with
+        num_heads=layout.num_kv_heads,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        ffn_size=0,
+        vocab_size=0,
+        is_gated=False,
+        ties_embeddings=True,
+        dtype=layout.dtype,
+    )
+    return MachineProfile(shape, fit.decode.costs.coefficients, fit.links.host)
+
+
+# --- hardware
+
+
+def _offers(options: PlanOptions, run: _Recorded | None) -> tuple[Offer, ...]:
+    if options.hardware is None:
+        if run is None:
+            raise ConfigError("--hardware is missing: write for example '4x h100 @2.5'")
+        return (Offer(RECORDED, run.num_workers),)
+    offers = parse_hardware(options.hardware)
+    if run is None and any(offer.name == RECORDED for offer in offers):
+        raise ConfigError(f"hardware {RECORDED!r} is the machine of a recorded run: it goes with --from")
+    return offers
+
+
+def _machines(options: PlanOptions, offers: tuple[Offer, ...], run: _Recorded | None) -> Machines:
+    if options.costs not in COST_MODELS:
+        raise ConfigError(f"cost model {options.costs!r} is none of {', '.join(COST_MODELS)}")
+    profiles = {
+        offer.name: read_profile(Path(offer.name.removeprefix(FITTED)))
+        for offer in offers
+        if offer.name.startswith(FITTED)
+    }
+    if run is not None:
+        profiles[RECORDED] = run.profile
+    named = [offer for offer in offers if not offer.is_profiled]
+    if options.model is not None:
+        model_shape(options.model)
+    if named and len(named) < len(offers):
+        raise ConfigError("--hardware: measured machines and named accelerators cannot be in one plan")
+    if not named and options.model is not None:
+        raise ConfigError(f"--model {options.model}: a measured machine says itself which model it was measured with")
+    is_as_recorded = run is not None and not named
+    cluster = run.cluster if run is not None and is_as_recorded else _cluster(options, bool(named))
+    return Machines(
+        cluster=cluster,
+        model=(options.model or DEFAULT_MODEL) if named else None,
+        costs=options.costs,
+        profiles=profiles,
+        core_slowdown=run.core_slowdown if run is not None and is_as_recorded else 0.0,
+        seed=options.seed,
+    )
+
+
+def _cluster(options: PlanOptions, is_named: bool) -> ClusterConfig:
+    """Load the user's configuration, or one of the size of a server. Raises ConfigError for what a plan decides."""
+    for override in options.overrides:
+        field = current_field_name(override.partition("=")[0].strip())
+        if any(field == name or field.startswith(f"{name}.") for name in _PLANNED):
+            raise ConfigError(f"--set {field}: that is what the plan is to say")
+    sizes = SERVER_SIZES if options.config is None and is_named else ()
+    return with_fixed_sizes(load_config(options.config, (*sizes, *options.overrides)))
+
+
+def _choices(options: PlanOptions, offers: tuple[Offer, ...]) -> Choices:
+    policies = []
+    for text in options.policies or ("aligned_slo",):
+        variant = parse_variant(text)
+        policy_config(variant.name, variant.settings)
+        policies.append(PolicyChoice(variant.label, variant.name, variant.settings))
+    if len({one.label for one in policies}) < len(policies):
+        raise ConfigError("a policy was named twice")
+    if options.max_cost is not None and any(offer.price_per_hour is None for offer in offers):
+        raise ConfigError("--max-cost needs prices in --hardware, such as '4x h100 @2.5'")
+    topologies = [_topology(name) for name in options.topologies] or list(Topology)
+    return Choices(offers, policies, topologies, _degrees(options.degrees), options.max_cost)
+
+
+def _topology(name: str) -> Topology:
+    try:
+        return Topology(name)
+    except ValueError:
+        known = ", ".join(one.value for one in Topology)
+        raise ConfigError(f"--topology {name!r} is none of {known}") from None
+
+
+def _degrees(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part[:4]) <= 64 for part in parts):
+        raise ConfigError(f"--tensor-parallel {text!r} is no list of numbers from 1 to 64")
+    return tuple(int(part) for part in parts)

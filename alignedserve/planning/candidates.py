@@ -1,0 +1,158 @@
+"""The plans that are considered: workers of one kind, their degree of parallelism, topology and policy.
+
+A family is a row of plans that differ in one number of workers; more of them never hold less. So its cheapest plan that
+holds the objectives is found by bisection.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alignedserve.config.sections import Topology
+from alignedserve.core.errors import ConfigError
+from alignedserve.planning.hardware_list import Offer
+from alignedserve.scheduling.policies import policy_config, policy_entry
+from alignedserve.scheduling.policy import Mechanism
+
+MAX_DEGREE = 8  # accelerators of one worker: those of one machine
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChoice:
+    """A policy with parameters, and its name in reports."""
+
+    label: str
+    name: str
+    params: Mapping[str, Any]
+
+    @property
+    def can_be_served(self) -> bool:
+        """Return whether a live system can have it: no server knows lengths."""
+        return Mechanism.KNOWN_LENGTHS not in policy_entry(self.name).needs_with(policy_config(self.name, self.params))
+
+    def topologies(self) -> tuple[Topology, ...]:
+        """Return the topologies that it runs in."""
+        own = policy_entry(self.name).topologies
+        return tuple(one for one in Topology if one in own or (one is Topology.ELASTIC and Topology.COLOCATED in own))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan: so many workers of one kind under one policy."""
+
+    offer: Offer
+    tensor_parallel: int
+    topology: Topology
+    num_prefill: int  # 0: workers do both phases
+    num_decode: int
+    policy: PolicyChoice
+
+    @property
+    def num_accelerators(self) -> int:
+        """Return the accelerators of all workers."""
+        return (self.num_prefill + self.num_decode) * self.tensor_parallel
+
+    @property
+    def cost(self) -> float:
+        """Return the price per hour, or the number of accelerators where there are no prices."""
+        price = self.offer.price_per_hour
+        return float(self.num_accelerators) if price is None else self.num_accelerators * price
+
+    @property
+    def can_be_served(self) -> bool:
+        """Return whether `serve` can start it: its workers have one accelerator each so far."""
+        return self.tensor_parallel == 1 and self.policy.can_be_served
+
+    @property
+    def shape(self) -> str:
+        """Return the workers in words."""
+        degree = f" of {self.tensor_parallel} each" if self.tensor_parallel > 1 else ""
+        if self.topology.is_separate:
+            return f"{self.num_prefill} prefill + {self.num_decode} decode{degree}"
+        return f"{self.num_decode} {self.topology.value}{degree}"
+
+    @property
+    def label(self) -> str:
+        """Return a name that no other candidate has."""
+        return f"{self.num_accelerators} x {self.offer.name}, {self.shape}, {self.policy.label}"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Plans by their number of workers, the cheapest first; a later one holds at least what an earlier one does."""
+
+    name: str
+    members: tuple[Candidate, ...]
+
+    @property
+    def can_be_served(self) -> bool:
+        """Return whether `serve` can start its plans."""
+        return self.members[0].can_be_served
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a plan may consist of."""
+
+    offers: Sequence[Offer]
+    policies: Sequence[PolicyChoice]
+    topologies: Sequence[Topology] = tuple(Topology)
+    degrees: Sequence[int] | None = None  # of tensor parallelism; None: powers of two as far as there are accelerators
+    max_cost: float | None = None
+
+
+def families_of(choices: Choices) -> list[Family]:
+    """Return all families. Raises ConfigError where nothing is left."""
+    for policy in choices.policies:
+        if not set(policy.topologies()) & set(choices.topologies):
+            able = " or ".join(one.value for one in policy.topologies())
+            asked = " or ".join(one.value for one in choices.topologies)
+            raise ConfigError(f"policy {policy.name!r} is for {able} workers, not for {asked} ones")
+    rows = [
+        row
+        for offer in choices.offers
+        for degree in _degrees(offer, choices.degrees)
+        for policy in choices.policies
+        for topology in (Topology.ELASTIC, Topology.COLOCATED, Topology.DISAGGREGATED)
+        if topology in choices.topologies and topology in policy.topologies()
+        for row in _rows(offer, degree, topology, policy, has_elastic=Topology.ELASTIC in choices.topologies)
+    ]
+    affordable = (_affordable(row, choices.max_cost) for row in rows)
+    families = [Family(_name(row[0]), row) for row in affordable if row]
+    if not families:
+        limit = "" if choices.max_cost is None else f" for {choices.max_cost:g} per hour"
+        raise ConfigError(f"no plan is possible{limit}: see --hardware, --tensor-parallel, --topology and --max-cost")
+    return families
+
+
+def _degrees(offer: Offer, asked: Sequence[int] | None) -> list[int]:
+    if offer.is_profiled:
+        return [1] if asked is None or 1 in asked else []
+    most = min(offer.count, MAX_DEGREE)
+    degrees = [1 << power for power in range(MAX_DEGREE.bit_length())] if asked is None else sorted(set(asked))
+    return [degree for degree in degrees if degree <= most]
+
+
+def _rows(
+    offer: Offer, degree: int, topology: Topology, policy: PolicyChoice, *, has_elastic: bool
+) -> Iterator[tuple[Candidate, ...]]:
+    """Yield the rows of one topology: of separate workers one for each number of prefill workers."""
+    most = offer.count // degree
+    if topology.is_separate:
+        for num_prefill in range(1, most):
+            counts = range(1, most - num_prefill + 1)
+            yield tuple(Candidate(offer, degree, topology, num_prefill, count, policy) for count in counts)
+        return
+    # A single elastic worker is a colocated one.
+    least = 2 if topology is Topology.COLOCATED and has_elastic else 1
+    yield tuple(Candidate(offer, degree, topology, 0, count, policy) for count in range(least, most + 1))
+
+
+def _affordable(row: tuple[Candidate, ...], max_cost: float | None) -> tuple[Candidate, ...]:
+    return row if max_cost is None else tuple(one for one in row if one.cost <= max_cost * (1.0 + 1e-9))
+
+
+def _name(first: Candidate) -> str:
+    prefill = f"{first.num_prefill} prefill, " if first.topology.is_separate else ""
+    degree = f", {first.tensor_parallel} each" if first.tensor_parallel > 1 else ""
+    return f"{first.offer.name}{degree}: {prefill}{first.topology.value}, {first.policy.label}"

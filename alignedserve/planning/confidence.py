@@ -1,0 +1,66 @@
+"""How far a plan can be trusted: the sample that the workload is, and the simulator's own error."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from alignedserve.sim.result import PartResult
+
+# By how much simulated runs differ from live ones that they were not fitted to, as the ratio of simulated to real. From
+# benchmarks/results/simulated_vs_live_*.json: pocket model and 125M OPT, colocated and separate workers, two cores.
+MEASURED_ON = "2026-11-20"
+THROUGHPUT_RATIOS = (0.989, 1.018)
+TTFT_RATIOS = (0.76, 1.20)  # medians and 90th percentiles of all requests
+TPOT_RATIOS = (0.88, 1.09)
+SLOWDOWN = 1.1  # of iterations, against which a plan is tried as well: about the error of TPOT
+_NUM_DRAWS = 2000
+_PERCENTS = (5.0, 95.0)
+_RULE_OF_THREE = 3.0  # of n requests of which none misses, as many in a later n may with 95 % confidence
+
+
+class Interval(NamedTuple):
+    """Bounds of a share, with 90 % confidence."""
+
+    low: float
+    high: float
+
+
+def attained_interval(parts: Sequence[PartResult], seed: int) -> Interval:
+    """Return where the share that meets its objectives lies for other traffic of this kind.
+
+    A bootstrap over the parts of the run, not over single requests, as those of one moment are late together.
+    """
+    counts = np.array([(part.num_sent, part.num_met) for part in parts if part.num_sent], np.int64)
+    if not len(counts):
+        return Interval(0.0, 1.0)
+    drawn = np.random.default_rng(seed).integers(0, len(counts), (_NUM_DRAWS, len(counts)))
+    sent, met = counts[drawn, 0].sum(axis=1), counts[drawn, 1].sum(axis=1)
+    low, high = np.percentile(met / sent, _PERCENTS).tolist()
+    most = max(1.0 - _RULE_OF_THREE / int(counts[:, 0].sum()), 0.0)  # a bootstrap of none missed would promise all
+    return Interval(min(low, most), high)
+
+
+def cautions(num_requests: int, share: float, span_s: float, *, is_calculated: bool) -> list[str]:
+    """Return what limits the confidence, in words. `is_calculated`: costs are of datasheets, not measured."""
+    found = []
+    num_allowed = num_requests * (1.0 - share)
+    if num_allowed < 10:
+        enough = f"; {round(10 / (1.0 - share)):,} would be enough" if share < 1.0 else ""
+        found.append(
+            f"{num_requests:,} requests with objectives are few to tell {share:.4g} of them: "
+            f"{num_allowed:.1f} may miss{enough}."
+        )
+    if span_s < 600.0:
+        found.append(f"The workload is {span_s:.0f} s long: its busiest hour, say, cannot be in it.")
+    if is_calculated:
+        found.append(
+            "Times of iterations are calculated from datasheets (docs/costmodels.md compares with measurements), not "
+            "measured on this hardware; `alignedserve profile` measures them."
+        )
+    found.append(
+        f"Simulated by real, on live runs that it was not fitted to ({MEASURED_ON}, two cores): throughput "
+        f"{THROUGHPUT_RATIOS[0]:.2f} to {THROUGHPUT_RATIOS[1]:.2f}, TTFT {TTFT_RATIOS[0]:.2f} to {TTFT_RATIOS[1]:.2f}, "
+        f"TPOT {TPOT_RATIOS[0]:.2f} to {TPOT_RATIOS[1]:.2f} (benchmarks/results/simulated_vs_live_*.json)."
+    )
+    return found

@@ -1,0 +1,300 @@
+"""The report of a plan: one self-contained page, with the frontier as a plot, and the same figures as plain values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from alignedserve.planning.candidates import Candidate
+from alignedserve.planning.plan import Plan, Tried
+from alignedserve.sim.report.document import document, figure, named_values, table
+from alignedserve.sim.report.svg import (
+    MAX_STYLES,
+    Frame,
+    Scale,
+    dash,
+    element,
+    from_zero,
+    mark,
+    path,
+    shown,
+    swatch,
+)
+from alignedserve.sim.report.tables import NOTHING, Table
+from alignedserve.sim.result import ALL, CURVE_PERCENTS, ClassResult
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """A plan with what was asked for, and the file that starts it."""
+
+    about: Sequence[tuple[str, str]]
+    plan: Plan
+    config_file: str | None  # None: there is nothing to start
+    warnings: Sequence[str] = ()
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of costs."""
+        return cost_unit(self.plan.nearest.candidate)
+
+
+def cost_unit(candidate: Candidate) -> str:
+    """Return what costs are counted in."""
+    return "accelerators" if candidate.offer.price_per_hour is None else "per hour"
+
+
+def priced(candidate: Candidate) -> str:
+    """Format a plan's cost."""
+    if candidate.offer.price_per_hour is None:
+        return f"{candidate.num_accelerators} accelerators"
+    return f"{candidate.cost:.2f} per hour"
+
+
+def percent(share: float) -> str:
+    """Format a share that was asked for."""
+    return f"{100.0 * share:.6g} %"
+
+
+def attained_words(one: Tried, goal: float) -> str:
+    """Format what a plan attains."""
+    if one.outcome.error is not None:
+        return "failed"
+    if one.outcome.is_abandoned:
+        return f"below {percent(goal)}"
+    behind = "" if one.outcome.keeps_up else ", falls behind"
+    return f"{one.outcome.attained:.1%}{behind}"
+
+
+def summary(plan: Plan) -> list[str]:
+    """Return the plan in a few sentences, for the terminal and the head of the page."""
+    goal, near = plan.goals.share, plan.nearest
+    lines = []
+    if plan.chosen is not None:
+        one = plan.chosen.candidate
+        lines.append(
+            f"Plan: {one.label}, {priced(one)}. It attains {near.outcome.attained:.2%} (asked for {percent(goal)})."
+        )
+    else:
+        lines.append(
+            f"No plan that can be started holds the objectives of {percent(goal)} of the requests. Nearest: "
+            f"{near.candidate.label}, {attained_words(near, goal)}."
+        )
+        lines += _what_would(plan)
+    low, high = plan.interval
+    lines.append(f"90 % interval of what it attains with other traffic of this kind: {low:.2%} to {high:.2%}.")
+    if plan.simulated_only is not None:
+        one = plan.simulated_only.candidate
+        lines.append(
+            f"{one.label} would hold for {priced(one)}, but can only be simulated: workers of a live system have one "
+            "accelerator each so far."
+        )
+    return lines
+
+
+def _what_would(plan: Plan) -> list[str]:
+    """Return what would be needed instead: slower arrivals, more accelerators, or wider objectives."""
+    lines = [f"It would hold with {one.words}." for one in plan.variations if one.holds][:2]
+    result = plan.nearest.outcome.result
+    needed = _percentile_for(plan.goals.share)
+    for name, found in sorted(result.classes.items()) if result is not None else ():
+        if name in plan.goals.bounded and found.ttft_s is not None and found.tpot_s is not None:
+            ttft_s, tpot_s = _at(found, needed)
+            lines.append(
+                f"It holds TTFT {shown(ttft_s)} s and TPOT {shown(tpot_s)} s for {percent(plan.goals.share)} of "
+                f"class {name}."
+            )
+    return lines
+
+
+def _percentile_for(share: float) -> float:
+    """Return the percentile of TTFT and of TPOT that together leave at most 1 - share outside."""
+    return 100.0 * (1.0 - (1.0 - share) / 2.0)
+
+
+def _at(found: ClassResult, percent: float) -> tuple[float, float]:
+    """Return TTFT and TPOT at the next sampled percentile at or above this one."""
+    from_curves = []
+    for measure in (found.ttft_s, found.tpot_s):
+        assert measure is not None, "asked for by the caller"
+        place = next(number for number, one in enumerate(CURVE_PERCENTS) if one >= percent - 1e-9)
+        from_curves.append(measure.curve[place])
+    return from_curves[0], from_curves[1]
+
+
+# --- the page
+
+
+def plan_page(report: PlanReport) -> str:
+    """Render the page."""
+    plan = report.plan
+    sentences = "".join(element("p", escape(line)) for line in [*summary(plan), *report.warnings])
+    parts = [
+        named_values(report.about),
+        element("h2", "The plan"),
+        sentences,
+        element("h2", "What more or less money attains"),
+        element("p", _FRONTIER_WORDS, class_="soft"),
+        _legend(plan),
+        figure(frontier_plot(report), is_wide=True),
+        table(candidates_table(plan), "All plans that were simulated", is_open=True),
+        element("h2", "Under other circumstances"),
+        table(variations_table(plan), "The plan, varied", is_open=True),
+        element("h2", "How far to trust it"),
+        element("ul", *(element("li", escape(line)) for line in plan.cautions)),
+    ]
+    if report.config_file is not None:
+        parts += [
+            element("h2", "The file that starts it"),
+            element("pre", escape(report.config_file)),
+        ]
+    if plan.skipped:
+        rows = [[label, reason] for label, reason in plan.skipped]
+        parts.append(table(Table(("plan", "why not"), rows, 2), "Not considered"))
+    return document("AlignedServe: plan", "".join(parts))
+
+
+_FRONTIER_WORDS = (
+    "Every mark is a simulated plan: its cost, and the share of requests within their objectives (of the class that "
+    "attains least). The line joins plans of which none cheaper attains as much on the whole workload; marks beside it "
+    "are of a beginning of the workload, where the search had seen enough. The dashed line is the share asked for."
+)
+
+
+def _groups(plan: Plan) -> list[str]:
+    """Return what marks differ by: topology and policy."""
+    return list(dict.fromkeys(_group(one.candidate) for one in plan.tried))
+
+
+def _group(candidate: Candidate) -> str:
+    degree = f", {candidate.tensor_parallel} accelerators a worker" if candidate.tensor_parallel > 1 else ""
+    return f"{candidate.topology.value}, {candidate.policy.label}{degree}"
+
+
+def _legend(plan: Plan) -> str:
+    entries = [element("li", swatch(number), escape(name)) for number, name in enumerate(_groups(plan))]
+    return element("ul", *entries, class_="legend", aria_label="topologies and policies")
+
+
+def frontier_plot(report: PlanReport) -> str:
+    """Plot what is attained against the cost."""
+    plan = report.plan
+    shown_ones = [one for one in plan.tried if not one.outcome.is_abandoned and one.outcome.error is None]
+    costs = [one.candidate.cost for one in shown_ones]
+    label = "accelerators" if report.unit == "accelerators" else "price per hour"
+    frame = Frame(from_zero(costs), Scale(0.0, 1.0), label, "requests within objectives", width=900, height=340)
+    groups, goal = _groups(plan), plan.goals.share
+    ends = [frame.at(0.0, goal), frame.at(frame.x.high, goal)]
+    frontier = [frame.at(one.candidate.cost, one.outcome.attained) for one in plan.frontier()]
+    marks = []
+    for one in shown_ones:
+        style = groups.index(_group(one.candidate))
+        words = f"{one.candidate.label}: {one.outcome.attained:.1%}, {priced(one.candidate)}"
+        place = frame.at(one.candidate.cost, one.outcome.attained)
+        faint = {} if one.stage.is_whole else {"opacity": "0.45"}
+        marks.append(element("g", mark(style, *place, words), class_=f"s{style % MAX_STYLES}", **faint))
+    chosen = frame.at(plan.nearest.candidate.cost, plan.nearest.outcome.attained)
+    ring = element("circle", cx=chosen[0], cy=chosen[1], r=9, class_="curve")
+    lines = [element("path", d=path(ends), class_="curve", stroke_dasharray=dash(MAX_STYLES))]
+    if len(frontier) > 1:
+        lines.append(element("path", d=path(frontier), class_="curve"))
+    return frame.picture("attained against cost", frame.axes(y_is_share=True), *lines, *marks, ring)
+
+
+def candidates_table(plan: Plan) -> Table:
+    """Build a row per plan, the cheapest first."""
+    by_cost = sorted(plan.tried, key=lambda one: (one.candidate.cost, -one.outcome.attained, one.candidate.label))
+    rows = [[_marked(plan, one), *_figures(plan, one)] for one in by_cost]
+    headings = ("plan", "cost", "attained", "of", "TTFT p99", "TPOT p99", "tokens/s", "busy", "starts")
+    return Table(headings, rows, 1)
+
+
+def _marked(plan: Plan, one: Tried) -> str:
+    return f"> {one.candidate.label}" if one is plan.nearest else one.candidate.label
+
+
+def _figures(plan: Plan, one: Tried) -> list[str]:
+    result = one.outcome.result
+    found = None if result is None else result.classes[ALL]
+    length = "all" if one.stage.is_whole else f"first {one.stage.beginning_s:.0f} s"
+    cells = [f"{one.candidate.cost:g}", attained_words(one, plan.goals.share), length]
+    if result is None or found is None or one.outcome.is_abandoned:
+        cells += [NOTHING] * 4
+    else:
+        cells += [
+            f"{measure.distribution.p99:.3f} s" if measure is not None else NOTHING
+            for measure in (found.ttft_s, found.tpot_s)
+        ]
+        busy = sum(worker.utilisation for worker in result.workers) / max(len(result.workers), 1)
+        cells += [f"{found.tokens_per_s:,.0f}", f"{busy:.0%}"]
+    return [*cells, "yes" if one.candidate.can_be_served else "simulated only"]
+
+
+def variations_table(plan: Plan) -> Table:
+    """Build a row per circumstance."""
+    rows = [
+        [one.words, NOTHING if one.is_abandoned else f"{one.attained:.1%}", "holds" if one.holds else "does not hold"]
+        for one in plan.variations
+    ]
+    return Table(("with", "attained", ""), rows, 1)
+
+
+# --- plain values
+
+
+def plan_values(report: PlanReport) -> dict[str, Any]:
+    """Return everything as plain JSON."""
+    plan = report.plan
+    frontier = {one.candidate.label for one in plan.frontier()}
+    return {
+        "about": dict(report.about),
+        "warnings": list(report.warnings),
+        "share": plan.goals.share,
+        "is_held": plan.is_held,
+        "plan": None if plan.chosen is None else _values(plan, plan.chosen),
+        "nearest": _values(plan, plan.nearest),
+        "simulated_only": None if plan.simulated_only is None else _values(plan, plan.simulated_only),
+        "interval": plan.interval._asdict(),
+        "cautions": list(plan.cautions),
+        "variations": [one._asdict() for one in plan.variations],
+        "candidates": [{**_values(plan, one), "is_on_frontier": one.candidate.label in frontier} for one in plan.tried],
+        "skipped": [{"plan": label, "reason": reason} for label, reason in plan.skipped],
+        "num_simulations": plan.num_simulations,
+        "summary": summary(plan),
+        "config_file": report.config_file,
+    }
+
+
+def _values(plan: Plan, one: Tried) -> dict[str, Any]:
+    candidate, outcome = one.candidate, one.outcome
+    classes = outcome.result.classes if outcome.result is not None and not outcome.is_abandoned else {}
+    return {
+        "name": candidate.label,
+        "hardware": candidate.offer.name,
+        "num_accelerators": candidate.num_accelerators,
+        "tensor_parallel": candidate.tensor_parallel,
+        "topology": candidate.topology.value,
+        "num_prefill": candidate.num_prefill,
+        "num_decode": candidate.num_decode,
+        "policy": candidate.policy.name,
+        "policy_params": dict(candidate.policy.params),
+        "cost": candidate.cost,
+        "can_be_served": candidate.can_be_served,
+        "simulated_s": one.stage.goals.span_s,
+        "is_whole": one.stage.is_whole,
+        "is_abandoned": outcome.is_abandoned,
+        "attained": None if outcome.is_abandoned else outcome.attained,
+        "holds": outcome.holds,
+        "keeps_up": outcome.keeps_up,
+        "error": outcome.error,
+        "classes": {
+            name: {
+                "attained": found.attainment,
+                "ttft_p99_s": None if found.ttft_s is None else found.ttft_s.distribution.p99,
+                "tpot_p99_s": None if found.tpot_s is None else found.tpot_s.distribution.p99,
+                "requests_per_s": found.requests_per_s,
+                "tokens_per_s": found.tokens_per_s,
+            }
+            for name, found in classes.items()
+        },
+    }

@@ -1,0 +1,33 @@
+"""Whose tokens the lengths of a trace are: another model's tokenizer counts the same text otherwise."""
+
+from pathlib import Path
+
+from alignedserve.workload.catalogue import TOKENS_OF, Library
+from alignedserve.workload.grammar import parse_classes
+from alignedserve.workload.recordings import TraceSource
+
+_FAMILIES = ("llama-2", "llama-3", "opt", "bloom")  # models whose names begin alike have one tokenizer
+
+
+def warnings_of(line: str, model: str, data_dir: Path | None) -> list[str]:
+    """Return a warning for each source of lengths that names another model, or none. Raises ConfigError."""
+    library, found = Library(data_dir), []
+    for name in dict.fromkeys(spec.source for spec in parse_classes(line)):
+        if name is None:
+            continue
+        source = library.source(name)
+        named = TOKENS_OF.get(name) or _named_in(source)
+        if named is None:
+            found.append(f"{name} does not say whose tokens its lengths are; for {model} they may be others.")
+        elif _family(named) != _family(model):
+            found.append(f"The lengths of {name} are tokens of {named}; the same texts have other lengths in {model}.")
+    return found
+
+
+def _named_in(source: object) -> str | None:
+    return ", ".join(source.models) or None if isinstance(source, TraceSource) else None
+
+
+def _family(model: str) -> str:
+    lowered = model.lower()
+    return next((family for family in _FAMILIES if lowered.startswith(family)), lowered)

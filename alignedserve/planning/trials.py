@@ -1,0 +1,225 @@
+"""Simulations of plans: what is simulated, and what its result says about the objectives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import floor, sqrt
+from typing import NamedTuple
+
+import msgspec
+
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.core.errors import ConfigError
+from alignedserve.core.request import Slo
+from alignedserve.costmodel.choice import WorkerSpec
+from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.profile_file import MachineProfile
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.planning.candidates import Candidate
+from alignedserve.sim.cluster_hardware import ClusterHardware
+from alignedserve.sim.config import SimConfig
+from alignedserve.sim.policies import simulated_policy, with_policy
+from alignedserve.sim.result import ALL, ClassResult, SimulationResult
+from alignedserve.sim.sweep import Case, WorkloadLine, cut
+from alignedserve.workload.feasibility import require_feasible
+from alignedserve.workload.requests import Workload
+
+_MAX_BACKLOG = 0.05  # of the requests of a class without objectives, beside those just under way
+_MARGIN_DEVIATIONS = 1.64  # by which a beginning of the workload may fall short of the goal
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Where a plan's sizes and costs come from. `profiles`: of measured machines, by the name of the offer."""
+
+    cluster: ClusterConfig  # of which plans change topology, policy and counts
+    model: str | None  # of named accelerators
+    costs: str = "roofline"
+    profiles: Mapping[str, MachineProfile] = field(default_factory=dict)
+    core_slowdown: float = 0.0  # of measured machines, as in SimConfig
+    seed: int = 0
+
+    def configured(self, candidate: Candidate) -> SimConfig:
+        """Return the simulation of a plan. Raises ConfigError where it cannot be."""
+        policy, changed = candidate.policy, msgspec.structs.replace
+        cluster = with_policy(self.cluster, policy.name, policy.params, topology=candidate.topology)
+        cluster = changed(
+            cluster,
+            prefill=changed(cluster.prefill, count=max(candidate.num_prefill, 1)),
+            decode=changed(cluster.decode, count=candidate.num_decode),
+        )
+        profile = self.profiles.get(candidate.offer.name)
+        if profile is not None:
+            config = replace(simulated_policy(profile, cluster), core_slowdown=self.core_slowdown)
+        else:
+            assert self.model is not None, "named accelerators have no model of their own"
+            worker = WorkerSpec(self.model, candidate.offer.name, candidate.tensor_parallel)
+            config = simulated_policy(ClusterHardware(worker, source=self.costs), cluster)
+        return replace(config, seed=self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """What a plan is to hold: the objectives of a share of the requests of every class that has any."""
+
+    share: float
+    num_requests: Mapping[str, int]  # of the open-loop classes with objectives
+    bounded: frozenset[str]  # classes with objectives, closed loops with them
+    queued: frozenset[str]  # open-loop classes without objectives: what comes must be done
+    span_s: float  # of arrivals
+
+    def limits(self, margin: float) -> dict[str, int]:
+        """Return how many requests of each class may miss."""
+        return {name: floor(count * (1.0 - self.share + margin) + 1e-9) for name, count in self.num_requests.items()}
+
+    @property
+    def margin(self) -> float:
+        """Return what so many requests may fall short by and still belong to a workload that holds."""
+        fewest = min(self.num_requests.values(), default=100)
+        return _MARGIN_DEVIATIONS * sqrt(self.share * (1.0 - self.share) / fewest) + 0.002
+
+
+def goals_of(workload: Workload, share: float) -> Goals:
+    """Return the goals of a workload. Raises ConfigError where no request has an objective."""
+    counts: dict[str, int] = {}
+    bounded = {request.class_name for request in workload.requests if request.slo != Slo()}
+    for request in workload.requests:
+        if request.class_name in bounded:
+            counts[request.class_name] = counts.get(request.class_name, 0) + 1
+    bounded |= {loop.class_name for loop in workload.closed_loops if loop.stream[0].slo != Slo()}
+    if not bounded:
+        raise ConfigError("no request of the workload has an objective: give --ttft and --tpot (or ttft=, tpot= in it)")
+    queued = frozenset(request.class_name for request in workload.requests) - bounded
+    span_s = max((request.arrival_s for request in workload.requests), default=workload.ends_s or 0.0)
+    return Goals(share, counts, frozenset(bounded), queued, span_s)
+
+
+class Stage(NamedTuple):
+    """A beginning of the workload."""
+
+    beginning_s: float | None  # None: the whole
+    goals: Goals
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it is the whole workload."""
+        return self.beginning_s is None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is simulated of a plan: a stage, how it may end early, and what is made worse for it."""
+
+    stage: Stage
+    is_limited: bool = False
+    speed: float = 1.0  # of arrivals
+    slowdown: float = 1.0  # of iterations
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The workload: a line, built in each process, or the requests themselves."""
+
+    source: WorkloadLine | Workload
+
+    def part(self, run: Run) -> WorkloadLine | Workload:
+        """Return what a run plays."""
+        beginning_s = run.stage.beginning_s
+        if isinstance(self.source, WorkloadLine):
+            return replace(self.source, beginning_s=beginning_s, speed=run.speed)
+        return cut(self.source, beginning_s, run.speed)
+
+
+class SlowedCosts:
+    """The same costs, every iteration longer by a factor: what the error of a cost model could hide."""
+
+    def __init__(self, costs: CostModel, factor: float) -> None:
+        self._costs = costs
+        self._factor = factor
+
+    def iteration_s(self, work: IterationWork) -> float:
+        """See CostModel."""
+        return self._factor * self._costs.iteration_s(work)
+
+    def swap_s(self, num_tokens: float) -> float:
+        """See CostModel."""
+        return self._factor * self._costs.swap_s(num_tokens)
+
+
+def case_of(candidate: Candidate, run: Run, machines: Machines, traffic: Traffic) -> Case:
+    """Return the simulation of one run of a plan."""
+    config = machines.configured(candidate)
+    if run.slowdown != 1.0:
+        prefill = config.prefill_costs
+        config = replace(
+            config,
+            decode_costs=SlowedCosts(config.decode_costs, run.slowdown),
+            prefill_costs=None if prefill is None else SlowedCosts(prefill, run.slowdown),
+        )
+    if run.is_limited:
+        goals = run.stage.goals
+        config = replace(config, miss_limits=goals.limits(0.0 if run.stage.is_whole else goals.margin))
+    name = f"{candidate.label}, {run.stage.beginning_s} s, {run.speed:g}, {run.slowdown:g}"
+    return Case(name, config, traffic.part(run))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run of a plan says."""
+
+    attained: float  # of the class that attains least; where it was abandoned: about what it could still have
+    holds: bool
+    keeps_up: bool  # with the requests that have no objectives
+    result: SimulationResult | None
+    error: str | None = None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Return whether it ended early."""
+        return self.result is not None and self.result.is_abandoned
+
+
+def judged(result: SimulationResult | None, error: str | None, run: Run) -> Outcome:
+    """Judge a result by the goals of its stage; on a mere beginning with a margin."""
+    if result is None:
+        return Outcome(0.0, holds=False, keeps_up=False, result=None, error=error)
+    goals = run.stage.goals
+    classes = [(name, found) for name, found in result.classes.items() if name != ALL]
+    shares = [_attained(found, goals.num_requests.get(name)) for name, found in classes if name in goals.bounded]
+    attained = min(shares, default=0.0)
+    span_s = goals.span_s / run.speed
+    keeps_up = all(_keeps_up(found, span_s) for name, found in classes if name in goals.queued)
+    needed = goals.share - (0.0 if run.stage.is_whole else goals.margin)
+    holds = not result.is_abandoned and keeps_up and attained >= needed - 1e-9
+    return Outcome(attained, holds, keeps_up, result)
+
+
+def _attained(found: ClassResult, num_requests: int | None) -> float:
+    """Return the share of a class that met its objectives; of an abandoned run as if all to come would meet them."""
+    num_met = sum(part.num_met for part in found.parts)
+    num_to_come = max((num_requests or 0) - found.num_sent, 0)
+    return (num_met + num_to_come) / max(found.num_sent + num_to_come, 1)
+
+
+def _keeps_up(found: ClassResult, span_s: float) -> bool:
+    """Return whether no backlog grows: requests left when the last has come, beside those that just take their time."""
+    if found.num_sent < 2 or span_s <= 0.0:
+        return True
+    if found.end_to_end_s is None:
+        return False
+    backlog = 1.0 - found.loaded_requests_per_s * span_s / found.num_sent
+    return backlog <= _MAX_BACKLOG + found.end_to_end_s.distribution.p50 / span_s
+
+
+def usable(
+    candidates: Sequence[Candidate], machines: Machines, workload: Workload, skip: Callable[[Candidate, str], None]
+) -> list[Candidate]:
+    """Return the plans that can run the workload at all; `skip` is told of the others."""
+    found = []
+    for candidate in candidates:
+        try:
+            config = machines.configured(candidate)
+            require_feasible(workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
+            found.append(candidate)
+        except ConfigError as error:
+            skip(candidate, str(error))
+    return found

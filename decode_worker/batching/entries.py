@@ -1,0 +1,59 @@
+"""Entry of candidates into the running batch: who may, who fits, and the copies that bring their caches in."""
+
+from collections.abc import Iterable, Iterator
+
+from alignedserve.messages.iterations import Load, LoadBlocks
+from decode_worker.batching.batch_order import BatchOrder
+from decode_worker.batching.candidates import Candidates
+from decode_worker.batching.decode_batch import DecodeBatch
+from decode_worker.batching.eviction import Evictions
+from decode_worker.state import CacheLocation, Candidate, Loading
+
+
+class Entries:
+    """Reads candidates, batches and objectives; takes those that enter out of the candidates."""
+
+    def __init__(self, batch: DecodeBatch, candidates: Candidates, order: BatchOrder, evictions: Evictions) -> None:
+        self._batch = batch
+        self._candidates = candidates
+        self._order = order
+        self._evictions = evictions
+
+    def may_enter(self, now: float) -> Iterator[Candidate]:
+        """Return the candidates that may enter, in order, up to the first that would break what runs.
+
+        They are worked out as they are asked for: each counts for the next. Those being copied are passed over.
+        """
+        if not self._candidates:
+            return
+        num_taken = self._batch.num_blocks - self._batch.num_free
+        chosen = self._order.choose(self._candidates, self._batch.num_holding, now, num_blocks=num_taken)
+        within: Iterable[Candidate] = chosen
+        if self._batch.admission is not None:
+            within = self._batch.admission.within(chosen, self._batch.loading_candidates(), now)
+        for candidate in within:
+            is_copied = candidate.location in (CacheLocation.PREFETCHING, CacheLocation.RETURNING)
+            # An earlier attempt of it may still be being copied out.
+            if not is_copied and self._evictions.get(candidate.request.request_id) is None:
+                yield candidate
+
+    def admitted(self, now: float) -> Iterator[Loading]:
+        """Return the candidates that fit, in order, up to the first that does not, with blocks of their own."""
+        if not self._batch.has_place and not self._order.is_overdue(now):
+            return
+        for candidate in self.may_enter(now):
+            block_ids = self._batch.blocks_if_fits(candidate)
+            if block_ids is None:
+                return
+            yield Loading(candidate, block_ids)
+
+    def load(self, entering: Iterable[Loading]) -> list[LoadBlocks]:
+        """Copy the caches of these candidates in."""
+        loads: dict[str, list[Load]] = {}
+        for entry in entering:
+            candidate = entry.candidate
+            self._candidates.take(candidate)
+            source, copy = self._candidates.copy_of(candidate)
+            self._batch.load(entry)
+            loads.setdefault(source, []).append(Load(candidate.request.request_id, copy, entry.block_ids))
+        return [LoadBlocks(source, tuple(parts)) for source, parts in loads.items()]

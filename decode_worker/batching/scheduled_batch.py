@@ -1,0 +1,320 @@
+"""The running batch where a policy decides it: which requests decode, pause, or leave for the host or to be recomputed.
+
+Its requests are the rows of the policy's table, as on a colocated worker. Candidates that fit are loaded beside an
+iteration, like those of a whole batch. Those that do not fit stand in the table as well, with all their cache elsewhere
+(as if it were on the host): if the policy chooses one, evicting others for it, its blocks are held and it is loaded.
+A plan that swaps others out for it frees their blocks only; the copies out of them come first, and so the next plan
+chooses again.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BatchId, BlockId, RequestId
+from alignedserve.scheduling.decode_costs import decode_s, is_mixing_cheaper
+from alignedserve.scheduling.policy import DeviceMemory, EvictionMode, IterationPlan
+from alignedserve.scheduling.scheduler_state import Progress, Scheduler
+from alignedserve.worker_core.request import WorkerRequest
+from decode_worker.batching.admission import Admission
+from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving
+from decode_worker.held_requests import HeldRequest, HeldRequests
+from decode_worker.plan_performer import PlanPerformer
+from decode_worker.state import Candidate, Loading
+
+
+class _Split(NamedTuple):
+    """A plan, without the candidates; and those that it chose."""
+
+    own: IterationPlan
+    chosen: tuple[Candidate, ...]
+
+
+class ScheduledBatch:
+    """Requests in the policy's table, and those whose cache is being copied in or out."""
+
+    def __init__(
+        self,
+        *,
+        memory: DeviceMemory,
+        scheduler: Scheduler,
+        max_running_requests: int,
+        max_held: int,
+        chooses_candidates: bool,
+        admission_share: float | None = None,
+    ) -> None:
+        """`memory`: empty. `max_held`: requests that the engine has places for, paused ones included.
+
+        `chooses_candidates`: the policy knows caches in other memories, so it chooses among candidates that do not fit.
+        `admission_share`: of a TPOT objective that an iteration may take; None: candidates enter while blocks are free.
+        """
+        self.costs = scheduler.costs
+        self._scheduler = scheduler
+        self._held = HeldRequests(memory)
+        self._state = self._held.state
+        self.table = self._state.table
+        self.admission = None
+        if admission_share is not None:
+            self.admission = Admission(self.table, self.costs, admission_share)
+        self._performer = PlanPerformer(self._held)
+        self._block_size = memory.block_size
+        self._max_running_requests = max_running_requests
+        self._max_held = max_held
+        self._chooses_candidates = chooses_candidates
+        self._loading: dict[RequestId, Loading] = {}
+        self._in_view: dict[RequestId, Candidate] = {}  # candidates in the table
+        self._members: tuple[HeldRequest, ...] = ()  # of the latest iteration
+        self.version = 0  # changes with the requests
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[HeldRequest]:
+        return iter(self._held)
+
+    def __getitem__(self, request_id: RequestId) -> HeldRequest:
+        return self._held[request_id]
+
+    def get(self, request_id: RequestId) -> HeldRequest | None:
+        """Return the request, if it is here."""
+        return self._held.get(request_id)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the worker."""
+        return self._held.allocator.num_blocks
+
+    @property
+    def has_place(self) -> bool:
+        """True if one more request may be here without the policy's choice."""
+        return self.num_holding < self._max_running_requests
+
+    @property
+    def num_free(self) -> int:
+        """Number of free blocks."""
+        return self._state.num_free
+
+    @property
+    def num_holding(self) -> int:
+        """Number of requests that are here, paused ones included, or are being loaded."""
+        return len(self._held) + len(self._loading)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Number of caches that left the device for want of blocks."""
+        return self._performer.num_preemptions
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks that hold this many tokens."""
+        return blocks_for(num_tokens, self._block_size)
+
+    def never_fits(self, candidate: Candidate) -> bool:
+        """Return whether the request could not end here even alone."""
+        return self.blocks_for(candidate.max_context_len) > self.num_blocks
+
+    # --- coming in
+
+    def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:
+        """Hold blocks for this candidate's context, if the next iterations of all will fit as well."""
+        request_id, num_blocks = candidate.request.request_id, self.blocks_for(candidate.num_cached)
+        is_here = request_id in self._loading or self._held.get(request_id) is not None
+        if is_here or self._held.is_copying_out or self.num_holding >= self._max_running_requests:
+            return None
+        if num_blocks + self._growth(candidate, num_blocks) + self._foreseen_blocks() > self.num_free:
+            return None
+        return self._held.hold(num_blocks)
+
+    def view(self, candidates: Iterable[Candidate], now: float) -> None:
+        """Let the policy choose among these as well, in their order, as far as places and blocks may be held."""
+        chosen: dict[RequestId, Candidate] = {}
+        for candidate in candidates if self._chooses_candidates else ():
+            request_id = candidate.request.request_id
+            if request_id in self._loading or self._held.get(request_id) is not None:
+                continue
+            if self.num_holding + len(chosen) >= self._max_held:
+                break
+            chosen[request_id] = candidate
+        for request_id, candidate in list(self._in_view.items()):
+            if chosen.get(request_id) is not candidate:
+                self._forget(request_id)
+        for request_id, candidate in chosen.items():
+            if request_id not in self._in_view:
+                self._in_view[request_id] = candidate
+                num_cached = candidate.num_cached
+                self._state.add_elsewhere(candidate.request, now, _progress_of(candidate, num_cached, 0))
+
+    def load(self, loading: Loading) -> None:
+        """Add a candidate whose cache is being copied in. Its row stays for now: iterations know rows by number."""
+        self._loading[loading.candidate.request.request_id] = loading
+
+    def loading_candidate(self, request_id: RequestId) -> Candidate | None:
+        """Return the candidate, if its cache is being copied in."""
+        entry = self._loading.get(request_id)
+        return entry.candidate if entry is not None else None
+
+    def loading_candidates(self) -> list[Candidate]:
+        """Return all candidates whose cache is being copied in."""
+        return [entry.candidate for entry in self._loading.values()]
+
+    def loaded(self, request_id: RequestId) -> Loading:
+        """Remove and return an entry whose copy has ended, successfully or not."""
+        return self._loading.pop(request_id)
+
+    def enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int, now: float) -> None:
+        """Add a request with the cache of `num_cached` tokens in these blocks."""
+        tracked = HeldRequest(
+            candidate.request,
+            candidate.attempt,
+            candidate.generated_token_ids,
+            granted_s=candidate.granted_s,
+            predicted_output_len=candidate.predicted_output_len,
+            is_prefilled=True,
+            block_ids=list(block_ids),
+            batch_id=candidate.batch_id,
+        )
+        self.version += 1
+        self._in_view.pop(candidate.request.request_id, None)
+        self._held.attach(tracked, _progress_of(candidate, num_cached, len(block_ids)), now)
+
+    def free(self, block_ids: Iterable[BlockId]) -> None:
+        """Free the blocks of a request that was to be loaded and is not."""
+        self._held.free_held(tuple(block_ids))
+
+    def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
+        """Set a prediction that came late, if the request is in the table."""
+        if request_id in self.table:
+            self._state.set_predicted_length(request_id, predicted_len)
+
+    # --- iterations
+
+    def begin(self, now: float) -> Begun | None:
+        """Plan and begin the next iteration; None: there is nothing to do."""
+        if not len(self.table) or not self._has_room_for_any():
+            return None
+        own, chosen = self._split(self._scheduler.plan(self._state, now))
+        has_copies_out = any(part.how is EvictionMode.SWAP for part in own.evictions)
+        if not own.scheduled and not has_copies_out:
+            self._performer.evict(own.evictions, now)
+            loads = self._hold(chosen)
+            return Begun(None, (), loads=loads) if loads else None
+        members = tuple(self._held.of_row(part.row) for part in own.scheduled)
+        self._state.begin(own)
+        command = self._performer.perform(own, members, now)
+        loads = () if has_copies_out else self._hold(chosen)
+        has_changed, self._members = members != self._members, members
+        return Begun(command, members, has_changed=has_changed, loads=loads)
+
+    def completed(self, now: float, duration_s: float) -> None:
+        """Note the end of the iteration, before any request leaves because of it."""
+        self._performer.completed()
+        self._scheduler.completed(self._state, now=now, duration_s=duration_s)
+
+    # --- leaving
+
+    def drop(self, running: WorkerRequest) -> None:
+        """Remove a request and free its blocks."""
+        self.version += 1
+        self._held.drop(self._held[running.request.request_id])
+
+    def can_leave(self, running: WorkerRequest) -> bool:
+        """Return whether its whole cache is on this device, as keys and values, and only its next token is missing."""
+        table, row = self.table, self.table.row(running.request.request_id)
+        is_whole = not table.is_hidden[row] and not table.num_swapped[row] and table.num_blocks[row] > 0
+        return bool(is_whole and table.is_decoding[row])
+
+    def num_cached(self, running: WorkerRequest) -> int:
+        """Return the tokens of the request whose cache exists."""
+        return int(self.table.num_cached[self.table.row(running.request.request_id)])
+
+    def begin_eviction(self, running: WorkerRequest) -> Leaving:
+        """Remove a request that can leave; its blocks stay held until `end_eviction`."""
+        self.version += 1
+        leaving = self._held[running.request.request_id]
+        progress = self._held.detach(leaving)
+        return Leaving(tuple(leaving.block_ids), progress.num_cached, progress.first_token_s, progress.last_token_s)
+
+    def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
+        """Free the blocks of an evicted request, as they are copied."""
+        self._held.free_held(block_ids)
+
+    # --- lengths and times
+
+    def span(self, batch_id: BatchId) -> tuple[int, int] | None:
+        """Return the shortest and longest context of one batch's requests; None when none of them is here."""
+        lengths = [running.context_len for running in self._held if running.batch_id == batch_id]
+        return (min(lengths), max(lengths)) if lengths else None
+
+    def decode_s(self) -> float | None:
+        """Return the time of an iteration of all decodes here, by the cost model; None: there are none."""
+        return decode_s(self.table, self.costs)
+
+    def is_mixing_cheaper(self, context_lens: Collection[int]) -> bool:
+        """Return whether decodes of these contexts cost less beside those that run than after them."""
+        return is_mixing_cheaper(self.table, self.costs, context_lens)
+
+    # --- inside
+
+    def _split(self, plan: IterationPlan) -> _Split:
+        """Take the candidates out of a plan: they compute nothing yet, and have nothing here to evict."""
+        request_ids, in_view = self.table.request_ids, self._in_view
+        if not in_view:
+            return _Split(plan, ())
+        wanted = [*(part.row for part in plan.scheduled), *plan.uploads]
+        chosen = tuple(in_view[request_ids[row]] for row in wanted if request_ids[row] in in_view)
+        own = IterationPlan(
+            tuple(part for part in plan.scheduled if request_ids[part.row] not in in_view),
+            tuple(part for part in plan.evictions if request_ids[part.row] not in in_view),
+            tuple(row for row in plan.uploads if request_ids[row] not in in_view),
+        )
+        return _Split(own, chosen)
+
+    def _hold(self, chosen: Iterable[Candidate]) -> tuple[Loading, ...]:
+        """Hold blocks for candidates that the policy chose, as far as they are free."""
+        loads = []
+        for candidate in chosen:
+            num_blocks = self.blocks_for(candidate.num_cached)
+            if num_blocks <= self.num_free:
+                loads.append(Loading(candidate, self._held.hold(num_blocks)))
+        return tuple(loads)
+
+    def _forget(self, request_id: RequestId) -> None:
+        if self._in_view.pop(request_id, None) is not None:
+            self._state.remove_elsewhere(request_id)
+
+    def _has_room_for_any(self) -> bool:
+        """Return whether every request in the table would fit alone, beside the blocks of those being copied.
+
+        Else the policy waits for the end of a copy: it could not make room even by evicting all.
+        """
+        num_away = self._held.num_away
+        if not num_away:
+            return True
+        table = self.table
+        longest = int(np.max(table.prompt_len + table.num_generated))
+        return self.blocks_for(longest) <= self.num_blocks - num_away
+
+    def _growth(self, candidate: Candidate, num_held: int) -> int:
+        foreseen = min(candidate.context_len + FORESEEN_TOKENS, candidate.max_context_len)
+        return max(self.blocks_for(foreseen) - num_held, 0)
+
+    def _foreseen_blocks(self) -> int:
+        """Return the blocks by which all on the device and all being loaded will soon grow."""
+        table = self.table
+        foreseen = np.minimum(table.context_len + FORESEEN_TOKENS, table.prompt_len + table.max_tokens)
+        growth = -(-foreseen // self._block_size) - table.num_blocks
+        running = int(growth[(table.num_blocks > 0) & (growth > 0)].sum())
+        return running + sum(self._growth(part.candidate, len(part.block_ids)) for part in self._loading.values())
+
+
+def _progress_of(candidate: Candidate, num_cached: int, num_blocks: int) -> Progress:
+    expected = candidate.predicted_output_len or float(candidate.request.sampling.max_tokens)
+    return Progress(
+        predicted_len=max(expected, 1.0),
+        num_generated=len(candidate.generated_token_ids),
+        num_cached=num_cached,
+        num_blocks=num_blocks,
+        first_token_s=candidate.first_token_s,
+        last_token_s=candidate.last_token_s,
+    )
