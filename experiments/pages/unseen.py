@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 
 from experiments.pages.record import Record, bold, bold_best, count, digits, milliseconds, runs, seconds, share, table
 
-_POLICIES = ("fcfs", "sarathi", "bros", "accelgen", "alise", "apt_serve", "aligned_slo")
+_WAITING = "bros, long prompts wait"
+_POLICIES = ("fcfs", "sarathi", "bros", _WAITING, "accelgen", "alise", "apt_serve", "aligned_slo")
 _UNION = "aligned_slo"
 _POINTS = {
     "code 1.5/s": ("azure_code", 1.5),
@@ -71,7 +72,7 @@ def separate() -> str:
 
 def spreads() -> str:
     """Return by how much the seeds of a trace lie apart, in points of the share held."""
-    policies = ("bros", _UNION)
+    policies = ("bros", _WAITING, _UNION)
     rows = []
     for policy in policies:
         of = [
