@@ -24,6 +24,9 @@ class LatePrompts:
     def __init__(self) -> None:
         self._given: list[GivenPrompt] = []  # a heap
 
+    def __len__(self) -> int:
+        return len(self._given)
+
     def add(self, worker: str, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         """Add a prompt that a worker is given, unless it is never late."""
         if prefill.is_real_time and prefill.due_s < math.inf:

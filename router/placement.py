@@ -197,7 +197,7 @@ class Placement:
 
     def note_late_prompts(self, now: float) -> None:
         """Count the prompts that are late by now apart from the others at their elastic workers."""
-        for late in self._late_prompts.take(now):
+        for late in self._late_prompts.take(now) if len(self._late_prompts) else ():
             worker = self.workers.get(late.worker)
             if worker is not None:
                 worker.note_late(late.request_id, late.attempt)
@@ -361,15 +361,18 @@ class Placement:
                 prefillers.put(worker)
             else:
                 prefillers.discard(worker)
-        if can_prefill and registered.can_move:
-            self._for_real_time.put(worker)
-            self._fewest_requests.put(worker)
-        else:
-            self._for_real_time.discard(worker)
-            self._fewest_requests.discard(worker)
+        if registered.can_move:
+            self._rank_elastic(worker, can_prefill=can_prefill)
         if worker.has_free_slot:
             self._free[name] = worker
         else:
             self._free.pop(name, None)
         if not registered.can_prefill:  # such a worker takes no batch
             self._batch_requests.note_change(registered.pool_name)
+
+    def _rank_elastic(self, worker: WorkerRecord, *, can_prefill: bool) -> None:
+        for workers in (self._for_real_time, self._fewest_requests):
+            if can_prefill:
+                workers.put(worker)
+            else:
+                workers.discard(worker)

@@ -42,8 +42,11 @@ class PrefillChoice:
         left_s = tracked.first_due_s - now if is_real_time else math.inf
         least = placement.prefiller_in_time(tracked.num_prefill_tokens, left_s)
         least = least or placement.least_loaded_prefiller(is_real_time=is_real_time)
+        if least is not None:
+            yield least
         last = placement.least_loaded_prefiller(at_full_pool=True)
-        yield from (worker for worker in (least, last) if worker is not None)
+        if last is not None:
+            yield last
 
     def _has_room(self, worker: WorkerRecord, queued: QueuedPrefill) -> bool:
         is_apart = queued.is_real_time and self._registry.queue.order.has_real_time_allowance

@@ -16,6 +16,7 @@ TPOT_RATIOS = (0.88, 1.09)
 SLOWDOWN = 1.1  # of iterations, against which a plan is tried as well: about the error of TPOT
 _NUM_DRAWS = 2000
 _PERCENTS = (5.0, 95.0)
+_RULE_OF_THREE = 3.0  # of n requests of which none misses, as many in a later n may with 95 % confidence
 
 
 class Interval(NamedTuple):
@@ -36,7 +37,8 @@ def attained_interval(parts: Sequence[PartResult], seed: int) -> Interval:
     drawn = np.random.default_rng(seed).integers(0, len(counts), (_NUM_DRAWS, len(counts)))
     sent, met = counts[drawn, 0].sum(axis=1), counts[drawn, 1].sum(axis=1)
     low, high = np.percentile(met / sent, _PERCENTS).tolist()
-    return Interval(low, high)
+    most = max(1.0 - _RULE_OF_THREE / int(counts[:, 0].sum()), 0.0)  # a bootstrap of none missed would promise all
+    return Interval(min(low, most), high)
 
 
 def cautions(num_requests: int, share: float, span_s: float, *, is_calculated: bool) -> list[str]:

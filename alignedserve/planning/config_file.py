@@ -44,7 +44,7 @@ def config_file(candidate: Candidate, machines: Machines, remarks: list[str]) ->
         model = {"path": MODEL_PATHS.get(machines.model, machines.model)}
         values |= {"model": model, "engine": {"device": "cuda"}}
     for name, section in _changed_sections(config, keeps_memory=candidate.offer.is_profiled).items():
-        if name in ("pool", "prefill") and not candidate.topology.is_separate:
+        if name in ("batching", "pool", "prefill") and not candidate.topology.is_separate:
             continue
         values[name] = {**values.get(name, {}), **section}
     values.setdefault("decode", {})["count"] = candidate.num_decode

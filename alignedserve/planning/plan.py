@@ -25,10 +25,10 @@ from alignedserve.workload.requests import Workload, beginning_of
 
 SHRINKING = 4  # a beginning is this part of the next longer one
 _LEAST_REQUESTS, _LEAST_S = 300, 60.0  # of the shortest beginning
-_NUM_STAGES = 3
-_FASTER = (1.1, 1.25, 1.5, 2.0)  # times the arrivals, that a plan is tried with
-_SLOWER = (0.9, 0.75, 0.5, 0.25)
-_MORE = (1.5, 2.0, 3.0)  # times the accelerators, where those that there are do not hold
+_NUM_STAGES = 4
+_FASTER = (1.1, 1.25, 1.5)  # times the arrivals, that a plan is tried with
+_SLOWER = (0.9, 0.75, 0.5)
+_MORE = (1.5, 2.0)  # times the accelerators, where those that there are do not hold
 
 Note = Callable[[str, CaseProgress | None], None]  # what is done now, and how far a simulation of it has come
 
@@ -149,7 +149,7 @@ class _Planner:
                 found.append(family)
         if not found:
             raise ConfigError(f"no plan can run this workload: {self.skipped[0][1]}")
-        return found
+        return found if self._request.choices.degrees is not None else _least_parallel(found)
 
     def _skip(self, candidate: Candidate, reason: str) -> None:
         self.skipped.append((candidate.label, reason))
@@ -184,24 +184,24 @@ class _Planner:
 
     def variations(self, nearest: Tried) -> list[Variation]:
         """Try the plan with slower iterations, other rates, and fewer or more workers."""
-        whole, short = self.stages[-1], self.stages[max(len(self.stages) - 2, 0)]
+        short = self.stages[max(len(self.stages) - 2, 0)]
+        length = "" if short.is_whole else f" (first {short.beginning_s:.0f} s)"
         holds = nearest.outcome.holds
         candidate = nearest.candidate
         named: list[tuple[str, Candidate, Run]] = []
         if holds:
-            words = f"every iteration {SLOWDOWN - 1:.0%} slower than simulated"
-            named.append((words, candidate, Run(whole, slowdown=SLOWDOWN)))
-        length = "" if short.is_whole else f" (first {short.beginning_s:.0f} s)"
+            words = f"every iteration {SLOWDOWN - 1:.0%} slower than simulated{length}"
+            named.append((words, candidate, Run(short, slowdown=SLOWDOWN)))
         for speed in _FASTER if holds else _SLOWER:
             words = f"{speed:g} times the requests per second{length}"
             named.append((words, candidate, Run(short, is_limited=True, speed=speed)))
         neighbours = self._neighbours(candidate) if holds else self._larger(candidate)
         for one in neighbours:
-            run = Run(whole if holds else short, is_limited=not holds)
-            named.append((f"{one.num_accelerators} x {one.offer.name}{'' if holds else length}", one, run))
+            run = Run(short, is_limited=not holds)
+            named.append((f"{one.num_accelerators} x {one.offer.name}, {one.shape}{length}", one, run))
         outcomes = self._simulate("the plan under other circumstances", [(one, run) for _, one, run in named])
         for (_, one, run), outcome in zip(named, outcomes, strict=True):
-            if one is not candidate and holds:
+            if one is not candidate and holds and not self._is_known(one):
                 self.tried[one.label] = Tried(one, run.stage, outcome)
         return [
             Variation(words, outcome.attained, outcome.holds, outcome.is_abandoned)
@@ -209,7 +209,7 @@ class _Planner:
         ]
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """Return the plans of one worker less and one more, as far as the whole workload does not tell of them yet."""
+        """Return the plans of one worker less and one more, as far as they are not known yet."""
         for family in self._families:
             labels = [member.label for member in family.members]
             if candidate.label in labels:
@@ -220,7 +220,8 @@ class _Planner:
 
     def _is_known(self, candidate: Candidate) -> bool:
         known = self.tried.get(candidate.label)
-        return known is not None and known.stage.is_whole and not known.outcome.is_abandoned
+        least_s = self.stages[max(len(self.stages) - 2, 0)].goals.span_s
+        return known is not None and known.stage.goals.span_s >= least_s and not known.outcome.is_abandoned
 
     @staticmethod
     def _larger(candidate: Candidate) -> list[Candidate]:
@@ -233,6 +234,15 @@ class _Planner:
             )
             for factor in _MORE
         ]
+
+
+def _least_parallel(families: Sequence[Family]) -> list[Family]:
+    """Return, of each kind of accelerator, the families of the smallest workers that hold the model."""
+    degrees: dict[str, int] = {}
+    for family in families:
+        first = family.members[0]
+        degrees[first.offer.name] = min(degrees.get(first.offer.name, first.tensor_parallel), first.tensor_parallel)
+    return [one for one in families if one.members[0].tensor_parallel == degrees[one.members[0].offer.name]]
 
 
 def _stages(workload: Workload, share: float) -> list[Stage]:

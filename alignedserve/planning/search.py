@@ -3,7 +3,7 @@
 1. On the shortest beginning of the workload every family's cheapest plan that holds is found by bisection.
 2. The better half of the families, at least KEPT of them, goes on to the next, longer beginning. From the plan found
    before, the search goes down while plans hold, and up until one does.
-3. Until the beginning is the whole workload. The cheapest plan that holds it is the result; of equally cheap ones the
+3. FINALISTS of them play the whole workload. The cheapest plan that holds it is the result; of equally cheap ones the
    one that holds more.
 
 Families that can be served and those that cannot yet are halved apart, so that neither displaces the other. Where none
@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from alignedserve.planning.candidates import Candidate, Family
 
-KEPT = 4  # families at least, of those that can be served
-KEPT_OTHERS = 2  # of those that cannot
+KEPT, KEPT_OTHERS = 4, 2  # families at least, of those that can be served and of those that cannot
+FINALISTS, OTHER_FINALISTS = 2, 1  # on the whole workload
+SLACK = 1.3  # on the first beginning: plans that cost as much more than one that holds are left out
 
 
 class Trial(NamedTuple):
@@ -129,21 +130,23 @@ class PlanSearch:
         return trial.stage + 1 == self._num_stages
 
     def _bound(self) -> None:
-        """Leave out plans that cost more than one that holds the same beginning, unless it is the first of several."""
-        if self.stage == 0 and self._num_stages > 1:
-            return
+        """Leave out plans that cost more than one that holds the same beginning."""
+        slack = SLACK if self.stage == 0 and self._num_stages > 1 else 1.0
         for can_be_served in (True, False):
             rows = [row for row in self._rows if row.family.can_be_served is can_be_served]
             costs = [row.family.members[row.holding].cost for row in rows if row.holding is not None]
             for row in rows if costs else ():
-                row.num_useful = sum(member.cost <= min(costs) for member in row.family.members)
+                row.num_useful = sum(member.cost <= slack * min(costs) for member in row.family.members)
 
     def _advance(self) -> None:
         """Take the better families to the next beginning."""
         self.stage += 1
         served = [row for row in self._rows if row.family.can_be_served]
         others = [row for row in self._rows if not row.family.can_be_served]
-        kept = _better_half(served, KEPT) + _better_half(others, KEPT_OTHERS)
+        if self.stage + 1 == self._num_stages:
+            kept = _ranked(served)[:FINALISTS] + _ranked(others)[:OTHER_FINALISTS]
+        else:
+            kept = _better_half(served, KEPT) + _better_half(others, KEPT_OTHERS)
         any_holds = any(row.holding is not None for row in kept)
         self._rows = [
             _row(row.family, len(row.family.members) - 1 if row.holding is None else row.holding, is_limited=any_holds)
@@ -156,6 +159,9 @@ def _row(family: Family, start: int | None, *, is_limited: bool) -> _Row:
     return _Row(family, start, is_limited, len(family.members))
 
 
+def _ranked(rows: Sequence[_Row]) -> list[_Row]:
+    return sorted(rows, key=lambda row: row.rank)
+
+
 def _better_half(rows: Sequence[_Row], least: int) -> list[_Row]:
-    ranked = sorted(rows, key=lambda row: row.rank)
-    return ranked[: max(least, len(rows) // 2)]
+    return _ranked(rows)[: max(least, len(rows) // 2)]

@@ -30,10 +30,13 @@ def require_effect(config: ClusterConfig) -> None:
     topology, name = topology_of(config), config.scheduling.policy
     if topology.is_separate:
         return
+    entry = policy_entry(name)
     for section, field in _set_fields(config):
-        if (section, field) == _LENT and topology is Topology.ELASTIC:
+        is_lent = (section, field) == _LENT and topology is Topology.ELASTIC
+        is_implied = (section, field) == ("batching", "policy") and config.batching.policy == entry.batching
+        if is_lent or is_implied:
             continue
-        can_separate = Topology.DISAGGREGATED in policy_entry(name).topologies
+        can_separate = Topology.DISAGGREGATED in entry.topologies
         remedy = ", or set topology=disaggregated" if can_separate else f" (policy {name!r} has no separate ones)"
         raise ConfigError(
             f"{section}.{field} has no effect in {topology.value} workers, which do both phases by the settings of "

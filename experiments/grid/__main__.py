@@ -1,6 +1,7 @@
 """The default, `aligned_slo` elastic, beside the best of all others at every point of a grid.
 
-    python -m experiments.grid [--processes N] [--points PATTERN ...] [--again] [--summary] [--capacity] [--quick]
+    python -m experiments.grid [--processes N] [--points PATTERN ...] [--again COMMIT ...] [--quick]
+    python -m experiments.grid --baselines | --summary | --capacity
 
 Five traces, six rates, three kinds of objectives, 2 to 8 accelerators, with and without best-effort work: 540 points.
 Others: fcfs, sarathi at the best of its token budgets for the point, `aligned_slo`; colocated and in every split. What
@@ -25,7 +26,7 @@ from experiments.common import write_record
 from experiments.grid.picture import draw
 from experiments.grid.points import LOADS, MIXED, TRACES, Point, all_points
 from experiments.grid.record import PATH, Record, append_run
-from experiments.grid.search import search_point, simulate
+from experiments.grid.search import finish_baseline, is_searched, search_point, simulate
 from experiments.grid.summary import show, summary_of
 from experiments.grid.systems import DEFAULT, HARDWARE, MODEL, UNION
 
@@ -46,7 +47,11 @@ def main() -> None:
             run([point for point in all_points() if point.name in _QUICK], Path(folder) / "grid.jsonl", processes=1)
             show(summary_of(Record(Path(folder) / "grid.jsonl")))
         return
-    if not options.summary:
+    if options.baselines:
+        record = Record(PATH)
+        for point in track([one for one in all_points() if is_searched(one, record)], "points", transient=True):
+            finish_baseline(point, record, simulate)
+    elif not options.summary:
         chosen = [point for point in all_points() if any(fnmatch(point.name, one) for one in options.points)]
         run(chosen, PATH, processes=options.processes, again=options.again)
     summary = summary_of(Record(PATH))
@@ -59,7 +64,8 @@ def _read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2, help="points at a time")
     parser.add_argument("--points", nargs="+", default=["*"], help="only these: 'azure_code/*/2/*'")
-    parser.add_argument("--again", action="store_true", help=f"simulate what {UNION} did at other commits once more")
+    parser.add_argument("--again", nargs="+", default=(), metavar="COMMIT", help=f"repeat what {UNION} did at these")
+    parser.add_argument("--baselines", action="store_true", help="finish the best baseline of every point that is done")
     parser.add_argument("--summary", action="store_true", help="simulate nothing")
     parser.add_argument("--capacity", action="store_true", help="find the rate that one accelerator carries")
     parser.add_argument("--quick", action="store_true", help="one point, under a minute; nothing is recorded")
@@ -69,7 +75,7 @@ def _read_options() -> argparse.Namespace:
 # --- runs
 
 
-def run(points: Sequence[Point], path: Path, *, processes: int, again: bool = False) -> None:
+def run(points: Sequence[Point], path: Path, *, processes: int, again: Sequence[str] = ()) -> None:
     """Search these points, each in a process, and append to the record of this path."""
     command = {"model": MODEL, "hardware": HARDWARE, "commit": commit(), "machine": describe_machine()}
     append_run(path, command)
@@ -83,11 +89,10 @@ def run(points: Sequence[Point], path: Path, *, processes: int, again: bool = Fa
             pass
 
 
-def _search(task: tuple[Point, Path, bool]) -> None:
+def _search(task: tuple[Point, Path, Sequence[str]]) -> None:
     point, path, again = task
     record = Record(path)
-    if again:
-        record.drop([point.name], UNION, commit())
+    record.drop(point.name, UNION, again)
     search_point(point, record, simulate)
 
 

@@ -1,7 +1,7 @@
 """The record of the grid: a line of JSON for every simulation, appended when it has ended."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,12 @@ class Record:
         self._outcomes[outcome.point, outcome.system] = outcome
         _append(self._path, outcome)
 
-    def drop(self, points: Iterable[str], policy: str, commit: str) -> None:
-        """Forget, in memory alone, what other commits than this did under a policy at these points."""
-        wanted = frozenset(points)
+    def drop(self, point: str, policy: str, commits: Collection[str]) -> None:
+        """Forget, in memory alone, what these commits did under a policy at this point."""
         self._outcomes = {
             key: one
             for key, one in self._outcomes.items()
-            if one.commit == commit or one.point not in wanted or one.system.split()[0] != policy
+            if one.commit not in commits or one.point != point or one.system.split()[0] != policy
         }
 
 

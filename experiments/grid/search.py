@@ -16,7 +16,7 @@ from alignedserve.workload.requests import Workload
 from benchmarks.support.recording import commit
 from experiments.grid.points import Point
 from experiments.grid.record import Outcome, Record
-from experiments.grid.systems import DEFAULT, System, families
+from experiments.grid.systems import DEFAULT, UNION, System, families
 
 ENOUGH = 0.99
 
@@ -73,6 +73,19 @@ def climb(systems: Sequence[System], first: int, outcome_of: Callable[[System], 
             if reached <= before:
                 break
             place, before = place + step, reached
+
+
+def finish_baseline(point: Point, record: Record, simulated: Simulate) -> None:
+    """Simulate to its end the baseline that came furthest, where all were abandoned: how far the field is behind.
+
+    Which is best of those abandoned is not known; the one abandoned last is taken for it.
+    """
+    systems = {system.name(point.accelerators): system for row, _ in families(point.accelerators) for system in row}
+    known = [one for name in systems if (one := record.find(point.name, name)) is not None]
+    baselines = [one for one in known if systems[one.system].policy != UNION]
+    if baselines and all(one.at_most is not None for one in baselines):
+        last = max(baselines, key=lambda one: one.ended_s)
+        record.append(simulated(point, systems[last.system], None))
 
 
 def _refuse(point: Point, system: System, _best: int | None) -> Outcome:

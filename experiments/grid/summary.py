@@ -90,6 +90,8 @@ def totals_of(rows: Sequence[Row]) -> Row:
     """Return how many points there are, at how many the claim holds, and the gain where none holds 99 %."""
     compared = [row for row in rows if "ahead" in row]
     contested = [row for row in compared if max(row["default"], row["best"]) < 100 * ENOUGH]
+    is_known = all(row["baseline"] is not None for row in contested)  # else it would be those where a baseline is best
+    beside = contested if is_known else []
     totals = {
         "num_points": len(rows),
         "num_held": len(rows) - len(compared),  # by the default, so that nothing else need be known
@@ -99,6 +101,8 @@ def totals_of(rows: Sequence[Row]) -> Row:
         "mean_ahead": _mean(contested, lambda row: row["ahead"]),
         "mean_gain": _mean([row for row in contested if row["gain"] is not None], lambda row: row["gain"]),
         "summed_gain": _summed_gain(contested),
+        "baselines_ahead": _mean(beside, lambda row: row["default"] - row["baseline"]),
+        "baselines_gain": _ratio(sum(row["default"] for row in beside), sum(row["baseline"] for row in beside)),
     }
     return chosen([totals], totals)[0]
 
@@ -109,8 +113,12 @@ def _mean(rows: Sequence[Row], value: Callable[[Row], float]) -> float | None:
 
 def _summed_gain(rows: Sequence[Row]) -> float | None:
     """Return the gain of all goodput together, to which points where hardly anything is held add little."""
-    best = sum(row["best_goodput"] for row in rows)
-    return 100 * (sum(row["default_goodput"] for row in rows) / best - 1) if best else None
+    return _ratio(sum(row["default_goodput"] for row in rows), sum(row["best_goodput"] for row in rows))
+
+
+def _ratio(ours: float, theirs: float) -> float | None:
+    """Return by how much per cent ours is more."""
+    return 100 * (ours / theirs - 1) if theirs else None
 
 
 def show(summary: Mapping[str, Any]) -> None:

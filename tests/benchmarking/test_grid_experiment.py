@@ -96,7 +96,7 @@ def test_what_is_recorded_is_not_simulated_again_unless_it_tells_too_little(tmp_
     path.write_bytes(path.read_bytes() + b'{"point":"arx')  # interrupted while it wrote
     again = Bench(bench.held, path)
     assert again.search() == []
-    again.record.drop([POINT.name], "aligned_slo", "d")
+    again.record.drop(POINT.name, "aligned_slo", ["c"])
     again.held["aligned_slo colocated"] = 20
     asked = again.search()
     assert ELASTIC in asked

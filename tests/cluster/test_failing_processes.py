@@ -143,7 +143,9 @@ async def test_a_worker_that_does_not_start_is_shown_and_starts_when_it_can(node
     await until(nodes, lambda: "2 failed starts" in failing(nodes).get("decode-1", {}).get("problem", ""))
     replace_content(weights, whole)
     await until(nodes, lambda: nodes.status()["load"]["num_decode_workers"] == 2 and not failing(nodes))
-    assert nodes.command("status").returncode == 0
+    status = nodes.command("status")
+    assert (status.returncode, "2 elastic workers" in status.stdout) == (0, True)
+    assert "prefill=2: the workers of this cluster do both phases" in nodes.command("scale", "prefill=2").stderr
     check_whole(await stream_all(first, PROMPTS, NUM_TOKENS), right)
 
 

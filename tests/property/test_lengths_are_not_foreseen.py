@@ -27,7 +27,14 @@ LIBRARY = Library()
 MOMENT_S = 4.0  # of the run
 FORESEES = {name for name, entry in POLICIES.items() if Mechanism.KNOWN_LENGTHS in entry.needs}
 ALWAYS = (("aligned_slo", Topology.COLOCATED), ("aligned_slo", Topology.DISAGGREGATED), ("alise", Topology.COLOCATED))
-OTHERS = [(name, one) for name, entry in POLICIES.items() if name not in FORESEES for one in entry.topologies]
+# Elastic workers decide as colocated ones do, and the router moves requests: the default policy is enough of those.
+OTHERS = [
+    (name, one)
+    for name, entry in POLICIES.items()
+    if name not in FORESEES
+    for one in entry.topologies
+    if one is not Topology.ELASTIC or one is entry.topologies[0]
+]
 
 Place = tuple[str, int]  # class of a request, and its number there
 Change = Callable[[TimedRequest, int], TimedRequest]  # to a length of the answer
@@ -101,8 +108,8 @@ class Run:
 
 def config_of(policy: str, topology: Topology) -> SimConfig:
     """Memory is short, and the policy has every mechanism that it can use."""
-    is_colocated = topology is Topology.COLOCATED
-    config = colocated(worker_blocks=90) if is_colocated else disaggregated(worker_blocks=90, buffer_blocks=40)
+    one_kind = colocated(2 if topology is Topology.ELASTIC else 1, worker_blocks=90)
+    config = disaggregated(worker_blocks=90, buffer_blocks=40) if topology.is_separate else one_kind
     cluster = with_policy(config.cluster, policy, topology=topology)
     wanted = POLICIES[policy].needs | POLICIES[policy].uses
     host_bytes = 400 * BLOCK_BYTES if Mechanism.SWAP in wanted else 0

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -62,7 +63,8 @@ def demo(options: DemoOptions) -> int:
         count_tokens=count_tokens,
         is_mixed=options.is_mixed,
     )
-    with _server(options) as (url, is_separate):
+    # Ray prints to stdout that a process was lost; what is printed there is the report.
+    with contextlib.redirect_stdout(sys.stderr), _server(options) as (url, is_separate):
         faults = plan_faults(options.duration_s, options.seed, is_separate=is_separate) if options.has_faults else []
         report = asyncio.run(_Demo(checked, count_tokens, url, faults).run())
     if options.json_output:

@@ -44,7 +44,8 @@ def test_what_is_set_is_taken(topology: Topology) -> None:
 def test_settings_of_separate_workers_ask_for_such(sections: dict[str, Any]) -> None:
     assert of(**sections) is Topology.DISAGGREGATED
     require_effect(from_mapping(sections))
-    for policy in ("sarathi", "alise"):  # which knows no separate workers
+    assert of(**sections, scheduling={"policy": "alise"}) is Topology.DISAGGREGATED
+    for policy in ("sarathi", "orca"):  # which know no separate workers
         config = from_mapping({**sections, "scheduling": {"policy": policy}})
         assert topology_of(config) is Topology.COLOCATED
         with pytest.raises(
@@ -73,6 +74,13 @@ def test_what_has_no_effect_is_refused(topology: str, sections: dict[str, Any], 
     with pytest.raises(ConfigError, match=rf"^{field} has no effect in {topology} .* or set topology=disaggregated$"):
         require_effect(from_mapping({"topology": topology, **sections}))
     require_effect(from_mapping({"topology": "disaggregated", **sections}))
+
+
+def test_what_the_policy_implies_may_be_written_out() -> None:
+    own = {"topology": "elastic", "batching": {"policy": "density_first"}}
+    require_effect(from_mapping(own))
+    with pytest.raises(ConfigError, match=r"batching\.policy has no effect"):
+        require_effect(from_mapping({**own, "batching": {"policy": "fcfs"}}))
 
 
 def test_sizes_that_were_worked_out_ask_for_nothing() -> None:
