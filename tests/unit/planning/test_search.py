@@ -22,7 +22,7 @@ def family(number: int, size: int, price: float) -> Family:
 
 def tables(rng: random.Random, families: list[Family]) -> dict[str, float]:
     """Return the share that each plan attains: more workers never less."""
-    attained = {}
+    attained: dict[str, float] = {}
     for one in families:
         rising = sorted(rng.choice((0.3, 0.5, 0.85, 0.9, 0.95, 1.0)) for _ in one.members)
         attained |= {member.label: share for member, share in zip(one.members, rising, strict=True)}
