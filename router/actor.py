@@ -8,7 +8,6 @@ from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.core.errors import PeerLost
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.actor_host import ActorHost
-from alignedserve.runtime.process.heap import settle_heap
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from router.service import Router
 
@@ -30,7 +29,6 @@ class RouterActor(ActorHost):
                 config=config, batching=batching, served=served, process_spec=process_spec, state_folder=state_folder
             )
             await router.start(listen_at=process_spec.name)
-            settle_heap()
             return router
 
         super().__init__(process_spec, build)

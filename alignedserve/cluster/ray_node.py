@@ -10,6 +10,7 @@ import ray
 from ray._raylet import Config  # type: ignore[attr-defined]
 
 from alignedserve.cluster.signals import handlers_preserved
+from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
 from alignedserve.core.errors import ResourceError
 
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum; the cluster does not use it
@@ -29,8 +30,9 @@ RAY_ENVIRONMENT = {
     "RAY_enable_metrics_collection": "0",
     # Ray's default is 15, with which a single busy program on this machine starves every actor for seconds.
     "RAY_worker_niceness": "0",
-    # Two workers share the cores: a thread that waits must sleep, not spin.
-    "OMP_WAIT_POLICY": "PASSIVE",
+    # Workers share the cores with others: a thread that waits spins for microseconds and then sleeps. Sleeping at once
+    # costs a system call per product.
+    SPIN_VARIABLE: SHORT_SPINS,
     # Every worker sees every GPU of its host, so that it can map the memory of others.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
 }
@@ -38,7 +40,8 @@ RAY_ENVIRONMENT = {
 
 def start_ray(folder: Path, namespace: str) -> None:
     """Start Ray's processes, which end with this one; `folder` gets their token. Raises ResourceError."""
-    os.environ.update(RAY_ENVIRONMENT)
+    set_already = {SPIN_VARIABLE: os.environ[SPIN_VARIABLE]} if SPIN_VARIABLE in os.environ else {}
+    os.environ.update(RAY_ENVIRONMENT | set_already)
     # Set explicitly, with a token of this cluster: Ray's default depends on what ran before.
     token = folder / "ray_token"
     token.touch(mode=0o600)

@@ -21,7 +21,7 @@ class Sample(NamedTuple):
 
 Weights = tuple[float, ...]  # seconds for each of `features_of`
 
-_BENDS = (64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)  # forward sizes at which a device may reach its flops
+BENDS = (64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)  # forward sizes at which a device may reach its flops
 _BENT_MISFIT = 0.8  # a bend is believed from this share of the straight line's misfit on
 _LEAST_MISFIT = 1e-6  # of a line that is straight: 0.1 %, squared
 
@@ -129,18 +129,20 @@ def weighted(weights: Weights, bend_tokens: float, work: IterationWork) -> float
     )
 
 
-def fit_linear(samples: Sequence[Sample], swap_token_s: float = 0.0) -> LinearIterationModel:
+def fit_linear(
+    samples: Sequence[Sample], swap_token_s: float = 0.0, *, bends: Sequence[float] = BENDS
+) -> LinearIterationModel:
     """Return the model whose squared relative errors on these samples are least, with no coefficient negative.
 
-    It is bent where that is clearly nearer. A kind of work that no sample has costs nothing. Samples without any time,
-    or none at all, are a broken call.
+    It is bent at one of `bends` where that is clearly nearer. A kind of work that no sample has costs nothing. Samples
+    without any time, or none at all, are a broken call.
     """
     assert samples, "nothing to fit"
     seconds = np.array([sample.seconds for sample in samples])
     assert (seconds > 0.0).all(), "an iteration takes time"
     straight = _fit_bent(samples, seconds, 0.0)
     largest = max(sample.work.num_tokens for sample in samples)
-    places = [bend for bend in _BENDS if bend < largest] if straight.misfit > _LEAST_MISFIT else []
+    places = [bend for bend in bends if bend < largest] if straight.misfit > _LEAST_MISFIT else []
     bent = min((_fit_bent(samples, seconds, bend) for bend in places), key=lambda one: one.misfit, default=straight)
     best = bent if bent.misfit < _BENT_MISFIT * straight.misfit else straight
     return LinearIterationModel(best.coefficients, swap_token_s)

@@ -20,6 +20,7 @@ from alignedserve.costmodel.linear import (
     fit_linear,
 )
 from alignedserve.costmodel.links import LinkModel
+from alignedserve.replay.jitter import Ratio
 from alignedserve.replay.observed import ObservedCopy, ObservedIteration, ObservedRun
 from alignedserve.sim.config import SimLinks
 
@@ -36,7 +37,7 @@ class WorkerFit:
 
     costs: LinearIterationModel
     error: FitError  # on the iterations that were fitted
-    ratios: tuple[float, ...]
+    ratios: tuple[Ratio, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
     links = SimLinks(
         host=_fit_link([copy for copy in run.copies if copy.has_pool_end], block_bytes),
         device=_fit_link([copy for copy in run.copies if not copy.has_pool_end], block_bytes),
-        message_s=_message_s(run),
+        message_s=_median_s(run.message_times_s()),
+        submit_s=_median_s(run.submit_times_s),
     )
     slowdown = min(_SLOWDOWNS, key=lambda slowdown: _misfit(workers, slowdown)) if _are_several(run) else 0.0
     decode, prefill = (_fit_worker(one.alone(slowdown)) if one.iterations else None for one in workers)
@@ -126,19 +128,23 @@ def _are_several(run: ObservedRun) -> bool:
 def _misfit(workers: Sequence[_WorkerIterations], slowdown: float) -> float:
     """Return the mean absolute logarithm of measured by expected times."""
     sizes = [
-        abs(math.log(ratio)) for one in workers if one.iterations for ratio in _fit_worker(one.alone(slowdown)).ratios
+        abs(math.log(ratio.value))
+        for one in workers
+        if one.iterations
+        for ratio in _fit_worker(one.alone(slowdown)).ratios
     ]
     return statistics.fmean(sizes)
 
 
 def _fit_worker(samples: Sequence[Sample]) -> WorkerFit:
     costs = fit_mean(samples)
-    ratios = tuple(sample.seconds / costs.iteration_s(sample.work) for sample in samples)
+    ratios = tuple(
+        Ratio(sample.seconds / costs.iteration_s(sample.work), sample.work.num_chunks > 0) for sample in samples
+    )
     return WorkerFit(costs, fit_error(costs, samples), ratios)
 
 
-def _message_s(run: ObservedRun) -> float:
-    times = run.message_times_s()
+def _median_s(times: Sequence[float]) -> float:
     return max(statistics.median(times), 0.0) if times else 0.0
 
 

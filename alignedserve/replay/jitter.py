@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
@@ -9,18 +10,27 @@ from alignedserve.costmodel.work import IterationWork
 _RUN_LENGTH = 16  # a busy machine is slow for several successive iterations
 
 
+class Ratio(NamedTuple):
+    """Measured by expected time of an iteration, and whether it had a part of a prompt."""
+
+    value: float
+    has_prompt: bool = False
+
+
 class JitteryCosts:
     """Cost model for engines, which multiplies each iteration's cost by a measured ratio.
 
-    Ratios come in runs as they were recorded, each run from a place drawn by the seed. Not for policies, which need the
-    expected cost.
+    Ratios come in runs as they were recorded, each run from a place drawn by the seed; an iteration with a prompt takes
+    the next ratio of one with a prompt, as these vary less, and any other the next of one without. Not for policies,
+    which need the expected cost.
     """
 
-    def __init__(self, costs: CostModel, ratios: Sequence[float], seed: int) -> None:
-        """`ratios`: measured by expected, of consecutive iterations; at least one."""
+    def __init__(self, costs: CostModel, ratios: Sequence[Ratio], seed: int) -> None:
+        """`ratios`: of consecutive iterations; at least one."""
         assert ratios, "nothing to draw from"
         self._costs = costs
         self._ratios = ratios
+        self._next = {has_prompt: _next_of(ratios, has_prompt=has_prompt) for has_prompt in (False, True)}
         self._random = random.Random(seed)  # noqa: S311
         self._place = 0
         self._num_left = 0
@@ -29,11 +39,24 @@ class JitteryCosts:
         """See CostModel."""
         if not self._num_left:
             self._place, self._num_left = self._random.randrange(len(self._ratios)), _RUN_LENGTH
-        ratio = self._ratios[self._place]
-        self._place = (self._place + 1) % len(self._ratios)
+        found = self._next[work.num_chunks > 0][self._place]
+        self._place = (found + 1) % len(self._ratios)
         self._num_left -= 1
-        return ratio * self._costs.iteration_s(work)
+        return self._ratios[found].value * self._costs.iteration_s(work)
 
     def swap_s(self, num_tokens: float) -> float:
         """See CostModel."""
         return self._costs.swap_s(num_tokens)
+
+
+def _next_of(ratios: Sequence[Ratio], *, has_prompt: bool) -> list[int]:
+    """Return for every place that of the next ratio of this kind, from it on and around; itself where there is none."""
+    places = [place for place, ratio in enumerate(ratios) if ratio.has_prompt is has_prompt]
+    if not places:
+        return list(range(len(ratios)))
+    following, coming = places[0], [0] * len(ratios)
+    for place in reversed(range(len(ratios))):
+        if ratios[place].has_prompt is has_prompt:
+            following = place
+        coming[place] = following
+    return coming

@@ -76,6 +76,7 @@ class ObservedRun:
         self.requests: dict[RequestId, ObservedRequest] = {}
         self.iterations: list[ObservedIteration] = []
         self.copies: list[ObservedCopy] = []
+        self.submit_times_s: list[float] = []  # from the arrivals of requests at gateways to their router
         self._refused: set[RequestId] = set()
         self._emitted: list[tuple[float, TokensEmitted]] = []
         self._sent: dict[tuple[object, ...], float] = {}
@@ -118,6 +119,7 @@ class ObservedRun:
         """Record a message that a component receives."""
         if isinstance(message, SubmitRequest):
             self.requests[message.request.request_id] = ObservedRequest(message.request)
+            self.submit_times_s.append(now - message.request.arrival_s)
         elif isinstance(message, _MATCHED):
             self._received.setdefault(_key(message), now)
 

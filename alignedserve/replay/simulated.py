@@ -9,7 +9,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.recording import RunMetadata
 from alignedserve.replay.fitting import MachineFit
-from alignedserve.replay.jitter import JitteryCosts
+from alignedserve.replay.jitter import JitteryCosts, Ratio
 from alignedserve.replay.observed import ObservedRequest, ObservedRun
 from alignedserve.sim.config import SimConfig, SimLinks
 from alignedserve.sim.records import Ending, GapSample, OpenRequest
@@ -51,7 +51,7 @@ class WorkerCosts:
     """Costs of iterations, and the measured ratios to them."""
 
     costs: CostModel
-    ratios: tuple[float, ...] = (1.0,)
+    ratios: tuple[Ratio, ...] = (Ratio(1.0),)
 
     def drawn(self, seed: int) -> CostModel:
         """Return the jittery costs for engines."""

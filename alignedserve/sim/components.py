@@ -55,9 +55,11 @@ def _no_gateway(message: Message) -> None:
 class Network:
     """Carries messages between components, each with the same latency, so in order."""
 
-    def __init__(self, event_queue: EventQueue, message_s: float) -> None:
+    def __init__(self, event_queue: EventQueue, message_s: float, submit_s: float | None = None) -> None:
+        """`submit_s`: of a request from its arrival to the router, what its gateway does first included."""
         self._event_queue = event_queue
         self.message_s = message_s
+        self.submit_s = message_s if submit_s is None else submit_s
         self._dispatch_of: dict[str, Callable[[Any], None]] = {}
         self._roles: dict[str, Role] = {}
         self._linked: dict[str, list[str]] = {}  # every component's peers, in the order of their links
@@ -92,9 +94,9 @@ class Network:
         """Deliver a message after the network's latency."""
         self.deliver(target, Received(source, message))
 
-    def deliver(self, target: str, event: Any) -> None:
-        """Deliver an event as if it were a message sent now: after those sent before."""
-        self._event_queue.after(self.message_s, self._dispatch_of[target], event)
+    def deliver(self, target: str, event: Any, delay_s: float | None = None) -> None:
+        """Deliver an event as if it were a message sent now: after those sent before, or after its own delay."""
+        self._event_queue.after(self.message_s if delay_s is None else delay_s, self._dispatch_of[target], event)
 
 
 class SimulatedComponent:

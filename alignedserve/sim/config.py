@@ -19,6 +19,7 @@ class SimLinks:
     host: LinkModel  # between a worker and the pool: PCIe
     device: LinkModel  # between two workers: NVLink
     message_s: float = 0.0002  # between components, and to the client
+    submit_s: float | None = None  # of a request from its arrival at the gateway to the router; None: `message_s`
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,7 @@ class SimulatedGateway:
         self.output_lens[request_id] = timed.output_len
         self._num_sent += 1
         self._num_to_come -= 1
-        self._network.send(GATEWAY, router, SubmitRequest(request))
+        self._submit(router, Received(GATEWAY, SubmitRequest(request)))
         self._predict(self._open[request_id])
 
     def _limit(self, timed: TimedRequest) -> int:
@@ -203,13 +203,16 @@ class SimulatedGateway:
         predicted_len = under_way.timed.predicted_len
         if predicted_len is not None:
             predicted = LengthPredicted(under_way.request.request_id, float(predicted_len))
-            self._network.deliver(under_way.router, predicted)
+            self._submit(under_way.router, predicted)
+
+    def _submit(self, router: str, event: Received | LengthPredicted) -> None:
+        self._network.deliver(router, event, self._network.submit_s)
 
     def _resume(self, request_ids: Sequence[RequestId]) -> None:
         """Ask the requests' routers to go on after the tokens that have come."""
         for under_way in [self._open[request_id] for request_id in request_ids if request_id in self._open]:
             tokens = (TOKEN,) * len(under_way.token_times_s)
-            self._network.send(GATEWAY, under_way.router, ResumeRequest(under_way.request, tokens))
+            self._submit(under_way.router, Received(GATEWAY, ResumeRequest(under_way.request, tokens)))
             self._predict(under_way)
 
     # --- ends

@@ -62,7 +62,7 @@ class Simulation:
         _check_fit(config, workload)
         _check_policy(config, workload)
         self._event_queue = EventQueue()
-        self._network = Network(self._event_queue, config.links.message_s)
+        self._network = Network(self._event_queue, config.links.message_s, config.links.submit_s)
         self._routers: dict[str, SimulatedRouter] = {}
         names = [_router(number, config.routers.count) for number in range(config.routers.count)]
         choice = RouterChoice(names)

@@ -170,7 +170,7 @@ async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]
 def _stamp_forward_passes(executor: ModelExecutor) -> list[tuple[float, float, int]]:
     """Note (begin, end, tokens) of every pass, from entering the decoder to having the logits."""
     model: Any = executor._engine.model
-    forward, logits = model.forward, model.logits
+    forward, logits, decode = model.forward, model.logits, model.decode
     stamps: list[tuple[float, float, int]] = []
 
     def stamped_forward(batch: Any, storage: Any) -> Any:
@@ -185,7 +185,14 @@ def _stamp_forward_passes(executor: ModelExecutor) -> list[tuple[float, float, i
         stamps[-1] = (begin, time.perf_counter(), num_tokens)
         return result
 
-    model.forward, model.logits = stamped_forward, stamped_logits
+    def stamped_decode(batch: Any, storage: Any) -> Any:
+        begin = time.perf_counter()
+        result = decode(batch, storage)
+        if result is not None:  # else `forward` and `logits` follow
+            stamps.append((begin, time.perf_counter(), result.shape[0]))
+        return result
+
+    model.forward, model.logits, model.decode = stamped_forward, stamped_logits, stamped_decode
     return stamps
 
 

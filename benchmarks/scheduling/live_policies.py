@@ -43,7 +43,7 @@ from benchmarks.support.command import ALIGNEDSERVE
 from benchmarks.support.recording import write_result
 
 POLICIES = ("fcfs", "round_robin", "bros", "accelgen", "aligned_slo")
-TOPOLOGIES = ("colocated", "disaggregated")
+TOPOLOGIES = ("elastic", "colocated", "disaggregated")
 NUM_SIMULATED = 5  # runs of the simulator, whose means are taken
 REAL_TIME = "rt: prompt=lognormal(100,300), output=lognormal(60,120), rate=2, ttft=0.4, tpot=0.2"
 BEST_EFFORT = "be: prompt=uniform(512,1024), output=uniform(32,128), outstanding=64, tier=flex"
@@ -102,13 +102,15 @@ def settings_of(topology: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def served(folder: Path, policy: str, topology: str, recording: Path | None = None) -> Iterator[int]:
+def served(
+    folder: Path, policy: str, topology: str, recording: Path | None = None, *, more_settings: Sequence[str] = ()
+) -> Iterator[int]:
     """Start a server on this machine, for as long as the context lasts, and return its port."""
     port = free_port()
     command = [ALIGNEDSERVE, "serve", str(folder), "--port", str(port)]
     command += ["--record", str(recording)] if recording is not None else []
     command += ["--policy", policy]
-    for setting in settings_of(topology):
+    for setting in (*settings_of(topology), *more_settings):
         command += ["--set", setting]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"ALIGNEDSERVE_API_KEYS": ""})

@@ -1,10 +1,12 @@
 """Share of engine speed that the whole system keeps: 128 requests at once, through gateway, router and workers.
 
-    python -m benchmarks.serving.serve_vs_engine [--topology colocated disaggregated] [--rounds 3]
+    python -m benchmarks.serving.serve_vs_engine [--topology elastic disaggregated] [--workers 2] [--rounds 3]
+    python -m benchmarks.serving.serve_vs_engine --add ...  # further rounds beside those that are recorded
 
 The 125M OPT shape in bfloat16. A round is `bench engine` in a process of its own, then `bench serve` against a fresh
-server per topology; medians count. On this machine clients, gateway and router have the same cores as the workers.
-Targets: 90 % of the engine in colocated workers, 85 % in separate ones.
+server per topology and number of workers, which share the cores; medians count. On this machine clients, gateway and
+router have the same cores as the workers. Target: 92 % of the engine with the default topology, elastic, and the number
+of workers that it chooses.
 """
 
 import argparse
@@ -13,13 +15,14 @@ import statistics
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from alignedserve.microbench.engine.workloads import parse_workload
 from benchmarks.scheduling.live_policies import TOPOLOGIES, make_model, served
 from benchmarks.support.command import ALIGNEDSERVE
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import read_figures, write_result
 
+NAME = "serve_vs_engine"
 WORKLOAD = "w4"
 POLICY = "fcfs"
 
@@ -39,9 +42,22 @@ def run_engine() -> float:
     return float(json.loads(answer.stdout)["output_tokens_per_s"])
 
 
-def run_served(folder: Path, trace: Path, topology: str, num_tokens: int) -> float:
+class System(NamedTuple):
+    """A server to measure."""
+
+    topology: str
+    num_workers: int | None = None  # None: as many as it chooses
+
+    @property
+    def name(self) -> str:
+        """Return its key among the figures."""
+        return self.topology if self.num_workers is None else f"{self.topology}, decode.count={self.num_workers}"
+
+
+def run_served(folder: Path, trace: Path, system: System, num_tokens: int) -> float:
     """Return the output tokens per second from the first request to the last answer, as clients see them."""
-    with served(folder, POLICY, topology) as port:
+    counts = () if system.num_workers is None else (f"decode.count={system.num_workers}",)
+    with served(folder, POLICY, system.topology, more_settings=counts) as port:
         command = [ALIGNEDSERVE, "bench", "serve", "--url", f"http://127.0.0.1:{port}", "--tokenizer", str(folder)]
         command += ["--endpoint", "completions", "--ignore-eos", "--trace", str(trace), "--json", "-"]
         answer = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -56,22 +72,28 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", nargs="+", default=TOPOLOGIES, choices=TOPOLOGIES)
+    parser.add_argument("--workers", nargs="+", type=int, default=[], help="and elastic workers, so many each")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--add", action="store_true", help="keep the rounds that are recorded, and add to them")
     arguments = parser.parse_args()
-    rates: dict[str, list[float]] = {"engine": [], **{topology: [] for topology in arguments.topology}}
+    systems = [System(topology) for topology in arguments.topology]
+    systems += [System("elastic", num_workers) for num_workers in arguments.workers]
+    recorded = read_figures(NAME) if arguments.add else None
+    rates: dict[str, list[float]] = recorded["output_tokens_per_s"] if recorded else {}
     with tempfile.TemporaryDirectory() as name:
         folder, trace = Path(name) / "model", Path(name) / "trace.csv"
         make_model(folder)
         num_tokens = write_trace(trace)
         for _ in range(arguments.rounds):
-            rates["engine"].append(run_engine())
-            for topology in arguments.topology:
-                rates[topology].append(run_served(folder, trace, topology, num_tokens))
+            rates.setdefault("engine", []).append(run_engine())
+            for system in systems:
+                rate = run_served(folder, trace, system, num_tokens)
+                rates.setdefault(system.name, []).append(rate)
             print(rates, flush=True)
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    shares = {topology: medians[topology] / medians["engine"] for topology in arguments.topology}
+    shares = {name: median / medians["engine"] for name, median in medians.items() if name != "engine"}
     print(shares)
-    print(write_result("serve_vs_engine", {"output_tokens_per_s": rates, "share_of_engine": shares}))
+    print(write_result(NAME, {"output_tokens_per_s": rates, "share_of_engine": shares}))
 
 
 if __name__ == "__main__":

@@ -1,40 +1,46 @@
-"""Distance of the simulator from the live system: serve under load twice, fit on the first run, judge on the second.
+"""Distance of the simulator from the live system: fitted on one run under load, judged on runs of other loads.
 
-    python -m benchmarks.simulation.simulated_vs_live [--topology colocated|disaggregated]
-        [--model pocket|opt-125m] [--duration S]
+    python -m benchmarks.simulation.simulated_vs_live [--topology colocated|elastic|disaggregated]
+        [--model pocket|opt-125m|smollm2] [--duration S] [--folder DIR]
 
-Both runs are recorded, and every decision of both is checked. The load of the second has another seed. Each run starts
-a cluster of its own; nothing else should compute meanwhile: the load average of the machine stands in the result.
+Serves and puts three loads on, one after the other: `fit`, and two of another rate and of other lengths, which are
+judged. All are recorded, and every decision is checked. With --folder the recording stays, and one that is there is not
+made again: simulated and compared only. Nothing else should compute meanwhile: the load average of the machine stands
+in the result.
 """
 
 import argparse
+import copy
 import json
 import multiprocessing
 import os
 import shutil
+import statistics
 import tempfile
-from dataclasses import asdict
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from alignedserve.cli.bench.options import LoadOptions
 from alignedserve.cli.bench.serve import bench_serve
-from alignedserve.cli.commands.options import ReplayOptions
-from alignedserve.cli.commands.replay import (
-    ComponentCheck,
-    SimulatedTimes,
-    replay_folder,
-    simulate_beside,
-)
+from alignedserve.cli.commands.replay import ComponentCheck, replay_folder
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.config.loading import load_config
 from alignedserve.microbench.shapes import OPT_125M
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.replay.fitting import MachineFit, fit_machine
+from alignedserve.replay.observed import ObservedRun
+from alignedserve.replay.run_file import read_run_metadata
+from alignedserve.replay.simulated import Comparison, SimulatedMachine, compare, fitted_machine, requests_of
+from alignedserve.runtime.model.built_in import pocket_folder, smollm2_file
 from benchmarks.support.recording import write_result
 
-RT = "rt: rate={rate}, prompt=lognormal(100,300), output=exponential(60), max_output=200, ttft=0.4, tpot=0.2"
-BE = "be: outstanding={outstanding}, prompt=uniform(200,500), output=uniform(32,128), tier=flex"
-THROUGHPUT, TIMES = 0.10, 0.15  # what the ratios of throughput and of times may be off
+RT = "rt: rate={rate}, prompt={prompt}, output=exponential({output}), max_output=200, ttft=0.4, tpot=0.2"
+BE = "be: outstanding={outstanding}, prompt=uniform({shortest},{longest}), output=uniform(32,128), tier=flex"
+FITTED = "fit"
+RUN, WINDOWS = "run", "windows.json"
+THROUGHPUT, TIMES = 0.05, 0.10  # what the ratios of throughput and of times may be off
 JUDGED = ("requests/s", "ttft p50, s", "ttft p90, s", "tbt p50, s", "tbt p90, s")
 
 
@@ -62,83 +68,157 @@ def write_opt_125m(folder: Path) -> Path:
     return folder
 
 
-def record_run(folder: Path, overrides: list[str], load: str, duration_s: float, seed: int) -> None:
-    """Serve, put the load on, and leave the recording in `folder`. In a process of its own: a process can start one
-    Ray cluster."""
-    config = load_config(None, [*overrides, "batches.enabled=false", f"recording.folder={json.dumps(str(folder))}"])
-    with start_cluster(config) as cluster:
+@dataclass(frozen=True, slots=True)
+class RecordedLoad:
+    """One load: real-time requests at a rate, best-effort ones in a closed loop."""
+
+    rate: float
+    prompt: str
+    output: int
+    outstanding: int
+    shortest: int
+    longest: int
+
+    @property
+    def line(self) -> str:
+        """Return the workload."""
+        return "; ".join(part.format(**asdict(self)) for part in (RT, BE))
+
+
+LOADS = {
+    FITTED: RecordedLoad(1.5, "lognormal(100,300)", 60, 4, 200, 500),
+    "rate": RecordedLoad(2.25, "lognormal(100,300)", 60, 2, 200, 500),
+    "lengths": RecordedLoad(1.0, "lognormal(200,500)", 30, 3, 400, 700),
+}
+
+
+def record_run(folder: Path, overrides: list[str], duration_s: float) -> None:
+    """Serve, put one load on after the other, and leave the recording in RUN of `folder` and when each load was on in
+    WINDOWS. In a process of its own: a process can start one Ray cluster."""
+    run = json.dumps(str(folder / RUN))
+    windows = {}
+    with start_cluster(load_config(None, [*overrides, "batches.enabled=false", f"recording.folder={run}"])) as cluster:
         cluster.wait_ready(120.0)
-        options = LoadOptions(
-            url=cluster.url,
-            endpoint="completions",
-            synthetic=load,
-            duration_s=duration_s,
-            ignore_eos=True,
-            seed=seed,
-            json_target=f"{folder}.json",
-        )
-        bench_serve(options)
+        for seed, (name, load) in enumerate(LOADS.items(), 1):
+            options = LoadOptions(
+                url=cluster.url,
+                endpoint="completions",
+                synthetic=load.line,
+                duration_s=duration_s,
+                ignore_eos=True,
+                seed=seed,
+                json_target=str(folder / f"{name}.json"),
+            )
+            begin_s, load_average = time.monotonic(), os.getloadavg()[0]
+            bench_serve(options)
+            windows[name] = [begin_s, time.monotonic(), load_average, os.getloadavg()[0]]
+    (folder / WINDOWS).write_text(json.dumps(windows))
 
 
-def judged(times: SimulatedTimes) -> dict[str, bool]:
+def within(run: ObservedRun, begin_s: float, end_s: float) -> ObservedRun:
+    """Return what was observed of one load: its requests and iterations; copies and messages are of all."""
+    part = copy.copy(run)
+    part.requests = {key: one for key, one in run.requests.items() if begin_s <= one.request.arrival_s < end_s}
+    part.iterations = [one for one in run.iterations if begin_s <= one.started_s < end_s]
+    return part
+
+
+def judged(comparisons: Sequence[Comparison]) -> dict[str, bool]:
     """Return whether each measure of all requests is within its bound."""
     within = {}
-    for one in times.comparisons:
+    for one in comparisons:
         if one.class_name == "all" and one.measure in JUDGED and one.ratio is not None:
             bound = THROUGHPUT if one.measure == "requests/s" else TIMES
             within[one.measure] = abs(one.ratio - 1.0) <= bound
     return within
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Record twice, compare; everything that a page needs."""
+def record(arguments: argparse.Namespace, folder: Path) -> None:
+    """Make the recording unless it is there."""
+    if (folder / WINDOWS).exists():
+        return
     overrides = [f"topology={arguments.topology}", f"scheduling.policy={arguments.policy}"]
+    overrides += ["decode.count=2"] if arguments.topology == "elastic" else []
+    if arguments.model == "smollm2":
+        overrides += [f"model.path={smollm2_file()}", "model.served_model_name=smollm2"]
     if arguments.model == "opt-125m":
-        model = write_opt_125m(folder / "model")
+        model = folder / "model"
+        model = model if model.exists() else write_opt_125m(model)
         overrides += [f"model.path={model}", "model.random_weights=true", "model.dtype=bfloat16"]
+    if arguments.model != "pocket":
         overrides += [f"decode.kv_cache_bytes={1 << 30}"]
-        if arguments.topology == "disaggregated":
-            overrides += [f"pool.memory_bytes={1 << 30}"]
-            overrides += [f"prefill.{field}_bytes={1 << 29}" for field in ("kv_cache", "candidate_buffer")]
-    parts = [RT.format(rate=arguments.rate)]
-    parts += [BE.format(outstanding=arguments.outstanding)] if arguments.outstanding else []
-    load = "; ".join(parts)
-    loads = []
-    for seed in (1, 2):
-        before = os.getloadavg()[0]
-        call = (folder / f"run-{seed}", overrides, load, arguments.duration, seed)
-        process = multiprocessing.get_context("spawn").Process(target=record_run, args=call)
-        process.start()
-        process.join()
-        assert process.exitcode == 0, "the run failed"
-        loads.append((before, os.getloadavg()[0]))
-    outstanding = {"be": arguments.outstanding} if arguments.outstanding else {}
-    fitted, unseen = (_compare(folder, seed, outstanding) for seed in (1, 2))
+    if arguments.model != "pocket" and arguments.topology == "disaggregated":
+        overrides += [f"pool.memory_bytes={1 << 30}"]
+        overrides += [f"prefill.{field}_bytes={1 << 29}" for field in ("kv_cache", "candidate_buffer")]
+    process = multiprocessing.get_context("spawn").Process(
+        target=record_run, args=(folder, overrides, arguments.duration)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "the run failed"
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Record, compare; everything that a page needs."""
+    record(arguments, folder)
+    if arguments.only_record:
+        return {}
+    checks, run = replay_folder(folder / RUN)
+    metadata = read_run_metadata(folder / RUN)
+    windows = json.loads((folder / WINDOWS).read_text())
+    fit = fit_machine(within(run, *windows[FITTED][:2]), metadata.layout.block_bytes)
+    machine = fitted_machine(metadata, fit)
+    runs = {}
+    for name, (begin_s, end_s, *load_averages) in windows.items():
+        runs[name] = compared(within(run, begin_s, end_s), name, machine, fit)
+        runs[name]["load_average_before_and_after"] = load_averages
     return {
         "topology": arguments.topology,
         "model": arguments.model,
         "policy": arguments.policy,
-        "load": load,
         "seconds": arguments.duration,
-        "load_average_before_and_after": loads,
-        "decisions_of_fitted_run": [_decisions(check) for check in fitted[0]],
-        "decisions_of_unseen_run": [_decisions(check) for check in unseen[0]],
-        "unseen_run_within_bounds": judged(unseen[1]),
-        "fitted_run": [asdict(one) | {"ratio": one.ratio} for one in fitted[1].comparisons],
-        "unseen_run": [asdict(one) | {"ratio": one.ratio} for one in unseen[1].comparisons],
+        "within_bounds": {name: run["within_bounds"] for name, run in runs.items()},
+        "decisions": [_decisions(check) for check in checks],
+        "runs": runs,
         "fit": {
-            "decode": unseen[1].fit.decode.error._asdict(),
-            "prefill": unseen[1].fit.prefill.error._asdict() if unseen[1].fit.prefill else None,
-            "slowdown": unseen[1].fit.slowdown,
-            "message_s": unseen[1].fit.links.message_s,
+            "decode": fit.decode.error._asdict() | {"coefficients": asdict(fit.decode.costs.coefficients)},
+            "prefill": fit.prefill.error._asdict() if fit.prefill else None,
+            "slowdown": fit.slowdown,
+            "links": asdict(fit.links),
         },
     }
 
 
-def _compare(folder: Path, seed: int, outstanding: dict[str, int]) -> tuple[list[ComponentCheck], SimulatedTimes]:
-    options = ReplayOptions(folder / f"run-{seed}", fit_on=folder / "run-1" if seed != 1 else None)
-    checks, run = replay_folder(options.folder)
-    return checks, simulate_beside(options, run, outstanding)
+def compared(run: ObservedRun, name: str, machine: SimulatedMachine, fit: MachineFit) -> dict[str, Any]:
+    """Return what was observed of a load beside its simulation with these costs."""
+    requests = requests_of(run)
+    comparisons = compare(requests, {"be": LOADS[name].outstanding}, machine)
+    return {
+        "load": LOADS[name].line,
+        "num_requests": len(requests),
+        "within_bounds": judged(comparisons),
+        "measures": [asdict(one) | {"ratio": one.ratio} for one in comparisons],
+        "iterations": iterations_of(run, fit),
+    }
+
+
+def iterations_of(run: ObservedRun, fit: MachineFit) -> dict[str, Any]:
+    """Return how the measured iterations of a run compare with the fitted cost of the same work, by what is in them."""
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    for one in run.iterations:
+        is_prefill = fit.prefill is not None and one.worker.startswith("prefill")
+        costs = (fit.prefill if is_prefill and fit.prefill else fit.decode).costs
+        kind = "decodes" if not one.work.num_chunks else "prompts" if not one.work.num_decodes else "both"
+        kinds.setdefault(kind, []).append((one.ended_s - one.started_s, costs.iteration_s(one.work)))
+    return {
+        kind: {
+            "count": len(times),
+            "measured_s": sum(measured for measured, _ in times),
+            "fitted_s": sum(expected for _, expected in times),
+            "ratio_p50": statistics.median(measured / expected for measured, expected in times),
+        }
+        for kind, times in sorted(kinds.items())
+    }
 
 
 def _decisions(check: ComponentCheck) -> dict[str, Any]:
@@ -154,17 +234,21 @@ def _decisions(check: ComponentCheck) -> dict[str, Any]:
 def main() -> None:
     """Print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topology", choices=("colocated", "disaggregated"), default="colocated")
-    parser.add_argument("--model", choices=("pocket", "opt-125m"), default="pocket")
-    parser.add_argument("--policy", default="fcfs")
-    parser.add_argument("--rate", type=float, default=1.5)
-    parser.add_argument("--outstanding", type=int, default=4)
-    parser.add_argument("--duration", type=float, default=40.0)
+    parser.add_argument("--topology", choices=("colocated", "elastic", "disaggregated"), default="colocated")
+    parser.add_argument("--model", choices=("pocket", "opt-125m", "smollm2"), default="pocket")
+    parser.add_argument("--policy", default="aligned_slo")
+    parser.add_argument("--duration", type=float, default=25.0)
+    parser.add_argument("--folder", type=Path, help="where recordings stay")
+    parser.add_argument("--only-record", action="store_true", help="compare later, with the same --folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        figures = measure(arguments, Path(name))
-    print(json.dumps(figures["unseen_run"], indent=1))
-    print(figures["unseen_run_within_bounds"])
+        folder = arguments.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = measure(arguments, folder)
+    if arguments.only_record:
+        return
+    for name, run in figures["runs"].items():
+        print(name, {one["measure"]: round(one["ratio"], 3) for one in run["measures"] if one["class_name"] == "all"})
     print(write_result(f"simulated_vs_live_{arguments.model}_{arguments.topology}", figures))
 
 

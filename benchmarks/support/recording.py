@@ -32,6 +32,12 @@ def write_result(name: str, figures: Any, *, folder: Path = RESULTS, command: st
     return path
 
 
+def read_figures(name: str, *, folder: Path = RESULTS) -> Any:
+    """Return the figures that were recorded under this name; None: there are none."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text())["figures"] if path.exists() else None
+
+
 def commit() -> str:
     """Return the commit of the working tree, shortened; empty without git. Later changes are not told."""
     git = shutil.which("git")

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import uvloop
 
 from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.process.heap import settle_heap
 from alignedserve.runtime.process.loading_progress import read_progress
 from alignedserve.runtime.process.process_spec import ProcessSpec
 
@@ -38,6 +39,7 @@ class HostedService(Protocol):
 
 class ActorHost:
     """Runs a process's service on an event loop in a daemon thread. Base of the Ray actors, usable without Ray.
+    Once it is up, the process's heap is settled: no collection looks at what the start has made.
 
     A known error (AlignedServeError) while building does not raise: it is kept, so that the creator of the process can
     read it by `failure`. Any other error ends the process.
@@ -53,6 +55,7 @@ class ActorHost:
         threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
         try:
             self._service = _result(asyncio.run_coroutine_threadsafe(build(), self._loop), process_spec)
+            settle_heap()
         except AlignedServeError as error:
             logger.exception("%s cannot start", self._name)
             self._failure = error
