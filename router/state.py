@@ -54,7 +54,7 @@ class TrackedRequest:
 
     @property
     def first_due_s(self) -> float:
-        """When its first token is late; infinite without such an objective, or once a token was sent."""
+        """Return the time at which its first token is late; infinite without an objective, or once a token was sent."""
         ttft_s = self.request.slo.ttft_s
         return math.inf if ttft_s is None or self.num_emitted else self.request.arrival_s + ttft_s
 

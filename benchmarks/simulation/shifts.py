@@ -1,4 +1,4 @@
-"""What a change of the work's mix, and the loss of a worker, do to elastic workers, colocated ones and fixed splits.
+"""Effects of a change of the work's mix, and of a lost worker, on elastic workers, colocated ones and fixed splits.
 
     python -m benchmarks.simulation.shifts [--load 0.7]
 

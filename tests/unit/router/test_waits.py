@@ -19,7 +19,7 @@ def record() -> WorkerRecord:
 
 
 def waits_s(of: WorkerRecord) -> tuple[float, float]:
-    """Of a real-time prompt, and of another."""
+    """Return the waits of a real-time prompt, and of another."""
     return of.wait_s(is_real_time=True), of.wait_s(is_real_time=False)
 
 
