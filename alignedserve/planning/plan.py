@@ -35,7 +35,7 @@ Note = Callable[[str, CaseProgress | None], None]  # what is done now, and how f
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is asked for."""
+    """A request for a plan."""
 
     traffic: Traffic
     share: float  # of the requests of each class that are to meet their objectives
@@ -63,7 +63,7 @@ class Variation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What comes of it."""
+    """The plan that was found, and those beside it."""
 
     goals: Goals
     chosen: Tried | None  # the cheapest that holds and can be served

@@ -30,7 +30,7 @@ _MARGIN_DEVIATIONS = 1.64  # by which a beginning of the workload may fall short
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Where a plan's sizes and costs come from. `profiles`: of measured machines, by the name of the offer."""
+    """Sources of a plan's sizes and costs. `profiles`: of measured machines, by the name of the offer."""
 
     cluster: ClusterConfig  # of which plans change topology, policy and counts
     model: str | None  # of named accelerators
@@ -60,7 +60,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What a plan is to hold: the objectives of a share of the requests of every class that has any."""
+    """Goals that a plan is to hold: the objectives of a share of the requests of every class that has any."""
 
     share: float
     num_requests: Mapping[str, int]  # of the open-loop classes with objectives
@@ -108,7 +108,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is simulated of a plan: a stage, how it may end early, and what is made worse for it."""
+    """One simulation of a plan: a stage, how it may end early, and what is made worse for it."""
 
     stage: Stage
     is_limited: bool = False
@@ -165,7 +165,7 @@ def case_of(candidate: Candidate, run: Run, machines: Machines, traffic: Traffic
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run of a plan says."""
+    """The outcome of a run of a plan."""
 
     attained: float  # of the class that attains least; where it was abandoned: about what it could still have
     holds: bool
