@@ -112,7 +112,7 @@ def record_run(folder: Path, overrides: list[str], duration_s: float) -> None:
             begin_s, load_average = time.monotonic(), os.getloadavg()[0]
             bench_serve(options)
             windows[name] = [begin_s, time.monotonic(), load_average, os.getloadavg()[0]]
-    (folder / WINDOWS).write_text(json.dumps(windows))
+            (folder / WINDOWS).write_text(json.dumps(windows))
 
 
 def within(run: ObservedRun, begin_s: float, end_s: float) -> ObservedRun:
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--policy", default="aligned_slo")
     parser.add_argument("--duration", type=float, default=25.0)
     parser.add_argument("--folder", type=Path, help="where recordings stay")
+    parser.add_argument("--suffix", default="", help="of the result's name: the state of the machine")
     parser.add_argument("--only-record", action="store_true", help="compare later, with the same --folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -249,7 +250,8 @@ def main() -> None:
         return
     for name, run in figures["runs"].items():
         print(name, {one["measure"]: round(one["ratio"], 3) for one in run["measures"] if one["class_name"] == "all"})
-    print(write_result(f"simulated_vs_live_{arguments.model}_{arguments.topology}", figures))
+    parts = ("simulated_vs_live", arguments.model, arguments.topology, arguments.suffix)
+    print(write_result("_".join(filter(None, parts)), figures))
 
 
 if __name__ == "__main__":
