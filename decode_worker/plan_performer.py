@@ -11,7 +11,7 @@ from decode_worker.held_requests import HeldRequest, HeldRequests
 
 
 class _Entered(NamedTuple):
-    """Of the scheduled requests, for the engine."""
+    """Additions to the scheduled requests, for the engine."""
 
     additions: tuple[Addition, ...]
     extensions: tuple[tuple[RequestId, tuple[BlockId, ...]], ...]

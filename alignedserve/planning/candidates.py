@@ -92,7 +92,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a plan may consist of."""
+    """Parts that a plan may consist of."""
 
     offers: Sequence[Offer]
     policies: Sequence[PolicyChoice]

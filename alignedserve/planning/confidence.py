@@ -1,4 +1,4 @@
-"""How far a plan can be trusted: the sample that the workload is, and the simulator's own error."""
+"""Confidence in a plan: the sample that the workload is, and the simulator's own error."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -35,7 +35,7 @@ Note = Callable[[str, CaseProgress | None], None]  # what is done now, and how f
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is asked for."""
+    """A request for a plan."""
 
     traffic: Traffic
     share: float  # of the requests of each class that are to meet their objectives
@@ -63,7 +63,7 @@ class Variation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What comes of it."""
+    """The plan that was found, and those beside it."""
 
     goals: Goals
     chosen: Tried | None  # the cheapest that holds and can be served
@@ -226,7 +226,7 @@ class _Planner:
     @staticmethod
     def _larger(candidate: Candidate) -> list[Candidate]:
         """Return plans of more workers than there are accelerators for."""
-        return [
+        larger = [
             replace(
                 candidate,
                 num_prefill=round(candidate.num_prefill * factor),
@@ -234,6 +234,7 @@ class _Planner:
             )
             for factor in _MORE
         ]
+        return list({one.label: one for one in larger}.values())
 
 
 def _least_parallel(families: Sequence[Family]) -> list[Family]:

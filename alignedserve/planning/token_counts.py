@@ -1,4 +1,4 @@
-"""Whose tokens the lengths of a trace are: another model's tokenizer counts the same text otherwise."""
+"""The tokenizer that counted the lengths of a trace: another model's counts the same text otherwise."""
 
 from pathlib import Path
 

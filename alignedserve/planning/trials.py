@@ -24,12 +24,13 @@ from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.requests import Workload
 
 _MAX_BACKLOG = 0.05  # of the requests of a class without objectives, beside those just under way
+_FEW = 2  # requests that are left by chance
 _MARGIN_DEVIATIONS = 1.64  # by which a beginning of the workload may fall short of the goal
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Where a plan's sizes and costs come from. `profiles`: of measured machines, by the name of the offer."""
+    """Sources of a plan's sizes and costs. `profiles`: of measured machines, by the name of the offer."""
 
     cluster: ClusterConfig  # of which plans change topology, policy and counts
     model: str | None  # of named accelerators
@@ -59,7 +60,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What a plan is to hold: the objectives of a share of the requests of every class that has any."""
+    """Goals that a plan is to hold: the objectives of a share of the requests of every class that has any."""
 
     share: float
     num_requests: Mapping[str, int]  # of the open-loop classes with objectives
@@ -107,7 +108,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is simulated of a plan: a stage, how it may end early, and what is made worse for it."""
+    """One simulation of a plan: a stage, how it may end early, and what is made worse for it."""
 
     stage: Stage
     is_limited: bool = False
@@ -164,7 +165,7 @@ def case_of(candidate: Candidate, run: Run, machines: Machines, traffic: Traffic
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run of a plan says."""
+    """The outcome of a run of a plan."""
 
     attained: float  # of the class that attains least; where it was abandoned: about what it could still have
     holds: bool
@@ -206,8 +207,9 @@ def _keeps_up(found: ClassResult, span_s: float) -> bool:
         return True
     if found.end_to_end_s is None:
         return False
-    backlog = 1.0 - found.loaded_requests_per_s * span_s / found.num_sent
-    return backlog <= _MAX_BACKLOG + found.end_to_end_s.distribution.p50 / span_s
+    num_left = found.num_sent - found.loaded_requests_per_s * span_s
+    under_way = found.end_to_end_s.distribution.p50 / span_s
+    return num_left <= _FEW + (_MAX_BACKLOG + under_way) * found.num_sent
 
 
 def usable(

@@ -221,7 +221,7 @@ class SchedulerState:
 
 
 class PromptCapacity(NamedTuple):
-    """What a worker has for prompts beside its decodes."""
+    """Time and speed that a worker has for prompts beside its decodes."""
 
     share: float  # of its time
     tokens_per_s: float  # in all of its time

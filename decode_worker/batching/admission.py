@@ -24,7 +24,7 @@ _ON_TIME, _LATE, _BEST_EFFORT = range(3)
 
 
 class AdmissionRoom:
-    """What may still enter at one moment; noted as candidates do."""
+    """Room for candidates that enter at one moment; noted as they do."""
 
     def __init__(self, costs: CostModel, work: IterationWork, allowed_s: float, share: float, now: float) -> None:
         self._costs = costs

@@ -1,4 +1,4 @@
-"""What the two kinds of running batch have in common."""
+"""Common parts of the two kinds of running batch."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Begun(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """What is left of a request that was taken out of the batch, to be copied out."""
+    """Remainder of a request that was taken out of the batch, to be copied out."""
 
     block_ids: tuple[BlockId, ...]
     num_cached: int

@@ -12,7 +12,8 @@ from alignedserve.messages.workers import PrefillRequest
 from router.logic import RouterLogic
 from router.state import DrainRequested
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests
-from tests.support.logic_cluster import LogicCluster, Shape
+from tests.support.cluster_shape import Shape
+from tests.support.logic_cluster import LogicCluster
 
 ROUTER = "router"
 SHAPES = (

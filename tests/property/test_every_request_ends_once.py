@@ -11,7 +11,8 @@ from alignedserve.config.sections import SchedulingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo
 from tests.harnesses.token_engine import right_answer
-from tests.support.logic_cluster import LogicCluster, Shape
+from tests.support.cluster_shape import Shape
+from tests.support.logic_cluster import LogicCluster
 
 DIRECT: dict[str, Any] = {"max_running_requests": 3, "direct_handoff": True}
 SHAPES = (

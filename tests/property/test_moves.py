@@ -18,7 +18,8 @@ from router.leans import MAX_MOVES, REST_S, Leans, PlannedMove
 from router.logic import RouterLogic
 from router.state import TrackedRequest, WorkerRecord
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests
-from tests.support.logic_cluster import LogicCluster, Shape
+from tests.support.cluster_shape import Shape
+from tests.support.logic_cluster import LogicCluster
 
 SHAPE = Shape(is_colocated=True, is_elastic=True, num_decode=3, worker_blocks=40, scheduling="aligned_slo")
 

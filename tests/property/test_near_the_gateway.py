@@ -15,7 +15,8 @@ from router.policies.prefill_order import LeastSlackOrder
 from router.state import DispatchedPrefill, WorkerRecord
 from tests.harnesses.plain_placement import PlainPlacement
 from tests.property.test_every_request_ends_once import make_requests
-from tests.support.logic_cluster import Logic, LogicCluster, Shape
+from tests.support.cluster_shape import Shape
+from tests.support.logic_cluster import Logic, LogicCluster
 
 NEAR = "pool-1"
 SHAPES = (

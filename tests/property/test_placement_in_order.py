@@ -15,7 +15,8 @@ from router.policies.bypass import DirectHandoff, UrgentBypass
 from router.policies.prefill_order import LeastSlackOrder
 from tests.harnesses.plain_placement import PlainPlacement
 from tests.property.test_every_request_ends_once import make_requests
-from tests.support.logic_cluster import Logic, LogicCluster, Shape
+from tests.support.cluster_shape import Shape
+from tests.support.logic_cluster import Logic, LogicCluster
 
 SHAPES = (
     Shape(num_nodes=2, num_prefill=4, num_decode=4, pool_blocks=60, worker_blocks=24, min_requests=2),

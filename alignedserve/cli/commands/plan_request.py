@@ -1,4 +1,4 @@
-"""What the options of `alignedserve plan` ask for: workload, hardware, policies, objectives."""
+"""The request that the options of `alignedserve plan` make: workload, hardware, policies, objectives."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -29,9 +29,7 @@ class SloForecast(NamedTuple):
     )
     stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
     slack_s: Floats  # until the next token is due
-    kept_blocks: (
-        int  # more than the requests on time hold now, they held lately: not for newcomers that they would evict
-    )
+    kept_blocks: int  # more than requests on time hold now, they held lately: not for newcomers that they would evict
     prefill_token_s: float  # to compute one token of a prompt, as against copying it
     eviction_slack_s: (
         Floats  # for so long it can do without its cache and still hold its objectives; up to 0: it cannot

@@ -21,7 +21,7 @@ def family(number: int, size: int, price: float) -> Family:
 
 
 def tables(rng: random.Random, families: list[Family]) -> dict[str, float]:
-    """What each plan attains: more workers never less."""
+    """Return the share that each plan attains: more workers never less."""
     attained: dict[str, float] = {}
     for one in families:
         rising = sorted(rng.choice((0.3, 0.5, 0.85, 0.9, 0.95, 1.0)) for _ in one.members)

@@ -19,7 +19,7 @@ def record() -> WorkerRecord:
 
 
 def waits_s(of: WorkerRecord) -> tuple[float, float]:
-    """Of a real-time prompt, and of another."""
+    """Return the waits of a real-time prompt, and of another."""
     return of.wait_s(is_real_time=True), of.wait_s(is_real_time=False)
 
 
@@ -102,49 +102,3 @@ def test_a_prompt_that_is_late_keeps_no_other_away() -> None:
     assert target(made, "r2", 100) == FIRST
     made.hear(FIRST, PrefillCompleted(RequestId("r0"), epoch(1), 500))
     assert made.logic._placement.workers[FIRST].num_late_tokens == 0
-
-
-# --- where it is in time, the worker with the fewest requests
-
-SOON = Slo(ttft_s=1.0)
-
-
-def test_a_prompt_goes_to_the_fewest_requests_where_it_is_in_time() -> None:
-    made = two_workers()
-    assert [target(made, f"r{number}", 10) for number in range(3)] == [FIRST, SECOND, FIRST]
-    # 20 tokens wait at the first and 10 at the second; one request less is there.
-    assert target(made, "r3", 300, slo=SOON) == SECOND
-    # 310 tokens wait at the second now, as many requests as at the first.
-    assert target(made, "r4", 300, slo=SOON) == FIRST
-
-
-def test_half_of_the_time_that_is_left_must_suffice() -> None:
-    made = two_workers()
-    assert [target(made, name, 10) for name in ("r0", "r1", "r2")] == [FIRST, SECOND, FIRST]
-    made.hear(SECOND, WorkerLoad(prompt_tokens_per_s=500))
-    assert target(made, "r3", 240, slo=SOON) == SECOND  # 250 tokens take half a second there
-    assert target(made, "r4", 1, slo=SOON) == FIRST
-
-
-def test_where_it_is_in_time_nowhere_it_goes_where_least_waits() -> None:
-    made = two_workers()
-    assert [target(made, name, length) for name, length in (("r0", 400), ("r1", 10), ("r2", 10))] == [
-        FIRST,
-        SECOND,
-        SECOND,
-    ]
-    assert target(made, "r3", 900, slo=SOON) == SECOND
-
-
-def test_what_is_late_is_no_request_more() -> None:
-    one = record()
-    one.start_prefill(RequestId("r1"), CHAT)
-    assert one.first_token_s(2000) == 1.0
-    one.note_late(RequestId("r1"), attempt=1)
-    assert one.first_token_s(2000) == 0.4
-
-
-def test_best_effort_goes_where_least_waits_whatever_it_asks() -> None:
-    made = two_workers()
-    assert [target(made, name, length) for name, length in (("r0", 400), ("r1", 10), ("r2", 10))][1:] == [SECOND] * 2
-    assert target(made, "r3", 10, request_class=RequestClass.BEST_EFFORT, slo=SOON) == SECOND

@@ -1,4 +1,4 @@
-"""When a simulation is abandoned, and when nothing is left to be found out."""
+"""Simulations that are abandoned, or have nothing left to be found out."""
 
 from array import array
 from dataclasses import replace

@@ -1,0 +1,51 @@
+"""The sizes of a cluster of logics (logic_cluster.py)."""
+
+from dataclasses import dataclass, field
+
+from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, RouterConfig, SchedulingConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the system under test."""
+
+    num_nodes: int = 1  # workers are on them in turn; each has a pool
+    num_prefill: int = 1
+    num_decode: int = 1
+    is_colocated: bool = False
+    is_elastic: bool = False  # colocated workers that hand requests over
+    pool_blocks: int = 40
+    worker_blocks: int = 30
+    buffer_blocks: int = 16
+    max_running_requests: int = 6
+    min_requests: int = 3
+    policy: str = "density_first"
+    scheduling: str = "fcfs"  # policy of colocated workers
+    settings: tuple[tuple[str, str], ...] = ()  # of that policy
+    host_tokens: int = 0
+    hidden_ratio: float | None = None
+    disaggregated_scheduling: SchedulingConfig = field(default_factory=lambda: SchedulingConfig(policy="aligned"))
+    refuse: float = 0.0
+    direct_handoff: bool | None = None
+    gateway_beside: str = ""  # the pool of its node; empty: it is on no node of a worker
+
+    @property
+    def router(self) -> RouterConfig:
+        """The router's section."""
+        return RouterConfig(
+            max_queued_requests=200, max_retries=50, max_candidate_requests=4, direct_handoff=self.direct_handoff
+        )
+
+    @property
+    def batching(self) -> BatchingConfig:
+        """Return the batching section of router, pool and decode workers."""
+        return BatchingConfig(policy=self.policy, min_requests=self.min_requests, starvation_s=0.3)
+
+    @property
+    def decode(self) -> DecodeWorkerConfig:
+        """Return the limits of decode and colocated workers; the latter hold four times as many as an iteration."""
+        return DecodeWorkerConfig(
+            max_running_requests=self.max_running_requests,
+            max_num_batched_tokens=12,
+            max_waiting_requests=3 * self.max_running_requests,
+        )
