@@ -327,7 +327,7 @@ class RouterLogic:
         """Give queued requests to workers with free prefill capacity; the rest stays queued."""
         commands: list[Send] = []
         self._placement.note_late_prompts(now)
-        while (chosen := self._prefill_choice.next(self._gateways, now)) is not None:
+        while (chosen := self._prefill_choice.next(self._gateways)) is not None:
             tracked, worker = chosen
             request_id = tracked.request.request_id
             tracked.move(Stage.PREFILLING, worker.name)

@@ -5,7 +5,6 @@ orders up to date: workers that can prefill by load, those with a free slot, tho
 concerns a pool looks at the workers of its node.
 """
 
-import math
 from collections.abc import Collection, Iterator
 
 from alignedserve.config.sections import BatchingConfig
@@ -16,11 +15,9 @@ from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from router.batch_requests import BatchRequests
 from router.late_prompts import LatePrompts
-from router.prefillers import FewestRequests, Prefillers, is_as_free, requests_at
+from router.prefillers import Prefillers, is_as_free, requests_at
 from router.ranking import Ranking
 from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
-
-_SHARE_OF_TIME_LEFT = 0.5
 
 
 class Placement:
@@ -37,7 +34,6 @@ class Placement:
         self._nodes: dict[str, dict[str, WorkerRecord]] = {}  # workers by the pool of their node
         self._prefillers = Prefillers()
         self._for_real_time = Prefillers(is_real_time=True)  # elastic workers alone
-        self._fewest_requests = FewestRequests()  # likewise
         self._late_prompts = LatePrompts()  # at those
         self._at_full_pools = Prefillers()  # those whose pool has no room for what they have computed
         self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
@@ -107,7 +103,6 @@ class Placement:
             del self._nodes[pool]
         for prefillers in (self._prefillers, self._at_full_pools, self._for_real_time):
             prefillers.discard(worker)
-        self._fewest_requests.discard(worker)
         self._largest.discard(name)
         for records in (self._free, self._refused):
             records.pop(name, None)
@@ -280,22 +275,6 @@ class Placement:
         name = self._prefillers_for(is_real_time, at_full_pool).least_loaded()
         return self.workers[name] if name is not None else None
 
-    def prefiller_in_time(self, num_tokens: int, left_s: float) -> WorkerRecord | None:
-        """Return the elastic worker with the fewest requests among those where a prompt's first token would be in time.
-
-        Its wait and its own time take at most half of what is left: both are predicted. None: it would not, has no such
-        objective, or there are no elastic workers. See prefillers.py.
-        """
-        if not len(self._for_real_time) or math.isinf(left_s):
-            return None
-        workers = self.workers
-
-        def is_in_time(name: str) -> bool:
-            return workers[name].first_token_s(num_tokens) <= _SHARE_OF_TIME_LEFT * left_s
-
-        name = self._fewest_requests.first(is_in_time)
-        return workers[name] if name is not None else None
-
     def near_prefiller(self, node: str, least: WorkerRecord, *, is_real_time: bool = False) -> WorkerRecord | None:
         """Return the least loaded worker of this node that can take a prefill now, if it is about as free as `least`.
 
@@ -361,18 +340,13 @@ class Placement:
                 prefillers.put(worker)
             else:
                 prefillers.discard(worker)
-        if registered.can_move:
-            self._rank_elastic(worker, can_prefill=can_prefill)
+        if registered.can_move and can_prefill:
+            self._for_real_time.put(worker)
+        elif registered.can_move:
+            self._for_real_time.discard(worker)
         if worker.has_free_slot:
             self._free[name] = worker
         else:
             self._free.pop(name, None)
         if not registered.can_prefill:  # such a worker takes no batch
             self._batch_requests.note_change(registered.pool_name)
-
-    def _rank_elastic(self, worker: WorkerRecord, *, can_prefill: bool) -> None:
-        for workers in (self._for_real_time, self._fewest_requests):
-            if can_prefill:
-                workers.put(worker)
-            else:
-                workers.discard(worker)

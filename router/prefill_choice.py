@@ -4,7 +4,6 @@ The least loaded worker that may have another prompt gets the first of the queue
 the node of the request's gateway. A worker whose pool has no room for what it has computed comes after all others.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -22,7 +21,7 @@ class PrefillChoice:
         self._placement = placement
         self._max_tokens_per_worker = max_tokens_per_worker
 
-    def next(self, gateways: Mapping[str, str], now: float) -> tuple[TrackedRequest, WorkerRecord] | None:
+    def next(self, gateways: Mapping[str, str]) -> tuple[TrackedRequest, WorkerRecord] | None:
         """Take the next request out of the queue, and return it with its worker; None: no worker can have one now.
 
         `gateways`: with their nodes.
@@ -31,20 +30,17 @@ class PrefillChoice:
         if first is None:
             return None
         tracked = self._registry.requests[first]
-        for worker in self._least_loaded(tracked, now):
+        for worker in self._least_loaded(tracked):
             if self._registry.queue.pop_if(partial(self._has_room, worker)) is not None:
                 return tracked, self._near_gateway(tracked, worker, gateways)
         return None
 
-    def _least_loaded(self, tracked: TrackedRequest, now: float) -> Iterator[WorkerRecord]:
+    def _least_loaded(self, tracked: TrackedRequest) -> Iterator[WorkerRecord]:
         """Yield the worker to have this prompt; where it has no room for it, the one that comes after all others."""
-        placement, is_real_time = self._placement, tracked.is_real_time
-        left_s = tracked.first_due_s - now if is_real_time else math.inf
-        least = placement.prefiller_in_time(tracked.num_prefill_tokens, left_s)
-        least = least or placement.least_loaded_prefiller(is_real_time=is_real_time)
+        least = self._placement.least_loaded_prefiller(is_real_time=tracked.is_real_time)
         if least is not None:
             yield least
-        last = placement.least_loaded_prefiller(at_full_pool=True)
+        last = self._placement.least_loaded_prefiller(at_full_pool=True)
         if last is not None:
             yield last
 

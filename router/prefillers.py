@@ -1,25 +1,21 @@
 """The workers that can take a prefill now, by their wait, and the choice of one on the node of a request's gateway.
 
 A worker's wait is the tokens that it has to compute before another prompt. Elastic workers tell how fast they compute
-prompts: their wait is in seconds, and another one for real-time prompts than for others (WorkerRecord.wait_s). Among
-them a real-time prompt goes to the one with the fewest requests where its first token is predicted in time, so that
-most is left for the tokens of all; where it would be in time nowhere, to the one with the least wait.
-Example: 1 s is left for a prompt of 500 tokens, every worker computes 5 000 tokens/s, and half of the 1 s is planned
-with. a has 30 requests and 2 500 tokens before it (0.6 s: too late), b 40 and 500 (0.2 s), c 50 and none: b gets it.
+prompts: their wait is in seconds, and another one for real-time prompts than for others (WorkerRecord.wait_s).
+Example: both workers compute 5 000 tokens/s. a has 500 tokens of chat and 4 000 of documents to compute, b has 1 500 of
+chat, and 1 000 that are late already. Chat waits 0.1 s at a and 0.3 s at b, and goes to a; a document waits 0.9 s at a
+and 0.5 s at b, and goes to b.
 Where loads are about equal, a request goes to a worker of its gateway's node: its tokens then stay on that node, and a
 worker with the requests of one gateway sends one message per iteration. What this may cost is bounded by `is_as_free`.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import closing
-from itertools import islice
+from collections.abc import Collection, Mapping
 
 from router.ranking import Ranking
 from router.state import PoolRecord, WorkerRecord
 
 _MORE_TOKENS = 256  # to prefill before its own: less than an iteration of most devices
 _MORE_REQUESTS = 1.0
-_MOST_TRIED = 8
 _MORE_SHARE = 0.125  # of requests: an iteration of that many more takes no longer than that many times as long
 
 
@@ -63,26 +59,6 @@ class Prefillers:
         """Return the name of the least loaded worker of this node."""
         first = self._by_node[node].first() if node in self._by_node else None
         return first.name if first is not None else None
-
-
-class FewestRequests:
-    """Elastic workers that can take a prompt, by the requests that they have and that are not late: fewest first."""
-
-    def __init__(self) -> None:
-        self._all: Ranking[int] = Ranking()
-
-    def put(self, worker: WorkerRecord) -> None:
-        """Add a worker, or bring its place up to date."""
-        self._all.put(worker.name, len(worker.decoding) + len(worker.prefilling) - len(worker.late))
-
-    def discard(self, worker: WorkerRecord) -> None:
-        """Remove a worker, if it is there."""
-        self._all.discard(worker.name)
-
-    def first(self, is_wanted: Callable[[str], bool]) -> str | None:
-        """Return the first worker that is wanted, of the eight with the fewest requests."""
-        with closing(self._all.in_order()) as names:
-            return next(filter(is_wanted, islice(names, _MOST_TRIED)), None)
 
 
 def is_as_free(near_tokens: int, near_requests: float, tokens: int, requests: float) -> bool:

@@ -18,6 +18,8 @@ from alignedserve.config.sections import MIB, ClusterConfig, DecodeWorkerConfig,
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.scheduling.policies import policy_entry
+from alignedserve.scheduling.policy import Mechanism
 
 _TOKENS_PER_REQUEST = 768  # in the caches, of an ordinary request; twice that is a long conversation
 LEAST_CONTEXT_LEN = 256  # shorter is of no use
@@ -173,9 +175,9 @@ class MemoryPlanner:
             on_gpu if is_on_gpu else wanted,
             decode_places,
         )
+        swap = max(wanted // 2, config.decode.swap_space_bytes)
+        swapped = self._memory("decode", "swap_space_bytes", 0, swap, {Place.HOST: config.decode.count})
         if not self.topology.is_separate:
-            swap = max(wanted // 2, config.decode.swap_space_bytes)
-            swapped = self._memory("decode", "swap_space_bytes", 0, swap, {Place.HOST: config.decode.count})
             if self.topology is Topology.COLOCATED or config.decode.count == 1:  # lends no other anything
                 return [decode, swapped]
             lent = max(wanted // 4, config.prefill.candidate_buffer_bytes)
@@ -185,8 +187,10 @@ class MemoryPlanner:
         buffers = max(wanted * config.decode.count // config.prefill.count // 4, config.prefill.candidate_buffer_bytes)
         in_pool, in_buffers = ({Place.HOST: n, Place.SHARED: n} for n in (1, config.prefill.count))
         prefill = max(self._wanted(config.prefill), one, config.prefill.kv_cache_bytes)
+        entry = policy_entry(config.scheduling.policy)
         return [
             decode,
+            *([swapped] if entry.schedules_iterations and Mechanism.SWAP in entry.uses else []),
             self._memory("prefill", "kv_cache_bytes", one, prefill, prefill_places),
             self._memory("prefill", "candidate_buffer_bytes", 0, buffers, in_buffers),
             self._memory("pool", "memory_bytes", one, pool, in_pool),

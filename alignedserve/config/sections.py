@@ -183,7 +183,7 @@ class DecodeWorkerConfig(Section, frozen=True):
     max_waiting_requests: int = (
         1024  # elastic and colocated: requests beyond those in an iteration, for the policy to choose from
     )
-    # Elastic and colocated: host memory for caches that a policy swaps out; 0: none.
+    # Host memory for caches that a policy swaps out; 0: none.
     swap_space_bytes: int = 128 * MIB
     swap_format: str = "exact"  # those caches as they are, or int8: keys and values rounded per channel
 

@@ -4,10 +4,10 @@
 
 Llama-2-13B on four A100, the default policy everywhere, objectives 1 s and 60 ms. Each column has the same requests.
 
-- Mix: for 40 s prompts of 3 000 tokens with answers of 30, then for 40 s prompts of 150 with answers of 450. The rates
+- Mix: for 30 s prompts of 3 000 tokens with answers of 30, then for 30 s prompts of 150 with answers of 450. The rates
   are those at which the cost model finds the workers busy for `--load` of their time in either half, 24 decodes to a
   batch; so the work is constant and only its mix changes. `shares`: attained of what came in each 2 s.
-- Loss: conversations; 20 s after the first a worker that decodes is lost with all it holds, and back 6 s later.
+- Loss: conversations; 15 s after the first a worker that decodes is lost with all it holds, and back 6 s later.
   `pauses`: the longest gap of each request that had it then.
 """
 
@@ -15,6 +15,7 @@ import argparse
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from alignedserve.config.sections import (
@@ -41,8 +42,8 @@ _GIB = 1 << 30
 _SPEC = WorkerSpec("llama-2-13b", "a100-80g")
 _MACHINES = ClusterHardware(_SPEC)
 _SLO = Slo(ttft_s=1.0, tpot_s=0.06)
-_HALF_S, _STEP_S, _BATCH = 40.0, 2.0, 24
-_LOST_AT_S, _BACK_AFTER_S = 20.0, 6.0
+_HALF_S, _STEP_S, _BATCH = 30.0, 2.0, 24
+_LOST_AT_S, _BACK_AFTER_S = 15.0, 6.0
 NUM_WORKERS = 4
 
 
@@ -119,12 +120,12 @@ def share_by_arrival(records: Sequence[RequestRecord]) -> list[float | None]:
 
 
 def absorbed_after_s(shares: Sequence[float | None], margin: float = 5.0) -> float | None:
-    """Return the seconds after the shift from which on every step is within `margin` of the last 20 s; None: never.
+    """Return the seconds after the shift from which on every step is within `margin` of the last 14 s; None: never.
 
-    Those 20 s are where it settles: a split that is wrong for the second half settles low.
+    Those 14 s are where it settles: a split that is wrong for the second half settles low.
     """
     known = [share if share is not None else 100.0 for share in shares]
-    shift, settled = round(_HALF_S / _STEP_S), round(20.0 / _STEP_S)
+    shift, settled = round(_HALF_S / _STEP_S), round(14.0 / _STEP_S)
     level = sum(known[-settled:]) / settled
     late = [step for step in range(shift, len(known) - settled) if known[step] < level - margin]
     return (late[-1] + 1 - shift) * _STEP_S if late else 0.0
@@ -183,7 +184,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=7.0, help="of the conversations")
     arguments = parser.parse_args()
     rows = []
-    for row in (*mix_rows(arguments.load), *loss_rows(arguments.rate)):
+    for row in chain(mix_rows(arguments.load), loss_rows(arguments.rate)):
         rows.append(row)
         print({key: value for key, value in row.items() if key != "shares"}, flush=True)
     rates = {

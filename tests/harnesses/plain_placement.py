@@ -170,14 +170,6 @@ class PlainPlacement(Placement):
         able = [worker for worker in able if self._is_pool_full(worker) == at_full_pool]
         return min(able, key=lambda one: _rank_of(one, is_real_time), default=None)
 
-    def prefiller_in_time(self, num_tokens: int, left_s: float) -> WorkerRecord | None:
-        """See Placement."""
-        able = [one for one in self.workers.values() if one.registered.can_move and self._can_prefill_now(one)]
-        if left_s == float("inf"):
-            return None
-        able.sort(key=lambda one: (len(one.decoding) + len(one.prefilling) - len(one.late), one.name))
-        return next((one for one in able[:8] if one.first_token_s(num_tokens) <= 0.5 * left_s), None)
-
     def near_prefiller(self, node: str, least: WorkerRecord, *, is_real_time: bool = False) -> WorkerRecord | None:
         """See Placement."""
         able = [one for one in self.workers.values() if one.registered.node == node and self._can_prefill_now(one)]

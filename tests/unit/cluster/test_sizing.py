@@ -96,7 +96,7 @@ def taken_bytes(choice: SizeChoice) -> int:
     config = choice.config
     memories = [config.decode.kv_cache_bytes, config.decode.swap_space_bytes, choice.served.weight_bytes]
     if config.topology is Topology.DISAGGREGATED:
-        memories[1] = config.prefill.kv_cache_bytes + config.prefill.candidate_buffer_bytes + config.pool.memory_bytes
+        memories[1] += config.prefill.kv_cache_bytes + config.prefill.candidate_buffer_bytes + config.pool.memory_bytes
         memories[2] *= 2
     return sum(memories)
 
@@ -127,6 +127,12 @@ def test_a_context_that_is_set_may_take_more() -> None:
 
 def test_weights_that_lie_in_memory_twice_leave_room_for_less() -> None:
     assert 16384 < separate(LARGE).served.max_context_len < chosen(LARGE).served.max_context_len == 40960
+
+
+def test_caches_that_leave_have_room_where_the_policy_has_them_leave() -> None:
+    sizes = [chosen(SMALL, scheduling={"policy": name}).config.decode for name in ("aligned_slo", "aligned")]
+    assert [one.swap_space_bytes for one in sizes] == [sizes[0].kv_cache_bytes // 2, 128 * MIB]
+    assert separate(SMALL).config.decode.swap_space_bytes == sizes[0].swap_space_bytes
 
 
 def test_memory_is_lent_where_there_is_a_worker_beside() -> None:
