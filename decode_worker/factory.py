@@ -11,7 +11,7 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.scheduling.factory import admission_share, limits_of, make_decode_scheduler, make_scheduler
 from alignedserve.scheduling.policies import policy_entry
-from alignedserve.scheduling.policy import DeviceMemory, Mechanism
+from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.worker_core.registration import registration_of
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.batching.scheduled_batch import ScheduledBatch
@@ -54,7 +54,7 @@ def make_logic(
             scheduler=scheduler,
             max_running_requests=config.max_running_requests,
             max_held=max_held(config),
-            chooses_candidates=Mechanism.SWAP in policy_entry(scheduling.policy).uses,
+            choice=policy_entry(scheduling.policy).candidate_choice,
             admission_share=admission_share(scheduling),
         )
     return DecodeLogic(

@@ -54,7 +54,9 @@ class PlanPerformer:
         additions: list[Addition] = []
         extensions: list[tuple[RequestId, tuple[BlockId, ...]]] = []
         table = self._state.table
-        for part, tracked in zip(scheduled, members, strict=True):
+        for part, tracked, grows in zip(scheduled, members, self._state.grows().tolist(), strict=True):
+            if tracked.is_in_engine and not grows:  # as most decodes, in most iterations
+                continue
             request_id, num_cached = tracked.request.request_id, int(table.num_cached[part.row])
             block_ids = self._bring_in(tracked, self._state.enter(part), ins)
             if not tracked.is_in_engine:

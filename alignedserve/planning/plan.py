@@ -226,7 +226,7 @@ class _Planner:
     @staticmethod
     def _larger(candidate: Candidate) -> list[Candidate]:
         """Return plans of more workers than there are accelerators for."""
-        return [
+        larger = [
             replace(
                 candidate,
                 num_prefill=round(candidate.num_prefill * factor),
@@ -234,6 +234,7 @@ class _Planner:
             )
             for factor in _MORE
         ]
+        return list({one.label: one for one in larger}.values())
 
 
 def _least_parallel(families: Sequence[Family]) -> list[Family]:

@@ -82,6 +82,8 @@ class PlanSearch:
     def __init__(self, families: Sequence[Family], *, num_stages: int) -> None:
         assert num_stages >= 1, "there is the whole workload at least"
         self._num_stages = num_stages
+        members = [member for family in families for member in family.members]
+        self._order = {member.label: number for number, member in enumerate(members)}  # of equally good ones
         self.stage = 0
         self._rows = [_row(family, None, is_limited=False) for family in families]
         self.verdicts: dict[str, tuple[Trial, Verdict]] = {}  # of each candidate, on its longest beginning
@@ -111,8 +113,8 @@ class PlanSearch:
     def best(self, *, can_be_served: bool | None = None) -> Candidate | None:
         """Return the cheapest plan that holds the whole workload; None: none does."""
         holding = [
-            (trial.candidate.cost, -verdict.attained, number, trial.candidate)
-            for number, (trial, verdict) in enumerate(self.verdicts.values())
+            (trial.candidate.cost, -verdict.attained, self._order[trial.candidate.label], trial.candidate)
+            for trial, verdict in self.verdicts.values()
             if verdict.holds and self._is_final(trial) and can_be_served in (None, trial.candidate.can_be_served)
         ]
         return min(holding)[-1] if holding else None
@@ -120,11 +122,11 @@ class PlanSearch:
     def nearest(self) -> Candidate:
         """Return the plan that attains most of the whole workload, of those that can be served if there are any."""
         final = [
-            (trial.candidate.can_be_served, verdict.attained, -trial.candidate.cost, -number, trial.candidate)
-            for number, (trial, verdict) in enumerate(self.verdicts.values())
-            if self._is_final(trial)
+            (not one.can_be_served, -verdict.attained, one.cost, self._order[one.label], one)
+            for (one, stage, _), verdict in self.verdicts.values()
+            if stage + 1 == self._num_stages
         ]
-        return max(final, key=lambda one: one[:-1])[-1]
+        return min(final)[-1]
 
     def _is_final(self, trial: Trial) -> bool:
         return trial.stage + 1 == self._num_stages

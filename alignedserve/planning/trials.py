@@ -24,6 +24,7 @@ from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.requests import Workload
 
 _MAX_BACKLOG = 0.05  # of the requests of a class without objectives, beside those just under way
+_FEW = 2  # requests that are left by chance
 _MARGIN_DEVIATIONS = 1.64  # by which a beginning of the workload may fall short of the goal
 
 
@@ -206,8 +207,9 @@ def _keeps_up(found: ClassResult, span_s: float) -> bool:
         return True
     if found.end_to_end_s is None:
         return False
-    backlog = 1.0 - found.loaded_requests_per_s * span_s / found.num_sent
-    return backlog <= _MAX_BACKLOG + found.end_to_end_s.distribution.p50 / span_s
+    num_left = found.num_sent - found.loaded_requests_per_s * span_s
+    under_way = found.end_to_end_s.distribution.p50 / span_s
+    return num_left <= _FEW + (_MAX_BACKLOG + under_way) * found.num_sent
 
 
 def usable(

@@ -24,6 +24,14 @@ class Mechanism(enum.Enum):
     KNOWN_LENGTHS = "known_lengths"  # predicted lengths are the true ones: only a simulator can
 
 
+class CandidateChoice(enum.Enum):
+    """Requests elsewhere for which blocks are short, among which a separate decode worker lets its policy choose."""
+
+    NONE = "none"  # they wait for free blocks
+    OVER_BEST_EFFORT = "over best-effort"  # real-time ones, while best-effort ones hold blocks
+    ALL = "all"
+
+
 class EvictionMode(enum.Enum):
     """The way in which a cache leaves the device."""
 

@@ -160,6 +160,19 @@ class SchedulerState:
         table.waits_since_s[row] = now
         return left
 
+    def grows(self) -> Bools:
+        """Return which requests of the iteration take blocks or come back from the host, in order; for all others
+        `enter` changes nothing. After evictions."""
+        table, rows = self.table, self._rows
+        assert (self._num_tokens <= table.num_remaining[rows]).all(), "computes tokens that are not known yet"
+        wanted = self._memory.blocks_for_each(
+            table.num_cached[rows] + self._num_tokens,
+            is_hidden=table.is_hidden[rows],
+            is_real_time=table.is_real_time[rows],
+        )
+        has_grown: Bools = wanted > table.num_blocks[rows]
+        return has_grown | (table.num_swapped[rows] > 0)
+
     def enter(self, part: ScheduledRequest) -> AllocationResult:
         """Allocate blocks for the tokens that the request computes and for its cache on the host."""
         table, row = self.table, part.row
@@ -260,14 +273,16 @@ def work_of(table: RequestTable, plan: IterationPlan, memory: DeviceMemory) -> I
             on_device = int(table.num_cached[part.row] - table.num_swapped[part.row])
             leaving = on_device if part.num_tokens is None else part.num_tokens
             work.swap_out_tokens += memory.copy_tokens(leaving, is_hidden=bool(table.is_hidden[part.row]))
-    for row, num_tokens, _ in plan.scheduled:
-        context_len = int(table.prompt_len[row] + table.num_generated[row])
-        num_cached = 0 if row in dropped else int(table.num_cached[row])
-        if num_tokens == 1 and num_cached + 1 == context_len:
-            work.add_decode(context_len, is_hidden=bool(table.is_hidden[row]))
-        else:
-            work.add_chunk(num_tokens, num_cached, is_last=num_cached + num_tokens == context_len)
-    for row in (*(part.row for part in plan.scheduled), *plan.uploads):
+    rows = np.array([part.row for part in plan.scheduled], np.int64)
+    num_tokens = np.array([part.num_tokens for part in plan.scheduled], np.int64)
+    is_kept = ~np.isin(rows, list(dropped)) if dropped else np.ones(len(rows), np.bool_)
+    context_len, num_cached = table.prompt_len[rows] + table.num_generated[rows], table.num_cached[rows] * is_kept
+    is_last = num_cached + num_tokens == context_len
+    is_decode = is_last & (num_tokens == 1)
+    note_decodes(work, table, rows[is_decode])
+    for at in np.flatnonzero(~is_decode).tolist():
+        work.add_chunk(int(num_tokens[at]), int(num_cached[at]), is_last=bool(is_last[at]))
+    for row in (*rows[is_kept & (table.num_swapped[rows] > 0)].tolist(), *plan.uploads):
         if row not in dropped and table.num_swapped[row]:
             num_swapped, is_hidden = int(table.num_swapped[row]), bool(table.is_hidden[row])
             work.swap_in_tokens += memory.copy_tokens(num_swapped, is_hidden=is_hidden)

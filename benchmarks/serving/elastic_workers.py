@@ -2,9 +2,10 @@
 
     python -m benchmarks.serving.elastic_workers [--system one two colocated] [--duration 60] [--slow] [--add]
 
-The load of `benchmarks.scheduling.live_policies` under `aligned_slo`, each system on a fresh server. `--slow`: for a
-machine of half the speed, chats come half as often and have twice the time. Throughput of the same systems is in
-`benchmarks.serving.serve_vs_engine --workers 2`, what the loss of a worker costs in `benchmarks.serving.worker_loss`.
+The load of `benchmarks.scheduling.live_policies` under `aligned_slo`, each system on a fresh server; before it, one
+request at a time. `--slow`: for a machine of half the speed, chats come half as often and have twice the time.
+Throughput of the same systems is in `benchmarks.serving.serve_vs_engine --workers 2`, what the loss of a worker costs
+in `benchmarks.serving.worker_loss`.
 Targets for one elastic worker: 98 % of chats with both objectives held, as many documents as a colocated one.
 """
 
@@ -19,7 +20,9 @@ from benchmarks.support.recording import read_figures, write_result
 NAME = "elastic_workers"
 POLICY = "aligned_slo"
 SLOW_REAL_TIME = REAL_TIME.replace("rate=2, ttft=0.4, tpot=0.2", "rate=1, ttft=0.8, tpot=0.4")
+LONE = "lone: prompt=uniform(512,512), output=uniform(64,64), outstanding=1"
 WARM_UP_S = 10.0  # in which workers learn what iterations cost
+LONE_S = 10.0
 
 
 class System(NamedTuple):
@@ -37,6 +40,7 @@ def measure(folder: Path, system: System, real_time: str, duration_s: float) -> 
     counts = (f"decode.count={system.num_workers}",)
     with served(folder, POLICY, system.topology, more_settings=counts) as port:
         load(port, folder, [real_time], WARM_UP_S)
+        (lone,) = load(port, folder, [LONE], LONE_S)["report"]["classes"]
         report = load(port, folder, [real_time, BEST_EFFORT], duration_s)["report"]
     of_class = {one["name"]: one for one in report["classes"]}
     chat, documents = of_class["rt"], of_class["be"]
@@ -45,6 +49,7 @@ def measure(folder: Path, system: System, real_time: str, duration_s: float) -> 
         "chats_held": chat["slo_attainment"],
         **{f"chat_{name}": _percentiles(chat[name]) for name in ("ttft_s", "tpot_s")},
         "num_documents": documents["num_completed"],
+        **{f"lone_{name}": _percentiles(lone[name]) for name in ("ttft_s", "tpot_s")},
     }
 
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
+from alignedserve.core.request import RequestClass
 from alignedserve.scheduling.decode_costs import decode_s, is_mixing_cheaper
-from alignedserve.scheduling.policy import DeviceMemory, EvictionMode, IterationPlan
+from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, EvictionMode, IterationPlan
 from alignedserve.scheduling.scheduler_state import Progress, Scheduler
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.admission import Admission
@@ -42,12 +43,12 @@ class ScheduledBatch:
         scheduler: Scheduler,
         max_running_requests: int,
         max_held: int,
-        chooses_candidates: bool,
+        choice: CandidateChoice,
         admission_share: float | None = None,
     ) -> None:
         """`memory`: empty. `max_held`: requests that the engine has places for, paused ones included.
 
-        `chooses_candidates`: the policy knows caches in other memories, so it chooses among candidates that do not fit.
+        `choice`: the candidates that do not fit among which the policy chooses; it must know caches in other memories.
         `admission_share`: of a TPOT objective that an iteration may take; None: candidates enter while blocks are free.
         """
         self.costs = scheduler.costs
@@ -62,7 +63,7 @@ class ScheduledBatch:
         self._block_size = memory.block_size
         self._max_running_requests = max_running_requests
         self._max_held = max_held
-        self._chooses_candidates = chooses_candidates
+        self._choice = choice
         self._loading: dict[RequestId, Loading] = {}
         self._in_view: dict[RequestId, Candidate] = {}  # candidates in the table
         self._members: tuple[HeldRequest, ...] = ()  # of the latest iteration
@@ -129,9 +130,10 @@ class ScheduledBatch:
     def view(self, candidates: Iterable[Candidate], now: float) -> None:
         """Let the policy choose among these as well, in their order, as far as places and blocks may be held."""
         chosen: dict[RequestId, Candidate] = {}
-        for candidate in candidates if self._chooses_candidates else ():
+        for candidate in candidates if self._has_choice() else ():
             request_id = candidate.request.request_id
-            if request_id in self._loading or self._held.get(request_id) is not None:
+            is_here = request_id in self._loading or self._held.get(request_id) is not None
+            if is_here or not self._may_displace(candidate):
                 continue
             if self.num_holding + len(chosen) >= self._max_held:
                 break
@@ -282,6 +284,18 @@ class ScheduledBatch:
     def _forget(self, request_id: RequestId) -> None:
         if self._in_view.pop(request_id, None) is not None:
             self._state.remove_elsewhere(request_id)
+
+    def _has_choice(self) -> bool:
+        """Return whether the policy is to choose among candidates now."""
+        if self._choice is CandidateChoice.OVER_BEST_EFFORT:
+            table = self.table
+            return bool(np.any(~table.is_real_time & (table.num_blocks > 0)))
+        return self._choice is CandidateChoice.ALL
+
+    def _may_displace(self, candidate: Candidate) -> bool:
+        """Return whether the policy may evict others for this candidate."""
+        is_real_time = candidate.request.request_class is RequestClass.REAL_TIME
+        return is_real_time or self._choice is CandidateChoice.ALL
 
     def _has_room_for_any(self) -> bool:
         """Return whether every request in the table would fit alone, beside the blocks of those being copied.

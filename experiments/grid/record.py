@@ -46,8 +46,11 @@ class Record:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._outcomes: dict[tuple[str, str], Outcome] = {}
+        self._first: dict[tuple[str, str], Outcome] = {}
         for outcome in _read(path):
-            self._outcomes[outcome.point, outcome.system] = outcome
+            case = outcome.point, outcome.system
+            self._outcomes[case] = outcome
+            self._first.setdefault(case, outcome)
 
     def __iter__(self) -> Iterator[Outcome]:
         """Iterate over the latest outcome of every case."""
@@ -56,6 +59,10 @@ class Record:
     def find(self, point: str, system: str) -> Outcome | None:
         """Return what is recorded of a case."""
         return self._outcomes.get((point, system))
+
+    def first(self, point: str, system: str) -> Outcome:
+        """Return the earliest outcome of a case that is recorded, which may be of another commit."""
+        return self._first[point, system]
 
     def append(self, outcome: Outcome) -> None:
         """Add a line, whole even beside other processes that add theirs."""

@@ -39,7 +39,23 @@ def summary_of(record: Record) -> dict[str, Any]:
     num_simulations = sum(map(len, outcomes.values()))
     num_abandoned = sum(one.at_most is not None for ones in outcomes.values() for one in ones)
     counts = {"points": len(all_points()), "simulations": num_simulations, "abandoned": num_abandoned}
-    return {"counts": counts, "all": totals_of(rows), "by_level": levels, "points": rows}
+    changed = _changed([point for point in all_points() if point.name in {row["point"] for row in rows}], record)
+    return {"counts": counts, "all": totals_of(rows), "by_level": levels, "changed": changed, "points": rows}
+
+
+def _changed(points: Sequence[Point], record: Record) -> list[Row]:
+    """Return the default at its first commit and at its last, where it has been simulated at two and missed some."""
+    rows: list[Row] = []
+    for point in points:
+        name = DEFAULT.name(point.accelerators)
+        first, last = record.first(point.name, name), record.find(point.name, name)
+        if last is None or first.commit == last.commit or min(first.attainment, last.attainment) >= ENOUGH:
+            continue
+        row = {"first": 100 * first.attainment, "last": 100 * last.attainment}
+        beside = {"first_be": first.best_effort_tokens_per_s, "last_be": last.best_effort_tokens_per_s}
+        row = _labels(point) | row | beside | {"first_commit": first.commit, "last_commit": last.commit}
+        rows += chosen([row], row)
+    return rows
 
 
 def _row_of(point: Point, outcomes: Iterable[Outcome]) -> Row:

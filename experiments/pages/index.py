@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from experiments.pages import accelgen, alignedserve, alise, apt_serve, bros, summary, unseen
+from experiments.pages import accelgen, alignedserve, alise, apt_serve, bros, grid, summary, unseen
 from experiments.pages.record import provenance
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "experiments"
@@ -20,6 +20,7 @@ _OF_RECORDS: Mapping[str, Tables] = {
 }
 PAGES: Mapping[str, Tables] = {
     "README": summary.TABLES,
+    "grid": grid.TABLES,
     **{page: {"record": partial(provenance, page), **tables} for page, tables in _OF_RECORDS.items()},
 }
 _PLACE = re.compile(r"^<!-- table: (?P<name>.+) -->\n\n(?:(?:\||- |  ).*\n)*", re.MULTILINE)

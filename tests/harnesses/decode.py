@@ -32,7 +32,7 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad
-from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy
+from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, IterationLimits, IterationPolicy
 from alignedserve.scheduling.scheduler_state import Scheduler
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.batching.scheduled_batch import ScheduledBatch
@@ -135,7 +135,7 @@ def scheduled_batch(
     host_tokens: int = 0,
     *,
     hidden_ratio: float | None = None,
-    chooses_candidates: bool = True,
+    choice: CandidateChoice = CandidateChoice.ALL,
 ) -> ScheduledBatch:
     """An empty batch of a policy: blocks of four tokens, twice as many places as run, ten tokens an iteration."""
     return ScheduledBatch(
@@ -143,7 +143,7 @@ def scheduled_batch(
         scheduler=Scheduler(policy, EasyCosts(), IterationLimits(max_running_requests, 10)),
         max_running_requests=max_running_requests,
         max_held=2 * max_running_requests,
-        chooses_candidates=chooses_candidates,
+        choice=choice,
     )
 
 

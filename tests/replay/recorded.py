@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from alignedserve.config.sections import (
     BatchingConfig,
     DecodeWorkerConfig,
@@ -18,6 +20,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.handshake import Role
+from alignedserve.messages.recording import RUN_FILE, RunMetadata
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.replay.component_replay import ComponentReplay, recordings_in
 from alignedserve.runtime.process.addresses import ROUTER
@@ -169,3 +172,11 @@ def replays(folder: Path) -> list[ComponentReplay]:
         for _ in component.decided():
             pass
     return replayed
+
+
+def recorded_run_folder(folder: Path, config: SimConfig, workload: Workload) -> Path:
+    """Record a simulation as a live run is recorded, with the file about the whole."""
+    recorded_simulation(folder, config, workload)
+    metadata = RunMetadata(config=config.cluster, layout=config.layout)
+    (folder / RUN_FILE).write_bytes(msgspec.json.encode(metadata))
+    return folder

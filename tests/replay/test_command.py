@@ -11,19 +11,16 @@ from alignedserve.cli.commands.options import ReplayOptions
 from alignedserve.cli.commands.replay import parse_outstanding, replay, replay_folder
 from alignedserve.config.sections import RecordingConfig
 from alignedserve.core.errors import ConfigError, RecordingError
-from alignedserve.messages.recording import PART_FILE, RUN_FILE, RecordedPart, RunMetadata
+from alignedserve.messages.recording import PART_FILE, RecordedPart
 from alignedserve.sim.config import SimConfig
 from decode_worker.logic import DecodeLogic
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
-from tests.replay.recorded import random_run, recorded_simulation
+from tests.replay.recorded import random_run, recorded_run_folder
 from tests.support.marks import slow
 
 
 def recorded(folder: Path, config: SimConfig, seed: int) -> Path:
-    recorded_simulation(folder, config, mixed_workload(60, 4.0, seed))
-    metadata = RunMetadata(config=config.cluster, layout=config.layout)
-    (folder / RUN_FILE).write_bytes(msgspec.json.encode(metadata))
-    return folder
+    return recorded_run_folder(folder, config, mixed_workload(60, 4.0, seed))
 
 
 def run_json(capsys: pytest.CaptureFixture[str], options: ReplayOptions) -> tuple[int, Any]:

@@ -23,7 +23,7 @@ from alignedserve.scheduling.policies.orca import Orca, OrcaConfig
 from alignedserve.scheduling.policies.round_robin import RoundRobin, RoundRobinConfig
 from alignedserve.scheduling.policies.run_all import AlignedConfig, DistserveConfig, RunAllRequests
 from alignedserve.scheduling.policies.sarathi import Sarathi, SarathiConfig
-from alignedserve.scheduling.policy import IterationPolicy, Mechanism
+from alignedserve.scheduling.policy import CandidateChoice, IterationPolicy, Mechanism
 
 COLOCATED = (Topology.COLOCATED, Topology.ELASTIC)
 BOTH = (*COLOCATED, Topology.DISAGGREGATED)
@@ -48,6 +48,7 @@ class PolicyEntry:
     batching_settings: tuple[str, ...] = ()  # of its parameters, those that are the `batching` section's
     admission_share: str | None = None  # disaggregated: the parameter with the share of a TPOT objective that an
     # iteration may take, so that decode workers admit no more; None: they admit what their memory holds
+    candidate_choice: CandidateChoice = CandidateChoice.NONE  # disaggregated
     is_direct: bool = False  # disaggregated: a prefill goes straight to a decode worker, not through the pool
 
     @property
@@ -87,6 +88,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             uses=frozenset({Mechanism.SWAP}),
             prefill_order="least_slack",
             batching="density_first",
+            candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
             schedules_iterations=True,
             admission_share="slack_share",
         ),
@@ -95,6 +97,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             AliseConfig,
             Alise,
             BOTH,
+            candidate_choice=CandidateChoice.ALL,
             schedules_iterations=True,
             uses=frozenset({Mechanism.SWAP, Mechanism.INT8_SWAP}),
         ),
@@ -125,6 +128,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             BOTH,
             uses=frozenset({Mechanism.SWAP, Mechanism.SHARED_BLOCKS}),
             prefill_order="least_slack",
+            candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
             schedules_iterations=True,
         ),
         "distserve": PolicyEntry(
@@ -139,6 +143,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             FastServeConfig,
             FastServe,
             BOTH,
+            candidate_choice=CandidateChoice.ALL,
             schedules_iterations=True,
             uses=frozenset({Mechanism.SWAP}),
         ),

@@ -78,6 +78,8 @@ class Fcfs:
         """Add one token of each request on the device, then swap others in if that preempted none."""
         is_decoding, is_swapped = view.table.is_decoding, view.table.num_swapped > 0
         running = deque(by_arrival(view, np.flatnonzero(is_decoding & ~is_swapped)))
+        for _ in range(packer.add_decodes(np.array(running, np.int64))):  # those that fit, at once
+            running.popleft()
         holders = by_arrival(view, np.flatnonzero(view.table.num_cached > view.table.num_swapped))
         has_left: set[int] = set()
         while running and packer.num_places_left and packer.num_tokens_left:

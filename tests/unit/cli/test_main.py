@@ -34,6 +34,7 @@ PATHS: tuple[list[str], ...] = (
     ["demo"],
     ["profile"],
     ["simulate"],
+    ["plan"],
     ["batch"],
     ["batch", "submit"],
     ["batch", "status"],

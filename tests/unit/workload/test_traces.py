@@ -174,7 +174,10 @@ def test_misspelt_field_of_our_own_jsonl() -> None:
 def test_burstgpt_leaves_failed_requests_out() -> None:
     lines = ["Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"]
     lines += ["5,ChatGPT,472,18,490,Conversation log", "6,GPT-4,0,0,0,API log", "45,GPT-4,1087,230,1317,API log"]
-    assert parse_trace(lines, name="t") == [TraceRow(0.0, 472, 18), TraceRow(40.0, 1087, 230)]
+    assert parse_trace(lines, name="t") == [
+        TraceRow(0.0, 472, 18, model="ChatGPT"),
+        TraceRow(40.0, 1087, 230, model="GPT-4"),
+    ]
     with pytest.raises(ConfigError, match="t:3: lengths 0 and 5"):
         parse_trace([*lines[:2], "6,GPT-4,0,5,5,API log"], name="t")
 

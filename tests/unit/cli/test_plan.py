@@ -1,0 +1,150 @@
+"""`alignedserve plan`: what it refuses, small plans, the report, and the file that starts one."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cli.main import main
+from alignedserve.config.loading import load_config
+from alignedserve.config.sections import Topology
+from alignedserve.costmodel.linear import LinearCoefficients
+from alignedserve.costmodel.links import LinkModel
+from alignedserve.costmodel.model_shapes import ModelShape
+from alignedserve.costmodel.profile_file import MachineProfile
+from tests.harnesses.simulation import colocated, mixed_workload
+from tests.replay.recorded import recorded_run_folder
+
+LINE = "rt: prompt=200, output=8, rate=6, ttft=1, tpot=0.1; be: prompt=100, output=4, rate=2"
+HARD = "prompt=2000, output=40, rate=20, ttft=0.2, tpot=0.03"
+QUICK = ("--processes", "1", "--duration", "3", "--policy", "fcfs")
+H100 = ("--hardware", "2x h100 @2.5")
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["alignedserve", "plan", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> tuple[int, dict[str, object]]:
+    """The exit code, and plan.json."""
+    code = run_command(monkeypatch, *arguments, "--output", str(folder))
+    document: dict[str, object] = json.loads((folder / "plan.json").read_text())
+    return code, document
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give one of --workload LINE and --from DIR"),
+        (("--workload", LINE), "--hardware is missing"),
+        (("--workload", LINE, "--hardware", "2x k80"), "'k80' is none of v100-32g.*alignedserve profile MODEL"),
+        (("--workload", LINE, "--hardware", "2x recorded"), "goes with --from"),
+        (("--workload", LINE, "--hardware", "fitted:no.json"), "profile no.json cannot be read"),
+        (("--workload", LINE, *H100, "--model", "gpt"), "model 'gpt' is none of opt-125m"),
+        (("--workload", LINE, *H100, "--costs", "guess"), "cost model 'guess' is none of"),
+        (("--workload", LINE, *H100, "--policy", "nonesuch"), "unknown policy 'nonesuch'"),
+        (("--workload", LINE, *H100, "--policy", "fcfs", "--policy", "fcfs"), "named twice"),
+        (("--workload", LINE, *H100, "--topology", "star"), "'star' is none of elastic, colocated, disaggregated"),
+        (
+            ("--workload", LINE, *H100, "--topology", "elastic", "--policy", "distserve"),
+            "'distserve' is for disaggregated workers, not for elastic ones",
+        ),
+        (("--workload", LINE, *H100, "--tensor-parallel", "two"), "no list of numbers"),
+        (("--workload", LINE, *H100, "--set", "decode.count=4"), "that is what the plan is to say"),
+        (("--workload", LINE, "--hardware", "2x h100", "--max-cost", "4"), "--max-cost needs prices"),
+        (("--workload", LINE, *H100, "--max-cost", "1"), "no plan is possible for 1 per hour"),
+        (("--workload", "prompt=9, output=9, rate=1", *H100), "no request .* has an objective: give --ttft"),
+        (("--workload", "prompt=900000, output=9, rate=1, ttft=1", *H100), "comes to hold 900009 tokens"),
+        (("--workload", LINE, *H100, "--model", "opt-175b"), "no plan can run this workload: .*does not fit"),
+        (("--from", "nowhere"), "nowhere.*cannot be read"),
+        (("--workload", LINE, *H100, "--output", "/dev/null/x"), "--output /dev/null/x: cannot be made"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert run_command(monkeypatch, *arguments) in (1, 2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.search(message, captured.err), captured.err
+
+
+def test_a_plan_that_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, document = planned(monkeypatch, tmp_path, "--workload", LINE, *H100, "--model", "opt-125m", *QUICK)
+    assert code == 0
+    assert "Plan: 1 x h100, 1 elastic, fcfs, 2.50 per hour." in capsys.readouterr().out
+    assert document["is_held"] is True
+    page = (tmp_path / "report.html").read_text()
+    assert "attained against cost" in page
+    assert "src=" not in page
+    config = load_config(tmp_path / "plan.yaml")
+    assert (config.topology, config.decode.count, config.scheduling.policy) == (Topology.ELASTIC, 1, "fcfs")
+    assert (config.model.path, config.engine.device) == ("facebook/opt-125m", "cuda")
+    assert config.decode.max_num_batched_tokens == 2048
+
+
+def test_a_plan_is_the_same_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = ("--workload", LINE, *H100, *QUICK, "--model", "opt-125m", "--topology", "elastic")
+    found = [planned(monkeypatch, tmp_path / name, *options)[1] for name in ("one", "two")]
+    for document in found:
+        del document["about"], document["machine"]
+    assert found[0] == found[1]
+
+
+def test_objectives_that_no_plan_meets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    quick = ("--processes", "1", "--duration", "1", "--policy", "fcfs", "--topology", "elastic")
+    code, document = planned(monkeypatch, tmp_path, "--workload", HARD, *H100, "--model", "llama-2-13b", *quick)
+    assert code == 1
+    output = capsys.readouterr().out
+    assert "No plan that can be started holds the objectives of 99 %" in output
+    assert "It holds TTFT" in output
+    assert document["plan"] is None
+    assert not (tmp_path / "plan.yaml").exists()
+    variations = document["variations"]
+    assert isinstance(variations, list)
+    assert any("2 times" in one["words"] or "h100" in one["words"] for one in variations)
+
+
+def test_lengths_of_another_tokenizer_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "night.csv"
+    trace.write_text("arrival_s,prompt_len,output_len,model\n" + "".join(f"{n},50,4,GPT-4\n" for n in range(5)))
+    options = ("--ttft", "1", "--tpot", "0.1", "--model", "opt-125m", "--processes", "1", "--policy", "fcfs")
+    assert planned(monkeypatch, tmp_path, "--workload", str(trace), *H100, *options)[0] == 0
+    assert f"The lengths of {trace} are tokens of GPT-4" in capsys.readouterr().err
+
+
+def test_a_measured_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file states the sizes that were simulated, so that `serve` takes no others."""
+    shape = ModelShape("tiny", 2, 64, 4, 4, 16, 256, 512, is_gated=False, ties_embeddings=True, dtype="float32")
+    costs = LinearCoefficients(base_s=0.002, prompt_token_s=1e-5, decode_s=1e-4)
+    profile = tmp_path / "here.json"
+    profile.write_text(json.dumps(MachineProfile(shape, costs, LinkModel(0.0, 1e9)).as_fields()))
+    options = ("--workload", LINE, "--hardware", f"2x fitted:{profile}", "--processes", "1", "--duration", "3")
+    code, document = planned(monkeypatch, tmp_path, *options, "--topology", "disaggregated")
+    assert (code, document["is_held"]) == (0, True)
+    config = load_config(tmp_path / "plan.yaml")
+    assert (config.topology, config.prefill.count, config.decode.count) == (Topology.DISAGGREGATED, 1, 1)
+    assert config.model.path == "pocket"
+    assert type(config.decode.kv_cache_bytes) is int
+    assert config.engine.device == "auto"
+
+
+def test_a_plan_from_a_recorded_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = recorded_run_folder(tmp_path / "run", colocated(2, learns_costs=True), mixed_workload(40, 4.0, 1))
+    code, document = planned(monkeypatch, tmp_path / "plan", "--from", str(run), "--processes", "1", "--policy", "fcfs")
+    assert code == 0, capsys.readouterr()
+    found = document["plan"]
+    assert isinstance(found, dict)
+    assert (found["hardware"], found["num_accelerators"]) == ("recorded", 2)
+    assert load_config(tmp_path / "plan" / "plan.yaml").recording.folder is None
