@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from alignedserve.config.sections import BatchingConfig, ClusterConfig
+from alignedserve.config.sections import BatchingConfig, ClusterConfig, SchedulingConfig
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.gateways import ClusterStatus
 from tests.harnesses.client_gateway import Answer
@@ -82,7 +82,8 @@ async def test_requests_that_are_evicted_come_back_and_go_on(policy: str, num_wo
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_without_buffers_a_request_that_gives_way_is_computed_again(policy: str, tmp_path: Path) -> None:
     config = config_of(policy, tmp_path / "model", decode_blocks=40)
-    config = replace(config, prefill=replace(config.prefill, candidate_buffer_bytes=0))
+    scheduling = SchedulingConfig(policy="aligned")  # which evicts into such buffers alone
+    config = replace(config, scheduling=scheduling, prefill=replace(config.prefill, candidate_buffer_bytes=0))
     async with running(config, tmp_path) as cluster:
         work = prompts(12)
         answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
