@@ -165,7 +165,7 @@ class LinkManager:
 
     def _linked(self, dialled_address: str | None, link: Link) -> None:
         assert link.peer is not None, "linked before the handshake was over"
-        if dialled_address is not None and dialled_address not in self._diallers:  # given up during the handshake
+        if dialled_address is not None and not self._is_wanted(dialled_address):  # given up during the handshake
             link.close()
             return
         previous = self._links.get(link.peer.name)
@@ -180,6 +180,10 @@ class LinkManager:
             link.send(message)
         if dialled_address in self._pending:
             self._pending[dialled_address] = []
+
+    def _is_wanted(self, address: str) -> bool:
+        """Return whether a new link to this address has a use: not if the last one there is to be."""
+        return address in self._diallers and address not in self._stopping
 
     def _received(self, link: Link, message: Message) -> None:
         assert link.peer is not None, "a message before the handshake was over"

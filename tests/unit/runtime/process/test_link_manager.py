@@ -59,3 +59,15 @@ async def test_nothing_is_heard_of_a_link_after_it_was_replaced(links: LinkManag
     assert heard.events == [("linked", POOL), ("lost", POOL), ("linked", POOL)]
     links._received(latter, MESSAGE)
     assert heard.events[-1] == ("message", MESSAGE)
+
+
+async def test_a_link_that_comes_while_its_predecessor_is_hung_up_is_not_kept(links: LinkManager, heard: Heard) -> None:
+    address = "unix:/nowhere"
+    links.dial(address)
+    former = linked(links, address)
+    links.hang_up(address)
+    linked(links, address)  # of an earlier attempt, whose handshake was under way
+    links._lost(address, former)
+    assert heard.events == [("linked", POOL), ("lost", POOL)]
+    assert links.peers() == ()
+    await links.close()
