@@ -124,6 +124,8 @@ class Arrivals:
         self.num_taken += 1
         assert message is not None, "loaded before it was written"
         request, generated = message.request, list(message.generated_token_ids)
+        block_ids = entry.block_ids[: message.copy.num_blocks]
+        self._held.free_held(entry.block_ids[len(block_ids) :])  # the last block of a request is one with tokens
         predicted_len = message.predicted_output_len or float(request.sampling.max_tokens)
         tracked = HeldRequest(
             request,
@@ -132,7 +134,7 @@ class Arrivals:
             granted_s=now,
             predicted_output_len=predicted_len,
             is_prefilled=True,
-            block_ids=list(entry.block_ids),
+            block_ids=list(block_ids),
         )
         self._held.attach(
             tracked,
@@ -140,7 +142,7 @@ class Arrivals:
                 predicted_len=max(predicted_len, 1.0),
                 num_generated=len(generated),
                 num_cached=message.copy.context_len,
-                num_blocks=len(entry.block_ids),
+                num_blocks=len(block_ids),
                 first_token_s=now - message.begun_s,
                 last_token_s=now,
             ),
