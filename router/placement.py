@@ -13,7 +13,7 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
-from router.batch_requests import BatchRequests
+from router.batching.batch_requests import BatchRequests
 from router.late_prompts import LatePrompts
 from router.prefillers import Prefillers, is_as_free, requests_at
 from router.ranking import Ranking

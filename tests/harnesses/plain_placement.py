@@ -12,8 +12,8 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad, WorkerRegistered
-from router.far_batches import FarLimits, choose_far_batches, is_spare, num_left
-from router.overdue_pools import (
+from router.batching.far_batches import FarLimits, choose_far_batches, is_spare, num_left
+from router.batching.overdue_pools import (
     can_take_batch,
     has_waited,
     is_batch_awaited,

@@ -17,8 +17,8 @@ from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
-from router.far_batches import FarBatch, choose_far_batches, is_spare, num_left
-from router.overdue_pools import Nodes, OverduePools, is_batch_awaited
+from router.batching.far_batches import FarBatch, choose_far_batches, is_spare, num_left
+from router.batching.overdue_pools import Nodes, OverduePools, is_batch_awaited
 from router.ranking import Ranking
 from router.state import BatchKind, PoolRecord, WorkerRecord
 

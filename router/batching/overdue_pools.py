@@ -23,7 +23,7 @@ from contextlib import closing
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.messages.workers import WorkerLoad
-from router.far_batches import FarBatch, FarLimits
+from router.batching.far_batches import FarBatch, FarLimits
 from router.ranking import Ranking
 from router.state import BatchKind, PoolRecord, WorkerRecord
 
