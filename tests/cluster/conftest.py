@@ -21,7 +21,7 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path)
     yield from _served(tmp_path_factory.mktemp("run"), random_model, "decode.count=2")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # few modules use it, and the cores are shared with what runs meanwhile
 def shared_separate_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
     """A cluster with a prefill worker, a pool and a decode worker."""
     yield from _served(tmp_path_factory.mktemp("separate"), random_model, "topology=disaggregated")
