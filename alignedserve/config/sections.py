@@ -100,8 +100,10 @@ class RouterConfig(Section, frozen=True):
     max_queued_tokens: int = 2_000_000
     prefill_order: str | None = None  # name of an order in router/policies; the policy's own when unset
     direct_handoff: bool | None = None  # prefills go straight to decode workers; as the policy has it when unset
-    max_prefill_tokens_per_worker: int = 8192  # handed to one worker and not yet computed; the rest waits in the router
-    max_candidate_requests: int = 16  # granted to a decode worker ahead of need, at most
+    # Of separate workers: tokens handed to one to prefill, the rest waits in the router; requests granted to a decode
+    # worker ahead of need. Others are given what they have places for (decode.max_waiting_requests).
+    max_prefill_tokens_per_worker: int = 8192
+    max_candidate_requests: int = 16
     max_retries: int = 3  # after that a request fails
     length_predictor: str = "hashed_ngrams"  # a name in router/prediction
     sentence_encoder: str | None = None  # folder of a BERT-like encoder, for the length predictor of that name

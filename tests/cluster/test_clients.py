@@ -33,7 +33,8 @@ async def test_clients_that_leave_free_their_blocks(cluster: Serving) -> None:
 async def test_overload_keys_and_quotas(tmp_path: Path, random_model: Path) -> None:
     limits = (
         "router.max_queued_requests=4",
-        "router.max_prefill_tokens_per_worker=64",
+        "decode.max_running_requests=4",
+        "decode.max_waiting_requests=0",
         "gateway.requests_per_minute=50",
     )
     options = [*EXACT, *(part for limit in limits for part in ("--set", limit))]
