@@ -170,7 +170,7 @@ def test_what_three_drivers_recorded_is_decided_again(nodes: RayNodes, up_option
     rooms = {(one["room"], one.get("node")): one for one in found["rooms"]}
     assert {("router", None), ("decode-0", None), ("decode-1", "node-1")} <= rooms.keys()
     assert all(one["difference"] is None for one in rooms.values())
-    assert rooms["decode-1", "node-1"]["num_equal"] > 100
+    assert rooms["decode-1", "node-1"]["num_equal"] > 20
     assert rooms["decode-1", "node-1"]["is_whole"] is False
     assert found["simulation"]["num_requests"] > 10
     assert "is not empty" in nodes.command("up", *up_options, "--record", str(recorded)).stderr
