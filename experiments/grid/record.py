@@ -48,9 +48,7 @@ class Record:
         self._outcomes: dict[tuple[str, str], Outcome] = {}
         self._first: dict[tuple[str, str], Outcome] = {}
         for outcome in _read(path):
-            case = outcome.point, outcome.system
-            self._outcomes[case] = outcome
-            self._first.setdefault(case, outcome)
+            self._note(outcome)
 
     def __iter__(self) -> Iterator[Outcome]:
         """Iterate over the latest outcome of every case."""
@@ -66,8 +64,13 @@ class Record:
 
     def append(self, outcome: Outcome) -> None:
         """Add a line, whole even beside other processes that add theirs."""
-        self._outcomes[outcome.point, outcome.system] = outcome
+        self._note(outcome)
         _append(self._path, outcome)
+
+    def _note(self, outcome: Outcome) -> None:
+        case = outcome.point, outcome.system
+        self._outcomes[case] = outcome
+        self._first.setdefault(case, outcome)
 
     def drop(self, point: str, policy: str, commits: Collection[str]) -> None:
         """Forget, in memory alone, what these commits did under a policy at this point."""
