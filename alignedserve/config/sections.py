@@ -353,3 +353,8 @@ class ClusterConfig(Section, frozen=True):
     def chosen_topology(self) -> Topology:
         """Return the topology; elastic while it is unset and the policy has not been asked."""
         return self.topology or Topology.ELASTIC
+
+    @property
+    def num_workers(self) -> int:
+        """Return how many workers hold the weights: those that decode and, where they are separate, that prefill."""
+        return self.decode.count + (self.prefill.count if self.chosen_topology.is_separate else 0)

@@ -53,7 +53,6 @@ class _Recorded:
     profile: MachineProfile
     cluster: ClusterConfig
     core_slowdown: float
-    num_workers: int
 
 
 def asked_for(options: PlanOptions) -> Asked:
@@ -122,8 +121,7 @@ def _recorded(options: PlanOptions, folder: Path) -> _Recorded:
     workload = replace(workload, requests=tuple(_with_objectives(one, slo) for one in workload.requests))
     fit = fit_machine(run, metadata.layout.block_bytes)
     cluster = metadata.config
-    num_workers = cluster.decode.count + (cluster.prefill.count if cluster.chosen_topology.is_separate else 0)
-    return _Recorded(workload, _profile(metadata.layout, fit), cluster, fit.slowdown, num_workers)
+    return _Recorded(workload, _profile(metadata.layout, fit), cluster, fit.slowdown)
 
 
 def _with_objectives(request: TimedRequest, slo: Slo) -> TimedRequest:
@@ -161,7 +159,7 @@ def _offers(options: PlanOptions, run: _Recorded | None) -> tuple[Offer, ...]:
     if options.hardware is None:
         if run is None:
             raise ConfigError("--hardware is missing: write for example '4x h100 @2.5'")
-        return (Offer(RECORDED, run.num_workers),)
+        return (Offer(RECORDED, run.cluster.num_workers),)
     offers = parse_hardware(options.hardware)
     if run is None and any(offer.name == RECORDED for offer in offers):
         raise ConfigError(f"hardware {RECORDED!r} is the machine of a recorded run: it goes with --from")
