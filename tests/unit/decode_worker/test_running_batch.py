@@ -2,6 +2,7 @@
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import SampledToken
+from decode_worker.batching.begun import span_of
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.state import Candidate, Loading, RunningRequest
 from tests.support.samples import blocks, handoff, request
@@ -201,8 +202,8 @@ def test_the_span_is_of_one_batch() -> None:
     harness = RunningBatchHarness(80)
     for name, prompt_len in (("r1", 7), ("r2", 20), ("r3", 11)):
         harness.enter(name, prompt_len).batch_id = BatchId(2 if name == "r2" else 1)
-    assert harness.batch.span(BatchId(1)) == (8, 12)
-    assert harness.batch.span(BatchId(3)) is None
+    assert span_of(harness.batch, BatchId(1)) == (8, 12)
+    assert span_of(harness.batch, BatchId(3)) is None
 
 
 # --- copies that are shorter than the context
