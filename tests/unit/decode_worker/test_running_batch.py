@@ -40,7 +40,7 @@ class RunningBatchHarness:
         return self.batch[one.request.request_id]
 
     def enter_anyway(self, name: str, prompt_len: int, max_tokens: int = 40) -> RunningRequest:
-        """As after others have grown less than they might."""
+        """Enter a request as after others have grown less than they might."""
         one = candidate(name, prompt_len, max_tokens)
         taken = self.batch._allocator.allocate(self.batch.blocks_for(one.context_len))
         assert taken is not None, "there are no blocks"
@@ -210,7 +210,7 @@ def test_the_span_is_of_one_batch() -> None:
 
 
 def enter_short(harness: RunningBatchHarness, num_cached: int) -> RunningRequest:
-    """r1 is of eight tokens, and the copy that came was of so many."""
+    """Enter r1 of eight tokens, of which a copy of so many came."""
     one = candidate("r1", 7)
     block_ids = harness.batch.blocks_if_fits(one)
     assert block_ids is not None, "it does not fit"
