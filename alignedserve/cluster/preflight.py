@@ -159,7 +159,7 @@ def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
 
 
 def _cheaper(config: ClusterConfig) -> str:
-    """Say what would need less memory."""
+    """Return what would need less memory, in words."""
     if not config.chosen_topology.is_separate:
         return "set decode.count or decode.kv_cache_bytes lower"
     remedy = "set pool.memory_bytes, prefill.kv_cache_bytes and decode.kv_cache_bytes lower"

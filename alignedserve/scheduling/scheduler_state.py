@@ -242,7 +242,7 @@ class Scheduler:
         """Plan the next iteration."""
         return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
 
-    def prompt_capacity(self, state: SchedulerState) -> "PromptCapacity":
+    def prompt_capacity(self, state: SchedulerState) -> PromptCapacity:
         """Return what an iteration's decodes leave for prompts, if it lasts as long as they allow.
 
         All of it without decodes that have an objective, nothing where they take all the time.

@@ -78,9 +78,7 @@ class SimConfig:
     seed: int = 0
     duration_s: float | None = None  # end of the simulation; None: when every request has ended
     timeline_of: str | None = None  # the worker whose iterations are all recorded
-    miss_limits: Mapping[str, int] | None = (
-        None  # of classes: when more requests miss their objectives, it is abandoned
-    )
+    miss_limits: Mapping[str, int] | None = None  # of classes: abandoned when more requests miss their objectives
     ends_when_settled: bool = False  # once it is known of each request of these classes, all open loops, if it misses
 
     def __post_init__(self) -> None:
