@@ -16,7 +16,7 @@ Extensions = tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
 
 
 class Changes(NamedTuple):
-    """For the engine, in the fields of RunIteration."""
+    """Changes for the engine, in the fields of RunIteration."""
 
     removals: tuple[RequestId, ...]
     additions: tuple[Addition, ...]

@@ -30,7 +30,7 @@ def class_of(tpot_s: float | None) -> dict[str, Any]:
 
 
 class Worker:
-    """With requests of a hundred tokens that run."""
+    """Worker with requests of a hundred tokens that run."""
 
     def __init__(self, *tpots: float | None) -> None:
         self.state = SchedulerState(DeviceMemory(100, 100, 100))
