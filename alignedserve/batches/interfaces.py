@@ -124,6 +124,11 @@ class LineResponse:
     input_tokens: int = 0
     output_tokens: int = 0
 
+    @property
+    def is_success(self) -> bool:
+        """Return True if it belongs in the output file."""
+        return self.status_code == 200
+
 
 class ClusterTotals(NamedTuple):
     """Sums of all decode workers since the router started."""

@@ -1,6 +1,6 @@
 """Common parts of the two kinds of running batch."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from alignedserve.core.block_allocator import blocks_for
