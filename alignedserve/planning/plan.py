@@ -1,7 +1,7 @@
 """Makes a plan: searches with the simulator, then asks how far the plan found can be trusted and what else there is."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from alignedserve.core.errors import ConfigError
@@ -43,7 +43,7 @@ class PlanRequest:
     choices: Choices
     machines: Machines
     seed: int = 0
-    windows: WindowSizes = WindowSizes()
+    windows: WindowSizes = field(default_factory=WindowSizes)
 
 
 class Tried(NamedTuple):
@@ -246,7 +246,9 @@ class _Planner:
         found = zip(variants, self._simulate(words, runs), strict=True)
         return [judged(result, error, self.goals, one.speed) for one, (result, error) in found]
 
-    def _simulate(self, words: str, runs: Sequence[tuple[Candidate, Run]]) -> list[tuple[SimulationResult | None, str | None]]:
+    def _simulate(
+        self, words: str, runs: Sequence[tuple[Candidate, Run]]
+    ) -> list[tuple[SimulationResult | None, str | None]]:
         if not runs:
             return []
         request = self._request
@@ -261,14 +263,15 @@ class _Planner:
     def variations(self, nearest: Tried) -> list[Variation]:
         """Try the plan with slower iterations, other rates, and fewer or more workers."""
         holds, candidate = nearest.outcome.holds, nearest.candidate
-        named: list[tuple[str, _Variant]] = []
-        if holds:
-            words = f"every iteration {SLOWDOWN - 1:.0%} slower than simulated"
-            named.append((words, _Variant(candidate, slowdown=SLOWDOWN)))
-        for speed in _FASTER if holds else _SLOWER:
-            named.append((f"{speed:g} times the requests per second", _Variant(candidate, speed=speed)))
-        for one in self._neighbours(candidate) if holds else self._larger(candidate):
-            named.append((f"{one.num_accelerators} x {one.offer.name}, {one.shape}", _Variant(one, is_thorough=holds)))
+        slower = f"every iteration {SLOWDOWN - 1:.0%} slower than simulated"
+        named = [(slower, _Variant(candidate, slowdown=SLOWDOWN))] if holds else []
+        speeds = _FASTER if holds else _SLOWER
+        named += [(f"{speed:g} times the requests per second", _Variant(candidate, speed=speed)) for speed in speeds]
+        others = self._neighbours(candidate) if holds else self._larger(candidate)
+        named += [
+            (f"{one.num_accelerators} x {one.offer.name}, {one.shape}", _Variant(one, is_thorough=holds))
+            for one in others
+        ]
         outcomes = self._play("the plan under other circumstances", [variant for _, variant in named])
         for (_, variant), outcome in zip(named, outcomes, strict=True):
             if variant.candidate is not candidate and holds and not self._has_failed_whole(variant.candidate, outcome):

@@ -167,9 +167,9 @@ def plan_page(report: PlanReport) -> str:
 
 _FRONTIER_WORDS = (
     "Every mark is a simulated plan: its cost, and the share of requests within their objectives (of the class that "
-    "attains least). The line joins plans of which none cheaper attains as much. Faint marks are of the busiest windows "
-    "of the workload only, where the search had seen enough: of the whole such plans attain more. The dashed line is the "
-    "share asked for; plans that were abandoned before the end stand in the table alone."
+    "attains least). The line joins plans of which none cheaper attains as much. Faint marks are of the busiest "
+    "windows of the workload only, where the search had seen enough: of the whole such plans attain more. The dashed "
+    "line is the share asked for; plans that were abandoned before the end stand in the table alone."
 )
 
 

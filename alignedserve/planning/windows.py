@@ -23,7 +23,7 @@ class WindowSizes:
     least_s: float = 60.0
     lead_in_s: float = 30.0
     least_requests: int = 200  # on average
-    least_windows: int = 16  # of a workload; a shorter one is simulated as a whole
+    least_windows: int = 10  # of a workload; a shorter one is simulated as a whole
 
 
 @dataclass(frozen=True, slots=True)

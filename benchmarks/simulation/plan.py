@@ -53,9 +53,7 @@ def main() -> None:
         "summary": summary(plan),
         "confidence": list(plan.cautions),
         "variations": {one.words: "holds" if one.holds else "does not hold" for one in plan.variations},
-        "plans": [
-            dict(zip(candidates_table(plan).headings, row, strict=True)) for row in candidates_table(plan).rows
-        ],
+        "plans": [dict(zip(candidates_table(plan).headings, row, strict=True)) for row in candidates_table(plan).rows],
         "seconds": rounds.seconds,
     }
     print(figures, flush=True)

@@ -25,7 +25,9 @@ SIZES = WindowSizes(least_s=4.0, lead_in_s=4.0, least_requests=4, least_windows=
 def request(line: str, seed: int, duration_s: float) -> PlanRequest:
     """Of up to four workers of a slow machine."""
     machines = Machines(
-        with_fixed_sizes(load_config(None, ())), None, profiles={OFFER.name: MachineProfile(SHAPE, COSTS, LinkModel(0.0, 1e9))}
+        with_fixed_sizes(load_config(None, ())),
+        None,
+        profiles={OFFER.name: MachineProfile(SHAPE, COSTS, LinkModel(0.0, 1e9))},
     )
     choices = Choices((OFFER,), (PolicyChoice("fcfs", "fcfs", {}),), (Topology.ELASTIC, Topology.COLOCATED))
     traffic = Traffic(WorkloadLine(line, seed, duration_s=duration_s))
@@ -55,10 +57,4 @@ def found_cost(asked: PlanRequest) -> float | None:
 def test_a_plan_is_as_cheap_as_the_best_of_all(rate: float, seed: int) -> None:
     line = f"prompt=uniform(100,800), output=uniform(10,60), rate={rate}, cv=2, ttft=1.5, tpot=0.15"
     asked = request(line, seed, 120.0)
-    assert found_cost(asked) == least_cost(asked)
-
-
-def test_a_plan_of_a_minute_is_as_cheap_as_the_best_of_all() -> None:
-    line = "prompt=uniform(100,800), output=uniform(10,40), rate=6, cv=2, ttft=1.5, tpot=0.15"
-    asked = request(line, 0, 40.0)
     assert found_cost(asked) == least_cost(asked)

@@ -170,7 +170,9 @@ def test_a_plan_that_fails_the_whole_is_followed_by_the_next_larger_one() -> Non
 
 def test_where_none_holds_the_best_of_the_largest_plans_is_played_to_its_end() -> None:
     families = [family(0, 3, 1.0), family(1, 2, 1.0)]
-    attained = {member.label: member.num_decode / 10 + 0.05 * (one is families[1]) for one in families for member in one.members}
+    attained = {
+        member.label: member.num_decode / 10 + 0.05 * (one is families[1]) for one in families for member in one.members
+    }
     search, done = searched(families, attained, attained)
     assert search.best() is None
     assert [(trial.candidate.label, trial.is_limited) for trial in done if trial.is_whole] == [
