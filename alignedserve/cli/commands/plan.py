@@ -1,5 +1,6 @@
 """`alignedserve plan`: which workers, topology and policy hold the objectives of a workload at the least cost."""
 
+from collections.abc import Sequence
 from importlib.metadata import version
 
 from rich.box import SIMPLE_HEAD
@@ -14,7 +15,15 @@ from alignedserve.cli.machine import describe_machine
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.planning.config_file import config_file
 from alignedserve.planning.plan import Plan, make_plan
-from alignedserve.planning.report import PlanReport, candidates_table, plan_page, plan_values, priced, summary
+from alignedserve.planning.report import (
+    PlanReport,
+    candidates_table,
+    plan_page,
+    plan_values,
+    priced,
+    sorted_plans,
+    summary,
+)
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.sim.sweep import CasePool, CaseProgress
 
@@ -60,7 +69,8 @@ class _Bar:
         """Show what is simulated now, and how many simulations are over."""
         if case is not None and case.is_done:
             self._num_over += 1
-        self._bar.update(self._task, completed=self._num_over, status=words)
+        simulated = "" if case is None else f", {case.simulated_s:,.0f} s simulated"
+        self._bar.update(self._task, completed=self._num_over, status=words + simulated)
 
 
 def _report(options: PlanOptions, asked: Asked, found: Plan) -> PlanReport:
@@ -83,8 +93,7 @@ def _print(report: PlanReport) -> None:
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for place, heading in enumerate(whole.headings):
         table.add_column(heading, overflow="fold", justify="left" if place == 0 else "right")
-    finals = [row for row in whole.rows if row[3] == "all"]
-    for row in (finals or whole.rows)[:_MAX_ROWS]:
+    for row in _shown_rows(report.plan):
         table.add_row(*map(printable, row))
     results().print(table)
     for line in summary(report.plan):
@@ -94,3 +103,13 @@ def _print(report: PlanReport) -> None:
         results().print(f"  with {one.words}: {verdict}", markup=False, soft_wrap=True)
     for line in report.plan.cautions:
         notes().print(line, markup=False, soft_wrap=True)
+
+
+def _shown_rows(found: Plan) -> list[Sequence[str]]:
+    """Return the rows of which most is known, and those that cost about as much as the plan."""
+    cost = found.nearest.candidate.cost
+    plans = sorted_plans(found)
+    rows = list(zip(plans, candidates_table(found).rows, strict=True))
+    by_use = sorted(rows, key=lambda row: (not row[0].outcome.is_representative, abs(row[0].candidate.cost - cost)))
+    kept = {row[0].candidate.label for row in by_use[:_MAX_ROWS]}
+    return [cells for one, cells in rows if one.candidate.label in kept]

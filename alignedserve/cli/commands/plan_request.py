@@ -15,12 +15,12 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.costmodel.choice import COST_MODELS, FITTED
-from alignedserve.costmodel.model_shapes import ModelShape, model_shape
+from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_shape
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.planning.candidates import Choices, PolicyChoice
 from alignedserve.planning.hardware_list import RECORDED, Offer, parse_hardware
 from alignedserve.planning.plan import PlanRequest
-from alignedserve.planning.token_counts import warnings_of
+from alignedserve.planning.token_counts import other_tokens, warnings_of
 from alignedserve.planning.trials import Machines, Traffic
 from alignedserve.replay.fitting import MachineFit, fit_machine
 from alignedserve.replay.run_file import read_run_metadata
@@ -69,8 +69,18 @@ def asked_for(options: PlanOptions) -> Asked:
     else:
         traffic = Traffic(run.workload)
     request = PlanRequest(traffic, options.attain / 100.0, _choices(options, offers), machines, options.seed)
-    warnings = () if line is None or machines.model is None else warnings_of(line, machines.model, data_dir())
-    return Asked(request, _about(options, line, machines, offers), tuple(warnings))
+    return Asked(request, _about(options, line, machines, offers), tuple(_warnings(line, machines, run)))
+
+
+def _warnings(line: str | None, machines: Machines, run: _Recorded | None) -> list[str]:
+    """Return warnings of lengths that another model's tokenizer counted."""
+    profiled = [profile.shape.name for profile in machines.profiles.values()]
+    models = profiled if machines.model is None else [machines.model]
+    if line is not None:
+        return list(dict.fromkeys(one for model in models for one in warnings_of(line, model, data_dir())))
+    if run is None or machines.model is None:
+        return []
+    return other_tokens("the recorded run", run.cluster.model.path, machines.model)
 
 
 def _about(options: PlanOptions, line: str | None, machines: Machines, offers: tuple[Offer, ...]) -> dict[str, str]:
@@ -183,6 +193,11 @@ def _machines(options: PlanOptions, offers: tuple[Offer, ...], run: _Recorded | 
         raise ConfigError("--hardware: measured machines and named accelerators cannot be in one plan")
     if not named and options.model is not None:
         raise ConfigError(f"--model {options.model}: a measured machine says itself which model it was measured with")
+    if named and run is not None and options.model is None:
+        raise ConfigError(
+            f"--model is missing: the recorded run served {run.cluster.model.path}; which of "
+            f"{', '.join(MODEL_SHAPES)} is to run on {named[0].name}?"
+        )
     is_as_recorded = run is not None and not named
     cluster = run.cluster if run is not None and is_as_recorded else _cluster(options, bool(named))
     return Machines(
