@@ -1,6 +1,6 @@
 """Simulations of plans: what is simulated, and what its result says about the objectives."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import floor
 from typing import NamedTuple
@@ -210,16 +210,11 @@ def backlog_of(found: ClassResult, span_s: float) -> float:
     return num_left - _FEW - (_MAX_BACKLOG + under_way) * found.num_sent
 
 
-def usable(
-    candidates: Sequence[Candidate], machines: Machines, workload: Workload, skip: Callable[[Candidate, str], None]
-) -> list[Candidate]:
-    """Return the plans that can run the workload at all; `skip` is told of the others."""
-    found = []
-    for candidate in candidates:
-        try:
-            config = machines.configured(candidate)
-            require_feasible(workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
-            found.append(candidate)
-        except ConfigError as error:
-            skip(candidate, str(error))
-    return found
+def obstacle(candidate: Candidate, machines: Machines, workload: Workload) -> str | None:
+    """Return why a plan cannot run the workload at all; None: it can."""
+    try:
+        config = machines.configured(candidate)
+        require_feasible(workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
+    except ConfigError as error:
+        return str(error)
+    return None
