@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +48,8 @@ class MachineFit:
     prefill: WorkerFit | None  # None: colocated workers
     links: SimLinks
     slowdown: float  # of an iteration by each other busy worker, as a share of its time alone
+    measured: Mapping[str, tuple[Sample, ...]]  # by worker: what it measured before it served
+    unmeasured: LinearIterationModel  # the part of an iteration that engines do not measure
 
 
 def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
@@ -59,12 +61,14 @@ def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
         host=_fit_link([copy for copy in run.copies if copy.has_pool_end], block_bytes),
         device=_fit_link([copy for copy in run.copies if not copy.has_pool_end], block_bytes),
         message_s=_median_s(run.message_times_s()),
-        submit_s=_median_s(run.submit_times_s),
+        submit_s=_median_s(run.submit_times_s()),
+        token_s=0.0,  # recorded times of tokens are those of their workers
+        submit_times_s=tuple(max(time_s, 0.0) for time_s in run.submit_times_s()),
     )
     slowdown = min(_SLOWDOWNS, key=lambda slowdown: _misfit(workers, slowdown)) if _are_several(run) else 0.0
     decode, prefill = (_fit_worker(one.alone(slowdown)) if one.iterations else None for one in workers)
     assert decode is not None, "checked above"
-    return MachineFit(decode, prefill, links, slowdown)
+    return MachineFit(decode, prefill, links, slowdown, run.measured, fit_unmeasured(run.iterations))
 
 
 def fit_mean(samples: Sequence[Sample]) -> LinearIterationModel:
@@ -83,6 +87,14 @@ def fit_mean(samples: Sequence[Sample]) -> LinearIterationModel:
         weights = nonnegative_least_squares(rows / expected[:, None], seconds / expected)
         expected = rows @ weights
     return LinearIterationModel(LinearCoefficients.of(weights.tolist(), bend_tokens))
+
+
+def fit_unmeasured(iterations: Sequence[ObservedIteration]) -> LinearIterationModel:
+    """Fit what an iteration takes beside its engine's time: deciding, threads, records; some for each request."""
+    rows = np.array([(1.0, one.work.num_decodes) for one in iterations]).reshape(-1, 2)
+    seconds = np.array([max(one.ended_s - one.started_s - one.engine_s, 0.0) for one in iterations])
+    base_s, request_s = nonnegative_least_squares(rows, seconds).tolist()
+    return LinearIterationModel(LinearCoefficients(base_s=base_s, decode_s=request_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,11 @@ class SimulatedEngine:
             self._timeline.add(now, duration_s, work, self._num_blocks)
         return SimulatedIteration(duration_s, self._latest.sampled)
 
+    @property
+    def latest_work(self) -> IterationWork:
+        """Return the work of the latest iteration."""
+        return self._latest.work
+
     def forget(self) -> None:
         """Lose every sequence, as with the worker's process; what was counted stays."""
         for kept in (self._on_host, self._hidden, self._sequences):

@@ -10,7 +10,6 @@ in the result.
 """
 
 import argparse
-import copy
 import json
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,19 @@ from alignedserve.cli.bench.serve import bench_serve
 from alignedserve.cli.commands.replay import ComponentCheck, replay_folder
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.config.loading import load_config
+from alignedserve.core.metrics import describe
 from alignedserve.microbench.shapes import OPT_125M
 from alignedserve.replay.fitting import MachineFit, fit_machine
 from alignedserve.replay.observed import ObservedRun
 from alignedserve.replay.run_file import read_run_metadata
-from alignedserve.replay.simulated import Comparison, SimulatedMachine, compare, fitted_machine, requests_of
+from alignedserve.replay.simulated import (
+    Comparison,
+    SimulatedMachine,
+    compare,
+    fitted_machine,
+    requests_of,
+    think_times_s,
+)
 from alignedserve.runtime.model.built_in import pocket_folder, smollm2_file
 from benchmarks.support.recording import write_result
 
@@ -115,14 +122,6 @@ def record_run(folder: Path, overrides: list[str], duration_s: float) -> None:
             (folder / WINDOWS).write_text(json.dumps(windows))
 
 
-def within(run: ObservedRun, begin_s: float, end_s: float) -> ObservedRun:
-    """Return what was observed of one load: its requests and iterations; copies and messages are of all."""
-    part = copy.copy(run)
-    part.requests = {key: one for key, one in run.requests.items() if begin_s <= one.request.arrival_s < end_s}
-    part.iterations = [one for one in run.iterations if begin_s <= one.started_s < end_s]
-    return part
-
-
 def judged(comparisons: Sequence[Comparison]) -> dict[str, bool]:
     """Return whether each measure of all requests is within its bound."""
     within = {}
@@ -166,11 +165,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     checks, run = replay_folder(folder / RUN)
     metadata = read_run_metadata(folder / RUN)
     windows = json.loads((folder / WINDOWS).read_text())
-    fit = fit_machine(within(run, *windows[FITTED][:2]), metadata.layout.block_bytes)
+    fitted = run.within(*windows[FITTED][:2])
+    fit = fit_machine(fitted, metadata.layout.block_bytes)
     machine = fitted_machine(metadata, fit)
+    think_s = think_times_s(requests_of(fitted), {"be": LOADS[FITTED].outstanding})
     runs = {}
     for name, (begin_s, end_s, *load_averages) in windows.items():
-        runs[name] = compared(within(run, begin_s, end_s), name, machine, fit)
+        runs[name] = compared(run.within(begin_s, end_s), name, machine, fit, think_s)
         runs[name]["load_average_before_and_after"] = load_averages
     return {
         "topology": arguments.topology,
@@ -184,15 +185,19 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "decode": fit.decode.error._asdict() | {"coefficients": asdict(fit.decode.costs.coefficients)},
             "prefill": fit.prefill.error._asdict() if fit.prefill else None,
             "slowdown": fit.slowdown,
-            "links": asdict(fit.links),
+            "links": asdict(fit.links) | {"submit_times_s": described(fit.links.submit_times_s)},
+            "unmeasured": asdict(fit.unmeasured.coefficients),
+            "think_s": think_s,
         },
     }
 
 
-def compared(run: ObservedRun, name: str, machine: SimulatedMachine, fit: MachineFit) -> dict[str, Any]:
+def compared(
+    run: ObservedRun, name: str, machine: SimulatedMachine, fit: MachineFit, think_s: Mapping[str, float]
+) -> dict[str, Any]:
     """Return what was observed of a load beside its simulation with these costs."""
     requests = requests_of(run)
-    comparisons = compare(requests, {"be": LOADS[name].outstanding}, machine)
+    comparisons = compare(requests, {"be": LOADS[name].outstanding}, machine, think_s)
     return {
         "load": LOADS[name].line,
         "num_requests": len(requests),
@@ -219,6 +224,12 @@ def iterations_of(run: ObservedRun, fit: MachineFit) -> dict[str, Any]:
         }
         for kind, times in sorted(kinds.items())
     }
+
+
+def described(times_s: Sequence[float]) -> dict[str, Any]:
+    """Return a summary of many times."""
+    summary = describe(times_s)
+    return asdict(summary) if summary is not None else {}
 
 
 def _decisions(check: ComponentCheck) -> dict[str, Any]:
