@@ -99,7 +99,7 @@ LOADS = {
 }
 
 
-def record_run(folder: Path, overrides: list[str], duration_s: float) -> None:
+def record_run(folder: Path, overrides: list[str], tokenizer: Path, duration_s: float) -> None:
     """Serve, put one load on after the other, and leave the recording in RUN of `folder` and when each load was on in
     WINDOWS. In a process of its own: a process can start one Ray cluster."""
     run = json.dumps(str(folder / RUN))
@@ -113,6 +113,7 @@ def record_run(folder: Path, overrides: list[str], duration_s: float) -> None:
                 synthetic=load.line,
                 duration_s=duration_s,
                 ignore_eos=True,
+                tokenizer=tokenizer,
                 seed=seed,
                 json_target=str(folder / f"{name}.json"),
             )
@@ -138,8 +139,10 @@ def record(arguments: argparse.Namespace, folder: Path) -> None:
         return
     overrides = [f"topology={arguments.topology}", f"scheduling.policy={arguments.policy}"]
     overrides += ["decode.count=2"] if arguments.topology == "elastic" else []
+    model = pocket_folder()
     if arguments.model == "smollm2":
-        overrides += [f"model.path={smollm2_file()}", "model.served_model_name=smollm2"]
+        model = smollm2_file()
+        overrides += [f"model.path={model}", "model.served_model_name=smollm2"]
     if arguments.model == "opt-125m":
         model = folder / "model"
         model = model if model.exists() else write_opt_125m(model)
@@ -150,7 +153,7 @@ def record(arguments: argparse.Namespace, folder: Path) -> None:
         overrides += [f"pool.memory_bytes={1 << 30}"]
         overrides += [f"prefill.{field}_bytes={1 << 29}" for field in ("kv_cache", "candidate_buffer")]
     process = multiprocessing.get_context("spawn").Process(
-        target=record_run, args=(folder, overrides, arguments.duration)
+        target=record_run, args=(folder, overrides, model, arguments.duration)
     )
     process.start()
     process.join()
