@@ -223,15 +223,18 @@ class SimulatedWorker:
             unmeasured_s = self._unmeasured_costs.iteration_s(self.engine.latest_work)
             measured = max(1.0 - unmeasured_s / duration_s, _LEAST_MEASURED)
         if self._memory.cores is not None:
-            ended = self._unless_lost(lambda _: self._ended(now, sampled, measured))
+            ended = self._unless_lost(lambda _: self._ended(now, duration_s, sampled, measured))
             self._memory.cores.begin(duration_s, partial(ended, None))
             return
         ends_s = now + duration_s
         event = IterationCompleted(sampled, times=_times(now, duration_s * measured))
         self._event_queue.at(ends_s, self._unless_lost(self.component.dispatch), event)
 
-    def _ended(self, started_s: float, sampled: tuple[SampledToken, ...], measured: float) -> None:
-        times = _times(started_s, measured * (self._event_queue.now - started_s))
+    def _ended(self, started_s: float, duration_s: float, sampled: tuple[SampledToken, ...], measured: float) -> None:
+        """End an iteration on shared cores, where it may have taken longer than by itself."""
+        taken_s = self._event_queue.now - started_s
+        self.engine.prolong(taken_s - duration_s)
+        times = _times(started_s, measured * taken_s)
         self.component.dispatch(IterationCompleted(sampled, times=times))
 
     def _copy(self, ends_s: Callable[[Any], float], outcome: Callable[[Any], Any], command: object) -> None:
