@@ -15,6 +15,7 @@ from alignedserve.replay.observed import ObservedRequest, ObservedRun
 from alignedserve.sim.config import SimConfig, SimLinks
 from alignedserve.sim.records import Ending, GapSample, OpenRequest
 from alignedserve.sim.result import ClassResult, Measure, classes_of
+from alignedserve.sim.shared_cores import NO_SLOWDOWNS, Slowdowns
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 
@@ -69,7 +70,7 @@ class SimulatedMachine:
     links: SimLinks
     decode: WorkerCosts
     prefill: WorkerCosts | None = None  # None: as `decode`
-    slowdown: float = 0.0  # of iterations by each other busy worker
+    slowdowns: Slowdowns = NO_SLOWDOWNS
     num_nodes: int = 1
     measured: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)  # see SimConfig, as the next
     unmeasured: CostModel | None = None
@@ -85,7 +86,7 @@ def fitted_machine(metadata: RunMetadata, fit: MachineFit) -> SimulatedMachine:
         fit.links,
         decode,
         prefill,
-        fit.slowdown,
+        fit.slowdowns,
         metadata.num_nodes,
         fit.measured,
         fit.unmeasured,
@@ -171,7 +172,7 @@ def simulation_of(machine: SimulatedMachine, seed: int) -> SimConfig:
         decode_costs=machine.decode.drawn(seed),
         prefill_costs=machine.prefill.drawn(seed) if machine.prefill is not None else None,
         learns_costs=True,
-        core_slowdown=machine.slowdown,
+        slowdowns=machine.slowdowns,
         num_pools=machine.num_nodes,
         measured=machine.measured,
         unmeasured_costs=machine.unmeasured,

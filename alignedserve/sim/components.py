@@ -224,7 +224,7 @@ class SimulatedWorker:
             measured = max(1.0 - unmeasured_s / duration_s, _LEAST_MEASURED)
         if self._memory.cores is not None:
             ended = self._unless_lost(lambda _: self._ended(now, duration_s, sampled, measured))
-            self._memory.cores.begin(duration_s, partial(ended, None))
+            self._memory.cores.begin(duration_s, self.engine.latest_work.num_chunks > 0, partial(ended, None))
             return
         ends_s = now + duration_s
         event = IterationCompleted(sampled, times=_times(now, duration_s * measured))

@@ -10,6 +10,7 @@ from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.policy import DeviceMemory, Mechanism
+from alignedserve.sim.shared_cores import NO_SLOWDOWNS, Slowdowns
 from decode_worker.factory import memory_of
 
 
@@ -77,7 +78,7 @@ class SimConfig:
     # served, by name; the others measure at the true costs
     unmeasured_costs: CostModel | None = None  # the part of an iteration that no engine measures, so no policy learns
     context_len: int | None = None  # of the model; None: what a decode worker's memory holds
-    core_slowdown: float = 0.0  # share by which each other busy worker prolongs an iteration (shared_cores.py)
+    slowdowns: Slowdowns = NO_SLOWDOWNS  # of iterations by those of other workers of the machine (shared_cores.py)
     num_pools: int = 1  # nodes: prefill and decode workers are distributed over them
     routers: SimRouters = SimRouters()
     losses: tuple[SimWorkerLoss, ...] = ()  # each of another worker

@@ -82,7 +82,7 @@ class Simulation:
         self._memory_links = MemoryLinks(self._event_queue, config.links, config.layout.block_bytes)
         num_decode = config.cluster.decode.count // config.num_pools
         buffer_blocks = prefill_factory.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
-        cores = SharedCores(self._event_queue, config.core_slowdown) if config.core_slowdown else None
+        cores = SharedCores(self._event_queue, config.slowdowns) if any(config.slowdowns) else None
         self._memory = SharedMemory(block_bytes=config.layout.block_bytes, buffer_blocks=buffer_blocks, cores=cores)
         self._build(names)
         _check_losses(config.losses, self._workers)

@@ -187,7 +187,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "fit": {
             "decode": fit.decode.error._asdict() | {"coefficients": asdict(fit.decode.costs.coefficients)},
             "prefill": fit.prefill.error._asdict() if fit.prefill else None,
-            "slowdown": fit.slowdown,
+            "slowdowns": fit.slowdowns._asdict(),
             "links": asdict(fit.links) | {"submit_times_s": described(fit.links.submit_times_s)},
             "unmeasured": asdict(fit.unmeasured.coefficients),
             "think_s": think_s,

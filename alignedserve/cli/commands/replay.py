@@ -151,7 +151,7 @@ def _plain_times(times: SimulatedTimes | None) -> dict[str, Any] | None:
         "num_requests": times.num_requests,
         "num_others": times.num_others,
         "fit": {name: _plain_fit(worker) for name, worker in workers.items()}
-        | {"links": asdict(replace(fit.links, submit_times_s=())), "slowdown": fit.slowdown},
+        | {"links": asdict(replace(fit.links, submit_times_s=())), "slowdowns": fit.slowdowns._asdict()},
         "comparisons": [asdict(one) | {"ratio": one.ratio} for one in times.comparisons],
     }
 
@@ -220,5 +220,6 @@ def _print_times(times: SimulatedTimes | None) -> None:
             error = f"error {worker.error.median:.1%} median, {worker.error.p90:.1%} p90"
             results().print(f"{worker.error.num_samples} {name} iterations fitted, {error}", markup=False)
     others = f"{times.num_others} of them not compared"
-    machine = f"message {fit.links.message_s:.2g} s, slowdown {fit.slowdown:g}"
+    slowdowns = ", ".join(f"{number:g}" for number in fit.slowdowns)
+    machine = f"message {fit.links.message_s:.2g} s, slowdowns {slowdowns}"
     results().print(f"{times.num_requests} requests, {others}; {machine}", markup=False)

@@ -8,6 +8,7 @@ import pytest
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
 from alignedserve.messages.iterations import IterationCompleted
 from alignedserve.sim.config import SimConfig
+from alignedserve.sim.shared_cores import Slowdowns
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import ClosedLoop, ClosedLoopRun
 from tests.harnesses.costs import decodes, prefill
@@ -57,7 +58,7 @@ class _Heard:
 @pytest.mark.parametrize("slowdown", [0.0, 0.5])
 def test_policies_learn_what_the_engine_measures(slowdown: float) -> None:
     unmeasured = LinearIterationModel(LinearCoefficients(base_s=0.002, decode_s=0.001))
-    config = replace(colocated(), unmeasured_costs=unmeasured, core_slowdown=slowdown)
+    config = replace(colocated(), unmeasured_costs=unmeasured, slowdowns=Slowdowns.alike(slowdown))
     simulation = Simulation(config, workload_of(timed()))
     worker = simulation._workers["decode-0"].component
     worker.logic = heard = _Heard(worker.logic)
