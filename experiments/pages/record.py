@@ -2,7 +2,6 @@
 
 import json
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -126,10 +125,39 @@ def bullets(items: Iterable[str]) -> str:
 
 
 def provenance(name: str) -> str:
-    """Return the commits of the code that made a record, how many rows each made, and what schedulers knew there."""
-    made = Counter(str(row["commit"]) for row in figures(name)["runs"])
-    rows = [
-        [f"`results/{name}.json`", f"`{commit}`", str(num), _TOLD if commit in _MADE_BEFORE else _NOT_TOLD]
-        for commit, num in made.items()
-    ]
-    return table(["record", "commit", "rows", "schedulers knew"], rows)
+    """Return the commits of the code that made a record, the rows that each made, and what schedulers knew there.
+
+    The last column is left out where they knew no more than live ones do.
+    """
+    rows = figures(name)["runs"]
+    made = {commit: [row for row in rows if row["commit"] == commit] for commit in dict.fromkeys(_commits(rows))}
+    said = [[f"`results/{name}.json`", f"`{commit}`", str(len(of)), _names(of, rows)] for commit, of in made.items()]
+    headings = ["record", "commit", "rows", "of"]
+    if any(commit in _MADE_BEFORE for commit in made):
+        headings.append("schedulers knew")
+        for line, commit in zip(said, made, strict=True):
+            line.append(_TOLD if commit in _MADE_BEFORE else _NOT_TOLD)
+    return table(headings, said)
+
+
+def _commits(rows: Sequence[Row]) -> list[str]:
+    return [str(row["commit"]) for row in rows]
+
+
+def _names(of: Sequence[Row], rows: Sequence[Row]) -> str:
+    """Return the systems of these rows, with their parts where the others of a system are of another commit."""
+    if len(of) == len(rows):
+        return "all"
+    names = []
+    for name in sorted(set(map(_system, of))):
+        parts, others = ({_part(row) for row in some if _system(row) == name} for some in (of, rows))
+        names.append(f"`{name}`" if parts == others else f"`{name}` ({', '.join(sorted(parts))})")
+    return ", ".join(names)
+
+
+def _system(row: Row) -> str:
+    return str(row.get("system") or row["policy"])
+
+
+def _part(row: Row) -> str:
+    return str(row.get("part") or row.get("figure"))
