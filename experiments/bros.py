@@ -79,6 +79,7 @@ _RECORDED = (
     *COLUMNS,
     *_MORE,
     "num_iterations",
+    "num_evictions",
     "num_preemptions",
     "num_recomputed_tokens",
     "workload",
