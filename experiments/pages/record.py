@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parent.parent / "results"
 Row = dict[str, Any]
 _WIDTH = 100
 _MADE_BEFORE = ("55b318a", "e2a7aef", "c1854a6", "b4900fe", "8a3b47f", "441c08f", "d9491f6")  # the leak was closed
-_TOLD, _NOT_TOLD = "[more](leak.md)", "what live ones know"
+_KNEW_MORE = " (schedulers knew [more](leak.md))"
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
@@ -125,29 +125,20 @@ def bullets(items: Iterable[str]) -> str:
 
 
 def provenance(name: str) -> str:
-    """Return the commits of the code that made a record, the rows that each made, and what schedulers knew there.
-
-    The last column is left out where they knew no more than live ones do.
-    """
+    """Return the commits of the code that made a record, the rows that each made, and where schedulers knew more."""
     rows = figures(name)["runs"]
-    made = {commit: [row for row in rows if row["commit"] == commit] for commit in dict.fromkeys(_commits(rows))}
-    said = [[f"`results/{name}.json`", f"`{commit}`", str(len(of)), _names(of, rows)] for commit, of in made.items()]
-    headings = ["record", "commit", "rows", "of"]
-    if any(commit in _MADE_BEFORE for commit in made):
-        headings.append("schedulers knew")
-        for line, commit in zip(said, made, strict=True):
-            line.append(_TOLD if commit in _MADE_BEFORE else _NOT_TOLD)
-    return table(headings, said)
-
-
-def _commits(rows: Sequence[Row]) -> list[str]:
-    return [str(row["commit"]) for row in rows]
+    made: dict[str, list[Row]] = {}
+    for row in rows:
+        made.setdefault(str(row["commit"]), []).append(row)
+    return bullets(
+        f"`results/{name}.json` of `{commit}`, {len(of)} row{'s' * (len(of) > 1)}{_KNEW_MORE if commit in _MADE_BEFORE else ''}: "
+        f"{_names(of, rows) if len(made) > 1 else 'all'}"
+        for commit, of in made.items()
+    )
 
 
 def _names(of: Sequence[Row], rows: Sequence[Row]) -> str:
     """Return the systems of these rows, with their parts where the others of a system are of another commit."""
-    if len(of) == len(rows):
-        return "all"
     names = []
     for name in sorted(set(map(_system, of))):
         parts, others = ({_part(row) for row in some if _system(row) == name} for some in (of, rows))
