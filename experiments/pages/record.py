@@ -131,10 +131,14 @@ def provenance(name: str) -> str:
     for row in rows:
         made.setdefault(str(row["commit"]), []).append(row)
     return bullets(
-        f"`results/{name}.json` of `{commit}`, {len(of)} row{'s' * (len(of) > 1)}{_KNEW_MORE if commit in _MADE_BEFORE else ''}: "
+        f"`results/{name}.json` of `{commit}`, {_num(len(of), 'row')}{_KNEW_MORE if commit in _MADE_BEFORE else ''}: "
         f"{_names(of, rows) if len(made) > 1 else 'all'}"
         for commit, of in made.items()
     )
+
+
+def _num(value: int, noun: str) -> str:
+    return f"{value} {noun}" if value == 1 else f"{value} {noun}s"
 
 
 def _names(of: Sequence[Row], rows: Sequence[Row]) -> str:
