@@ -19,6 +19,7 @@ from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.result import ALL, ClassResult, SimulationResult
+from alignedserve.sim.shared_cores import NO_SLOWDOWNS, Slowdowns
 from alignedserve.sim.sweep import Case, WorkloadLine, part_of
 from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.requests import Window, Workload
@@ -36,7 +37,7 @@ class Machines:
     model: str | None  # of named accelerators
     costs: str = "roofline"
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict)
-    core_slowdown: float = 0.0  # of measured machines, as in SimConfig
+    slowdowns: Slowdowns = NO_SLOWDOWNS  # of measured machines, as in SimConfig
     seed: int = 0
 
     def configured(self, candidate: Candidate) -> SimConfig:
@@ -50,7 +51,7 @@ class Machines:
         )
         profile = self.profiles.get(candidate.offer.name)
         if profile is not None:
-            config = replace(simulated_policy(profile, cluster), core_slowdown=self.core_slowdown)
+            config = replace(simulated_policy(profile, cluster), slowdowns=self.slowdowns)
         else:
             assert self.model is not None, "named accelerators have no model of their own"
             worker = WorkerSpec(self.model, candidate.offer.name, candidate.tensor_parallel)

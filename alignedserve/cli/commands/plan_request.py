@@ -26,6 +26,7 @@ from alignedserve.replay.fitting import MachineFit, fit_machine
 from alignedserve.replay.run_file import read_run_metadata
 from alignedserve.replay.simulated import requests_of, workload_of
 from alignedserve.scheduling.policies import policy_config
+from alignedserve.sim.shared_cores import NO_SLOWDOWNS, Slowdowns
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.grammar import RECORDED as RECORDED_ARRIVALS
 from alignedserve.workload.grammar import parse_classes
@@ -52,7 +53,7 @@ class _Recorded:
     workload: Workload
     profile: MachineProfile
     cluster: ClusterConfig
-    core_slowdown: float
+    slowdowns: Slowdowns
 
 
 def asked_for(options: PlanOptions) -> Asked:
@@ -131,7 +132,7 @@ def _recorded(options: PlanOptions, folder: Path) -> _Recorded:
     workload = replace(workload, requests=tuple(_with_objectives(one, slo) for one in workload.requests))
     fit = fit_machine(run, metadata.layout.block_bytes)
     cluster = metadata.config
-    return _Recorded(workload, _profile(metadata.layout, fit), cluster, fit.slowdown)
+    return _Recorded(workload, _profile(metadata.layout, fit), cluster, fit.slowdowns)
 
 
 def _with_objectives(request: TimedRequest, slo: Slo) -> TimedRequest:
@@ -205,7 +206,7 @@ def _machines(options: PlanOptions, offers: tuple[Offer, ...], run: _Recorded | 
         model=(options.model or DEFAULT_MODEL) if named else None,
         costs=options.costs,
         profiles=profiles,
-        core_slowdown=run.core_slowdown if run is not None and is_as_recorded else 0.0,
+        slowdowns=run.slowdowns if run is not None and is_as_recorded else NO_SLOWDOWNS,
         seed=options.seed,
     )
 
