@@ -16,10 +16,9 @@ from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.planning.candidates import Candidate
 from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimConfig
+from alignedserve.sim.config import NO_SLOWDOWNS, SimConfig, Slowdowns
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.result import ALL, ClassResult, SimulationResult
-from alignedserve.sim.shared_cores import NO_SLOWDOWNS, Slowdowns
 from alignedserve.sim.sweep import Case, WorkloadLine, part_of
 from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.requests import Window, Workload
