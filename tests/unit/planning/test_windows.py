@@ -165,7 +165,7 @@ def test_an_error_ends_a_trial() -> None:
 
 
 def test_a_backlog_without_objectives_must_not_grow() -> None:
-    """20 requests a second of 30 ms each, of which none has an objective."""
+    """20 requests a second of 0.3 s each, of which none has an objective."""
     requests = [timed(0.05 * number, prompt_len=300, class_name="be", slo=Slo()) for number in range(200)]
     chat = [timed(0.5 * number, class_name="rt", slo=Slo(1000.0, None)) for number in range(20)]
     workload = workload_of(*sorted([*requests, *chat], key=lambda one: one.arrival_s))
