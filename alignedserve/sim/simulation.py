@@ -5,7 +5,7 @@ messages arrive and the counts are final.
 """
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, repeat
@@ -31,7 +31,7 @@ from alignedserve.sim.engine import EOS, SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.gateway import GATEWAY, SimulatedGateway
 from alignedserve.sim.misses import MissWatch
-from alignedserve.sim.records import RequestRecord
+from alignedserve.sim.records import GapSample, RequestRecord
 from alignedserve.sim.result import RouterResult, SimulationResult, classes_of, worker_of
 from alignedserve.sim.routers import RouterChoice, SimulatedRouter
 from alignedserve.sim.shared_cores import SharedCores
@@ -112,6 +112,10 @@ class Simulation:
     def records(self) -> Sequence[RequestRecord]:
         """Return every ended request, by its end; times begin with the simulation, requests a second later."""
         return self._gateway.records
+
+    def gaps(self) -> Mapping[str, GapSample]:
+        """Return the gaps between tokens, by class."""
+        return self._gateway.gaps
 
     def logics(self) -> dict[str, AnyLogic]:
         """Return each component's logic by its name."""
