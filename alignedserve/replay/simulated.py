@@ -55,11 +55,16 @@ class WorkerCosts:
     """Costs of iterations, and the measured ratios to them."""
 
     costs: CostModel
-    ratios: tuple[Ratio, ...] = (Ratio(1.0),)
+    ratios: Mapping[str, tuple[Ratio, ...]] = field(default_factory=dict)  # by worker
 
-    def drawn(self, seed: int) -> CostModel:
-        """Return the jittery costs for engines."""
-        return JitteryCosts(self.costs, self.ratios, seed)
+    def drawn(self, seed: int) -> dict[str, CostModel]:
+        """Return the jittery costs of the engines of those workers, each with its own jitter."""
+        return {name: JitteryCosts(self.costs, ratios, f"{seed} {name}") for name, ratios in self.ratios.items()}
+
+    def drawn_for_others(self, seed: int) -> CostModel:
+        """Return the jittery costs of other workers' engines."""
+        ratios = [ratio for of_worker in self.ratios.values() for ratio in of_worker]
+        return JitteryCosts(self.costs, ratios, seed) if ratios else self.costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +190,14 @@ def simulated_requests(workload: Workload, machine: SimulatedMachine, seed: int)
 
 def simulation_of(machine: SimulatedMachine, seed: int) -> SimConfig:
     """Return the configuration of a simulation with this jitter."""
+    decode, prefill = machine.decode, machine.prefill
     return SimConfig(
         cluster=machine.cluster,
         layout=machine.layout,
         links=machine.links,
-        decode_costs=machine.decode.drawn(seed),
-        prefill_costs=machine.prefill.drawn(seed) if machine.prefill is not None else None,
+        decode_costs=decode.drawn_for_others(seed),
+        prefill_costs=prefill.drawn_for_others(seed) if prefill is not None else None,
+        own_costs=decode.drawn(seed) | (prefill.drawn(seed) if prefill is not None else {}),
         learns_costs=True,
         slowdowns=machine.slowdowns,
         num_pools=machine.num_nodes,
