@@ -23,8 +23,7 @@ from alignedserve.costmodel.linear import (
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.replay.jitter import Ratio
 from alignedserve.replay.observed import ObservedCopy, ObservedIteration, ObservedRun
-from alignedserve.sim.config import SimLinks
-from alignedserve.sim.shared_cores import NO_SLOWDOWNS, Slowdowns
+from alignedserve.sim.config import NO_SLOWDOWNS, SimLinks, Slowdowns
 
 _FASTEST = 1e12  # bytes per second of a link whose larger copies took no longer
 _MIN_SAMPLES = 20

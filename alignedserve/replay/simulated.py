@@ -13,10 +13,9 @@ from alignedserve.messages.recording import RunMetadata
 from alignedserve.replay.fitting import MachineFit
 from alignedserve.replay.jitter import JitteryCosts, Ratio
 from alignedserve.replay.observed import ObservedRequest, ObservedRun
-from alignedserve.sim.config import SimConfig, SimLinks
+from alignedserve.sim.config import NO_SLOWDOWNS, SimConfig, SimLinks, Slowdowns
 from alignedserve.sim.records import Ending, GapSample, OpenRequest, RequestRecord
 from alignedserve.sim.result import ClassResult, Measure, classes_of
-from alignedserve.sim.shared_cores import NO_SLOWDOWNS, Slowdowns
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 

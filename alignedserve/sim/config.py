@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.block_layout import BlockLayout
@@ -10,7 +11,6 @@ from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.policy import DeviceMemory, Mechanism
-from alignedserve.sim.shared_cores import NO_SLOWDOWNS, Slowdowns
 from decode_worker.factory import memory_of
 
 
@@ -24,6 +24,30 @@ class SimLinks:
     submit_s: float | None = None  # of a request from its arrival at the gateway to the router; None: `message_s`
     token_s: float | None = None  # of a token from its worker to the client; None: `message_s`
     submit_times_s: tuple[float, ...] = ()  # recorded, one of which each request takes instead of `submit_s`, by seed
+
+
+class Slowdowns(NamedTuple):
+    """Shares of its own time by which an iteration is prolonged by each concurrent one.
+
+    Prompts: iterations with a part of a prompt; decodes: all others.
+    """
+
+    decodes_by_decodes: float = 0.0
+    decodes_by_prompts: float = 0.0
+    prompts_by_decodes: float = 0.0
+    prompts_by_prompts: float = 0.0
+
+    @classmethod
+    def alike(cls, slowdown: float) -> "Slowdowns":
+        """Return the slowdowns where every iteration prolongs every other by this share."""
+        return cls(slowdown, slowdown, slowdown, slowdown)
+
+    def of(self, *, has_prompt: bool, has_other_prompt: bool) -> float:
+        """Return the share by which the one kind is prolonged by the other."""
+        return self[2 * has_prompt + has_other_prompt]
+
+
+NO_SLOWDOWNS = Slowdowns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +110,7 @@ class SimConfig:
     seed: int = 0
     duration_s: float | None = None  # end of the simulation; None: when every request has ended
     timeline_of: str | None = None  # the worker whose iterations are all recorded
-    miss_limits: Mapping[str, int] | None = (
-        None  # of classes: when more requests miss their objectives, it is abandoned
-    )
+    miss_limits: Mapping[str, int] | None = None  # of classes: abandoned when more requests miss their objectives
     ends_when_settled: bool = False  # once it is known of each request of these classes, all open loops, if it misses
 
     def __post_init__(self) -> None:
