@@ -179,15 +179,15 @@ def union() -> str:
 
 
 def worse() -> str:
-    """Return why it is worse, for every row of that table in which it is."""
-    items, paper = [], ""
+    """Return why it is worse, with the rows of that table in which it is."""
+    of_reasons: dict[str, list[str]] = {}
+    last = ""
     for name, *_, verdicts in _rows():
-        if not name.startswith("the same"):
-            paper = name.partition(",")[0]
+        last = name if not name.startswith("the same") else last
         if "worse" in verdicts:
-            shown = name if name.startswith(paper) else f"{paper}, {name}"
-            items.append(f"{shown}. {WHY.get(name, NOT_LOOKED_INTO)}.")
-    return bullets(items)
+            shown = name if name == last else f"{last.partition(',')[0]}, {name}"
+            of_reasons.setdefault(WHY.get(name, NOT_LOOKED_INTO), []).append(shown)
+    return bullets(f"{reason} In: *{'*; *'.join(names)}*." for reason, names in of_reasons.items())
 
 
 def _rows() -> list[list[str]]:
