@@ -185,7 +185,7 @@ def worse() -> str:
     for name, *_, verdicts in _rows():
         last = name if not name.startswith("the same") else last
         if "worse" in verdicts:
-            shown = name if name == last else f"{last.partition(',')[0]}, {name}"
+            shown = name if name == last else f"{last.partition(',')[0]}: {name.removeprefix('the same').lstrip(',: ')}"
             of_reasons.setdefault(WHY.get(name, NOT_LOOKED_INTO), []).append(shown)
     return bullets(f"{reason} In: *{'*; *'.join(names)}*." for reason, names in of_reasons.items())
 

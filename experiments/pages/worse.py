@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from experiments.pages.record import bold
 
-NOT_LOOKED_INTO = bold("Not looked into:")
+NOT_LOOKED_INTO = bold("Not looked into.")
 
 _STRAGGLERS = (
     "Requests of other lengths join a batch where learned costs say that it is for nothing; with one block of threads"
