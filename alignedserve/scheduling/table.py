@@ -156,7 +156,7 @@ class RequestTable:
         return np.where(has_begun, self.first_token_s + after_first_s, self.arrival_s + self.ttft_s)
 
     def _bind(self) -> None:
-        """The public columns are views of as many rows as there are."""
+        """Make the public columns views of as many rows as there are."""
         num_rows = len(self.request_ids)
         for name, column in self._storage.items():
             setattr(self, name, column[:num_rows])

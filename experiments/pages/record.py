@@ -22,7 +22,7 @@ class Record:
         self.rows = rows
 
     def of(self, **labels: object) -> "Record":
-        """Return the rows with these labels. `lengths_` is the label `lengths`, where the plain word is taken."""
+        """Return the rows with these labels."""
         return Record([row for row in self.rows if all(row.get(name) == value for name, value in labels.items())])
 
     def __bool__(self) -> bool:

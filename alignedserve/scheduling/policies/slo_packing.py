@@ -24,16 +24,12 @@ class SloForecast(NamedTuple):
     is_free: Bools  # has no objective at all: only its length counts
     has_waited: Bools  # too long in all: no request overtakes it any more
     allowed_s: float  # the longest iteration that makes no next token late
-    banked_s: (
-        float  # the longest that all requests have ahead of their schedule, in which they still hold their mean gap
-    )
+    banked_s: float  # the longest in which all still hold their mean gap, by what they are ahead of their schedule
     stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
     slack_s: Floats  # until the next token is due
     kept_blocks: int  # more than requests on time hold now, they held lately: not for newcomers that they would evict
     prefill_token_s: float  # to compute one token of a prompt, as against copying it
-    eviction_slack_s: (
-        Floats  # for so long it can do without its cache and still hold its objectives; up to 0: it cannot
-    )
+    eviction_slack_s: Floats  # so long it can do without its cache and still hold its objectives; up to 0: it cannot
 
 
 class SloPacking:
