@@ -64,10 +64,60 @@ def test_a_worker_with_some_time_gives_only_while_prompts_wait_there() -> None:
     assert moved(Leans(), giver, receiver) == [("a-3", "b")]
 
 
-def test_a_worker_with_prompts_takes_nothing() -> None:
+def test_a_worker_with_prompts_takes_from_one_with_far_more_to_wait_for() -> None:
+    giver, receiver = elastic("a", 0.25, num_decodes=4), elastic("b", 1.0)
+    receiver.start_prefill(RequestId("r9"), PROMPT)
+    assert moved(Leans(), giver, receiver) == []
+    giver.start_prefill(RequestId("r8"), DispatchedPrefill(1, 49))  # a quarter of the time: as long as 196
+    assert moved(Leans(), giver, receiver) == []
+    giver.start_prefill(RequestId("r7"), DispatchedPrefill(1, 1))
+    assert moved(Leans(), giver, receiver) == [("a-3", "b")]
+
+
+def test_a_worker_with_prompts_takes_from_one_whose_decodes_are_late() -> None:
     receiver = elastic("b", 1.0)
     receiver.start_prefill(RequestId("r9"), PROMPT)
-    assert moved(Leans(), elastic("a", 0.0, num_decodes=4), receiver) == []
+    assert moved(Leans(), elastic("a", 0.0, num_decodes=4), receiver) == [("a-3", "b")]
+    assert moved(Leans(), elastic("a", 0.1, num_decodes=4), receiver) == []
+
+
+def short(num_free: int, **facts: Any) -> WorkerRecord:
+    """Four decodes in 320 blocks of four tokens, of which 20 are for growth; each comes to hold 14."""
+    made = elastic("a", 0.5, num_decodes=4, num_blocks=320, **facts)
+    made.load = WorkerLoad(lean=0.5, num_free_blocks=num_free)
+    return made
+
+
+def roomy(num_free: int, num_prompt_tokens: int = 0) -> WorkerRecord:
+    made = elastic("b", 0.5, num_decodes=9, num_blocks=320)
+    made.load = WorkerLoad(lean=0.5, num_free_blocks=num_free)
+    if num_prompt_tokens:
+        made.start_prefill(RequestId("r9"), DispatchedPrefill(1, num_prompt_tokens))
+    return made
+
+
+def test_a_worker_short_of_blocks_gives_as_many_as_it_lacks() -> None:
+    assert moved(Leans(), short(20), roomy(200)) == []
+    assert moved(Leans(), short(19), roomy(200)) == [("a-3", "b")]
+    assert moved(Leans(), short(0), roomy(200)) == [("a-3", "b"), ("a-2", "b")]
+
+
+def test_prompts_count_as_the_blocks_that_they_will_hold() -> None:
+    giver = short(60)
+    giver.start_prefill(RequestId("r8"), DispatchedPrefill(1, 160))  # 40 blocks
+    assert moved(Leans(), giver, roomy(200)) == []
+    giver.start_prefill(RequestId("r7"), DispatchedPrefill(1, 4))
+    assert moved(Leans(), giver, roomy(200, num_prompt_tokens=320)) == [("a-3", "b")]
+
+
+def test_the_receiver_keeps_blocks_for_its_prompts_and_no_fewer_than_the_giver_had() -> None:
+    assert moved(Leans(), short(0), roomy(100, num_prompt_tokens=320)) == []
+    assert moved(Leans(), short(0), roomy(47)) == [("a-3", "b")]
+    assert moved(Leans(), short(19), roomy(33)) == []
+    giver = short(60)
+    giver.start_prefill(RequestId("r8"), DispatchedPrefill(1, 400))
+    assert moved(Leans(), giver, roomy(74)) == [("a-3", "b")]
+    assert moved(Leans(), giver, roomy(73)) == []
 
 
 def test_nor_does_one_that_drains_or_is_full_or_elsewhere() -> None:
