@@ -27,7 +27,9 @@ _APART = 0.25  # leans that differ by less are left alone
 _SHORT = 0.125  # a worker with a smaller lean gives even if no prompt waits there: its decodes fill their gaps
 _SHARE = 0.25  # of the giver's decodes for each 1.0 of difference, moved at a time
 _FASTER = 2.0  # a receiver with prompts of its own computes them in a time so many times shorter
-_LEAST_FREE = 1 / 16  # of its blocks: a worker with fewer gives, one that takes keeps so many
+_KEPT_SHARE = 1 / 16  # of a worker's blocks: for decodes that grow
+_BLOCKS_APART = 0.25  # of all: so many more are still free at the receiver afterwards, as a move holds them twice
+_SOON_S = 2.0  # prompts that a worker computes within this time are to find blocks
 
 Requests = Mapping[RequestId, TrackedRequest]
 
@@ -106,33 +108,46 @@ def moves_for_memory(
 
     `able`: those that may take.
     """
-    room = {one.name: _room(one) for one in near if one.load is not None}
-    givers = sorted((one for one in near if room.get(one.name, 0) < 0), key=lambda one: (room[one.name], one.name))
-    takers = [one for one in able if one.name in room]
-    receiver = max(takers, key=lambda one: (room[one.name], one.name), default=None)
-    if receiver is None:
-        return []
-    for giver in givers:
-        planned, spare = [], min(room[receiver.name], _num_free(receiver) - _num_free(giver))
-        missing = -room[giver.name]
-        for tracked in _latest(giver, requests):
-            num_blocks = _blocks_of(tracked, receiver.registered.block_size)
-            if num_blocks > spare:
-                continue
-            planned.append(PlannedMove(tracked, receiver))
-            spare, missing = spare - num_blocks, missing - num_blocks
-            if missing <= 0:
-                break
-        if planned:
-            return planned
+    told = [one for one in near if one.load is not None]
+    givers = sorted(
+        (one for one in told if one.prefilling and _missing(one) > 0), key=lambda one: (-_missing(one), one.name)
+    )
+    receiver = max((one for one in able if one in told), key=lambda one: (_spare(one), one.name), default=None)
+    for giver in givers if receiver is not None else ():
+        assert receiver is not None, "no receiver"
+        chosen = _fitting(giver, receiver, requests)
+        if chosen:
+            return [PlannedMove(one, receiver) for one in chosen]
     return []
 
 
-def _room(worker: WorkerRecord) -> int:
-    """Return the blocks that would be left once all its prompts are computed, beside those for growth."""
-    registered = worker.registered
-    wanted = blocks_for(worker.num_prefill_tokens, registered.block_size)
-    return _num_free(worker) - wanted - int(registered.num_blocks * _LEAST_FREE)
+def _fitting(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) -> list[TrackedRequest]:
+    """Return the latest requests with as many blocks as the giver lacks, as far as the receiver can spare them."""
+    chosen, missing = [], _missing(giver)
+    apart = int(giver.registered.num_blocks * _BLOCKS_APART)
+    spare = min(_spare(receiver), _num_free(receiver) - _num_free(giver) - apart)
+    for tracked in _latest(giver, requests):
+        num_blocks = _blocks_of(tracked, receiver.registered.block_size)
+        if missing > 0 and num_blocks <= spare:
+            chosen.append(tracked)
+            spare, missing = spare - num_blocks, missing - num_blocks
+    return chosen
+
+
+def _missing(worker: WorkerRecord) -> int:
+    """Return the blocks that it lacks for the prompts that it can compute soon, beside those for growth."""
+    rate = worker.load.prompt_tokens_per_s if worker.load is not None else 0
+    soon = min(worker.num_prefill_tokens, int(rate * _SOON_S))
+    return _kept(worker) + blocks_for(soon, worker.registered.block_size) - _num_free(worker)
+
+
+def _spare(worker: WorkerRecord) -> int:
+    """Return the blocks that are left when all its prompts are computed, beside those for growth."""
+    return _num_free(worker) - _kept(worker) - blocks_for(worker.num_prefill_tokens, worker.registered.block_size)
+
+
+def _kept(worker: WorkerRecord) -> int:
+    return int(worker.registered.num_blocks * _KEPT_SHARE)
 
 
 def _num_free(worker: WorkerRecord) -> int:

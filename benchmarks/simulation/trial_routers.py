@@ -14,7 +14,7 @@ from alignedserve.messages.events import Send
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Workload
-from router.leans import Leans, PlannedMove, Requests, moves_for_time
+from router.leans import Leans, PlannedMove, Requests, moves_for_memory, moves_for_time
 from router.logic import RouterLogic
 from router.placement import Placement
 from router.policies import make_prefill_order
@@ -79,7 +79,7 @@ def prompt_s(worker: WorkerRecord, tracked: TrackedRequest) -> float:
     return tracked.num_prefill_tokens / (rate or 1)
 
 
-# --- prompts where there is memory for them
+# --- prompts and memory
 
 
 class WhereThereIsRoom(TrialChoice):
@@ -284,6 +284,14 @@ class MovesForTime(Leans):
         return moves_for_time(near, [one for one in near if one.can_take_over], requests)
 
 
+class MovesForMemory(Leans):
+    """Moves for memory alone."""
+
+    def moves_among(self, near: Collection[WorkerRecord], requests: Requests) -> list[PlannedMove]:
+        """See Leans."""
+        return moves_for_memory(near, [one for one in near if one.can_take_over], requests)
+
+
 def router_with(choice: type[TrialChoice] | None = None, leans: type[Leans] = Leans) -> type[TrialRouter]:
     """Return a router with this choice and these moves."""
     return type("ComposedRouter", (TrialRouter,), {"choice": choice, "leans": leans})
@@ -294,6 +302,7 @@ ROUTERS: dict[str, type[TrialRouter]] = {
     "no moves": router_with(leans=NoMoves),
     "moves to idle workers": router_with(leans=MovesToIdle),
     "moves for time": router_with(leans=MovesForTime),
+    "moves for memory": router_with(leans=MovesForMemory),
     "where there is room": router_with(WhereThereIsRoom),
     "room among equals": router_with(RoomAmongEquals),
     "forecast leans": LeaningRouter,

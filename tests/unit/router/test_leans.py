@@ -81,43 +81,46 @@ def test_a_worker_with_prompts_takes_from_one_whose_decodes_are_late() -> None:
     assert moved(Leans(), elastic("a", 0.1, num_decodes=4), receiver) == []
 
 
-def short(num_free: int, **facts: Any) -> WorkerRecord:
-    """Four decodes in 320 blocks of four tokens, of which 20 are for growth; each comes to hold 14."""
-    made = elastic("a", 0.5, num_decodes=4, num_blocks=320, **facts)
-    made.load = WorkerLoad(lean=0.5, num_free_blocks=num_free)
+def loaded(name: str, num_free: int, num_prompt_tokens: int, num_decodes: int) -> WorkerRecord:
+    """Of its 320 blocks of four tokens 20 are kept for growth; each of its decodes comes to hold 14."""
+    made = elastic(name, 0.5, num_decodes, num_blocks=320)
+    made.load = WorkerLoad(lean=0.5, num_free_blocks=num_free, prompt_tokens_per_s=1000)
+    if num_prompt_tokens:
+        made.start_prefill(RequestId(f"{name}-prompt"), DispatchedPrefill(1, num_prompt_tokens))
     return made
+
+
+def short(num_free: int, num_prompt_tokens: int) -> WorkerRecord:
+    return loaded("a", num_free, num_prompt_tokens, 4)
 
 
 def roomy(num_free: int, num_prompt_tokens: int = 0) -> WorkerRecord:
-    made = elastic("b", 0.5, num_decodes=9, num_blocks=320)
-    made.load = WorkerLoad(lean=0.5, num_free_blocks=num_free)
-    if num_prompt_tokens:
-        made.start_prefill(RequestId("r9"), DispatchedPrefill(1, num_prompt_tokens))
-    return made
+    return loaded("b", num_free, num_prompt_tokens, 9)
 
 
-def test_a_worker_short_of_blocks_gives_as_many_as_it_lacks() -> None:
-    assert moved(Leans(), short(20), roomy(200)) == []
-    assert moved(Leans(), short(19), roomy(200)) == [("a-3", "b")]
-    assert moved(Leans(), short(0), roomy(200)) == [("a-3", "b"), ("a-2", "b")]
+def test_a_worker_short_of_blocks_for_its_prompts_gives_as_many_as_it_lacks() -> None:
+    assert moved(Leans(), short(60, 160), roomy(300)) == []
+    assert moved(Leans(), short(60, 161), roomy(300)) == [("a-3", "b")]
+    assert moved(Leans(), short(45, 160), roomy(300)) == [("a-3", "b"), ("a-2", "b")]
+    assert moved(Leans(), short(0, 0), roomy(300)) == []  # nothing waits for blocks
 
 
-def test_prompts_count_as_the_blocks_that_they_will_hold() -> None:
-    giver = short(60)
-    giver.start_prefill(RequestId("r8"), DispatchedPrefill(1, 160))  # 40 blocks
-    assert moved(Leans(), giver, roomy(200)) == []
-    giver.start_prefill(RequestId("r7"), DispatchedPrefill(1, 4))
-    assert moved(Leans(), giver, roomy(200, num_prompt_tokens=320)) == [("a-3", "b")]
+def test_prompts_that_it_will_not_soon_compute_do_not_count() -> None:
+    assert moved(Leans(), short(4, 100_000), roomy(320)) == [(f"a-{number}", "b") for number in (3, 2, 1, 0)]
+    waiting = short(4, 100_000)
+    assert waiting.load is not None
+    waiting.load = replace(waiting.load, prompt_tokens_per_s=2)
+    assert moved(Leans(), waiting, roomy(320)) == [("a-3", "b"), ("a-2", "b")]
 
 
-def test_the_receiver_keeps_blocks_for_its_prompts_and_no_fewer_than_the_giver_had() -> None:
-    assert moved(Leans(), short(0), roomy(100, num_prompt_tokens=320)) == []
-    assert moved(Leans(), short(0), roomy(47)) == [("a-3", "b")]
-    assert moved(Leans(), short(19), roomy(33)) == []
-    giver = short(60)
-    giver.start_prefill(RequestId("r8"), DispatchedPrefill(1, 400))
-    assert moved(Leans(), giver, roomy(74)) == [("a-3", "b")]
-    assert moved(Leans(), giver, roomy(73)) == []
+def test_the_receiver_keeps_blocks_for_its_prompts() -> None:
+    assert moved(Leans(), short(0, 40), roomy(153, 476)) == [("a-3", "b")]
+    assert moved(Leans(), short(0, 40), roomy(153, 480)) == []
+
+
+def test_the_receiver_has_a_quarter_more_free_blocks_afterwards() -> None:
+    assert moved(Leans(), short(10, 40), roomy(104)) == [("a-3", "b")]
+    assert moved(Leans(), short(10, 40), roomy(103)) == []
 
 
 def test_nor_does_one_that_drains_or_is_full_or_elsewhere() -> None:
