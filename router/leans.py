@@ -14,6 +14,7 @@ left alone for `REST_S`, by when both have told their new loads.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from alignedserve.core.block_allocator import blocks_for
@@ -84,9 +85,10 @@ def moves_for_time(
             continue
         surplus = len(giver.decoding) - len(receiver.decoding)
         count = min(max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1), surplus // 2)
-        movable = list(_latest(giver, requests)) if count > 0 else []
-        if movable:
-            return [PlannedMove(one, receiver) for one in movable[:count]]
+        chosen = _that_fit(_latest(giver, requests), _spare(receiver), receiver.registered.block_size)
+        planned = [PlannedMove(one, receiver) for one in islice(chosen, max(count, 0))]
+        if planned:
+            return planned
     return []
 
 
@@ -115,23 +117,31 @@ def moves_for_memory(
     receiver = max((one for one in able if one in told), key=lambda one: (_spare(one), one.name), default=None)
     for giver in givers if receiver is not None else ():
         assert receiver is not None, "no receiver"
-        chosen = _fitting(giver, receiver, requests)
-        if chosen:
-            return [PlannedMove(one, receiver) for one in chosen]
+        planned = [PlannedMove(one, receiver) for one in _to_free(giver, receiver, requests)]
+        if planned:
+            return planned
     return []
 
 
-def _fitting(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) -> list[TrackedRequest]:
-    """Return the latest requests with as many blocks as the giver lacks, as far as the receiver can spare them."""
-    chosen, missing = [], _missing(giver)
+def _to_free(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) -> Iterator[TrackedRequest]:
+    """Yield the latest requests with as many blocks as the giver lacks, as far as the receiver can spare them."""
+    missing, block_size = _missing(giver), receiver.registered.block_size
     apart = int(giver.registered.num_blocks * _BLOCKS_APART)
     spare = min(_spare(receiver), _num_free(receiver) - _num_free(giver) - apart)
-    for tracked in _latest(giver, requests):
-        num_blocks = _blocks_of(tracked, receiver.registered.block_size)
-        if missing > 0 and num_blocks <= spare:
-            chosen.append(tracked)
-            spare, missing = spare - num_blocks, missing - num_blocks
-    return chosen
+    for tracked in _that_fit(_latest(giver, requests), spare, block_size):
+        yield tracked
+        missing -= _blocks_of(tracked, block_size)
+        if missing <= 0:
+            return
+
+
+def _that_fit(requests: Iterable[TrackedRequest], spare: int, block_size: int) -> Iterator[TrackedRequest]:
+    """Yield those that fit into so many blocks beside the ones before."""
+    for tracked in requests:
+        num_blocks = _blocks_of(tracked, block_size)
+        if num_blocks <= spare:
+            spare -= num_blocks
+            yield tracked
 
 
 def _missing(worker: WorkerRecord) -> int:
@@ -159,11 +169,10 @@ def _blocks_of(tracked: TrackedRequest, block_size: int) -> int:
     return blocks_for(tracked.request.prompt_len + int(tracked.predicted_output_len), block_size)
 
 
-def _latest(giver: WorkerRecord, requests: Requests) -> Iterator[TrackedRequest]:
+def _latest(giver: WorkerRecord, requests: Requests) -> list[TrackedRequest]:
     """Return what may leave, the latest first: it has most left to do."""
     movable = [one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)]
-    movable.sort(key=lambda one: (-one.request.arrival_s, one.request.request_id))
-    return iter(movable)
+    return sorted(movable, key=lambda one: (-one.request.arrival_s, one.request.request_id))
 
 
 def _is_movable(tracked: TrackedRequest) -> bool:

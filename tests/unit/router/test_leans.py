@@ -16,8 +16,9 @@ PROMPT = DispatchedPrefill(1, 100)
 
 
 def elastic(name: str, lean: float, num_decodes: int = 0, **facts: Any) -> WorkerRecord:
-    registered = worker(**{"can_prefill": True, "can_move": True, "max_running_requests": 64, **facts})
-    made = WorkerRecord(name, registered, WorkerLoad(lean=lean))
+    known = {"can_prefill": True, "can_move": True, "max_running_requests": 64, "num_blocks": 320}
+    registered = worker(**{**known, **facts})
+    made = WorkerRecord(name, registered, WorkerLoad(lean=lean, num_free_blocks=registered.num_blocks))
     made.decoding = {RequestId(f"{name}-{number}") for number in range(num_decodes)}
     return made
 
@@ -83,7 +84,7 @@ def test_a_worker_with_prompts_takes_from_one_whose_decodes_are_late() -> None:
 
 def loaded(name: str, num_free: int, num_prompt_tokens: int, num_decodes: int) -> WorkerRecord:
     """Of its 320 blocks of four tokens 20 are kept for growth; each of its decodes comes to hold 14."""
-    made = elastic(name, 0.5, num_decodes, num_blocks=320)
+    made = elastic(name, 0.5, num_decodes)
     made.load = WorkerLoad(lean=0.5, num_free_blocks=num_free, prompt_tokens_per_s=1000)
     if num_prompt_tokens:
         made.start_prefill(RequestId(f"{name}-prompt"), DispatchedPrefill(1, num_prompt_tokens))
@@ -123,7 +124,15 @@ def test_the_receiver_has_a_quarter_more_free_blocks_afterwards() -> None:
     assert moved(Leans(), short(10, 40), roomy(103)) == []
 
 
-def test_nor_does_one_that_drains_or_is_full_or_elsewhere() -> None:
+def test_the_receiver_has_blocks_for_what_it_takes() -> None:
+    giver, receiver = elastic("a", 0.0, num_decodes=8), elastic("b", 1.0)
+    receiver.load = WorkerLoad(lean=1.0, num_free_blocks=34)
+    assert moved(Leans(), giver, receiver) == [("a-7", "b")]
+    receiver.load = WorkerLoad(lean=1.0, num_free_blocks=33)
+    assert moved(Leans(), giver, receiver) == []
+
+
+def test_nothing_goes_to_one_that_drains_or_is_full_or_elsewhere() -> None:
     giver = elastic("a", 0.0, num_decodes=4)
     drains, full = elastic("b", 1.0), elastic("c", 1.0, num_decodes=2, max_running_requests=2)
     drains.is_draining = True
