@@ -1,4 +1,4 @@
-"""The requests of a colocated worker: their rows in the policy's table and their blocks, always changed together."""
+"""Requests of a worker where a policy decides: their rows in its table and their blocks, always changed together."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from alignedserve.worker_core.request import WorkerRequest
 
 @dataclass(slots=True, eq=False)
 class HeldRequest(WorkerRequest):
-    """One request on a colocated worker; its progress is in the table."""
+    """One request on such a worker; its progress is in the table."""
 
     block_ids: list[BlockId] = field(default_factory=list)
     is_in_engine: bool = False

@@ -126,8 +126,9 @@ class OnlineIterationModel:
         return 1.0 if error <= limit else limit / error
 
     def _learn(self, features: list[float], weight: float) -> None:
-        """Add an iteration's features to the sums, then set each coefficient once to its best with the others as they
-        are; iterations to come go on from there.
+        """Add an iteration's features to the sums, and move the coefficients towards what they say.
+
+        Each is set once to its best with the others as they are; iterations to come go on from there.
         """
         scale = math.exp(self._log_scale)
         if self._has_kernel:
@@ -167,10 +168,11 @@ class OnlineIterationModel:
 
 
 def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
-    """Return a model that begins with what was measured before: its prior is the fit to those iterations, and GENERIC,
-    scaled to this machine, for what they have nothing of. Without any iteration it is GENERIC.
+    """Return a model that begins with what was measured before.
 
-    Samples that compute nothing are copies to and from the host; they say what swapping costs.
+    Its prior is the fit to those iterations, and GENERIC, scaled to this machine, for what they have nothing of.
+    Without any iteration it is GENERIC. Samples that compute nothing are copies to and from the host; they say what
+    swapping costs.
     """
     iterations = [sample for sample in measured if not sample.work.is_empty]
     copies = [sample for sample in measured if sample.work.is_empty]
@@ -194,8 +196,9 @@ def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
 
 
 def _swap_token_s(copies: Sequence[Sample], coefficients: LinearCoefficients) -> float:
-    """Return the seconds of a token by the median copy, so that one that was disturbed does not count; without any, a
-    guess from what computing it takes.
+    """Return the seconds to copy a token.
+
+    By the median copy, so that one that was disturbed does not count; without any a guess from what computing it takes.
     """
     if not copies:
         return _COPY_SHARE * (coefficients.prompt_token_s + coefficients.beyond_token_s)

@@ -13,6 +13,7 @@ from alignedserve.costmodel.model_shapes import ModelShape
 
 _FORMAT = 1
 _MAX_BYTES = 16 << 20
+_MAX_THREADS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class MachineProfile:
     shape: ModelShape
     coefficients: LinearCoefficients
     memory_link: LinkModel  # of cache blocks from one place in host memory to another
+    num_threads: int | None = None  # of a worker, on a CPU; None: the file does not say
 
     def cost_model(self) -> LinearIterationModel:
         """Return the fitted model; a swap is a copy within memory."""
@@ -47,7 +49,14 @@ def read_profile(path: Path) -> MachineProfile:
         raise ConfigError(f"{path}: memory_link.bytes_per_s must be above 0.")
     sections = {"coefficients": _with_bend(content.get("coefficients"))}
     coefficients = LinearCoefficients(**_numbers(sections, "coefficients", LinearCoefficients, path))
-    return MachineProfile(_shape(content, path), coefficients, link)
+    return MachineProfile(_shape(content, path), coefficients, link, _num_threads(content))
+
+
+def _num_threads(content: Mapping[str, Any]) -> int | None:
+    """Return the threads that the machine's description names, which is there for people."""
+    machine = content.get("machine")
+    found = machine.get("threads") if isinstance(machine, dict) else None
+    return found if type(found) is int and 1 <= found <= _MAX_THREADS else None
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:

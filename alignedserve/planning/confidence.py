@@ -5,6 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from alignedserve.planning.candidates import Candidate
+from alignedserve.planning.hardware_list import RECORDED
+from alignedserve.planning.trials import Machines, Outcome
+from alignedserve.planning.windows import Group
 from alignedserve.sim.result import PartResult
 
 # By how much simulated runs differ from live ones that they were not fitted to, as the ratio of simulated to real. From
@@ -41,8 +45,28 @@ def attained_interval(parts: Sequence[PartResult], seed: int) -> Interval:
     return Interval(min(low, most), high)
 
 
-def cautions(num_requests: int, share: float, span_s: float, *, is_calculated: bool) -> list[str]:
-    """Return what limits the confidence, in words. `is_calculated`: costs are of datasheets, not measured."""
+def compared(groups: Sequence[Group], span_s: float, on_windows: Outcome | None, on_whole: Outcome) -> list[str]:
+    """Return in words what was simulated: the whole workload, or windows of it, and how far those told the truth."""
+    if not groups:
+        return ["Every plan was simulated on the whole workload; hopeless ones were abandoned."]
+    windows = [group.window for group in groups]
+    played_s = sum(window.end_s - window.start_s for window in windows)
+    found = [
+        f"The plan was simulated on the whole workload, its equals and those beside it on up to {len(groups)} windows "
+        f"({played_s:.0f} of {span_s:.0f} s): the busiest one, and one of each group of "
+        f"{', '.join(str(group.num_windows) for group in groups[1:])} by load. A family of plans that looks worse on "
+        "them than it is can be overlooked."
+    ]
+    if on_windows is not None and on_windows.windows is not None:
+        found.append(
+            f"On the {on_windows.windows.num_played} busiest of these windows the plan attains "
+            f"{on_windows.attained:.2%}, on the whole {on_whole.attained:.2%}."
+        )
+    return found
+
+
+def cautions(num_requests: int, share: float, span_s: float, costs: str) -> list[str]:
+    """Return what limits the confidence, in words. `costs`: a caution about the costs, or nothing."""
     found = []
     num_allowed = num_requests * (1.0 - share)
     if num_allowed < 10:
@@ -53,14 +77,27 @@ def cautions(num_requests: int, share: float, span_s: float, *, is_calculated: b
         )
     if span_s < 600.0:
         found.append(f"The workload is {span_s:.0f} s long: its busiest hour, say, cannot be in it.")
-    if is_calculated:
-        found.append(
-            "Times of iterations are calculated from datasheets (docs/costmodels.md compares with measurements), not "
-            "measured on this hardware; `alignedserve profile` measures them."
-        )
+    if costs:
+        found.append(costs)
     found.append(
         f"Simulated by real, on live runs that it was not fitted to ({MEASURED_ON}, two cores): throughput "
         f"{THROUGHPUT_RATIOS[0]:.2f} to {THROUGHPUT_RATIOS[1]:.2f}, TTFT {TTFT_RATIOS[0]:.2f} to {TTFT_RATIOS[1]:.2f}, "
         f"TPOT {TPOT_RATIOS[0]:.2f} to {TPOT_RATIOS[1]:.2f} (benchmarks/results/simulated_vs_live_*.json)."
     )
     return found
+
+
+def caution_of_costs(candidate: Candidate, machines: Machines) -> str:
+    """Return what is to be known about the costs of a plan's workers; nothing where they are known well."""
+    offer, num_workers = candidate.offer, candidate.num_accelerators
+    if not offer.is_profiled:
+        calculated = (
+            "Times of iterations are calculated from datasheets (docs/costmodels.md compares with measurements), not "
+            "measured on this hardware; `alignedserve profile` measures them."
+        )
+        return calculated if machines.costs == "roofline" else ""
+    if offer.name == RECORDED or num_workers == 1:
+        return ""
+    num_threads = machines.profiles[offer.name].num_threads
+    cores = f"{num_workers * num_threads} cores ({num_threads} each)" if num_threads else "cores of their own"
+    return f"Its {num_workers} workers are simulated as fast as the measured one: that needs {cores}."

@@ -7,6 +7,7 @@ import yaml
 
 from alignedserve.config.sections import ClusterConfig, RecordingConfig, Section
 from alignedserve.planning.candidates import Candidate
+from alignedserve.planning.hardware_list import RECORDED
 from alignedserve.planning.trials import Machines
 
 # Where a model of that shape is found. Others are given by hand.
@@ -39,14 +40,11 @@ def config_file(candidate: Candidate, machines: Machines, remarks: list[str]) ->
     config = machines.configured(candidate).cluster
     config = msgspec.structs.replace(config, recording=RecordingConfig())
     values: dict[str, Any] = {"topology": candidate.topology.value}
-    if not candidate.offer.is_profiled:
-        assert machines.model is not None, "named accelerators have no model of their own"
-        model = {"path": MODEL_PATHS.get(machines.model, machines.model)}
-        values |= {"model": model, "engine": {"device": "cuda"}}
+    values |= _model_and_engine(candidate, machines)
     for name, section in _changed_sections(config, keeps_memory=candidate.offer.is_profiled).items():
         if name in ("batching", "pool", "prefill") and not candidate.topology.is_separate:
             continue
-        values[name] = {**values.get(name, {}), **section}
+        values[name] = {**section, **values.get(name, {})}
     values.setdefault("decode", {})["count"] = candidate.num_decode
     if candidate.topology.is_separate:
         values.setdefault("prefill", {})["count"] = candidate.num_prefill
@@ -56,6 +54,27 @@ def config_file(candidate: Candidate, machines: Machines, remarks: list[str]) ->
         values["scheduling"]["policy_params"] = dict(policy.params)
     comments = "".join(f"# {' '.join(line.split())}\n" for line in remarks)
     return comments + yaml.safe_dump(values, sort_keys=False)
+
+
+def _model_and_engine(candidate: Candidate, machines: Machines) -> dict[str, Any]:
+    """Return the model to be served, and what its workers are: as they were measured, or GPUs.
+
+    A recorded run's configuration says both itself.
+    """
+    if candidate.offer.name == RECORDED:
+        return {}
+    profile = machines.profiles.get(candidate.offer.name)
+    if profile is None:
+        assert machines.model is not None, "named accelerators have no model of their own"
+        return {"model": {"path": _model_path(machines.model)}, "engine": {"device": "cuda"}}
+    found: dict[str, Any] = {"model": {"path": _model_path(profile.shape.name), "dtype": profile.shape.dtype}}
+    if profile.num_threads is not None:
+        found["engine"] = {"threads_per_worker": profile.num_threads}
+    return found
+
+
+def _model_path(name: str) -> str:
+    return MODEL_PATHS.get(name, name)
 
 
 def _changed_sections(config: ClusterConfig, *, keeps_memory: bool) -> dict[str, dict[str, Any]]:

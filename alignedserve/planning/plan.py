@@ -1,31 +1,32 @@
 """Makes a plan: searches with the simulator, then asks how far the plan found can be trusted and what else there is."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.planning.candidates import Candidate, Choices, Family, families_of
-from alignedserve.planning.confidence import SLOWDOWN, Interval, attained_interval, cautions
+from alignedserve.planning.confidence import SLOWDOWN, Interval, attained_interval, caution_of_costs, cautions, compared
+from alignedserve.planning.loads import UnitCosts, first_member, unit_costs
 from alignedserve.planning.search import PlanSearch, Trial, Verdict
 from alignedserve.planning.trials import (
+    HOPELESS,
     Goals,
     Machines,
     Outcome,
     Run,
-    Stage,
     Traffic,
     case_of,
     goals_of,
     judged,
-    usable,
+    obstacle,
 )
-from alignedserve.sim.sweep import CasePool, CaseProgress, WorkloadLine
-from alignedserve.workload.requests import Workload, beginning_of
+from alignedserve.planning.windowed_trial import WindowedTrial
+from alignedserve.planning.windows import Group, WindowSizes, groups_of
+from alignedserve.sim.result import PartResult, SimulationResult
+from alignedserve.sim.sweep import CasePool, CaseProgress
+from alignedserve.workload.requests import Window, Workload, window_of
 
-SHRINKING = 4  # a beginning is this part of the next longer one
-_LEAST_REQUESTS, _LEAST_S = 300, 60.0  # of the shortest beginning
-_NUM_STAGES = 4
 _FASTER = (1.1, 1.25, 1.5)  # times the arrivals, that a plan is tried with
 _SLOWER = (0.9, 0.75, 0.5)
 _MORE = (1.5, 2.0)  # times the accelerators, where those that there are do not hold
@@ -42,13 +43,13 @@ class PlanRequest:
     choices: Choices
     machines: Machines
     seed: int = 0
+    windows: WindowSizes = field(default_factory=WindowSizes)
 
 
 class Tried(NamedTuple):
     """A plan, and what its longest simulation says."""
 
     candidate: Candidate
-    stage: Stage
     outcome: Outcome
 
 
@@ -56,9 +57,12 @@ class Variation(NamedTuple):
     """The plan chosen (or the nearest) under other circumstances."""
 
     words: str
-    attained: float
-    holds: bool
-    is_abandoned: bool
+    outcome: Outcome
+
+    @property
+    def holds(self) -> bool:
+        """Return whether it holds."""
+        return self.outcome.holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class Plan:
     variations: Sequence[Variation]
     cautions: Sequence[str]
     num_simulations: int
+    groups: Sequence[Group]  # whose windows plans were compared on; none: all played the whole workload
 
     @property
     def is_held(self) -> bool:
@@ -84,8 +89,8 @@ class Plan:
     def frontier(self) -> list[Tried]:
         """Return the plans of which none cheaper attains as much, the cheapest first."""
         found: list[Tried] = []
-        whole = (one for one in self.tried if one.stage.is_whole and not one.outcome.is_abandoned)
-        for one in sorted(whole, key=lambda one: (one.candidate.cost, -one.outcome.attained)):
+        known = (one for one in self.tried if one.outcome.is_representative)
+        for one in sorted(known, key=lambda one: (one.candidate.cost, -one.outcome.attained)):
             if not found or one.outcome.attained > found[-1].outcome.attained:
                 found.append(one)
         return found
@@ -100,31 +105,48 @@ def make_plan(request: PlanRequest, pool: CasePool, note: Note = lambda _words, 
     search = planner.search()
     best, best_of_all = search.best(can_be_served=True), search.best()
     nearest = best or best_of_all or search.nearest()
-    found = planner.tried[nearest.label]
+    found, goals = planner.tried[nearest.label], planner.goals
     variations = planner.variations(found)
-    of_goals = planner.stages[-1].goals
-    result = found.outcome.result
-    names = of_goals.bounded if result is not None else ()
-    shares = [result.classes[name] for name in sorted(names) if result is not None and name in result.classes]
-    worst = min(shares, key=lambda one: one.attainment or 0.0, default=None)
+    on_windows = planner.on_windows.get(nearest.label)
     is_cheaper = best_of_all is not None and (best is None or best_of_all.cost < best.cost)
     return Plan(
-        goals=of_goals,
+        goals=goals,
         chosen=planner.tried[best.label] if best is not None else None,
         nearest=found,
         simulated_only=planner.tried[best_of_all.label] if best_of_all is not None and is_cheaper else None,
         tried=list(planner.tried.values()),
         skipped=planner.skipped,
-        interval=attained_interval(worst.parts if worst is not None else (), request.seed),
+        interval=attained_interval(_worst_parts(goals, found.outcome), request.seed),
         variations=variations,
-        cautions=cautions(
-            sum(of_goals.num_requests.values()),
-            request.share,
-            of_goals.span_s,
-            is_calculated=request.machines.costs == "roofline" and not nearest.offer.is_profiled,
-        ),
+        cautions=[
+            *compared(planner.groups, goals.span_s, on_windows, found.outcome),
+            *cautions(
+                sum(goals.num_requests.values()),
+                request.share,
+                goals.span_s,
+                caution_of_costs(nearest, request.machines),
+            ),
+        ],
         num_simulations=planner.num_simulations,
+        groups=planner.groups,
     )
+
+
+def _worst_parts(goals: Goals, outcome: Outcome) -> Sequence[PartResult]:
+    """Return the parts of the run of the class that attains least."""
+    classes = {} if outcome.result is None else outcome.result.classes
+    bounded = [classes[name] for name in sorted(goals.bounded) if name in classes]
+    worst = min(bounded, key=lambda one: one.attainment or 0.0, default=None)
+    return worst.parts if worst is not None else ()
+
+
+class _Variant(NamedTuple):
+    """A plan to be simulated under certain circumstances."""
+
+    candidate: Candidate
+    speed: float = 1.0  # of arrivals
+    slowdown: float = 1.0  # of iterations
+    is_thorough: bool = False  # what it attains is wanted, not only whether it holds
 
 
 class _Planner:
@@ -132,84 +154,132 @@ class _Planner:
 
     def __init__(self, request: PlanRequest, pool: CasePool, note: Note) -> None:
         self._request, self._pool, self._note = request, pool, note
-        source = request.traffic.source
-        workload = source.build() if isinstance(source, WorkloadLine) else source
-        self.stages = _stages(workload, request.share)
+        workload = request.traffic.whole()
+        self.goals = goals_of(workload, request.share)
         self.tried: dict[str, Tried] = {}
+        self.on_windows: dict[str, Outcome] = {}
         self.skipped: list[tuple[str, str]] = []
         self.num_simulations = 0
         self._families = self._usable_families(workload)
+        costs = {family.name: self._unit_costs(family, workload) for family in self._families}
+        self.groups = groups_of(workload, costs[self._families[0].name], request.windows)
+        self._firsts = self._first_members(workload, costs)
 
     def _usable_families(self, workload: Workload) -> list[Family]:
         machines = self._request.machines
         found = []
         for family in families_of(self._request.choices):
-            members = usable(family.members[:1], machines, workload, self._skip) and family.members
-            if members:
+            smallest = family.members[0]
+            problem = obstacle(smallest, machines, workload)
+            if problem is None:
                 found.append(family)
+            else:
+                self.skipped.append((smallest.label, problem))
         if not found:
             raise ConfigError(f"no plan can run this workload: {self.skipped[0][1]}")
         return found if self._request.choices.degrees is not None else _least_parallel(found)
 
-    def _skip(self, candidate: Candidate, reason: str) -> None:
-        self.skipped.append((candidate.label, reason))
+    def _unit_costs(self, family: Family, workload: Workload) -> UnitCosts:
+        return unit_costs(self._request.machines.configured(family.members[0]), workload.requests)
+
+    def _first_members(self, workload: Workload, costs: Mapping[str, UnitCosts]) -> list[int]:
+        """Return the member of each family that the search begins with: of the size that a busy window needs."""
+        requests, duration_s = workload.requests, self.goals.span_s
+        if self.groups:
+            window = self.groups[min(1, len(self.groups) - 1)].window
+            requests = window_of(workload, Window(window.start_s, window.end_s)).requests
+            duration_s = window.end_s - window.start_s
+        return [first_member(family, costs[family.name].of(requests), duration_s) for family in self._families]
+
+    # --- simulations
 
     def search(self) -> PlanSearch:
         """Search among all families."""
-        search = PlanSearch(self._families, num_stages=len(self.stages))
+        search = PlanSearch(self._families, has_windows=bool(self.groups), firsts=self._firsts)
         while trials := search.next_trials():
-            stage = self.stages[search.stage]
-            length = "the whole workload" if stage.is_whole else f"its first {stage.beginning_s:.0f} s"
-            runs = [(trial.candidate, Run(stage, is_limited=trial.is_limited)) for trial in trials]
-            outcomes = self._simulate(f"{len(trials)} plans on {length}", runs)
-            search.take(
-                [(trial, Verdict(one.attained, one.holds)) for trial, one in zip(trials, outcomes, strict=True)]
-            )
-            self._keep(trials, stage, outcomes)
+            on_windows = [trial for trial in trials if not trial.is_whole]
+            on_whole = [trial for trial in trials if trial.is_whole]
+            outcomes = self._play_windows("plans on windows", [_Variant(trial.candidate) for trial in on_windows])
+            outcomes += self._play_whole(on_whole)
+            pairs = list(zip((*on_windows, *on_whole), outcomes, strict=True))
+            for trial, outcome in pairs:
+                self._keep(trial.candidate, outcome)
+            search.take([(trial, _verdict(outcome)) for trial, outcome in pairs])
         return search
 
-    def _keep(self, trials: Sequence[Trial], stage: Stage, outcomes: Sequence[Outcome]) -> None:
-        for trial, outcome in zip(trials, outcomes, strict=True):
-            self.tried[trial.candidate.label] = Tried(trial.candidate, stage, outcome)
+    def _keep(self, candidate: Candidate, outcome: Outcome) -> None:
+        if not outcome.is_whole:
+            self.on_windows[candidate.label] = outcome
+        self.tried[candidate.label] = Tried(candidate, outcome)
 
-    def _simulate(self, words: str, runs: Sequence[tuple[Candidate, Run]]) -> list[Outcome]:
+    def _play_whole(self, trials: Sequence[Trial]) -> list[Outcome]:
+        """Play the whole workload. Without windows it tells what each plan attains, of all but hopeless ones."""
+        exact, rough = self.goals.limits(), self.goals.limits(HOPELESS)
+        limits = exact if self.groups else rough
+        runs = [(one.candidate, Run(limits=limits if one.is_limited else None)) for one in trials]
+        words = f"{len(runs)} plans on the whole workload" if len(runs) > 1 else "a plan on the whole workload"
+        return [judged(result, error, self.goals) for result, error in self._simulate(words, runs)]
+
+    def _play_windows(self, words: str, variants: Sequence[_Variant]) -> list[Outcome]:
+        """Play windows of each until enough is known: the next ones of all, side by side."""
+        trials = [
+            WindowedTrial(self.groups, self.goals, speed=one.speed, is_thorough=one.is_thorough) for one in variants
+        ]
+        while asked := [(number, group) for number, one in enumerate(trials) for group in one.next_windows()]:
+            runs = [
+                (
+                    variants[number].candidate,
+                    Run(group.window, trials[number].limits(group), variants[number].speed, variants[number].slowdown),
+                )
+                for number, group in asked
+            ]
+            for (number, group), (result, error) in zip(asked, self._simulate(words, runs), strict=True):
+                trials[number].take(group, result, error)
+        return [trial.outcome() for trial in trials]
+
+    def _play(self, words: str, variants: Sequence[_Variant]) -> list[Outcome]:
+        """Play windows, or the whole where there are none."""
+        if self.groups:
+            return self._play_windows(words, variants)
+        limits = self.goals.limits(HOPELESS)
+        runs = [(one.candidate, Run(None, limits, one.speed, one.slowdown)) for one in variants]
+        found = zip(variants, self._simulate(words, runs), strict=True)
+        return [judged(result, error, self.goals, one.speed) for one, (result, error) in found]
+
+    def _simulate(
+        self, words: str, runs: Sequence[tuple[Candidate, Run]]
+    ) -> list[tuple[SimulationResult | None, str | None]]:
+        if not runs:
+            return []
         request = self._request
         self._note(words, None)
         cases = [case_of(candidate, run, request.machines, request.traffic) for candidate, run in runs]
         self.num_simulations += len(cases)
         results = self._pool.run(cases, lambda case: self._note(words, case))
-        return [judged(one.result, one.error, run) for one, (_, run) in zip(results, runs, strict=True)]
+        return [(one.result, one.error) for one in results]
 
     # --- around the plan
 
     def variations(self, nearest: Tried) -> list[Variation]:
         """Try the plan with slower iterations, other rates, and fewer or more workers."""
-        short = self.stages[max(len(self.stages) - 2, 0)]
-        length = "" if short.is_whole else f" (first {short.beginning_s:.0f} s)"
-        holds = nearest.outcome.holds
-        candidate = nearest.candidate
-        named: list[tuple[str, Candidate, Run]] = []
-        if holds:
-            words = f"every iteration {SLOWDOWN - 1:.0%} slower than simulated{length}"
-            named.append((words, candidate, Run(short, slowdown=SLOWDOWN)))
-        for speed in _FASTER if holds else _SLOWER:
-            words = f"{speed:g} times the requests per second{length}"
-            named.append((words, candidate, Run(short, is_limited=True, speed=speed)))
-        neighbours = self._neighbours(candidate) if holds else self._larger(candidate)
-        for one in neighbours:
-            run = Run(short, is_limited=not holds)
-            named.append((f"{one.num_accelerators} x {one.offer.name}, {one.shape}{length}", one, run))
-        outcomes = self._simulate("the plan under other circumstances", [(one, run) for _, one, run in named])
-        for (_, one, run), outcome in zip(named, outcomes, strict=True):
-            if one is not candidate and holds and not self._is_known(one):
-                self.tried[one.label] = Tried(one, run.stage, outcome)
-        return [
-            Variation(words, outcome.attained, outcome.holds, outcome.is_abandoned)
-            for (words, _, _), outcome in zip(named, outcomes, strict=True)
+        holds, candidate = nearest.outcome.holds, nearest.candidate
+        slower = f"every iteration {SLOWDOWN - 1:.0%} slower than simulated"
+        named = [(slower, _Variant(candidate, slowdown=SLOWDOWN))] if holds else []
+        speeds = _FASTER if holds else _SLOWER
+        named += [(f"{speed:g} times the requests per second", _Variant(candidate, speed=speed)) for speed in speeds]
+        others = self._neighbours(candidate) if holds else self._larger(candidate)
+        named += [
+            (f"{one.num_accelerators} x {one.offer.name}, {one.shape}", _Variant(one, is_thorough=holds))
+            for one in others
         ]
+        outcomes = self._play("the plan under other circumstances", [variant for _, variant in named])
+        for (_, variant), outcome in zip(named, outcomes, strict=True):
+            if variant.candidate is not candidate and holds and not self._has_failed_whole(variant.candidate, outcome):
+                self._keep(variant.candidate, outcome)
+        return [Variation(words, outcome) for (words, _), outcome in zip(named, outcomes, strict=True)]
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """Return the plans of one worker less and one more, as far as they are not known yet."""
+        """Return the plans of one worker less and one more, as far as what they attain is not known yet."""
         for family in self._families:
             labels = [member.label for member in family.members]
             if candidate.label in labels:
@@ -220,8 +290,12 @@ class _Planner:
 
     def _is_known(self, candidate: Candidate) -> bool:
         known = self.tried.get(candidate.label)
-        least_s = self.stages[max(len(self.stages) - 2, 0)].goals.span_s
-        return known is not None and known.stage.goals.span_s >= least_s and not known.outcome.is_abandoned
+        return known is not None and known.outcome.is_representative
+
+    def _has_failed_whole(self, candidate: Candidate, outcome: Outcome) -> bool:
+        """Return whether a plan fails the whole workload, though it holds windows."""
+        known = self.tried.get(candidate.label)
+        return outcome.holds and known is not None and known.outcome.is_whole and not known.outcome.holds
 
     @staticmethod
     def _larger(candidate: Candidate) -> list[Candidate]:
@@ -237,6 +311,11 @@ class _Planner:
         return list({one.label: one for one in larger}.values())
 
 
+def _verdict(outcome: Outcome) -> Verdict:
+    num_windows = outcome.windows.num_played if outcome.windows is not None else 0
+    return Verdict(outcome.attained, outcome.holds, outcome.is_refuted, num_windows, outcome.is_abandoned)
+
+
 def _least_parallel(families: Sequence[Family]) -> list[Family]:
     """Return, of each kind of accelerator, the families of the smallest workers that hold the model."""
     degrees: dict[str, int] = {}
@@ -244,17 +323,3 @@ def _least_parallel(families: Sequence[Family]) -> list[Family]:
         first = family.members[0]
         degrees[first.offer.name] = min(degrees.get(first.offer.name, first.tensor_parallel), first.tensor_parallel)
     return [one for one in families if one.members[0].tensor_parallel == degrees[one.members[0].offer.name]]
-
-
-def _stages(workload: Workload, share: float) -> list[Stage]:
-    """Return the beginnings to search with, each SHRINKING times as long as the one before, then the whole."""
-    whole = Stage(None, goals_of(workload, share))
-    stages = [whole]
-    beginning_s = whole.goals.span_s / SHRINKING
-    while len(stages) < _NUM_STAGES and beginning_s >= _LEAST_S:
-        beginning = beginning_of(workload, beginning_s)
-        if sum(request.class_name in whole.goals.bounded for request in beginning.requests) < _LEAST_REQUESTS:
-            break
-        stages.insert(0, Stage(beginning_s, goals_of(beginning, share)))
-        beginning_s /= SHRINKING
-    return stages

@@ -6,7 +6,8 @@ from html import escape
 from typing import Any
 
 from alignedserve.planning.candidates import Candidate
-from alignedserve.planning.plan import Plan, Tried
+from alignedserve.planning.plan import Plan, Tried, Variation
+from alignedserve.planning.trials import HOPELESS, Outcome
 from alignedserve.sim.report.document import document, figure, named_values, table
 from alignedserve.sim.report.svg import (
     MAX_STYLES,
@@ -56,14 +57,24 @@ def percent(share: float) -> str:
     return f"{100.0 * share:.6g} %"
 
 
-def attained_words(one: Tried, goal: float) -> str:
-    """Format what a plan attains."""
+def attained_words(plan: Plan, one: Tried) -> str:
+    """Format what a plan attains of what it played."""
     if one.outcome.error is not None:
         return "failed"
     if one.outcome.is_abandoned:
-        return f"below {percent(goal)}"
+        return f"below {percent(plan.goals.share if plan.groups else min(plan.goals.share, HOPELESS))}"
     behind = "" if one.outcome.keeps_up else ", falls behind"
     return f"{one.outcome.attained:.1%}{behind}"
+
+
+def played_words(outcome: Outcome) -> str:
+    """Format what was played."""
+    if outcome.windows is None:
+        return "all"
+    num_played, num_chosen = outcome.windows
+    if num_played == num_chosen:
+        return f"{num_chosen} windows"
+    return "busiest window" if num_played == 1 else f"{num_played} busiest"
 
 
 def summary(plan: Plan) -> list[str]:
@@ -78,7 +89,7 @@ def summary(plan: Plan) -> list[str]:
     else:
         lines.append(
             f"No plan that can be started holds the objectives of {percent(goal)} of the requests. Nearest: "
-            f"{near.candidate.label}, {attained_words(near, goal)}."
+            f"{near.candidate.label}, {attained_words(plan, near)}."
         )
         lines += _what_would(plan)
     low, high = plan.interval
@@ -156,8 +167,9 @@ def plan_page(report: PlanReport) -> str:
 
 _FRONTIER_WORDS = (
     "Every mark is a simulated plan: its cost, and the share of requests within their objectives (of the class that "
-    "attains least). The line joins plans of which none cheaper attains as much on the whole workload; marks beside it "
-    "are of a beginning of the workload, where the search had seen enough. The dashed line is the share asked for."
+    "attains least). The line joins plans of which none cheaper attains as much. Faint marks are of the busiest "
+    "windows of the workload only, where the search had seen enough: of the whole such plans attain more. The dashed "
+    "line is the share asked for; plans that were abandoned before the end stand in the table alone."
 )
 
 
@@ -191,7 +203,7 @@ def frontier_plot(report: PlanReport) -> str:
         style = groups.index(_group(one.candidate))
         words = f"{one.candidate.label}: {one.outcome.attained:.1%}, {priced(one.candidate)}"
         place = frame.at(one.candidate.cost, one.outcome.attained)
-        faint = {} if one.stage.is_whole else {"opacity": "0.45"}
+        faint = {} if one.outcome.is_representative else {"opacity": "0.45"}
         marks.append(element("g", mark(style, *place, words), class_=f"s{style % MAX_STYLES}", **faint))
     chosen = frame.at(plan.nearest.candidate.cost, plan.nearest.outcome.attained)
     ring = element("circle", cx=chosen[0], cy=chosen[1], r=9, class_="curve")
@@ -201,10 +213,14 @@ def frontier_plot(report: PlanReport) -> str:
     return frame.picture("attained against cost", frame.axes(y_is_share=True), *lines, *marks, ring)
 
 
+def sorted_plans(plan: Plan) -> list[Tried]:
+    """Return all plans that were simulated, the cheapest first."""
+    return sorted(plan.tried, key=lambda one: (one.candidate.cost, -one.outcome.attained, one.candidate.label))
+
+
 def candidates_table(plan: Plan) -> Table:
     """Build a row per plan, the cheapest first."""
-    by_cost = sorted(plan.tried, key=lambda one: (one.candidate.cost, -one.outcome.attained, one.candidate.label))
-    rows = [[_marked(plan, one), *_figures(plan, one)] for one in by_cost]
+    rows = [[_marked(plan, one), *_figures(plan, one)] for one in sorted_plans(plan)]
     headings = ("plan", "cost", "attained", "of", "TTFT p99", "TPOT p99", "tokens/s", "busy", "starts")
     return Table(headings, rows, 1)
 
@@ -216,8 +232,7 @@ def _marked(plan: Plan, one: Tried) -> str:
 def _figures(plan: Plan, one: Tried) -> list[str]:
     result = one.outcome.result
     found = None if result is None else result.classes[ALL]
-    length = "all" if one.stage.is_whole else f"first {one.stage.beginning_s:.0f} s"
-    cells = [f"{one.candidate.cost:g}", attained_words(one, plan.goals.share), length]
+    cells = [f"{one.candidate.cost:g}", attained_words(plan, one), played_words(one.outcome)]
     if result is None or found is None or one.outcome.is_abandoned:
         cells += [NOTHING] * 4
     else:
@@ -233,10 +248,15 @@ def _figures(plan: Plan, one: Tried) -> list[str]:
 def variations_table(plan: Plan) -> Table:
     """Build a row per circumstance."""
     rows = [
-        [one.words, NOTHING if one.is_abandoned else f"{one.attained:.1%}", "holds" if one.holds else "does not hold"]
+        [
+            one.words,
+            NOTHING if one.outcome.is_abandoned else f"{one.outcome.attained:.1%}",
+            played_words(one.outcome),
+            "holds" if one.holds else "does not hold",
+        ]
         for one in plan.variations
     ]
-    return Table(("with", "attained", ""), rows, 1)
+    return Table(("with", "attained", "of", ""), rows, 1)
 
 
 # --- plain values
@@ -256,12 +276,30 @@ def plan_values(report: PlanReport) -> dict[str, Any]:
         "simulated_only": None if plan.simulated_only is None else _values(plan, plan.simulated_only),
         "interval": plan.interval._asdict(),
         "cautions": list(plan.cautions),
-        "variations": [one._asdict() for one in plan.variations],
+        "variations": [_variation_values(one) for one in plan.variations],
+        "windows": [
+            {
+                "start_s": group.window.start_s,
+                "end_s": group.window.end_s,
+                "num_requests": sum(group.num_requests.values()),
+                "stands_for": group.num_windows,
+            }
+            for group in plan.groups
+        ],
         "candidates": [{**_values(plan, one), "is_on_frontier": one.candidate.label in frontier} for one in plan.tried],
         "skipped": [{"plan": label, "reason": reason} for label, reason in plan.skipped],
         "num_simulations": plan.num_simulations,
         "summary": summary(plan),
         "config_file": report.config_file,
+    }
+
+
+def _variation_values(one: Variation) -> dict[str, Any]:
+    return {
+        "with": one.words,
+        "attained": None if one.outcome.is_abandoned else one.outcome.attained,
+        "of": played_words(one.outcome),
+        "holds": one.holds,
     }
 
 
@@ -280,8 +318,8 @@ def _values(plan: Plan, one: Tried) -> dict[str, Any]:
         "policy_params": dict(candidate.policy.params),
         "cost": candidate.cost,
         "can_be_served": candidate.can_be_served,
-        "simulated_s": one.stage.goals.span_s,
-        "is_whole": one.stage.is_whole,
+        "is_whole": outcome.is_whole,
+        "num_windows": None if outcome.windows is None else outcome.windows.num_played,
         "is_abandoned": outcome.is_abandoned,
         "attained": None if outcome.is_abandoned else outcome.attained,
         "holds": outcome.holds,

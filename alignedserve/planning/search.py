@@ -1,34 +1,35 @@
-"""The search for the cheapest plan that holds: successive halving over families, bisection inside each.
+"""The search for the cheapest plan that holds: bisection inside each family, then the whole workload, cheapest first.
 
-1. On the shortest beginning of the workload every family's cheapest plan that holds is found by bisection.
-2. The better half of the families, at least KEPT of them, goes on to the next, longer beginning. From the plan found
-   before, the search goes down while plans hold, and up until one does.
-3. FINALISTS of them play the whole workload. The cheapest plan that holds it is the result; of equally cheap ones the
-   one that holds more.
+1. Where there are windows of the workload, every family's cheapest plan that holds them is found by bisection, from an
+   estimate of the workers needed. Plans that cost SLACK times as much as one that holds are left out.
+2. The whole workload is played by the cheapest plan left, of equally cheap ones the one that attained most; where it
+   fails, by the next, until one holds that costs no more than any left. Beside it, the plan of one worker less shows
+   that the windows told the truth of it, unless they held more misses than the whole may.
 
-Families that can be served and those that cannot yet are halved apart, so that neither displaces the other. Where none
-holds, the best of each family at its largest go on to the end, to say what they attain.
+Without windows the first step plays the whole workload, which leaves nothing to the second.
+
+Families that can be served and those that cannot yet are searched apart, so that neither displaces the other. Where
+none holds, the best of the largest plans plays the whole workload to its end, to say what it attains.
 
 Pure: trials out, verdicts in.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from alignedserve.planning.candidates import Candidate, Family
 
-KEPT, KEPT_OTHERS = 4, 2  # families at least, of those that can be served and of those that cannot
-FINALISTS, OTHER_FINALISTS = 2, 1  # on the whole workload
-SLACK = 1.3  # on the first beginning: plans that cost as much more than one that holds are left out
+SLACK = 1.3  # on windows: plans that cost as much more than one that holds are left out
 
 
 class Trial(NamedTuple):
-    """A plan to be simulated on one of the beginnings."""
+    """A plan to be simulated."""
 
     candidate: Candidate
-    stage: int
-    is_limited: bool  # it may be abandoned as soon as it cannot hold
+    is_whole: bool  # the whole workload, else windows of it
+    is_limited: bool = True  # it may be abandoned as soon as it cannot hold
 
 
 class Verdict(NamedTuple):
@@ -36,134 +37,167 @@ class Verdict(NamedTuple):
 
     attained: float  # at most, where it was abandoned
     holds: bool
+    is_refuted: bool = False  # on windows: the whole cannot hold either
+    num_windows: int = 0  # that were played
+    is_abandoned: bool = False
 
 
 @dataclass(slots=True)
 class _Row:
-    """One family at one stage: the boundary between its plans that hold and those that do not."""
+    """One family: the boundary between its plans that hold and those that do not."""
 
     family: Family
-    start: int | None  # the member to begin with; None: bisection
-    is_limited: bool
-    num_useful: int  # members that cost no more than one that holds elsewhere
-    tried: dict[int, Verdict] = field(default_factory=dict)
+    number: int
+    first: int  # the member to begin with
+    num_useful: int = 0  # members that cost little more than one that holds elsewhere
+    tried: dict[int, Verdict] = field(default_factory=dict)  # by member, on windows if there are any
+    played: dict[int, Verdict] = field(default_factory=dict)  # by member, the whole workload
+
+    def cost(self, member: int) -> float:
+        """Return the cost of a member, without end beyond the last."""
+        return self.family.members[member].cost if member < len(self.family.members) else inf
 
     @property
     def holding(self) -> int | None:
-        """Return the first member known to hold."""
+        """Return the first member known to hold what was tried."""
         return min((number for number, verdict in self.tried.items() if verdict.holds), default=None)
 
     @property
-    def next_member(self) -> int | None:
-        """Return the member to try next; None: the boundary is known."""
-        if not self.tried and self.start is not None:
-            return self.start if self.start < self.num_useful else None
+    def next_tried(self) -> int | None:
+        """Return the member to try next; None: the boundary is known. Bisection, in growing strides from the first."""
         failing = max((number for number, verdict in self.tried.items() if not verdict.holds), default=-1)
         holding = self.holding
         above = self.num_useful if holding is None else holding
         if above - failing <= 1:
             return None
-        if self.start is None:
-            return (failing + above) // 2
-        return failing + 1 if holding is None else holding - 1
+        stride = 1 << max(len(self.tried) - 1, 0)
+        if not self.tried:
+            return min(self.first, above - 1)
+        if holding is None:
+            return min(failing + stride, above - 1)
+        return max(holding - stride, 0) if failing < 0 else (failing + above) // 2
 
     @property
-    def rank(self) -> tuple[float, float, float]:
-        """Return what families are halved by: those that hold by cost, then the others by what they attain."""
-        holding = self.holding
-        if holding is not None:
-            return (0.0, self.family.members[holding].cost, -self.tried[holding].attained)
-        return (1.0, -max((verdict.attained for verdict in self.tried.values()), default=0.0), 0.0)
+    def next_played(self) -> int:
+        """Return the smallest member that may hold the whole, as far as is known."""
+        failing = max((number for number, verdict in self.played.items() if not verdict.holds), default=-1)
+        beyond = max((number for number, verdict in self.tried.items() if not verdict.holds), default=-1)
+        holding = min((number for number, verdict in self.played.items() if verdict.holds), default=inf)
+        return int(min(max(failing, beyond) + 1, holding))
+
+    @property
+    def smaller(self) -> int | None:
+        """Return the member one worker smaller than the next one, where its failure is to be seen on the whole."""
+        member = self.next_played - 1
+        if member < 0 or member in self.played or (member in self.tried and self.tried[member].is_refuted):
+            return None
+        return member
+
+    @property
+    def rank(self) -> tuple[bool, int, float, int]:
+        """Return the order of families of which none holds: by the windows before that was sure, then by attainment."""
+        last = self.tried.get(len(self.family.members) - 1, Verdict(0.0, holds=False))
+        return (not last.holds, -last.num_windows, -last.attained, self.number)
 
 
 class PlanSearch:
     """One search. `next_trials` and `take` alternate until there are no more trials."""
 
-    def __init__(self, families: Sequence[Family], *, num_stages: int) -> None:
-        assert num_stages >= 1, "there is the whole workload at least"
-        self._num_stages = num_stages
-        members = [member for family in families for member in family.members]
-        self._order = {member.label: number for number, member in enumerate(members)}  # of equally good ones
-        self.stage = 0
-        self._rows = [_row(family, None, is_limited=False) for family in families]
-        self.verdicts: dict[str, tuple[Trial, Verdict]] = {}  # of each candidate, on its longest beginning
+    def __init__(self, families: Sequence[Family], *, has_windows: bool, firsts: Sequence[int] | None = None) -> None:
+        """`firsts`: the member of each family to begin with; None: the one in the middle."""
+        middles = [(len(family.members) - 1) // 2 for family in families]
+        rows = zip(families, firsts or middles, strict=True)
+        self._rows = [_Row(family, number, first) for number, (family, first) in enumerate(rows)]
+        self._has_windows = has_windows
+        self._places = {
+            member.label: (row, place) for row in self._rows for place, member in enumerate(row.family.members)
+        }
 
     def next_trials(self) -> list[Trial]:
         """Return the trials that can run side by side; none: the search is over."""
-        while True:
-            self._bound()
-            trials = [
-                Trial(row.family.members[member], self.stage, row.is_limited)
-                for row in self._rows
-                if (member := row.next_member) is not None
-            ]
-            if trials or self.stage + 1 == self._num_stages:
-                return trials
-            self._advance()
+        served = [row for row in self._rows if row.family.can_be_served]
+        others = [row for row in self._rows if not row.family.can_be_served]
+        trials = [one for rows in (served, others) for one in self._tried_next(rows)]
+        if trials:
+            return trials
+        if self._has_windows:
+            trials = [*_played_next(served, inf), *_played_next(others, _least_cost(served))]
+        return trials or self._to_the_end(served or others)
 
     def take(self, outcomes: Sequence[tuple[Trial, Verdict]]) -> None:
         """Take the outcomes of the latest trials."""
-        found = {trial.candidate.label: (trial, verdict) for trial, verdict in outcomes}
-        self.verdicts.update(found)
-        for row in self._rows:
-            member = row.next_member
-            if member is not None and row.family.members[member].label in found:
-                row.tried[member] = found[row.family.members[member].label][1]
+        for trial, verdict in outcomes:
+            row, place = self._places[trial.candidate.label]
+            if trial.is_whole:
+                row.played[place] = verdict
+            if trial.is_whole != self._has_windows:
+                row.tried[place] = verdict
 
     def best(self, *, can_be_served: bool | None = None) -> Candidate | None:
         """Return the cheapest plan that holds the whole workload; None: none does."""
         holding = [
-            (trial.candidate.cost, -verdict.attained, self._order[trial.candidate.label], trial.candidate)
-            for trial, verdict in self.verdicts.values()
-            if verdict.holds and self._is_final(trial) and can_be_served in (None, trial.candidate.can_be_served)
+            (row.cost(place), -verdict.attained, row.number, row.family.members[place])
+            for row in self._rows
+            for place, verdict in row.played.items()
+            if verdict.holds and can_be_served in (None, row.family.can_be_served)
         ]
         return min(holding)[-1] if holding else None
 
     def nearest(self) -> Candidate:
-        """Return the plan that attains most of the whole workload, of those that can be served if there are any."""
-        final = [
-            (not one.can_be_served, -verdict.attained, one.cost, self._order[one.label], one)
-            for (one, stage, _), verdict in self.verdicts.values()
-            if stage + 1 == self._num_stages
+        """Return the plan that attains most of the whole workload, of those played to their end."""
+        ended = [
+            (not row.family.can_be_served, -verdict.attained, row.cost(place), row.number, row.family.members[place])
+            for row in self._rows
+            for place, verdict in row.played.items()
+            if not verdict.is_abandoned
         ]
-        return min(final)[-1]
+        return min(ended)[-1]
 
-    def _is_final(self, trial: Trial) -> bool:
-        return trial.stage + 1 == self._num_stages
+    def _tried_next(self, rows: Sequence[_Row]) -> list[Trial]:
+        """Leave out plans that cost more than one that holds; return those to try."""
+        slack = SLACK if self._has_windows else 1.0
+        costs = [row.cost(row.holding) for row in rows if row.holding is not None]
+        for row in rows:
+            row.num_useful = sum(member.cost <= slack * min(costs, default=inf) for member in row.family.members)
+        tried = [(row, place) for row in rows if (place := row.next_tried) is not None]
+        return [Trial(row.family.members[place], is_whole=not self._has_windows) for row, place in tried]
 
-    def _bound(self) -> None:
-        """Leave out plans that cost more than one that holds the same beginning."""
-        slack = SLACK if self.stage == 0 and self._num_stages > 1 else 1.0
-        for can_be_served in (True, False):
-            rows = [row for row in self._rows if row.family.can_be_served is can_be_served]
-            costs = [row.family.members[row.holding].cost for row in rows if row.holding is not None]
-            for row in rows if costs else ():
-                row.num_useful = sum(member.cost <= slack * min(costs) for member in row.family.members)
-
-    def _advance(self) -> None:
-        """Take the better families to the next beginning."""
-        self.stage += 1
-        served = [row for row in self._rows if row.family.can_be_served]
-        others = [row for row in self._rows if not row.family.can_be_served]
-        if self.stage + 1 == self._num_stages:
-            kept = _ranked(served)[:FINALISTS] + _ranked(others)[:OTHER_FINALISTS]
-        else:
-            kept = _better_half(served, KEPT) + _better_half(others, KEPT_OTHERS)
-        any_holds = any(row.holding is not None for row in kept)
-        self._rows = [
-            _row(row.family, len(row.family.members) - 1 if row.holding is None else row.holding, is_limited=any_holds)
-            for row in kept
-            if row.holding is not None or not any_holds
-        ]
+    def _to_the_end(self, rows: Sequence[_Row]) -> list[Trial]:
+        """Where none holds, play the best of the largest plans to its end."""
+        ended = (verdict for row in rows for verdict in row.played.values() if not verdict.is_abandoned)
+        if self.best() is not None or next(ended, None) is not None:
+            return []
+        best = min(rows, key=lambda row: row.rank)
+        return [Trial(best.family.members[-1], is_whole=True, is_limited=False)]
 
 
-def _row(family: Family, start: int | None, *, is_limited: bool) -> _Row:
-    return _Row(family, start, is_limited, len(family.members))
+def _cheapest(rows: Sequence[_Row]) -> float:
+    """Return the cost of the cheapest plan that holds the whole workload."""
+    held = (row.cost(place) for row in rows for place, verdict in row.played.items() if verdict.holds)
+    return min(held, default=inf)
 
 
-def _ranked(rows: Sequence[_Row]) -> list[_Row]:
-    return sorted(rows, key=lambda row: row.rank)
+def _least_cost(rows: Sequence[_Row]) -> float:
+    """Return the least cost that a plan may still turn out to have."""
+    return min((row.cost(row.next_played) for row in rows), default=inf)
 
 
-def _better_half(rows: Sequence[_Row], least: int) -> list[_Row]:
-    return _ranked(rows)[: max(least, len(rows) // 2)]
+def _played_next(rows: Sequence[_Row], below: float) -> list[Trial]:
+    """Return what is to play the whole workload next: what may be cheaper than all that hold it, or than `below`."""
+    if not any(row.holding is not None for row in rows):
+        return []
+    cheapest, held = min(rows, key=_order), _cheapest(rows)
+    member, smaller = cheapest.next_played, cheapest.smaller
+    places = []
+    if cheapest.cost(member) < min(below, held):
+        places.append(member)
+    if smaller is not None and cheapest.cost(member) < below:
+        places.append(smaller)
+    return [Trial(cheapest.family.members[place], is_whole=True) for place in places]
+
+
+def _order(row: _Row) -> tuple[float, bool, float, int]:
+    """Order families by the least cost that may hold; of equal ones that first which is known to."""
+    place = row.next_played
+    verdict = row.played.get(place) or row.tried.get(place)
+    return (row.cost(place), place not in row.played, -(verdict.attained if verdict is not None else 0.0), row.number)

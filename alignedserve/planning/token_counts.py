@@ -19,9 +19,16 @@ def warnings_of(line: str, model: str, data_dir: Path | None) -> list[str]:
         named = TOKENS_OF.get(name) or _named_in(source)
         if named is None:
             found.append(f"{name} does not say whose tokens its lengths are; for {model} they may be others.")
-        elif _family(named) != _family(model):
-            found.append(f"The lengths of {name} are tokens of {named}; the same texts have other lengths in {model}.")
+        else:
+            found += other_tokens(name, named, model)
     return found
+
+
+def other_tokens(source: str, named: str, model: str) -> list[str]:
+    """Return a warning where the lengths of a source are tokens of another model, or none."""
+    if _family(named) == _family(model):
+        return []
+    return [f"The lengths of {source} are tokens of {named}; the same texts have other lengths in {model}."]
 
 
 def _named_in(source: object) -> str | None:
@@ -29,5 +36,5 @@ def _named_in(source: object) -> str | None:
 
 
 def _family(model: str) -> str:
-    lowered = model.lower()
+    lowered = model.rpartition("/")[2].lower().removeprefix("meta-")
     return next((family for family in _FAMILIES if lowered.startswith(family)), lowered)

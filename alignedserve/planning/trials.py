@@ -1,8 +1,8 @@
 """Simulations of plans: what is simulated, and what its result says about the objectives."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import floor, sqrt
+from math import floor
 from typing import NamedTuple
 
 import msgspec
@@ -16,16 +16,16 @@ from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.planning.candidates import Candidate
 from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimConfig
+from alignedserve.sim.config import NO_SLOWDOWNS, SimConfig, Slowdowns
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.result import ALL, ClassResult, SimulationResult
-from alignedserve.sim.sweep import Case, WorkloadLine, cut
+from alignedserve.sim.sweep import Case, WorkloadLine, part_of
 from alignedserve.workload.feasibility import require_feasible
-from alignedserve.workload.requests import Workload
+from alignedserve.workload.requests import Window, Workload
 
+HOPELESS = 0.75  # attained of a whole that is too short for windows: what cannot reach it is abandoned
 _MAX_BACKLOG = 0.05  # of the requests of a class without objectives, beside those just under way
 _FEW = 2  # requests that are left by chance
-_MARGIN_DEVIATIONS = 1.64  # by which a beginning of the workload may fall short of the goal
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Machines:
     model: str | None  # of named accelerators
     costs: str = "roofline"
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict)
-    core_slowdown: float = 0.0  # of measured machines, as in SimConfig
+    slowdowns: Slowdowns = NO_SLOWDOWNS  # of measured machines, as in SimConfig
     seed: int = 0
 
     def configured(self, candidate: Candidate) -> SimConfig:
@@ -50,7 +50,7 @@ class Machines:
         )
         profile = self.profiles.get(candidate.offer.name)
         if profile is not None:
-            config = replace(simulated_policy(profile, cluster), core_slowdown=self.core_slowdown)
+            config = replace(simulated_policy(profile, cluster), slowdowns=self.slowdowns)
         else:
             assert self.model is not None, "named accelerators have no model of their own"
             worker = WorkerSpec(self.model, candidate.offer.name, candidate.tensor_parallel)
@@ -68,15 +68,10 @@ class Goals:
     queued: frozenset[str]  # open-loop classes without objectives: what comes must be done
     span_s: float  # of arrivals
 
-    def limits(self, margin: float) -> dict[str, int]:
-        """Return how many requests of each class may miss."""
-        return {name: floor(count * (1.0 - self.share + margin) + 1e-9) for name, count in self.num_requests.items()}
-
-    @property
-    def margin(self) -> float:
-        """Return what so many requests may fall short by and still belong to a workload that holds."""
-        fewest = min(self.num_requests.values(), default=100)
-        return _MARGIN_DEVIATIONS * sqrt(self.share * (1.0 - self.share) / fewest) + 0.002
+    def limits(self, least_share: float | None = None) -> dict[str, int]:
+        """Return how many requests of each class may miss, for the share asked for or a smaller one."""
+        missing = 1.0 - (self.share if least_share is None else min(least_share, self.share))
+        return {name: floor(count * missing + 1e-9) for name, count in self.num_requests.items()}
 
 
 def goals_of(workload: Workload, share: float) -> Goals:
@@ -94,24 +89,12 @@ def goals_of(workload: Workload, share: float) -> Goals:
     return Goals(share, counts, frozenset(bounded), queued, span_s)
 
 
-class Stage(NamedTuple):
-    """A beginning of the workload."""
-
-    beginning_s: float | None  # None: the whole
-    goals: Goals
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether it is the whole workload."""
-        return self.beginning_s is None
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation of a plan: a stage, how it may end early, and what is made worse for it."""
+    """One simulation of a plan: what is played, how it may end early, and what is made worse for it."""
 
-    stage: Stage
-    is_limited: bool = False
+    window: Window | None = None  # None: the whole workload
+    limits: Mapping[str, int] | None = None  # misses of each class, beyond which it is abandoned
     speed: float = 1.0  # of arrivals
     slowdown: float = 1.0  # of iterations
 
@@ -124,10 +107,13 @@ class Traffic:
 
     def part(self, run: Run) -> WorkloadLine | Workload:
         """Return what a run plays."""
-        beginning_s = run.stage.beginning_s
         if isinstance(self.source, WorkloadLine):
-            return replace(self.source, beginning_s=beginning_s, speed=run.speed)
-        return cut(self.source, beginning_s, run.speed)
+            return replace(self.source, window=run.window, speed=run.speed)
+        return part_of(self.source, run.window, run.speed)
+
+    def whole(self) -> Workload:
+        """Return all requests. Raises ConfigError."""
+        return self.source.build() if isinstance(self.source, WorkloadLine) else self.source
 
 
 class SlowedCosts:
@@ -156,72 +142,79 @@ def case_of(candidate: Candidate, run: Run, machines: Machines, traffic: Traffic
             decode_costs=SlowedCosts(config.decode_costs, run.slowdown),
             prefill_costs=None if prefill is None else SlowedCosts(prefill, run.slowdown),
         )
-    if run.is_limited:
-        goals = run.stage.goals
-        config = replace(config, miss_limits=goals.limits(0.0 if run.stage.is_whole else goals.margin))
-    name = f"{candidate.label}, {run.stage.beginning_s} s, {run.speed:g}, {run.slowdown:g}"
-    return Case(name, config, traffic.part(run))
+    config = replace(config, miss_limits=run.limits)
+    played = "all" if run.window is None else f"from {run.window.start_s:.3f} s"
+    return Case(f"{candidate.label}, {played}, {run.speed:g}, {run.slowdown:g}", config, traffic.part(run))
+
+
+class WindowsPlayed(NamedTuple):
+    """Windows that a plan was simulated on, the busiest first, of those chosen."""
+
+    num_played: int
+    num_chosen: int
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a run of a plan."""
+    """The outcome of a plan: of the whole workload, or of windows of it."""
 
-    attained: float  # of the class that attains least; where it was abandoned: about what it could still have
+    attained: float  # of the class that attains least, of what was played; where it was abandoned: at most about that
     holds: bool
     keeps_up: bool  # with the requests that have no objectives
-    result: SimulationResult | None
+    result: SimulationResult | None  # of the whole, or of the busiest window
     error: str | None = None
+    windows: WindowsPlayed | None = None  # None: the whole was played
+    is_abandoned: bool = False
+    is_refuted: bool = False  # more missed in what was played than may in the whole
 
     @property
-    def is_abandoned(self) -> bool:
-        """Return whether it ended early."""
-        return self.result is not None and self.result.is_abandoned
+    def is_whole(self) -> bool:
+        """Return whether the whole workload was played, though perhaps not to its end."""
+        return self.windows is None
+
+    @property
+    def is_representative(self) -> bool:
+        """Return whether what it attains is known: of the whole, or estimated from all windows."""
+        is_all = self.windows is None or self.windows.num_played == self.windows.num_chosen
+        return is_all and not self.is_abandoned and self.error is None
 
 
-def judged(result: SimulationResult | None, error: str | None, run: Run) -> Outcome:
-    """Judge a result by the goals of its stage; on a mere beginning with a margin."""
+def judged(result: SimulationResult | None, error: str | None, goals: Goals, speed: float = 1.0) -> Outcome:
+    """Judge a run of the whole workload."""
     if result is None:
         return Outcome(0.0, holds=False, keeps_up=False, result=None, error=error)
-    goals = run.stage.goals
     classes = [(name, found) for name, found in result.classes.items() if name != ALL]
-    shares = [_attained(found, goals.num_requests.get(name)) for name, found in classes if name in goals.bounded]
+    shares = [attained_of(found, goals.num_requests.get(name)) for name, found in classes if name in goals.bounded]
     attained = min(shares, default=0.0)
-    span_s = goals.span_s / run.speed
-    keeps_up = all(_keeps_up(found, span_s) for name, found in classes if name in goals.queued)
-    needed = goals.share - (0.0 if run.stage.is_whole else goals.margin)
-    holds = not result.is_abandoned and keeps_up and attained >= needed - 1e-9
-    return Outcome(attained, holds, keeps_up, result)
+    span_s = goals.span_s / speed
+    keeps_up = all(backlog_of(found, span_s) <= 0.0 for name, found in classes if name in goals.queued)
+    holds = not result.is_abandoned and keeps_up and attained >= goals.share - 1e-9
+    return Outcome(attained, holds, keeps_up, result, is_abandoned=result.is_abandoned)
 
 
-def _attained(found: ClassResult, num_requests: int | None) -> float:
+def attained_of(found: ClassResult, num_requests: int | None) -> float:
     """Return the share of a class that met its objectives; of an abandoned run as if all to come would meet them."""
     num_met = sum(part.num_met for part in found.parts)
     num_to_come = max((num_requests or 0) - found.num_sent, 0)
     return (num_met + num_to_come) / max(found.num_sent + num_to_come, 1)
 
 
-def _keeps_up(found: ClassResult, span_s: float) -> bool:
-    """Return whether no backlog grows: requests left when the last has come, beside those that just take their time."""
+def backlog_of(found: ClassResult, span_s: float) -> float:
+    """Return how many more requests are left when the last has come than just take their time; above 0: it grows."""
     if found.num_sent < 2 or span_s <= 0.0:
-        return True
+        return 0.0
     if found.end_to_end_s is None:
-        return False
+        return float(found.num_sent)
     num_left = found.num_sent - found.loaded_requests_per_s * span_s
     under_way = found.end_to_end_s.distribution.p50 / span_s
-    return num_left <= _FEW + (_MAX_BACKLOG + under_way) * found.num_sent
+    return num_left - _FEW - (_MAX_BACKLOG + under_way) * found.num_sent
 
 
-def usable(
-    candidates: Sequence[Candidate], machines: Machines, workload: Workload, skip: Callable[[Candidate, str], None]
-) -> list[Candidate]:
-    """Return the plans that can run the workload at all; `skip` is told of the others."""
-    found = []
-    for candidate in candidates:
-        try:
-            config = machines.configured(candidate)
-            require_feasible(workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
-            found.append(candidate)
-        except ConfigError as error:
-            skip(candidate, str(error))
-    return found
+def obstacle(candidate: Candidate, machines: Machines, workload: Workload) -> str | None:
+    """Return why a plan cannot run the workload at all; None: it can."""
+    try:
+        config = machines.configured(candidate)
+        require_feasible(workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
+    except ConfigError as error:
+        return str(error)
+    return None

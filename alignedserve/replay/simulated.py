@@ -2,16 +2,17 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.recording import RunMetadata
 from alignedserve.replay.fitting import MachineFit
 from alignedserve.replay.jitter import JitteryCosts, Ratio
 from alignedserve.replay.observed import ObservedRequest, ObservedRun
-from alignedserve.sim.config import SimConfig, SimLinks
+from alignedserve.sim.config import NO_SLOWDOWNS, SimConfig, SimLinks, Slowdowns
 from alignedserve.sim.records import Ending, GapSample, OpenRequest
 from alignedserve.sim.result import ClassResult, Measure, classes_of
 from alignedserve.sim.simulation import Simulation
@@ -19,6 +20,7 @@ from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, W
 
 OTHERS = "others"  # probes, and requests that did not complete: part of the load, not of the comparison
 NUM_RUNS = 5
+NO_PAUSES: Mapping[str, float] = {}
 _PROBE = "canary-"
 _QUANTILES = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "end to end": "end_to_end_s"}
 
@@ -67,8 +69,10 @@ class SimulatedMachine:
     links: SimLinks
     decode: WorkerCosts
     prefill: WorkerCosts | None = None  # None: as `decode`
-    slowdown: float = 0.0  # of iterations by each other busy worker
+    slowdowns: Slowdowns = NO_SLOWDOWNS
     num_nodes: int = 1
+    measured: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)  # see SimConfig, as the next
+    unmeasured: CostModel | None = None
 
 
 def fitted_machine(metadata: RunMetadata, fit: MachineFit) -> SimulatedMachine:
@@ -76,7 +80,15 @@ def fitted_machine(metadata: RunMetadata, fit: MachineFit) -> SimulatedMachine:
     decode = WorkerCosts(fit.decode.costs, fit.decode.ratios)
     prefill = WorkerCosts(fit.prefill.costs, fit.prefill.ratios) if fit.prefill is not None else None
     return SimulatedMachine(
-        metadata.config, metadata.layout, fit.links, decode, prefill, fit.slowdown, metadata.num_nodes
+        metadata.config,
+        metadata.layout,
+        fit.links,
+        decode,
+        prefill,
+        fit.slowdowns,
+        metadata.num_nodes,
+        fit.measured,
+        fit.unmeasured,
     )
 
 
@@ -87,10 +99,36 @@ def requests_of(run: ObservedRun) -> list[ReplayedRequest]:
     return [ReplayedRequest(_timed(one, observed[0].request.arrival_s), one) for one in observed]
 
 
-def workload_of(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int]) -> Workload:
-    """Build a workload of the same requests; classes in `outstanding` become closed loops of so many at a time."""
+def think_times_s(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int]) -> dict[str, float]:
+    """Return how long clients that keep so many requests outstanding took from the end of one to the next, by class.
+
+    From the last token's worker to the next request's gateway, so with what both take.
+    """
+    found = {}
+    for name, size in outstanding.items():
+        observed = [one.observed for one in requests if one.timed.class_name == name]
+        arrivals = [one.request.arrival_s for one in observed][size:]  # in order, as `requests` are
+        ends = sorted(one.finished_s for one in observed if one.finished_s is not None)
+        pauses = [arrival_s - end_s for end_s, arrival_s in zip(ends, arrivals, strict=False)]
+        found[name] = max(statistics.median(pauses), 0.0) if pauses else 0.0
+    return found
+
+
+def workload_of(
+    requests: Sequence[ReplayedRequest],
+    outstanding: Mapping[str, int],
+    think_s: Mapping[str, float] = NO_PAUSES,
+) -> Workload:
+    """Build a workload of the same requests; classes in `outstanding` become closed loops of so many at a time.
+
+    `think_s`: from the end of a request to the next one of its loop, by class.
+    """
     present = {one.timed.class_name for one in requests}
-    loops = tuple(_loop(name, size, requests) for name, size in sorted(outstanding.items()) if name in present)
+    loops = tuple(
+        _loop(name, size, requests, think_s.get(name, 0.0))
+        for name, size in sorted(outstanding.items())
+        if name in present
+    )
     return Workload(
         WorkloadDescription("recorded", 0),
         tuple(one.timed for one in requests if one.timed.class_name not in outstanding),
@@ -100,13 +138,16 @@ def workload_of(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, i
 
 
 def compare(
-    requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int], machine: SimulatedMachine
+    requests: Sequence[ReplayedRequest],
+    outstanding: Mapping[str, int],
+    machine: SimulatedMachine,
+    think_s: Mapping[str, float] = NO_PAUSES,
 ) -> list[Comparison]:
     """Simulate the run NUM_RUNS times, with different jitter, and compare the means of each class's measures.
 
     Raises ConfigError if the configuration cannot work.
     """
-    workload = workload_of(requests, outstanding)
+    workload = workload_of(requests, outstanding, think_s)
     real = _measures(real_classes(requests))
     simulated = [_measures(simulate(workload, machine, seed)) for seed in range(NUM_RUNS)]
     return [
@@ -118,17 +159,24 @@ def compare(
 
 def simulate(workload: Workload, machine: SimulatedMachine, seed: int) -> dict[str, ClassResult]:
     """Simulate the workload; return the result of each class. `seed` is the jitter's."""
-    config = SimConfig(
+    return Simulation(simulation_of(machine, seed), workload).run().classes
+
+
+def simulation_of(machine: SimulatedMachine, seed: int) -> SimConfig:
+    """Return the configuration of a simulation with this jitter."""
+    return SimConfig(
         cluster=machine.cluster,
         layout=machine.layout,
         links=machine.links,
         decode_costs=machine.decode.drawn(seed),
         prefill_costs=machine.prefill.drawn(seed) if machine.prefill is not None else None,
         learns_costs=True,
-        core_slowdown=machine.slowdown,
+        slowdowns=machine.slowdowns,
         num_pools=machine.num_nodes,
+        measured=machine.measured,
+        unmeasured_costs=machine.unmeasured,
+        seed=seed,
     )
-    return Simulation(config, workload).run().classes
 
 
 def real_classes(requests: Sequence[ReplayedRequest]) -> dict[str, ClassResult]:
@@ -157,12 +205,13 @@ def _timed(observed: ObservedRequest, begin_s: float) -> TimedRequest:
         request_class=request.request_class,
         slo=request.slo,
         priority=request.priority,
+        predicted_len=None if observed.predicted_len is None else round(observed.predicted_len),
     )
 
 
-def _loop(name: str, size: int, requests: Sequence[ReplayedRequest]) -> ClosedLoop:
+def _loop(name: str, size: int, requests: Sequence[ReplayedRequest], think_s: float) -> ClosedLoop:
     stream = _CyclicStream([replace(one.timed, arrival_s=0.0) for one in requests if one.timed.class_name == name])
-    return ClosedLoop(name, size, is_wave=False, stream=stream)
+    return ClosedLoop(name, size, is_wave=False, stream=stream, think_s=think_s)
 
 
 class _CyclicStream:
@@ -183,8 +232,8 @@ def _measures(classes: Mapping[str, ClassResult]) -> dict[tuple[str, str], float
             continue
         measures[name, "requests/s"] = result.requests_per_s
         measures[name, "tokens/s"] = result.tokens_per_s
-        for label, field in _QUANTILES.items():
-            measure: Measure | None = getattr(result, field)
+        for label, attribute in _QUANTILES.items():
+            measure: Measure | None = getattr(result, attribute)
             if measure is not None:
                 measures[name, f"{label} p50, s"] = measure.distribution.p50
                 measures[name, f"{label} p90, s"] = measure.distribution.p90

@@ -163,8 +163,10 @@ class SchedulerState:
         return left
 
     def grows(self) -> list[bool]:
-        """Return which requests of the iteration take blocks or come back from the host, in order; for all others
-        `enter` changes nothing. After evictions."""
+        """Return which requests of the iteration take blocks or come back from the host, in order; after evictions.
+
+        For all others `enter` changes nothing.
+        """
         return growing_rows(self.table, self._memory, self._rows, self._num_tokens)
 
     def enter(self, part: ScheduledRequest) -> AllocationResult:
@@ -223,7 +225,7 @@ class Scheduler:
         """Plan the next iteration."""
         return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
 
-    def prompt_capacity(self, state: SchedulerState) -> "PromptCapacity":
+    def prompt_capacity(self, state: SchedulerState) -> PromptCapacity:
         """Return what an iteration's decodes leave for prompts, if it lasts as long as they allow.
 
         All of it without decodes that have an objective, nothing where they take all the time.

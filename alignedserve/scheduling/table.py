@@ -187,7 +187,7 @@ class RequestTable:
         return np.where(has_begun, self.first_token_s + after_first_s, self.arrival_s + self.ttft_s)
 
     def _bind(self) -> None:
-        """The public columns are views of as many rows as there are."""
+        """Make the public columns views of as many rows as there are."""
         num_rows = len(self.request_ids)
         for names, stack in zip(COLUMN_NAMES, self.columns, strict=True):
             for name, column in zip(names, stack[:, :num_rows], strict=True):

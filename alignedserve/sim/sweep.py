@@ -7,7 +7,7 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -21,7 +21,7 @@ from alignedserve.sim.result import ALL, SimulationResult
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
-from alignedserve.workload.requests import Workload, beginning_of, sped_up
+from alignedserve.workload.requests import Window, Workload, sped_up, window_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +33,18 @@ class WorkloadLine:
     num_requests: int | None = None
     duration_s: float | None = None  # seconds of arrivals
     data_dir: Path | None = None  # for names that are not part of the package
-    beginning_s: float | None = None  # of the whole, as far as it is wanted
-    speed: float = 1.0  # of the arrivals of that
+    window: Window | None = None  # of the whole, where no more is wanted
+    speed: float = 1.0  # of the arrivals in it
 
     def build(self) -> Workload:
         """Build the requests. Raises ConfigError."""
-        workload = build_workload(
-            self.line,
-            seed=self.seed,
-            library=_library(self.data_dir),
-            num_requests=self.num_requests,
-            duration_s=self.duration_s,
-        )
-        return cut(workload, self.beginning_s, self.speed)
+        whole = _built(replace(self, window=None, speed=1.0))
+        return part_of(whole, self.window, self.speed)
 
 
-def cut(workload: Workload, beginning_s: float | None, speed: float) -> Workload:
-    """Return the beginning of a workload, as far as it is wanted, at a speed of its own."""
-    workload = workload if beginning_s is None else beginning_of(workload, beginning_s)
+def part_of(workload: Workload, window: Window | None, speed: float) -> Workload:
+    """Return a window of a workload (None: all of it) at a speed of its own."""
+    workload = workload if window is None else window_of(workload, window)
     return workload if speed == 1.0 else sped_up(workload, speed)
 
 
@@ -118,7 +112,7 @@ def _run_case(case: Case, progress: Progress) -> _Outcome:
 
 def _outcome_of(case: Case, report: Callable[[float, int], None]) -> _Outcome:
     try:
-        workload = case.workload if isinstance(case.workload, Workload) else _built(case.workload)
+        workload = case.workload if isinstance(case.workload, Workload) else case.workload.build()
         workload = as_predicted_for(case.config.cluster.scheduling, workload)
         return Simulation(case.config, workload).run(report), None, None
     except AlignedServeError as error:
@@ -129,8 +123,14 @@ def _outcome_of(case: Case, report: Callable[[float, int], None]) -> _Outcome:
 
 @lru_cache(maxsize=4)
 def _built(line: WorkloadLine) -> Workload:
-    """Return the workload of a line: the next case has the same, as a rule."""
-    return line.build()
+    """Return the whole workload of a line: the next case has the same, as a rule."""
+    return build_workload(
+        line.line,
+        seed=line.seed,
+        library=_library(line.data_dir),
+        num_requests=line.num_requests,
+        duration_s=line.duration_s,
+    )
 
 
 @lru_cache(maxsize=4)
@@ -147,7 +147,7 @@ class _WorkerProcess:
     """One process and the case it simulates; None: it waits for the next."""
 
     process: SpawnProcess
-    link: Connection
+    link: Connection  # pickles, over a pipe that only this process and that child of its own have
     number: int | None = None
 
 

@@ -1,12 +1,14 @@
 """A workload: requests with the moments at which they come, and loops whose next request waits for an earlier one."""
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from alignedserve.core.request import RequestClass, Slo
 
 NO_SLO = Slo()
+LEAD_IN = " (lead-in)"  # after the class name of a request that is played and not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class ClosedLoop:
     size: int
     is_wave: bool  # the next `size` requests come when all have ended, else one for each that ends
     stream: RequestSource
+    think_s: float = 0.0  # from an end to the next request
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,34 @@ class Workload:
     max_closed: int | None = None
 
 
-def beginning_of(workload: Workload, duration_s: float) -> Workload:
-    """Return what comes before this time."""
-    requests = tuple(request for request in workload.requests if request.arrival_s < duration_s)
-    ends_s = duration_s if workload.ends_s is None else min(workload.ends_s, duration_s)
-    return replace(workload, requests=requests, ends_s=ends_s)
+class Window(NamedTuple):
+    """A stretch of a workload, and how much of what comes before it is played as well."""
+
+    start_s: float
+    end_s: float
+    lead_in_s: float = 0.0
+
+    @property
+    def begins_s(self) -> float:
+        """Return when its first requests come."""
+        return max(self.start_s - self.lead_in_s, 0.0)
+
+
+def window_of(workload: Workload, window: Window) -> Workload:
+    """Return what comes in a window, with times from its beginning.
+
+    Requests of the lead-in have class names of their own, so that they are not counted. Closed loops send for as long.
+    """
+
+    def arrival_s(request: TimedRequest) -> float:
+        return request.arrival_s
+
+    begins_s, requests = window.begins_s, workload.requests
+    places = [bisect_left(requests, time_s, key=arrival_s) for time_s in (begins_s, window.start_s, window.end_s)]
+    led_in = (replace(one, class_name=one.class_name + LEAD_IN) for one in requests[places[0] : places[1]])
+    moved = (replace(one, arrival_s=one.arrival_s - begins_s) for one in (*led_in, *requests[places[1] : places[2]]))
+    ends_s = window.end_s if workload.ends_s is None else min(workload.ends_s, window.end_s)
+    return replace(workload, requests=tuple(moved), ends_s=ends_s - begins_s)
 
 
 def sped_up(workload: Workload, factor: float) -> Workload:
@@ -113,8 +139,8 @@ class ClosedLoopRun:
             return []
         self._num_in_air[class_name] -= 1
         if not loop.is_wave:
-            return self._take(loop, 1, finished_s)
-        return self._take(loop, loop.size, finished_s) if self._num_in_air[class_name] == 0 else []
+            return self._take(loop, 1, finished_s + loop.think_s)
+        return self._take(loop, loop.size, finished_s + loop.think_s) if self._num_in_air[class_name] == 0 else []
 
     def _take(self, loop: ClosedLoop, count: int, now_s: float) -> list[TimedRequest]:
         if self._ends_s is not None and now_s >= self._ends_s:

@@ -14,8 +14,8 @@ import time
 from alignedserve.cli.commands.options import PlanOptions
 from alignedserve.cli.commands.plan_request import asked_for
 from alignedserve.planning.plan import make_plan
-from alignedserve.planning.report import summary
-from alignedserve.sim.sweep import CasePool
+from alignedserve.planning.report import candidates_table, summary
+from alignedserve.sim.sweep import CasePool, CaseProgress
 from benchmarks.support.recording import write_result
 
 
@@ -32,9 +32,10 @@ def main() -> None:
     options = PlanOptions(
         workload=line, hardware=arguments.hardware, model=arguments.model, duration_s=arguments.duration_s
     )
+    rounds = _Rounds()
     began_s = time.monotonic()
     with CasePool(arguments.processes) as pool:
-        plan = make_plan(asked_for(options).request, pool)
+        plan = make_plan(asked_for(options).request, pool, rounds.note)
     wall_s = time.monotonic() - began_s
     used = [resource.getrusage(one) for one in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     figures = {
@@ -48,10 +49,31 @@ def main() -> None:
         "num_simulations": plan.num_simulations,
         "num_plans": len(plan.tried),
         "num_requests": sum(plan.goals.num_requests.values()),
+        "num_windows": len(plan.groups),
         "summary": summary(plan),
+        "confidence": list(plan.cautions),
+        "variations": {one.words: "holds" if one.holds else "does not hold" for one in plan.variations},
+        "plans": [dict(zip(candidates_table(plan).headings, row, strict=True)) for row in candidates_table(plan).rows],
+        "seconds": rounds.seconds,
     }
     print(figures, flush=True)
     write_result("plan", figures)
+
+
+class _Rounds:
+    """Wall-clock seconds by what was simulated."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._words, self._since_s = "reading the workload", time.monotonic()
+
+    def note(self, words: str, case: CaseProgress | None) -> None:
+        """See Note of make_plan."""
+        now = time.monotonic()
+        self.seconds[self._words] = round(self.seconds.get(self._words, 0.0) + now - self._since_s, 3)
+        self._words, self._since_s = words, now
+        if case is None:
+            print(f"{now:.0f} s: {words}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ in the result.
 """
 
 import argparse
-import copy
 import json
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,19 @@ from alignedserve.cli.bench.serve import bench_serve
 from alignedserve.cli.commands.replay import ComponentCheck, replay_folder
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.config.loading import load_config
+from alignedserve.core.metrics import describe
 from alignedserve.microbench.shapes import OPT_125M
 from alignedserve.replay.fitting import MachineFit, fit_machine
 from alignedserve.replay.observed import ObservedRun
 from alignedserve.replay.run_file import read_run_metadata
-from alignedserve.replay.simulated import Comparison, SimulatedMachine, compare, fitted_machine, requests_of
+from alignedserve.replay.simulated import (
+    Comparison,
+    SimulatedMachine,
+    compare,
+    fitted_machine,
+    requests_of,
+    think_times_s,
+)
 from alignedserve.runtime.model.built_in import pocket_folder, smollm2_file
 from benchmarks.support.recording import write_result
 
@@ -92,7 +99,7 @@ LOADS = {
 }
 
 
-def record_run(folder: Path, overrides: list[str], duration_s: float) -> None:
+def record_run(folder: Path, overrides: list[str], tokenizer: Path, duration_s: float) -> None:
     """Serve, put one load on after the other, and leave the recording in RUN of `folder` and when each load was on in
     WINDOWS. In a process of its own: a process can start one Ray cluster."""
     run = json.dumps(str(folder / RUN))
@@ -106,6 +113,7 @@ def record_run(folder: Path, overrides: list[str], duration_s: float) -> None:
                 synthetic=load.line,
                 duration_s=duration_s,
                 ignore_eos=True,
+                tokenizer=tokenizer,
                 seed=seed,
                 json_target=str(folder / f"{name}.json"),
             )
@@ -113,14 +121,6 @@ def record_run(folder: Path, overrides: list[str], duration_s: float) -> None:
             bench_serve(options)
             windows[name] = [begin_s, time.monotonic(), load_average, os.getloadavg()[0]]
             (folder / WINDOWS).write_text(json.dumps(windows))
-
-
-def within(run: ObservedRun, begin_s: float, end_s: float) -> ObservedRun:
-    """Return what was observed of one load: its requests and iterations; copies and messages are of all."""
-    part = copy.copy(run)
-    part.requests = {key: one for key, one in run.requests.items() if begin_s <= one.request.arrival_s < end_s}
-    part.iterations = [one for one in run.iterations if begin_s <= one.started_s < end_s]
-    return part
 
 
 def judged(comparisons: Sequence[Comparison]) -> dict[str, bool]:
@@ -139,8 +139,10 @@ def record(arguments: argparse.Namespace, folder: Path) -> None:
         return
     overrides = [f"topology={arguments.topology}", f"scheduling.policy={arguments.policy}"]
     overrides += ["decode.count=2"] if arguments.topology == "elastic" else []
+    model = pocket_folder()
     if arguments.model == "smollm2":
-        overrides += [f"model.path={smollm2_file()}", "model.served_model_name=smollm2"]
+        model = smollm2_file()
+        overrides += [f"model.path={model}", "model.served_model_name=smollm2"]
     if arguments.model == "opt-125m":
         model = folder / "model"
         model = model if model.exists() else write_opt_125m(model)
@@ -151,7 +153,7 @@ def record(arguments: argparse.Namespace, folder: Path) -> None:
         overrides += [f"pool.memory_bytes={1 << 30}"]
         overrides += [f"prefill.{field}_bytes={1 << 29}" for field in ("kv_cache", "candidate_buffer")]
     process = multiprocessing.get_context("spawn").Process(
-        target=record_run, args=(folder, overrides, arguments.duration)
+        target=record_run, args=(folder, overrides, model, arguments.duration)
     )
     process.start()
     process.join()
@@ -166,11 +168,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     checks, run = replay_folder(folder / RUN)
     metadata = read_run_metadata(folder / RUN)
     windows = json.loads((folder / WINDOWS).read_text())
-    fit = fit_machine(within(run, *windows[FITTED][:2]), metadata.layout.block_bytes)
+    fitted = run.within(*windows[FITTED][:2])
+    fit = fit_machine(fitted, metadata.layout.block_bytes)
     machine = fitted_machine(metadata, fit)
+    think_s = think_times_s(requests_of(fitted), {"be": LOADS[FITTED].outstanding})
     runs = {}
     for name, (begin_s, end_s, *load_averages) in windows.items():
-        runs[name] = compared(within(run, begin_s, end_s), name, machine, fit)
+        runs[name] = compared(run.within(begin_s, end_s), name, machine, fit, think_s)
         runs[name]["load_average_before_and_after"] = load_averages
     return {
         "topology": arguments.topology,
@@ -183,16 +187,20 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "fit": {
             "decode": fit.decode.error._asdict() | {"coefficients": asdict(fit.decode.costs.coefficients)},
             "prefill": fit.prefill.error._asdict() if fit.prefill else None,
-            "slowdown": fit.slowdown,
-            "links": asdict(fit.links),
+            "slowdowns": fit.slowdowns._asdict(),
+            "links": asdict(fit.links) | {"submit_times_s": described(fit.links.submit_times_s)},
+            "unmeasured": asdict(fit.unmeasured.coefficients),
+            "think_s": think_s,
         },
     }
 
 
-def compared(run: ObservedRun, name: str, machine: SimulatedMachine, fit: MachineFit) -> dict[str, Any]:
+def compared(
+    run: ObservedRun, name: str, machine: SimulatedMachine, fit: MachineFit, think_s: Mapping[str, float]
+) -> dict[str, Any]:
     """Return what was observed of a load beside its simulation with these costs."""
     requests = requests_of(run)
-    comparisons = compare(requests, {"be": LOADS[name].outstanding}, machine)
+    comparisons = compare(requests, {"be": LOADS[name].outstanding}, machine, think_s)
     return {
         "load": LOADS[name].line,
         "num_requests": len(requests),
@@ -219,6 +227,12 @@ def iterations_of(run: ObservedRun, fit: MachineFit) -> dict[str, Any]:
         }
         for kind, times in sorted(kinds.items())
     }
+
+
+def described(times_s: Sequence[float]) -> dict[str, Any]:
+    """Return a summary of many times."""
+    summary = describe(times_s)
+    return asdict(summary) if summary is not None else {}
 
 
 def _decisions(check: ComponentCheck) -> dict[str, Any]:

@@ -21,7 +21,7 @@ KNOWING = {"Oracle"}  # ALISE with exact predictions: likewise
 
 
 def labelled_cases() -> Iterator[LabelledCase]:
-    """Every case of every experiment; of AccelGen's, whose workloads take long to build, the reduced ones."""
+    """Return every case of every experiment; of AccelGen's, whose workloads take long to build, the reduced ones."""
     for parts in (alignedserve.parts_of(is_quick=False), unseen.parts_of(is_quick=False)):
         for part in parts:
             yield from part

@@ -1,23 +1,30 @@
 """`alignedserve plan`: which workers, topology and policy hold the objectives of a workload at the least cost."""
 
-import os
-import sys
+from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 
 from alignedserve.cli.commands.options import PlanOptions
+from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
 from alignedserve.cli.commands.plan_request import Asked, asked_for
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
-from alignedserve.core.errors import ConfigError
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.planning.config_file import config_file
 from alignedserve.planning.plan import Plan, make_plan
-from alignedserve.planning.report import PlanReport, candidates_table, plan_page, plan_values, priced, summary
+from alignedserve.planning.report import (
+    PlanReport,
+    candidates_table,
+    plan_page,
+    plan_values,
+    priced,
+    sorted_plans,
+    summary,
+)
+from alignedserve.runtime.device.cores import num_cores
 from alignedserve.sim.sweep import CasePool, CaseProgress
 
 _MAX_ROWS = 12  # of the table on the terminal; the report has all
@@ -26,15 +33,15 @@ _MAX_ROWS = 12  # of the table on the terminal; the report has all
 def plan(options: PlanOptions) -> int:
     """Run the command and return its exit code (1 when no plan holds)."""
     asked = asked_for(options)
-    _make_folder(options.output)
+    make_folder(options.output)
     for warning in asked.warnings:
         notes().print(warning, markup=False, soft_wrap=True)
     report = _report(options, asked, _search(options, asked))
     document = to_json({"machine": describe_machine(), **plan_values(report)})
-    write_json(document, str(options.output / "plan.json"))
-    _write(options.output / "report.html", plan_page(report))
+    write_file(options.output / "plan.json", document)
+    write_file(options.output / "report.html", plan_page(report).encode())
     if report.config_file is not None:
-        _write(options.output / "plan.yaml", report.config_file)
+        write_file(options.output / "plan.yaml", report.config_file.encode())
     if options.json_output:
         write_json(document, "-")
     else:
@@ -46,8 +53,7 @@ def plan(options: PlanOptions) -> int:
 
 
 def _search(options: PlanOptions, asked: Asked) -> Plan:
-    processes = options.processes or len(os.sched_getaffinity(0))
-    with progress() as bar, CasePool(processes) as pool:
+    with progress() as bar, CasePool(options.processes or num_cores()) as pool:
         return make_plan(asked.request, pool, _Bar(bar).note)
 
 
@@ -58,15 +64,13 @@ class _Bar:
         self._bar = bar
         self._task = bar.add_task("searching", total=None, status="")
         self._num_over = 0
-        self._words = ""
 
     def note(self, words: str, case: CaseProgress | None) -> None:
         """Show what is simulated now, and how many simulations are over."""
-        if words != self._words or case is None:
-            self._words = words
         if case is not None and case.is_done:
             self._num_over += 1
-        self._bar.update(self._task, completed=self._num_over, status=self._words)
+        simulated = "" if case is None else f", {case.simulated_s:,.0f} s simulated"
+        self._bar.update(self._task, completed=self._num_over, status=words + simulated)
 
 
 def _report(options: PlanOptions, asked: Asked, found: Plan) -> PlanReport:
@@ -79,9 +83,8 @@ def _report(options: PlanOptions, asked: Asked, found: Plan) -> PlanReport:
             f"Workload: {asked.about['workload']}",
         ]
         text = config_file(candidate, asked.request.machines, remarks)
-    command = " ".join(["alignedserve", *(repr(word) if " " in word else word for word in sys.argv[1:])])
     searched = f"{found.num_simulations} simulations, {len(found.tried)} plans"
-    about = {**asked.about, "searched": searched, "command": command, "version": version("alignedserve")}
+    about = {**asked.about, "searched": searched, "command": command_line(), "version": version("alignedserve")}
     return PlanReport(tuple(about.items()), found, text, asked.warnings)
 
 
@@ -90,8 +93,7 @@ def _print(report: PlanReport) -> None:
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for place, heading in enumerate(whole.headings):
         table.add_column(heading, overflow="fold", justify="left" if place == 0 else "right")
-    finals = [row for row in whole.rows if row[3] == "all"]
-    for row in (finals or whole.rows)[:_MAX_ROWS]:
+    for row in _shown_rows(report.plan):
         table.add_row(*map(printable, row))
     results().print(table)
     for line in summary(report.plan):
@@ -103,15 +105,11 @@ def _print(report: PlanReport) -> None:
         notes().print(line, markup=False, soft_wrap=True)
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {folder}: cannot be made: {error.strerror}") from error
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+def _shown_rows(found: Plan) -> list[Sequence[str]]:
+    """Return the rows of which most is known, and those that cost about as much as the plan."""
+    cost = found.nearest.candidate.cost
+    plans = sorted_plans(found)
+    rows = list(zip(plans, candidates_table(found).rows, strict=True))
+    by_use = sorted(rows, key=lambda row: (not row[0].outcome.is_representative, abs(row[0].candidate.cost - cost)))
+    kept = {row[0].candidate.label for row in by_use[:_MAX_ROWS]}
+    return [cells for one, cells in rows if one.candidate.label in kept]

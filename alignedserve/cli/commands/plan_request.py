@@ -15,17 +15,18 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.costmodel.choice import COST_MODELS, FITTED
-from alignedserve.costmodel.model_shapes import ModelShape, model_shape
+from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_shape
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.planning.candidates import Choices, PolicyChoice
 from alignedserve.planning.hardware_list import RECORDED, Offer, parse_hardware
 from alignedserve.planning.plan import PlanRequest
-from alignedserve.planning.token_counts import warnings_of
+from alignedserve.planning.token_counts import other_tokens, warnings_of
 from alignedserve.planning.trials import Machines, Traffic
 from alignedserve.replay.fitting import MachineFit, fit_machine
 from alignedserve.replay.run_file import read_run_metadata
 from alignedserve.replay.simulated import requests_of, workload_of
 from alignedserve.scheduling.policies import policy_config
+from alignedserve.sim.config import NO_SLOWDOWNS, Slowdowns
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.grammar import RECORDED as RECORDED_ARRIVALS
 from alignedserve.workload.grammar import parse_classes
@@ -52,8 +53,7 @@ class _Recorded:
     workload: Workload
     profile: MachineProfile
     cluster: ClusterConfig
-    core_slowdown: float
-    num_workers: int
+    slowdowns: Slowdowns
 
 
 def asked_for(options: PlanOptions) -> Asked:
@@ -70,8 +70,18 @@ def asked_for(options: PlanOptions) -> Asked:
     else:
         traffic = Traffic(run.workload)
     request = PlanRequest(traffic, options.attain / 100.0, _choices(options, offers), machines, options.seed)
-    warnings = () if line is None or machines.model is None else warnings_of(line, machines.model, data_dir())
-    return Asked(request, _about(options, line, machines, offers), tuple(warnings))
+    return Asked(request, _about(options, line, machines, offers), tuple(_warnings(line, machines, run)))
+
+
+def _warnings(line: str | None, machines: Machines, run: _Recorded | None) -> list[str]:
+    """Return warnings of lengths that another model's tokenizer counted."""
+    profiled = [profile.shape.name for profile in machines.profiles.values()]
+    models = profiled if machines.model is None else [machines.model]
+    if line is not None:
+        return list(dict.fromkeys(one for model in models for one in warnings_of(line, model, data_dir())))
+    if run is None or machines.model is None:
+        return []
+    return other_tokens("the recorded run", run.cluster.model.path, machines.model)
 
 
 def _about(options: PlanOptions, line: str | None, machines: Machines, offers: tuple[Offer, ...]) -> dict[str, str]:
@@ -122,8 +132,7 @@ def _recorded(options: PlanOptions, folder: Path) -> _Recorded:
     workload = replace(workload, requests=tuple(_with_objectives(one, slo) for one in workload.requests))
     fit = fit_machine(run, metadata.layout.block_bytes)
     cluster = metadata.config
-    num_workers = cluster.decode.count + (cluster.prefill.count if cluster.chosen_topology.is_separate else 0)
-    return _Recorded(workload, _profile(metadata.layout, fit), cluster, fit.slowdown, num_workers)
+    return _Recorded(workload, _profile(metadata.layout, fit), cluster, fit.slowdowns)
 
 
 def _with_objectives(request: TimedRequest, slo: Slo) -> TimedRequest:
@@ -161,7 +170,7 @@ def _offers(options: PlanOptions, run: _Recorded | None) -> tuple[Offer, ...]:
     if options.hardware is None:
         if run is None:
             raise ConfigError("--hardware is missing: write for example '4x h100 @2.5'")
-        return (Offer(RECORDED, run.num_workers),)
+        return (Offer(RECORDED, run.cluster.num_workers),)
     offers = parse_hardware(options.hardware)
     if run is None and any(offer.name == RECORDED for offer in offers):
         raise ConfigError(f"hardware {RECORDED!r} is the machine of a recorded run: it goes with --from")
@@ -185,6 +194,11 @@ def _machines(options: PlanOptions, offers: tuple[Offer, ...], run: _Recorded | 
         raise ConfigError("--hardware: measured machines and named accelerators cannot be in one plan")
     if not named and options.model is not None:
         raise ConfigError(f"--model {options.model}: a measured machine says itself which model it was measured with")
+    if named and run is not None and options.model is None:
+        raise ConfigError(
+            f"--model is missing: the recorded run served {run.cluster.model.path}; which of "
+            f"{', '.join(MODEL_SHAPES)} is to run on {named[0].name}?"
+        )
     is_as_recorded = run is not None and not named
     cluster = run.cluster if run is not None and is_as_recorded else _cluster(options, bool(named))
     return Machines(
@@ -192,7 +206,7 @@ def _machines(options: PlanOptions, offers: tuple[Offer, ...], run: _Recorded | 
         model=(options.model or DEFAULT_MODEL) if named else None,
         costs=options.costs,
         profiles=profiles,
-        core_slowdown=run.core_slowdown if run is not None and is_as_recorded else 0.0,
+        slowdowns=run.slowdowns if run is not None and is_as_recorded else NO_SLOWDOWNS,
         seed=options.seed,
     )
 

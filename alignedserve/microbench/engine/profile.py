@@ -117,8 +117,9 @@ def run_profile(spec: ProfileSpec, on_measured: Callable[[float], None] = lambda
     num_rounds = profiler.measure([*held_out, *fitted], on_measured)
     fitted, held_out = ([result for result in results if result.seconds] for results in (fitted, held_out))
     costs = fit_linear([result.sample for result in fitted])
-    profile = MachineProfile(profiler.shape, costs.coefficients, profiler.memory_link())
-    return ProfileResult(profile, fitted, held_out, num_rounds, torch.get_num_threads())
+    num_threads = torch.get_num_threads()
+    profile = MachineProfile(profiler.shape, costs.coefficients, profiler.memory_link(), num_threads)
+    return ProfileResult(profile, fitted, held_out, num_rounds, num_threads)
 
 
 class _Profiler:

@@ -28,9 +28,7 @@ class SloForecast(NamedTuple):
 
     rows: RowForecasts
     allowed_s: float  # the longest iteration that makes no next token late
-    banked_s: (
-        float  # the longest that all requests have ahead of their schedule, in which they still hold their mean gap
-    )
+    banked_s: float  # the longest in which all still hold their mean gap, by what they are ahead of their schedule
     stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
     kept_blocks: int  # more than requests on time hold now, they held lately: not for newcomers that they would evict
     prefill_token_s: float  # to compute one token of a prompt, as against copying it

@@ -1,20 +1,21 @@
 """The search against an exhaustive one."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
 from alignedserve.config.sections import Topology
 from alignedserve.planning.candidates import Candidate, Family, PolicyChoice
 from alignedserve.planning.hardware_list import Offer
-from alignedserve.planning.search import FINALISTS, PlanSearch, Trial, Verdict
+from alignedserve.planning.search import PlanSearch, Trial, Verdict
 
 GOAL = 0.9
 UNION = PolicyChoice("aligned_slo", "aligned_slo", {})
 
 
 def family(number: int, size: int, price: float) -> Family:
-    """So many workers of a kind of its own."""
+    """Build a family of up to so many workers, of a kind of its own."""
     offer = Offer(f"kind-{number}", size, price)
     members = [Candidate(offer, 1, Topology.ELASTIC, 0, count, UNION) for count in range(1, size + 1)]
     return Family(f"family {number}", tuple(members))
@@ -29,61 +30,152 @@ def tables(rng: random.Random, families: list[Family]) -> dict[str, float]:
     return attained
 
 
-def searched(families: list[Family], attained: dict[str, float], num_stages: int) -> tuple[PlanSearch, list[Trial]]:
-    """Search to the end, with the same outcome at every stage."""
-    search, done = PlanSearch(families, num_stages=num_stages), []
+def searched(
+    families: list[Family], attained: dict[str, float], on_windows: dict[str, float] | None = None
+) -> tuple[PlanSearch, list[Trial]]:
+    """Search to the end. `on_windows`: what windows say, where there are any."""
+    search, done = PlanSearch(families, has_windows=on_windows is not None), []
     while trials := search.next_trials():
-        shares = [attained[trial.candidate.label] for trial in trials]
-        search.take([(trial, Verdict(share, share >= GOAL)) for trial, share in zip(trials, shares, strict=True)])
+        verdicts = []
+        for trial in trials:
+            shares = attained if trial.is_whole else on_windows or {}
+            share = shares[trial.candidate.label]
+            is_abandoned = trial.is_whole and trial.is_limited and share < GOAL
+            verdicts.append(Verdict(share, share >= GOAL, num_windows=1, is_abandoned=is_abandoned))
+        search.take(list(zip(trials, verdicts, strict=True)))
         done += trials
     return search, done
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_the_cheapest_plan_that_holds_is_found(seed: int) -> None:
-    rng = random.Random(seed)
-    families = [
-        family(number, rng.randrange(1, 9), rng.choice((1.0, 1.5, 2.0))) for number in range(rng.randrange(1, 7))
-    ]
-    attained = tables(rng, families)
+def some_families(rng: random.Random) -> list[Family]:
+    """A few, of different sizes and prices."""
+    return [family(number, rng.randrange(1, 9), rng.choice((1.0, 1.5, 2.0))) for number in range(rng.randrange(1, 7))]
+
+
+def least_cost(families: list[Family], attained: dict[str, float]) -> float | None:
+    """The cheapest that holds, of all."""
     members = [member for one in families for member in one.members]
-    holding = [member.cost for member in members if attained[member.label] >= GOAL]
-    for num_stages in (1, 3):
-        search, done = searched(families, attained, num_stages)
-        found = search.best()
-        assert (found.cost if found is not None else None) == min(holding, default=None)
-        if found is None:
-            nearest = search.nearest()
-            assert attained[nearest.label] == max(attained[one.members[-1].label] for one in families)
-        assert len({(trial.candidate.label, trial.stage) for trial in done}) == len(done), "simulated twice"
+    return min((member.cost for member in members if attained[member.label] >= GOAL), default=None)
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_the_cheapest_plan_that_holds_is_found(seed: int, has_windows: bool) -> None:
+    rng = random.Random(seed)
+    families = some_families(rng)
+    attained = tables(rng, families)
+    search, done = searched(families, attained, attained if has_windows else None)
+    found = search.best()
+    assert (found.cost if found is not None else None) == least_cost(families, attained)
+    if found is None:
+        nearest = search.nearest()
+        assert attained[nearest.label] == max(attained[one.members[-1].label] for one in families)
+    played = [(trial.candidate.label, trial.is_whole, trial.is_limited) for trial in done]
+    assert len(set(played)) == len(played), "simulated twice"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_windows_that_flatter_cost_nothing(seed: int) -> None:
+    """A plan that fails its windows fails the whole: then the cheapest of all is found, however many hold windows."""
+    rng = random.Random(seed)
+    families = some_families(rng)
+    attained = tables(rng, families)
+    flattering = {label: max(share, rng.choice((0.3, 0.9, 0.95))) for label, share in attained.items()}
+    for one in families:
+        for smaller, larger in pairwise(one.members):
+            flattering[larger.label] = max(flattering[larger.label], flattering[smaller.label])
+    found = searched(families, attained, flattering)[0].best()
+    if least_cost(families, flattering) is None or least_cost(families, attained) is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.cost == least_cost(families, attained)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_windows_that_deceive_cost_no_more_than_they_say(seed: int) -> None:
+    """Whatever windows say, the plan holds the whole; and none that held its windows is cheaper and holds it too."""
+    rng = random.Random(seed)
+    families = some_families(rng)
+    attained, on_windows = tables(rng, families), tables(rng, families)
+    search, done = searched(families, attained, on_windows)
+    found = search.best()
+    if found is None:
+        assert not any(attained[trial.candidate.label] >= GOAL for trial in done if trial.is_whole)
+        return
+    assert attained[found.label] >= GOAL
+    both = [
+        member.cost
+        for one in families
+        for member in one.members
+        if min(attained[member.label], on_windows[member.label]) >= GOAL
+    ]
+    assert found.cost <= min(both, default=found.cost)
+
+
+def test_a_single_plan_that_windows_slander_is_found_on_the_whole() -> None:
+    """The plan of one worker less plays the whole as well, and those below it as long as they hold."""
+    (one,) = [family(0, 4, 1.0)]
+    labels = [member.label for member in one.members]
+    attained = dict(zip(labels, (0.5, 0.95, 1.0, 1.0), strict=True))
+    slandered = dict(zip(labels, (0.2, 0.5, 0.8, 1.0), strict=True))
+    search, done = searched([one], attained, slandered)
+    best = search.best()
+    assert best is not None
+    assert best.num_decode == 2
+    assert [trial.candidate.num_decode for trial in done if trial.is_whole] == [4, 3, 2, 1]
+
+
+def test_what_windows_refute_is_not_played() -> None:
+    (one,) = [family(0, 2, 1.0)]
+    search = PlanSearch([one], has_windows=True)
+    played = []
+    while trials := search.next_trials():
+        played += [trial.candidate.num_decode for trial in trials if trial.is_whole]
+        holding = [trial.candidate.num_decode == 2 for trial in trials]
+        search.take(
+            [(trial, Verdict(0.5 + holds / 2, holds, not holds)) for trial, holds in zip(trials, holding, strict=True)]
+        )
+    assert played == [2]
 
 
 def test_of_equally_cheap_plans_the_one_that_attains_more_is_taken() -> None:
     families = [family(0, 2, 1.0), family(1, 2, 1.0)]
     attained = dict(zip([m.label for one in families for m in one.members], (0.5, 0.92, 0.4, 0.97), strict=True))
-    search, _ = searched(families, attained, 1)
-    best = search.best()
-    assert best is not None
-    assert best.label == families[1].members[1].label
+    for on_windows in (None, attained):
+        best = searched(families, attained, on_windows)[0].best()
+        assert best is not None
+        assert best.label == families[1].members[1].label
 
 
-def test_families_are_halved_before_the_whole_workload() -> None:
+def test_the_whole_is_played_by_few() -> None:
     families = [family(number, 8, 1.0) for number in range(12)]
     attained = {member.label: member.num_decode / 8 for one in families for member in one.members}
-    _, done = searched(families, attained, 3)
-    per_stage = [len({trial.candidate.offer.name for trial in done if trial.stage == stage}) for stage in range(3)]
-    assert per_stage == [12, 6, FINALISTS]
-    assert all(trial.is_limited for trial in done if trial.stage)
+    _, done = searched(families, attained, attained)
+    assert len([trial for trial in done if trial.is_whole]) == 2
+    assert len(done) <= 12 * 4 + 2
 
 
-def test_a_plan_that_fails_the_longer_beginning_is_followed_by_the_next_larger_one() -> None:
+def test_a_plan_that_fails_the_whole_is_followed_by_the_next_larger_one() -> None:
     (one,) = [family(0, 4, 1.0)]
-    search = PlanSearch([one], num_stages=2)
-    tried = []
-    while trials := search.next_trials():
-        (trial,) = trials
-        tried.append((trial.stage, trial.candidate.num_decode))
-        holds = trial.candidate.num_decode >= (2 if trial.stage == 0 else 3)
-        search.take([(trial, Verdict(1.0 if holds else 0.5, holds))])
-    assert tried == [(0, 2), (0, 1), (1, 2), (1, 3)]
-    assert search.best() == one.members[2]
+    labels = [member.label for member in one.members]
+    attained = dict(zip(labels, (0.5, 0.5, 0.95, 1.0), strict=True))
+    flattering = dict(zip(labels, (0.5, 0.95, 0.95, 1.0), strict=True))
+    search, done = searched([one], attained, flattering)
+    assert [trial.candidate.num_decode for trial in done if trial.is_whole] == [2, 1, 3]
+    best = search.best()
+    assert best is not None
+    assert best.num_decode == 3
+
+
+def test_where_none_holds_the_best_of_the_largest_plans_is_played_to_its_end() -> None:
+    families = [family(0, 3, 1.0), family(1, 2, 1.0)]
+    attained = {
+        member.label: member.num_decode / 10 + 0.05 * (one is families[1]) for one in families for member in one.members
+    }
+    search, done = searched(families, attained, attained)
+    assert search.best() is None
+    assert [(trial.candidate.label, trial.is_limited) for trial in done if trial.is_whole] == [
+        (families[0].members[2].label, False)
+    ]
+    assert search.nearest().label == families[0].members[2].label
