@@ -75,9 +75,11 @@ class RooflineModel:
 
     def iteration_s(self, work: IterationWork) -> float:
         """See CostModel."""
+        num_tokens = work.num_prompt_tokens + work.num_decodes
         attention = self._pair_s * work.prompt_pairs + self._decode_attention_s(work)
-        compute = self._overhead_s + self._linear_s(work) + attention + self.collectives_s(work.num_tokens)
-        return max(compute, self.swap_s(work.swap_in_tokens + work.swap_out_tokens))
+        compute = self._overhead_s + self._linear_s(work, num_tokens) + attention + self.collectives_s(num_tokens)
+        copies = self._swap_token_s * (work.swap_in_tokens + work.swap_out_tokens)
+        return compute if compute > copies else copies
 
     def swap_s(self, num_tokens: float) -> float:
         """See CostModel."""
@@ -94,9 +96,9 @@ class RooflineModel:
         """Return the all-reduce time for num_tokens, two per layer."""
         return self._all_reduces_s + self._reduced_token_s * num_tokens
 
-    def _linear_s(self, work: IterationWork) -> float:
+    def _linear_s(self, work: IterationWork, num_tokens: int) -> float:
         """Return the seconds of layers, logits, and keys and values recomputed from a hidden cache."""
-        layers = self.layers_s(work.num_tokens)
+        layers = self.layers_s(num_tokens)
         head = self._product_s(self._head_parameters, work.num_sampled)
         return layers + head + self._projection_s * work.hidden_context_len
 
