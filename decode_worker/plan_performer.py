@@ -77,7 +77,7 @@ class PlanPerformer:
     def _slices(self, scheduled: tuple[ScheduledRequest, ...], members: tuple[HeldRequest, ...]) -> Slices:
         """Return the slices of the iteration.
 
-        The same object as last time if they are the same, so that none has to be looked at again.
+        They are the same object as last time if they are the same, so that none has to be looked at again.
         """
         latest = self._latest
         if scheduled != latest.scheduled or members != latest.members:
