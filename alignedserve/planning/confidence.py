@@ -59,7 +59,7 @@ def compared(groups: Sequence[Group], span_s: float, on_windows: Outcome | None,
     ]
     if on_windows is not None and on_windows.windows is not None:
         found.append(
-            f"On the {on_windows.windows.num_played} busiest of these windows the plan attains "
+            f"On the {on_windows.windows.num_played} of these windows that it needed the plan attains "
             f"{on_windows.attained:.2%}, on the whole {on_whole.attained:.2%}."
         )
     return found

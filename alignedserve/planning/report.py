@@ -65,7 +65,8 @@ def attained_words(plan: Plan, one: Tried) -> str:
     if one.outcome.error is not None:
         return "failed"
     if one.outcome.is_abandoned:
-        return f"below {percent(plan.goals.share if plan.groups else min(plan.goals.share, HOPELESS))}"
+        is_exact = plan.groups and one.outcome.is_whole
+        return f"below {percent(plan.goals.share if is_exact else min(plan.goals.share, HOPELESS))}"
     behind = "" if one.outcome.keeps_up else ", falls behind"
     return f"{one.outcome.attained:.1%}{behind}"
 
@@ -77,7 +78,7 @@ def played_words(outcome: Outcome) -> str:
     num_played, num_chosen = outcome.windows
     if num_played == num_chosen:
         return f"{num_chosen} windows"
-    return "busiest window" if num_played == 1 else f"{num_played} busiest"
+    return "busiest window" if num_played == 1 else f"{num_played} of {num_chosen} windows"
 
 
 def summary(plan: Plan) -> list[str]:
