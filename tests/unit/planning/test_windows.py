@@ -139,8 +139,8 @@ def test_what_is_missed_is_estimated_group_by_group() -> None:
 
 
 def test_a_window_is_abandoned_where_a_quarter_misses() -> None:
-    """25 are known to miss in the busiest window: not enough of 1500, and so the window for 8 is played."""
-    trial = WindowedTrial(groups(1, 2, 4, 8), goals())
+    """26 are known to miss, of 45 that may: not enough, and so the window that stands for 8 is played."""
+    trial = WindowedTrial(groups(1, 2, 4, 8), goals(share=0.97))
     assert trial.limits(groups(1)[0]) == {"rt": 25}
     (busiest,) = trial.next_windows()
     trial.take(busiest, result_of(26, 60, is_abandoned=True), None)
