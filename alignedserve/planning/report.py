@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from math import floor
 from typing import Any
 
 from alignedserve.planning.candidates import Candidate
@@ -195,10 +196,13 @@ def _legend(plan: Plan) -> str:
 def frontier_plot(report: PlanReport) -> str:
     """Plot what is attained against the cost."""
     plan = report.plan
-    shown_ones = [one for one in plan.tried if not one.outcome.is_abandoned and one.outcome.error is None]
+    known = [one for one in plan.tried if not one.outcome.is_abandoned and one.outcome.error is None]
+    shown_ones = sorted(known, key=lambda one: one is plan.nearest)  # drawn last, above its equals
     costs = [one.candidate.cost for one in shown_ones]
+    least = min((one.outcome.attained for one in shown_ones), default=0.0)
+    shares = Scale(max(floor(10.0 * min(least, plan.goals.share) - 1e-9), 0) / 10.0, 1.0)
     label = "price per hour" if report.unit == "per hour" else report.unit
-    frame = Frame(from_zero(costs), Scale(0.0, 1.0), label, "requests within objectives", width=900, height=340)
+    frame = Frame(from_zero(costs), shares, label, "requests within objectives", width=900, height=340)
     groups, goal = _groups(plan), plan.goals.share
     ends = [frame.at(0.0, goal), frame.at(frame.x.high, goal)]
     frontier = [frame.at(one.candidate.cost, one.outcome.attained) for one in plan.frontier()]
