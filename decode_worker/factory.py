@@ -71,7 +71,7 @@ def engine_places(config: DecodeWorkerConfig, scheduling: SchedulingConfig) -> i
 
 
 def max_held(config: DecodeWorkerConfig) -> int:
-    """Return the most requests that a colocated worker holds; paused ones keep their place in the engine."""
+    """Return the most requests that a worker whose policy may pause some holds; they keep their place in the engine."""
     return config.max_running_requests + config.max_waiting_requests
 
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
 from decode_worker.batching.batch_order import BatchOrder
+from decode_worker.batching.begun import span_of
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.decode_batch import DecodeBatch
 from decode_worker.batching.eviction import Evictions
@@ -86,7 +87,7 @@ class LoadCounter:
         return self._range
 
     def _count_range(self) -> JoinedBatch | None:
-        span = self._batch.span(self._order.running_id) if self._order.is_aligned else None
+        span = span_of(self._batch, self._order.running_id) if self._order.is_aligned else None
         if span is None:
             return None
         # A batch that had to be widened to be large enough does not stay wide by requests that join it.

@@ -138,7 +138,7 @@ class DecodeLogic:
             case PeerDisconnected(role, peer):
                 return self._on_disconnected(role, peer)
             case Ticked():
-                moving = (*self._batch.loading_candidates(), *self._evictions.candidates())
+                moving = (*self._batch.loading.candidates(), *self._evictions.candidates())
                 unused = self._peers.hang_up_unused(now, lambda: self._candidates.peers_in_use(moving))
                 return [*self._router.totals(self.iteration_log, now), *self._pace.report(), *unused]
 
@@ -154,7 +154,7 @@ class DecodeLogic:
         dropped: list[DecodeCommand] = [*self._candidates.clear()]
         for running in list(self._batch):
             dropped += self._abort(running.request.request_id)
-        for candidate in (*self._batch.loading_candidates(), *self._evictions.candidates()):
+        for candidate in (*self._batch.loading.candidates(), *self._evictions.candidates()):
             candidate.is_aborted = True
         return [*self._router.connected(peer), *dropped]
 
@@ -173,9 +173,7 @@ class DecodeLogic:
             case BatchGranted():
                 return self._granted(peer, message, now)
             case SetPredictedLength(request_id=request_id):
-                moving = (self._batch.loading_candidate(request_id), self._evictions.get(request_id))
-                known = (self._candidates.get(request_id), self._batch.get(request_id), *moving)
-                if set_predicted_length(known, message):
+                if set_predicted_length(self._records_of(request_id), message):
                     self._batch.set_predicted_length(request_id, message.predicted_output_len)
                 return []
             case AbortRequest():
@@ -226,9 +224,13 @@ class DecodeLogic:
 
     def _latest_attempt(self, request_id: RequestId) -> int:
         """Return the latest attempt of this request that is here; 0: none is."""
+        return max((one.attempt for one in self._records_of(request_id)), default=0)
+
+    def _records_of(self, request_id: RequestId) -> list[WorkerRequest]:
+        """Return what is here of a request: attempts that wait, run, are being copied in or out."""
         waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
-        moving = self._batch.loading_candidate(request_id), self._evictions.get(request_id)
-        return max((one.attempt for one in (waiting, running, *moving) if one is not None), default=0)
+        moving = self._batch.loading.get(request_id), self._evictions.get(request_id)
+        return [one for one in (waiting, running, *moving) if one is not None]
 
     def _reserve(self, peer: str, message: ReserveBlocks) -> list[DecodeCommand]:
         request_id = message.request_id
@@ -264,7 +266,7 @@ class DecodeLogic:
         waiting = self._candidates.get(request_id)
         if waiting is not None and waiting.is_up_to(attempt):
             commands += self._candidates.abort(request_id)
-        for candidate in (self._batch.loading_candidate(request_id), self._evictions.get(request_id)):
+        for candidate in (self._batch.loading.get(request_id), self._evictions.get(request_id)):
             if candidate is not None:
                 candidate.abort(attempt)
         running = self._batch.get(request_id)

@@ -123,9 +123,9 @@ class Candidate(WorkerRequest):
         return copy.num_blocks if copy is not None else 0
 
 
-def set_predicted_length(known: Iterable[WorkerRequest | None], message: SetPredictedLength) -> bool:
+def set_predicted_length(known: Iterable[WorkerRequest], message: SetPredictedLength) -> bool:
     """Set it on those of the request's records that belong to the message's epoch; return whether any does."""
-    current = [one for one in known if one is not None and is_same_epoch(one.attempt, message.attempt)]
+    current = [one for one in known if is_same_epoch(one.attempt, message.attempt)]
     for one in current:
         one.predicted_output_len = message.predicted_output_len
     return bool(current)

@@ -142,7 +142,7 @@ _MAX_PROMPT = 16000
 
 @dataclass(frozen=True, slots=True)
 class PaperCell:
-    """So many prefill and decode workers, or as many colocated ones."""
+    """Prefill and decode workers, or as many colocated ones."""
 
     num_prefill: int = 1
     num_decode: int = 1

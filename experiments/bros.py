@@ -1,6 +1,6 @@
 """BROS (Wan et al., 2025), Figures 10, 11 and 13: real-time and best-effort requests on one worker.
 
-    python -m experiments.bros [--quick] [--processes 2] [--policies NAME ...]
+    python -m experiments.bros [--quick] [--processes 2] [--policies NAME ...] [--parts NAME ...]
 
 Normalised latency and SLO attainment of real-time requests, and what that costs in best-effort throughput, against vLLM
 and round-robin. docs/experiments/bros.md has the paper's numbers, ours, and why they differ.
@@ -46,7 +46,9 @@ COMPARED = ("fcfs", "round_robin", "bros", "aligned_slo")
 ALL = (*COMPARED, "sarathi", "accelgen")
 WAVE = 64  # best-effort requests that come at once, when those before have ended; the paper does not say how many
 RECOMPUTING = "bros, recomputing"  # without shared blocks and swapping (section 7.4.1)
+WAITING = "bros, long prompts wait"  # for the end of all decodes: the letter of Algorithm 1 (docs/policies/bros.md)
 FIGURES = "figures 10, 11"
+READINGS = "readings"
 _CONTEXT = 2048  # OPT's; longer requests are left out, and no policy knows how much of it an answer will take
 
 COLUMNS: Mapping[str, str] = {
@@ -77,6 +79,7 @@ _RECORDED = (
     *COLUMNS,
     *_MORE,
     "num_iterations",
+    "num_evictions",
     "num_preemptions",
     "num_recomputed_tokens",
     "workload",
@@ -107,7 +110,7 @@ class BrosLoad:
         return replace(on, source=self.costs, worker=replace(on.worker, hardware="a100-80g"))
 
     def case(self, part: str, policy: str, seed: int, duration_s: float) -> LabelledCase:
-        """Return the case under this policy, or RECOMPUTING."""
+        """Return the case under this policy, RECOMPUTING or WAITING."""
         labels: dict[str, str | float] = {
             "part": part,
             "model": self.model,
@@ -115,13 +118,14 @@ class BrosLoad:
             "lengths": self.lengths,
             "wave": self.wave,
             "costs": self.costs,
+            "policy": policy,
         }
         workload = line(self.line(), seed, duration_s=duration_s)
+        if policy == WAITING:
+            return colocated_case(labels, "bros", self.worker(), workload, {"long_prompts_wait": True})
         if policy != RECOMPUTING:
             return colocated_case(labels, policy, self.worker(), workload)
-        labelled = colocated_case(
-            {**labels, "policy": policy}, "bros", replace(self.worker(), swap_space_bytes=0), workload
-        )
+        labelled = colocated_case(labels, "bros", replace(self.worker(), swap_space_bytes=0), workload)
         config = replace(labelled.case.config, mechanisms=SimMechanisms())
         return labelled._replace(case=replace(labelled.case, config=config))
 
@@ -158,6 +162,12 @@ def figure_13(duration_s: float, seeds: Sequence[int]) -> list[LabelledCase]:
     """Return BROS with shared blocks, and with recomputing in their place; at the paper's rate, with memory short."""
     load = BrosLoad("opt-30b", 10.0, wave=2 * WAVE)
     return [load.case("figure 13", policy, seed, duration_s) for policy in ("bros", RECOMPUTING) for seed in seeds]
+
+
+def other_reading(duration_s: float) -> list[LabelledCase]:
+    """Return BROS by the other reading, at the points of Figure 10 where some prompts last longer than the TPOT."""
+    loads = [BrosLoad(model, rate) for model in ("opt-30b", "llama-3-70b") for rate in RATES[model]]
+    return [load.case(READINGS, WAITING, 1, duration_s) for load in loads]
 
 
 # --- what comes of it
@@ -222,6 +232,7 @@ def cases_of(*, is_quick: bool) -> list[LabelledCase]:
         *other_waves(60.0),
         *other_costs(60.0),
         *figure_13(60.0, (1, 2)),
+        *other_reading(60.0),
     ]
 
 

@@ -35,7 +35,6 @@ from benchmarks.support.recording import commit, write_result
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30
 MANY = 1 << 40  # limits of queues: no paper refuses a request
-_SUMMARY = ("mean", "p50", "p90", "p99")
 
 Labels = Mapping[str, str | float]
 """What tells a case from the others of its experiment: `policy` and `seed` always, then model, rate, and so on."""
@@ -219,13 +218,6 @@ def print_table(rows: Sequence[Row], columns: Mapping[str, str], *, title: str =
     for row in rows:
         table.add_row(*(_shown(row.get(name)) for name in columns))
     Console(width=160).print(table)
-
-
-def markdown_table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
-    """Return the same for a page."""
-    lines = [list(columns.values()), ["---"] * len(columns)]
-    lines += [[_shown(row.get(name)) for name in columns] for row in rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _shown(value: Any) -> str:

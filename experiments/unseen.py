@@ -17,6 +17,7 @@ from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from experiments.alignedserve import KERNELS, PAIR, further_figures
+from experiments.bros import WAITING
 from experiments.common import (
     ColocatedWorkerSpec,
     LabelledCase,
@@ -35,7 +36,6 @@ from experiments.common import (
 )
 
 UNION = "aligned_slo"
-WAITING = "bros, long prompts wait"  # for the end of all decodes: its other reading
 PAPERS = ("bros", WAITING, "accelgen", "alise", "apt_serve")  # AlignedServe's own needs workers of both kinds: APART
 MIXED = ("fcfs", "sarathi", *PAPERS, UNION)
 APART = ("distserve", "aligned", UNION)

@@ -117,7 +117,7 @@ def _product(
 
 
 class OneDnnLinear:
-    """In oneDNN's packed layout; otherwise as `Linear` without gates. Keeps no reference to the weight."""
+    """Product in oneDNN's packed layout; otherwise as `Linear` without gates. Keeps no reference to the weight."""
 
     __slots__ = ("_bias", "_post_op", "_weight")
 

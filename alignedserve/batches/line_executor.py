@@ -27,10 +27,10 @@ class RunListener(Protocol):
     """Receives the events of batch runs on which the driver acts at once."""
 
     def on_progress(self) -> None:
-        """A line ended, results are pending, or lines can be started."""
+        """Note that a line has ended, results are pending, or lines can be started."""
 
     def on_rejection(self, retry_after_s: float) -> None:
-        """The cluster accepts no line for this long."""
+        """Note that the cluster accepts no line for this long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class BatchStores:
 
 @dataclass(frozen=True, slots=True)
 class DriverStores(BatchStores):
-    """Those of the process that drives the batches."""
+    """Stores of the process that drives the batches."""
 
     blobs: BlobStore
     logs: DiskLogs

@@ -42,7 +42,7 @@ def _on_this_host(name: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecrets:
-    """By what processes of one cluster know each other."""
+    """Secrets by which processes of one cluster know each other."""
 
     secret: bytes = field(repr=False, default_factory=partial(secrets.token_bytes, 32))
     authority: CertificateAuthority | None = None  # of processes on several hosts; None: all are on one

@@ -107,11 +107,6 @@ class MemoryPlanner:
         """Return the planner of another configuration or model on the same machine."""
         return MemoryPlanner(config or self.config, served or self.served, self.machine, self._recomputing_bytes)
 
-    @property
-    def num_workers(self) -> int:
-        """Return how many workers hold the weights."""
-        return self.config.decode.count + (self.config.prefill.count if self.topology.is_separate else 0)
-
     def needed_bytes(self, context_len: int, kept: Kept) -> int:
         """Return the available memory that would do for requests of this context."""
         needed = sum(memory.least * memory.counts.get(Place.HOST, 0) for memory in self._memories(context_len))
@@ -137,13 +132,13 @@ class MemoryPlanner:
         )
 
     def _host_weights(self) -> int:
-        return 0 if self.machine.gpu_bytes else self.num_workers * self.served.weight_bytes
+        return 0 if self.machine.gpu_bytes else self.config.num_workers * self.served.weight_bytes
 
     def _overhead(self) -> int:
         """Return what processes take beside weights and blocks; while they load, the largest tensor once more."""
         config = self.served.config
         largest = config.vocab_size * config.embedding_size * DTYPE_BYTES[self.served.dtype]
-        return _SYSTEM_BYTES + self.num_workers * (_PROCESS_BYTES + largest)
+        return _SYSTEM_BYTES + self.config.num_workers * (_PROCESS_BYTES + largest)
 
     def _limits(self, kept: Kept) -> dict[Place, int]:
         """Return the bytes for caches, by place."""
@@ -154,7 +149,7 @@ class MemoryPlanner:
             shared = machine.shared_bytes * 9 // 10
             limits[Place.SHARED] = max(shared - _OBJECT_STORE_BYTES, shared // 2)
         if machine.gpu_bytes:
-            sharing = math.ceil(self.num_workers / len(machine.gpu_bytes))
+            sharing = math.ceil(self.config.num_workers / len(machine.gpu_bytes))
             per_worker = int(min(machine.gpu_bytes) * _GPU_SHARE) // sharing - self.served.weight_bytes
             limits |= {Place.PREFILL_GPU: per_worker, Place.DECODE_GPU: per_worker}
         return limits

@@ -159,9 +159,9 @@ def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
 
 
 def _cheaper(config: ClusterConfig) -> str:
-    """Say what would need less memory."""
+    """Return what would need less memory, in words."""
     if not config.chosen_topology.is_separate:
         return "set decode.count or decode.kv_cache_bytes lower"
     remedy = "set pool.memory_bytes, prefill.kv_cache_bytes and decode.kv_cache_bytes lower"
-    together = next((one for one in policy_entry(config.scheduling.policy).topologies if not one.is_separate), None)
+    together = policy_entry(config.scheduling.policy).topology_together
     return remedy if together is None else f"{remedy}, or use topology={together.value}"

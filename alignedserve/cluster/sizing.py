@@ -94,8 +94,7 @@ def _with_sizes(config: ClusterConfig, sizes: Mapping[tuple[str, str], int]) -> 
 def _with_limits(config: ClusterConfig, sized: ClusterConfig, served: ServedModel, machine: Machine) -> ClusterConfig:
     """Choose the unset limits of iterations: fewer requests where caches are small, shorter chunks of large models."""
     changed = msgspec.structs.replace
-    num_workers = sized.decode.count + (sized.prefill.count if sized.chosen_topology.is_separate else 0)
-    threads = sized.engine.threads_per_worker or max(machine.num_cores // num_workers, 1)
+    threads = sized.engine.threads_per_worker or max(machine.num_cores // sized.num_workers, 1)
     chunk = _GPU_CHUNK if machine.gpu_bytes else _chunk(served, threads, machine.has_bfloat16)
     token_bytes = served.block_layout(sized.engine.block_size).token_bytes
     sections = {}
@@ -142,7 +141,7 @@ def _refusal(planner: MemoryPlanner) -> str:
     weights = f"{_spelt(served.weight_bytes)} of weights in {served.dtype}"
     return (
         f"{served.name} needs {_spelt(needed)} of memory for a context of {context_len} tokens "
-        f"({planner.num_workers} x {weights}), {_spelt(machine.available_bytes)} are available"
+        f"({planner.config.num_workers} x {weights}), {_spelt(machine.available_bytes)} are available"
         f"{f' and {_spelt(machine.shared_bytes)} shared' if planner.topology.is_separate else ''}; "
         f"{next(remedies, 'choose a smaller model')}"
     )
@@ -152,13 +151,13 @@ def _remedies(planner: MemoryPlanner) -> Iterator[tuple[str, MemoryPlanner]]:
     """Yield changes that may help, the smallest first, each with what it would give."""
     config, served, changed = planner.config, planner.served, msgspec.structs.replace
     shorter = planner.longest_that_fits()
-    together = next((one for one in policy_entry(config.scheduling.policy).topologies if not one.is_separate), None)
+    together = policy_entry(config.scheduling.policy).topology_together
     if config.model.max_context_len is not None and shorter is not None:
         yield f"set model.max_context_len={shorter}", planner.with_(served=replace(served, max_context_len=shorter))
     if planner.topology.is_separate and together is not None:
         yield f"set topology={together.value}", planner.with_(config=changed(config, topology=together))
     kinds = ("decode", "prefill") if planner.topology.is_separate else ("decode",)
-    if planner.num_workers > len(kinds):
+    if config.num_workers > len(kinds):
         fewer = {name: changed(getattr(config, name), count=1) for name in kinds}
         yield f"set {' and '.join(f'{name}.count=1' for name in kinds)}", planner.with_(config=changed(config, **fewer))
     if served.quantization is None:

@@ -182,9 +182,8 @@ class DecodeWorkerConfig(Section, frozen=True):
     max_running_requests: int = 64  # largest batch
     # Elastic and colocated: decodes and prefill chunks of one iteration.
     max_num_batched_tokens: int = 512
-    max_waiting_requests: int = (
-        1024  # elastic and colocated: requests beyond those in an iteration, for the policy to choose from
-    )
+    # Elastic and colocated: requests beyond those in an iteration, for the policy to choose from.
+    max_waiting_requests: int = 1024
     # Host memory for caches that a policy swaps out; 0: none.
     swap_space_bytes: int = 128 * MIB
     swap_format: str = "exact"  # those caches as they are, or int8: keys and values rounded per channel
@@ -353,3 +352,8 @@ class ClusterConfig(Section, frozen=True):
     def chosen_topology(self) -> Topology:
         """Return the topology; elastic while it is unset and the policy has not been asked."""
         return self.topology or Topology.ELASTIC
+
+    @property
+    def num_workers(self) -> int:
+        """Return how many workers hold the weights: those that decode and, where they are separate, that prefill."""
+        return self.decode.count + (self.prefill.count if self.chosen_topology.is_separate else 0)

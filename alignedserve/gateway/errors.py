@@ -51,7 +51,7 @@ class NotFound(InvalidRequest):
 
 
 class Conflict(InvalidRequest):
-    """In use by something else now."""
+    """Something else uses it now."""
 
 
 class RangeNotSatisfiable(InvalidRequest):

@@ -33,7 +33,7 @@ class PolicyChoice:
     def topologies(self) -> tuple[Topology, ...]:
         """Return the topologies that it runs in."""
         own = policy_entry(self.name).topologies
-        return tuple(one for one in Topology if one in own or (one is Topology.ELASTIC and Topology.COLOCATED in own))
+        return tuple(one for one in Topology if one in own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Simulations of plans: what is simulated, and what its result says about the objectives."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import floor
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.planning.candidates import Candidate
 from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimConfig
+from alignedserve.sim.config import NO_SLOWDOWNS, SimConfig, Slowdowns
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.result import ALL, ClassResult, SimulationResult
 from alignedserve.sim.sweep import Case, WorkloadLine, part_of
@@ -36,7 +36,7 @@ class Machines:
     model: str | None  # of named accelerators
     costs: str = "roofline"
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict)
-    core_slowdown: float = 0.0  # of measured machines, as in SimConfig
+    slowdowns: Slowdowns = NO_SLOWDOWNS  # of measured machines, as in SimConfig
     seed: int = 0
 
     def configured(self, candidate: Candidate) -> SimConfig:
@@ -50,7 +50,7 @@ class Machines:
         )
         profile = self.profiles.get(candidate.offer.name)
         if profile is not None:
-            config = replace(simulated_policy(profile, cluster), core_slowdown=self.core_slowdown)
+            config = replace(simulated_policy(profile, cluster), slowdowns=self.slowdowns)
         else:
             assert self.model is not None, "named accelerators have no model of their own"
             worker = WorkerSpec(self.model, candidate.offer.name, candidate.tensor_parallel)
@@ -211,16 +211,11 @@ def backlog_of(found: ClassResult, span_s: float) -> float:
     return num_left - _FEW - (_MAX_BACKLOG + generating_s / span_s) * found.num_sent
 
 
-def usable(
-    candidates: Sequence[Candidate], machines: Machines, workload: Workload, skip: Callable[[Candidate, str], None]
-) -> list[Candidate]:
-    """Return the plans that can run the workload at all; `skip` is told of the others."""
-    found = []
-    for candidate in candidates:
-        try:
-            config = machines.configured(candidate)
-            require_feasible(workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
-            found.append(candidate)
-        except ConfigError as error:
-            skip(candidate, str(error))
-    return found
+def obstacle(candidate: Candidate, machines: Machines, workload: Workload) -> str | None:
+    """Return why a plan cannot run the workload at all; None: it can."""
+    try:
+        config = machines.configured(candidate)
+        require_feasible(workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
+    except ConfigError as error:
+        return str(error)
+    return None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from alignedserve.core.errors import RecordingError
+from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.recording import ENDED, SUFFIX, Decision, Digester, RecordReader
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.replay.component_schemas import schema_of
@@ -52,6 +53,7 @@ class ComponentReplay:
         self._digester = Digester()
         self.name = reader.header.component
         registered: WorkerRegistered | None = arguments.get("registered")
+        self.measured: tuple[Sample, ...] = arguments.get("measured") or ()  # before it served
         self.pool = registered.pool_name if registered is not None else None  # the pool of a worker's node
         self.path = path
         self.num_equal = 0

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from alignedserve.core.errors import RecordingError
 from alignedserve.costmodel.least_squares import nonnegative_least_squares
 from alignedserve.costmodel.linear import (
+    BENDS,
     FitError,
     LinearCoefficients,
     LinearIterationModel,
@@ -22,22 +23,24 @@ from alignedserve.costmodel.linear import (
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.replay.jitter import Ratio
 from alignedserve.replay.observed import ObservedCopy, ObservedIteration, ObservedRun
-from alignedserve.sim.config import SimLinks
+from alignedserve.sim.config import NO_SLOWDOWNS, SimLinks, Slowdowns
 
 _FASTEST = 1e12  # bytes per second of a link whose larger copies took no longer
 _MIN_SAMPLES = 20
 _NUM_REWEIGHTINGS = 10
 _PREFIXES = ("decode-", "prefill-")
-_SLOWDOWNS = tuple(number / 10 for number in range(21))  # two on the same core take twice as long
+_SLOWDOWNS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5)  # at 1.0 two on the same core
+_NUM_DESCENTS = 2  # over all slowdowns, one at a time
+_MAX_FITTED = 1500  # iterations, to find them
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFit:
-    """Costs of one kind of worker's iterations. `ratios`: measured by expected, one worker after the other."""
+    """Costs of one kind of worker's iterations. `ratios`: measured by expected, by worker."""
 
     costs: LinearIterationModel
     error: FitError  # on the iterations that were fitted
-    ratios: tuple[Ratio, ...]
+    ratios: Mapping[str, tuple[Ratio, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,9 @@ class MachineFit:
     decode: WorkerFit
     prefill: WorkerFit | None  # None: colocated workers
     links: SimLinks
-    slowdown: float  # of an iteration by each other busy worker, as a share of its time alone
+    slowdowns: Slowdowns
+    measured: Mapping[str, tuple[Sample, ...]]  # by worker: what it measured before it served
+    unmeasured: LinearIterationModel  # the part of an iteration that engines do not measure
 
 
 def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
@@ -59,21 +64,23 @@ def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
         host=_fit_link([copy for copy in run.copies if copy.has_pool_end], block_bytes),
         device=_fit_link([copy for copy in run.copies if not copy.has_pool_end], block_bytes),
         message_s=_median_s(run.message_times_s()),
-        submit_s=_median_s(run.submit_times_s),
+        submit_s=_median_s(run.submit_times_s()),
+        token_s=0.0,  # recorded times of tokens are those of their workers
+        submit_times_s=tuple(max(time_s, 0.0) for time_s in run.submit_times_s()),
     )
-    slowdown = min(_SLOWDOWNS, key=lambda slowdown: _misfit(workers, slowdown)) if _are_several(run) else 0.0
-    decode, prefill = (_fit_worker(one.alone(slowdown)) if one.iterations else None for one in workers)
+    slowdowns = _fit_slowdowns(workers) if _are_several(run) else NO_SLOWDOWNS
+    decode, prefill = (_fit_worker(one, slowdowns) if one.iterations else None for one in workers)
     assert decode is not None, "checked above"
-    return MachineFit(decode, prefill, links, slowdown)
+    return MachineFit(decode, prefill, links, slowdowns, run.measured, fit_unmeasured(run.iterations))
 
 
-def fit_mean(samples: Sequence[Sample]) -> LinearIterationModel:
+def fit_mean(samples: Sequence[Sample], bends: Sequence[float] = BENDS) -> LinearIterationModel:
     """Fit the expected time of an iteration, with errors weighted by the expected time, not the measured one.
 
     Weighted by the measured time (fit_linear, the starting point), iterations that the machine delayed count for less
     than others, and the sum of all comes out too small.
     """
-    first = fit_linear(samples)
+    first = fit_linear(samples, bends=bends)
     bend_tokens = first.coefficients.bend_tokens
     rows = feature_rows(samples, bend_tokens)
     seconds = np.array([sample.seconds for sample in samples])
@@ -85,22 +92,40 @@ def fit_mean(samples: Sequence[Sample]) -> LinearIterationModel:
     return LinearIterationModel(LinearCoefficients.of(weights.tolist(), bend_tokens))
 
 
+def fit_unmeasured(iterations: Sequence[ObservedIteration]) -> LinearIterationModel:
+    """Fit what an iteration takes beside its engine's time: deciding, threads, records; some for each request."""
+    rows = np.array([(1.0, one.work.num_decodes) for one in iterations]).reshape(-1, 2)
+    seconds = np.array([max(one.ended_s - one.started_s - one.engine_s, 0.0) for one in iterations])
+    base_s, request_s = nonnegative_least_squares(rows, seconds).tolist()
+    return LinearIterationModel(LinearCoefficients(base_s=base_s, decode_s=request_s))
+
+
 @dataclass(frozen=True, slots=True)
 class _WorkerIterations:
-    """Iterations of one kind of worker, with the share of each in which other workers were busy."""
+    """Iterations of one kind of worker.
+
+    `shares`: the share of each in which the others ran decodes, and iterations with prompts [iterations, 2].
+    """
 
     iterations: tuple[ObservedIteration, ...]
     num_others: int
     shares: npt.NDArray[np.float64]
 
-    def alone(self, slowdown: float) -> list[Sample]:
-        """Return the samples with their times alone under this slowdown, as if either all others were busy or none."""
-        factors = 1.0 - self.shares + self.shares / (1.0 + slowdown * self.num_others)
+    def alone(self, slowdowns: Slowdowns) -> list[Sample]:
+        """Return the samples with their times alone, as if always either all others ran the same kind or none ran."""
+        has_prompt = np.array([one.work.num_chunks > 0 for one in self.iterations], np.int64)
+        table = np.array(slowdowns).reshape(2, 2)[has_prompt]
+        factors = 1.0 - self.shares.sum(axis=1) + (self.shares / (1.0 + table * self.num_others)).sum(axis=1)
         seconds = [one.ended_s - one.started_s for one in self.iterations]
         return [
             Sample(one.work, factor * taken_s)
             for one, factor, taken_s in zip(self.iterations, factors.tolist(), seconds, strict=True)
         ]
+
+    def thinned(self) -> "_WorkerIterations":
+        """Return at most so many of them, evenly, as slowdowns take many fits to find."""
+        step = -(-len(self.iterations) // _MAX_FITTED) or 1
+        return _WorkerIterations(self.iterations[::step], self.num_others, self.shares[::step])
 
 
 def _iterations_of(iterations: Sequence[ObservedIteration], prefix: str) -> _WorkerIterations:
@@ -109,39 +134,62 @@ def _iterations_of(iterations: Sequence[ObservedIteration], prefix: str) -> _Wor
         if one.ended_s > one.started_s:
             by_worker.setdefault(one.worker, []).append(one)
     chosen = tuple(one for name, ones in by_worker.items() if name.startswith(prefix) for one in ones)
-    shares = np.zeros(len(chosen))
+    shares = np.zeros((len(chosen), 2))
     spans = np.array([(one.started_s, one.ended_s) for one in chosen]).reshape(-1, 2)
     for name, ones in by_worker.items():
-        edges = np.array([(one.started_s, one.ended_s) for one in ones])
-        busy_s = np.repeat(np.cumsum(edges[:, 1] - edges[:, 0]), 2)
-        busy_s[::2] -= edges[:, 1] - edges[:, 0]
-        shared_s = np.diff(np.interp(spans.ravel(), edges.ravel(), busy_s).reshape(-1, 2))[:, 0]
-        shares += np.where([one.worker == name for one in chosen], 0.0, shared_s)
+        is_other = np.array([one.worker != name for one in chosen], np.float64)
+        for kind in (0, 1):
+            edges = np.array([(one.started_s, one.ended_s) for one in ones if (one.work.num_chunks > 0) == kind])
+            if len(edges):
+                shares[:, kind] += is_other * _shared_s(spans, edges)
     num_others = max(len(by_worker) - 1, 1)
-    return _WorkerIterations(chosen, num_others, shares / (num_others * (spans[:, 1] - spans[:, 0])))
+    return _WorkerIterations(chosen, num_others, shares / (num_others * (spans[:, 1:] - spans[:, :1])))
+
+
+def _shared_s(spans: npt.NDArray[np.float64], edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return how long each span [spans, begin and end] overlaps with all of `edges`, likewise, in order."""
+    busy_s = np.repeat(np.cumsum(edges[:, 1] - edges[:, 0]), 2)
+    busy_s[::2] -= edges[:, 1] - edges[:, 0]
+    shared: npt.NDArray[np.float64] = np.diff(np.interp(spans.ravel(), edges.ravel(), busy_s).reshape(-1, 2))[:, 0]
+    return shared
 
 
 def _are_several(run: ObservedRun) -> bool:
     return len({one.worker for one in run.iterations}) > 1
 
 
-def _misfit(workers: Sequence[_WorkerIterations], slowdown: float) -> float:
-    """Return the mean absolute logarithm of measured by expected times."""
-    sizes = [
-        abs(math.log(ratio.value))
-        for one in workers
-        if one.iterations
-        for ratio in _fit_worker(one.alone(slowdown)).ratios
-    ]
-    return statistics.fmean(sizes)
+def _fit_slowdowns(workers: Sequence[_WorkerIterations]) -> Slowdowns:
+    """Return the slowdowns with the least misfit: alike for all kinds first, then one after the other."""
+    thinned = [one.thinned() for one in workers if one.iterations]
+    best = min(map(Slowdowns.alike, _SLOWDOWNS), key=lambda slowdowns: _misfit(thinned, slowdowns))
+    for _ in range(_NUM_DESCENTS):
+        for field in Slowdowns._fields:
+            trials = [best._replace(**{field: slowdown}) for slowdown in _SLOWDOWNS]
+            best = min(trials, key=lambda slowdowns: _misfit(thinned, slowdowns))
+    return best
 
 
-def _fit_worker(samples: Sequence[Sample]) -> WorkerFit:
+def _misfit(workers: Sequence[_WorkerIterations], slowdowns: Slowdowns) -> float:
+    """Return the mean absolute logarithm of measured by expected times; prompts and decodes count alike."""
+    sizes: dict[bool, list[float]] = {}
+    for one in workers:
+        samples = one.alone(slowdowns)
+        for ratio in _ratios(fit_mean(samples, bends=()), samples):
+            sizes.setdefault(ratio.has_prompt, []).append(abs(math.log(ratio.value)))
+    return sum(map(statistics.fmean, sizes.values()))
+
+
+def _fit_worker(worker: _WorkerIterations, slowdowns: Slowdowns) -> WorkerFit:
+    samples = worker.alone(slowdowns)
     costs = fit_mean(samples)
-    ratios = tuple(
-        Ratio(sample.seconds / costs.iteration_s(sample.work), sample.work.num_chunks > 0) for sample in samples
-    )
-    return WorkerFit(costs, fit_error(costs, samples), ratios)
+    ratios: dict[str, list[Ratio]] = {}
+    for one, ratio in zip(worker.iterations, _ratios(costs, samples), strict=True):
+        ratios.setdefault(one.worker, []).append(ratio)
+    return WorkerFit(costs, fit_error(costs, samples), {name: tuple(found) for name, found in ratios.items()})
+
+
+def _ratios(costs: LinearIterationModel, samples: Sequence[Sample]) -> list[Ratio]:
+    return [Ratio(sample.seconds / costs.iteration_s(sample.work), sample.work.num_chunks > 0) for sample in samples]
 
 
 def _median_s(times: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
+from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.events import Received, Send, SendTo
 from alignedserve.messages.gateways import RequestFailed, RequestRejected, SubmitRequest, TokensEmitted
@@ -26,6 +27,7 @@ from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, Requ
 from alignedserve.replay.component_replay import Decided
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.sim.engine import SimulatedEngine
+from router.state import LengthPredicted
 
 _MATCHED = (PrefillRequest, PrefillCompleted, RequestFinished)  # messages that come once for each attempt
 _ENDLESS = 1 << 40
@@ -37,6 +39,8 @@ class ObservedRequest:
     """One request as seen by the components."""
 
     request: Request  # without its tokens
+    submitted_s: float  # when the router got it
+    predicted_len: float | None = None  # of its answer, as predicted on its arrival
     token_times_s: dict[int, float] = field(default_factory=dict)  # by index in the answer, when first sent
     finished_s: float | None = None
     is_refused: bool = False  # rejected or failed
@@ -58,6 +62,7 @@ class ObservedIteration:
     started_s: float
     ended_s: float
     work: IterationWork
+    engine_s: float  # as the engine measured it, which is what policies learn
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class ObservedCopy:
     num_blocks: int
     seconds: float  # from the command to its completion event
     has_pool_end: bool
+    ended_s: float
 
 
 class ObservedRun:
@@ -76,14 +82,19 @@ class ObservedRun:
         self.requests: dict[RequestId, ObservedRequest] = {}
         self.iterations: list[ObservedIteration] = []
         self.copies: list[ObservedCopy] = []
-        self.submit_times_s: list[float] = []  # from the arrivals of requests at gateways to their router
+        self.measured: dict[str, tuple[Sample, ...]] = {}  # by worker: what it measured before it served
         self._refused: set[RequestId] = set()
         self._emitted: list[tuple[float, TokensEmitted]] = []
         self._sent: dict[tuple[object, ...], float] = {}
         self._received: dict[tuple[object, ...], float] = {}
 
-    def observer(self, name: str, pool: str | None) -> "ComponentObserver":
-        """Create the observer of one component. `pool`: the pool of a worker's node."""
+    def observer(self, name: str, pool: str | None, measured: tuple[Sample, ...] = ()) -> "ComponentObserver":
+        """Create the observer of one component.
+
+        `pool`: the pool of a worker's node. `measured`: what it measured before it served.
+        """
+        if measured:
+            self.measured[name] = measured
         return ComponentObserver(self, name, pool)
 
     def complete(self) -> None:
@@ -100,6 +111,25 @@ class ObservedRun:
         for request_id in sorted(self._refused & self.requests.keys()):
             self.requests[request_id].is_refused = True
         self._emitted.clear()
+
+    def within(self, *spans_s: tuple[float, float]) -> "ObservedRun":
+        """Return what was observed in these parts of the time: of requests those that arrived in them."""
+
+        def is_in(time_s: float) -> bool:
+            return any(begin_s <= time_s < end_s for begin_s, end_s in spans_s)
+
+        part = ObservedRun()
+        part.measured = self.measured
+        part.requests = {key: one for key, one in self.requests.items() if is_in(one.request.arrival_s)}
+        part.iterations = [one for one in self.iterations if is_in(one.started_s)]
+        part.copies = [one for one in self.copies if is_in(one.ended_s)]
+        part._received = {key: time_s for key, time_s in self._received.items() if is_in(time_s)}
+        part._sent = self._sent
+        return part
+
+    def submit_times_s(self) -> list[float]:
+        """Return the times from the arrivals of requests at gateways to their router, in their order."""
+        return [one.submitted_s - one.request.arrival_s for one in self.requests.values()]
 
     def message_times_s(self) -> list[float]:
         """Return the latencies of the messages that can be matched at both ends."""
@@ -118,10 +148,15 @@ class ObservedRun:
     def record_received(self, message: object, now: float) -> None:
         """Record a message that a component receives."""
         if isinstance(message, SubmitRequest):
-            self.requests[message.request.request_id] = ObservedRequest(message.request)
-            self.submit_times_s.append(now - message.request.arrival_s)
+            self.requests[message.request.request_id] = ObservedRequest(message.request, now)
         elif isinstance(message, _MATCHED):
             self._received.setdefault(_key(message), now)
+
+    def record_predicted(self, event: LengthPredicted) -> None:
+        """Record the predicted length of an answer; the first one, if the request was tried again."""
+        seen = self.requests.get(event.request_id)
+        if seen is not None and seen.predicted_len is None:
+            seen.predicted_len = event.predicted_len
 
     def record_emitted(self, message: TokensEmitted, now: float) -> None:
         """Record tokens that a worker sends."""
@@ -146,8 +181,11 @@ class ComponentObserver:
         if isinstance(event, Received):
             self._run.record_received(event.message, now)
         elif isinstance(event, IterationCompleted):
-            iteration = ObservedIteration(self._name, self._started_s, now, self._recording_costs.latest)
-            self._run.iterations.append(iteration)
+            started_s, work = self._started_s, self._recording_costs.latest
+            engine_s = event.duration_s(started_s, now)
+            self._run.iterations.append(ObservedIteration(self._name, started_s, now, work, engine_s))
+        elif isinstance(event, LengthPredicted):
+            self._run.record_predicted(event)
         elif isinstance(event, BlocksLoaded | BlocksOffloaded | BlocksRelayed):
             self._copied(event, now)
         for command in commands:
@@ -177,7 +215,7 @@ class ComponentObserver:
             has_pool_end = isinstance(event, BlocksRelayed) or event.command.target == self._pool
         begun_s = self._begun_s.pop(key, None)
         if begun_s is not None:
-            self._run.copies.append(ObservedCopy(num_blocks, now - begun_s, has_pool_end))
+            self._run.copies.append(ObservedCopy(num_blocks, now - begun_s, has_pool_end, now))
 
 
 def _key(message: Any) -> tuple[object, ...]:

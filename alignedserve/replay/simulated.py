@@ -2,23 +2,26 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.recording import RunMetadata
 from alignedserve.replay.fitting import MachineFit
 from alignedserve.replay.jitter import JitteryCosts, Ratio
 from alignedserve.replay.observed import ObservedRequest, ObservedRun
-from alignedserve.sim.config import SimConfig, SimLinks
-from alignedserve.sim.records import Ending, GapSample, OpenRequest
+from alignedserve.sim.config import NO_SLOWDOWNS, SimConfig, SimLinks, Slowdowns
+from alignedserve.sim.records import Ending, GapSample, OpenRequest, RequestRecord
 from alignedserve.sim.result import ClassResult, Measure, classes_of
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 
 OTHERS = "others"  # probes, and requests that did not complete: part of the load, not of the comparison
 NUM_RUNS = 5
+NO_PAUSES: Mapping[str, float] = {}
 _PROBE = "canary-"
 _QUANTILES = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "end to end": "end_to_end_s"}
 
@@ -51,11 +54,16 @@ class WorkerCosts:
     """Costs of iterations, and the measured ratios to them."""
 
     costs: CostModel
-    ratios: tuple[Ratio, ...] = (Ratio(1.0),)
+    ratios: Mapping[str, tuple[Ratio, ...]] = field(default_factory=dict)  # by worker
 
-    def drawn(self, seed: int) -> CostModel:
-        """Return the jittery costs for engines."""
-        return JitteryCosts(self.costs, self.ratios, seed)
+    def drawn(self, seed: int) -> dict[str, CostModel]:
+        """Return the jittery costs of the engines of those workers, each with its own jitter."""
+        return {name: JitteryCosts(self.costs, ratios, f"{seed} {name}") for name, ratios in self.ratios.items()}
+
+    def drawn_for_others(self, seed: int) -> CostModel:
+        """Return the jittery costs of other workers' engines."""
+        ratios = [ratio for of_worker in self.ratios.values() for ratio in of_worker]
+        return JitteryCosts(self.costs, ratios, seed) if ratios else self.costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +75,10 @@ class SimulatedMachine:
     links: SimLinks
     decode: WorkerCosts
     prefill: WorkerCosts | None = None  # None: as `decode`
-    slowdown: float = 0.0  # of iterations by each other busy worker
+    slowdowns: Slowdowns = NO_SLOWDOWNS
     num_nodes: int = 1
+    measured: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)  # see SimConfig, as the next
+    unmeasured: CostModel | None = None
 
 
 def fitted_machine(metadata: RunMetadata, fit: MachineFit) -> SimulatedMachine:
@@ -76,7 +86,15 @@ def fitted_machine(metadata: RunMetadata, fit: MachineFit) -> SimulatedMachine:
     decode = WorkerCosts(fit.decode.costs, fit.decode.ratios)
     prefill = WorkerCosts(fit.prefill.costs, fit.prefill.ratios) if fit.prefill is not None else None
     return SimulatedMachine(
-        metadata.config, metadata.layout, fit.links, decode, prefill, fit.slowdown, metadata.num_nodes
+        metadata.config,
+        metadata.layout,
+        fit.links,
+        decode,
+        prefill,
+        fit.slowdowns,
+        metadata.num_nodes,
+        fit.measured,
+        fit.unmeasured,
     )
 
 
@@ -87,10 +105,36 @@ def requests_of(run: ObservedRun) -> list[ReplayedRequest]:
     return [ReplayedRequest(_timed(one, observed[0].request.arrival_s), one) for one in observed]
 
 
-def workload_of(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int]) -> Workload:
-    """Build a workload of the same requests; classes in `outstanding` become closed loops of so many at a time."""
+def think_times_s(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int]) -> dict[str, float]:
+    """Return how long clients that keep so many requests outstanding took from the end of one to the next, by class.
+
+    From the last token's worker to the next request's gateway, so with what both take.
+    """
+    found = {}
+    for name, size in outstanding.items():
+        observed = [one.observed for one in requests if one.timed.class_name == name]
+        arrivals = [one.request.arrival_s for one in observed][size:]  # in order, as `requests` are
+        ends = sorted(one.finished_s for one in observed if one.finished_s is not None)
+        pauses = [arrival_s - end_s for end_s, arrival_s in zip(ends, arrivals, strict=False)]
+        found[name] = max(statistics.median(pauses), 0.0) if pauses else 0.0
+    return found
+
+
+def workload_of(
+    requests: Sequence[ReplayedRequest],
+    outstanding: Mapping[str, int],
+    think_s: Mapping[str, float] = NO_PAUSES,
+) -> Workload:
+    """Build a workload of the same requests; classes in `outstanding` become closed loops of so many at a time.
+
+    `think_s`: from the end of a request to the next one of its loop, by class.
+    """
     present = {one.timed.class_name for one in requests}
-    loops = tuple(_loop(name, size, requests) for name, size in sorted(outstanding.items()) if name in present)
+    loops = tuple(
+        _loop(name, size, requests, think_s.get(name, 0.0))
+        for name, size in sorted(outstanding.items())
+        if name in present
+    )
     return Workload(
         WorkloadDescription("recorded", 0),
         tuple(one.timed for one in requests if one.timed.class_name not in outstanding),
@@ -99,16 +143,31 @@ def workload_of(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, i
     )
 
 
-def compare(
-    requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int], machine: SimulatedMachine
-) -> list[Comparison]:
-    """Simulate the run NUM_RUNS times, with different jitter, and compare the means of each class's measures.
+class EndedRequests(NamedTuple):
+    """The requests of a run, which took so long from the first arrival to the last end, and their gaps by class."""
 
-    Raises ConfigError if the configuration cannot work.
+    records: Sequence[RequestRecord]
+    gaps: Mapping[str, GapSample]
+    duration_s: float
+
+
+def compare(
+    rounds: Sequence[Sequence[ReplayedRequest]],
+    outstanding: Mapping[str, int],
+    machine: SimulatedMachine,
+    think_s: Mapping[str, float] = NO_PAUSES,
+) -> list[Comparison]:
+    """Simulate the rounds NUM_RUNS times, with different jitter, and compare the means of each class's measures.
+
+    Each round is a run by itself, with nothing before it; a measure is of all of them together. Raises ConfigError if
+    the configuration cannot work.
     """
-    workload = workload_of(requests, outstanding)
-    real = _measures(real_classes(requests))
-    simulated = [_measures(simulate(workload, machine, seed)) for seed in range(NUM_RUNS)]
+    workloads = [workload_of(requests, outstanding, think_s) for requests in rounds]
+    real = measures_of(rounds)
+    simulated = []
+    for seed in range(0, NUM_RUNS * len(rounds), len(rounds)):
+        runs = [simulated_requests(workload, machine, seed + number) for number, workload in enumerate(workloads)]
+        simulated.append(_measures(_together(runs)))
     return [
         Comparison(*key, value, statistics.fmean(values))
         for key, value in real.items()
@@ -118,21 +177,56 @@ def compare(
 
 def simulate(workload: Workload, machine: SimulatedMachine, seed: int) -> dict[str, ClassResult]:
     """Simulate the workload; return the result of each class. `seed` is the jitter's."""
-    config = SimConfig(
+    return Simulation(simulation_of(machine, seed), workload).run().classes
+
+
+def simulated_requests(workload: Workload, machine: SimulatedMachine, seed: int) -> EndedRequests:
+    """Simulate the workload; return its requests."""
+    simulation = Simulation(simulation_of(machine, seed), workload)
+    duration_s = simulation.run().duration_s
+    return EndedRequests(simulation.records(), simulation.gaps(), duration_s)
+
+
+def simulation_of(machine: SimulatedMachine, seed: int) -> SimConfig:
+    """Return the configuration of a simulation with this jitter."""
+    decode, prefill = machine.decode, machine.prefill
+    return SimConfig(
         cluster=machine.cluster,
         layout=machine.layout,
         links=machine.links,
-        decode_costs=machine.decode.drawn(seed),
-        prefill_costs=machine.prefill.drawn(seed) if machine.prefill is not None else None,
+        decode_costs=decode.drawn_for_others(seed),
+        prefill_costs=prefill.drawn_for_others(seed) if prefill is not None else None,
+        own_costs=decode.drawn(seed) | (prefill.drawn(seed) if prefill is not None else {}),
         learns_costs=True,
-        core_slowdown=machine.slowdown,
+        slowdowns=machine.slowdowns,
         num_pools=machine.num_nodes,
+        measured=machine.measured,
+        unmeasured_costs=machine.unmeasured,
+        seed=seed,
     )
-    return Simulation(config, workload).run().classes
+
+
+def measures_of(rounds: Sequence[Sequence[ReplayedRequest]]) -> dict[tuple[str, str], float]:
+    """Return the measures of real rounds together, by class and name."""
+    return _measures(_together([real_requests(requests) for requests in rounds]))
 
 
 def real_classes(requests: Sequence[ReplayedRequest]) -> dict[str, ClassResult]:
     """Compute the results of the real run by the simulator's formulas."""
+    return _together([real_requests(requests)])
+
+
+def _together(runs: Sequence[EndedRequests]) -> dict[str, ClassResult]:
+    """Compute the results of several runs as if of one."""
+    gaps: dict[str, GapSample] = {}
+    for run in runs:
+        for name, sample in run.gaps.items():
+            gaps.setdefault(name, GapSample()).add(tuple(sample.values()))
+    return classes_of([one for run in runs for one in run.records], gaps, sum(run.duration_s for run in runs))
+
+
+def real_requests(requests: Sequence[ReplayedRequest]) -> EndedRequests:
+    """Return the requests of the real run as a simulation would."""
     gaps: dict[str, GapSample] = {}
     records = []
     for number, one in enumerate(requests):
@@ -141,7 +235,7 @@ def real_classes(requests: Sequence[ReplayedRequest]) -> dict[str, ClassResult]:
         under_way = OpenRequest(number, timed, one.observed.request.arrival_s, times)
         records.append(under_way.close(ending, times[-1], gaps.setdefault(timed.class_name, GapSample())))
     begin_s = min(one.observed.request.arrival_s for one in requests)
-    return classes_of(records, gaps, max(record.ended_s for record in records) - begin_s)
+    return EndedRequests(records, gaps, max(record.ended_s for record in records) - begin_s)
 
 
 def _timed(observed: ObservedRequest, begin_s: float) -> TimedRequest:
@@ -157,12 +251,13 @@ def _timed(observed: ObservedRequest, begin_s: float) -> TimedRequest:
         request_class=request.request_class,
         slo=request.slo,
         priority=request.priority,
+        predicted_len=None if observed.predicted_len is None else round(observed.predicted_len),
     )
 
 
-def _loop(name: str, size: int, requests: Sequence[ReplayedRequest]) -> ClosedLoop:
+def _loop(name: str, size: int, requests: Sequence[ReplayedRequest], think_s: float) -> ClosedLoop:
     stream = _CyclicStream([replace(one.timed, arrival_s=0.0) for one in requests if one.timed.class_name == name])
-    return ClosedLoop(name, size, is_wave=False, stream=stream)
+    return ClosedLoop(name, size, is_wave=False, stream=stream, think_s=think_s)
 
 
 class _CyclicStream:
@@ -183,8 +278,8 @@ def _measures(classes: Mapping[str, ClassResult]) -> dict[tuple[str, str], float
             continue
         measures[name, "requests/s"] = result.requests_per_s
         measures[name, "tokens/s"] = result.tokens_per_s
-        for label, field in _QUANTILES.items():
-            measure: Measure | None = getattr(result, field)
+        for label, attribute in _QUANTILES.items():
+            measure: Measure | None = getattr(result, attribute)
             if measure is not None:
                 measures[name, f"{label} p50, s"] = measure.distribution.p50
                 measures[name, f"{label} p90, s"] = measure.distribution.p90

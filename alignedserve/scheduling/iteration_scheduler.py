@@ -1,12 +1,11 @@
 """Schedulers of iterations on prefill workers, where each prompt holds its blocks and none is evicted."""
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.progress import plan_chunks
 from alignedserve.core.request import Request
-from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
+from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.scheduling.scheduler_state import Scheduler, SchedulerState
 
 # The worker manages its blocks itself: the policy sees a memory of one block per request, all of them held and none
@@ -38,12 +37,9 @@ class FcfsIterationScheduler:
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
         """See PolicyIterationScheduler. The order does not depend on it."""
 
-    def choose(self, now: float, *, stalled: Collection[RequestId] = ()) -> Slices:
+    def choose(self, now: float) -> Slices:
         """See PolicyIterationScheduler."""
-        slices = plan_chunks(
-            ((request_id, left) for request_id, left in self._remaining.items() if request_id not in stalled),
-            self._max_tokens,
-        )
+        slices = plan_chunks(self._remaining.items(), self._max_tokens)
         for request_id, num_tokens in slices:
             self._remaining[request_id] -= num_tokens
         return slices
@@ -81,15 +77,13 @@ class PolicyIterationScheduler:
         if request_id in self._state.table:
             self._state.set_predicted_length(request_id, predicted_len)
 
-    def choose(self, now: float, *, stalled: Collection[RequestId] = ()) -> Slices:
-        """Choose how many tokens each request computes in the iteration that begins now; stalled ones cannot."""
+    def choose(self, now: float) -> Slices:
+        """Choose how many tokens each request computes in the iteration that begins now."""
         view = self._state.view(limits=self._scheduler.limits, costs=self._scheduler.costs, now=now)
         view = replace(view, memory=replace(view.memory, num_blocks=len(view.table)), can_evict=False)
         plan = self._scheduler.policy.plan(view)
         assert not plan.evictions, "evictions on a worker that cannot evict"
         request_ids = self._state.table.request_ids
-        if stalled:
-            plan = IterationPlan(tuple(part for part in plan.scheduled if request_ids[part.row] not in stalled))
         self._state.begin(plan)
         return tuple((request_ids[part.row], part.num_tokens) for part in plan.scheduled)
 

@@ -1,10 +1,12 @@
 """Simulated components: each passes events to a live logic and turns its commands into later events."""
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from alignedserve.core.request import SampledToken
+from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.events import (
     TICK_S,
@@ -35,6 +37,7 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import RegistrationRefused
+from alignedserve.sim.config import SimLinks
 from alignedserve.sim.copies import SimulatedArena, SimulatedCopier
 from alignedserve.sim.engine import SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
@@ -42,6 +45,7 @@ from alignedserve.sim.shared_cores import SharedCores
 
 Performers = Mapping[type, Callable[[Any], None]]
 _TICK = Ticked()
+_LEAST_MEASURED = 0.1  # of an iteration's time, by its engine
 _DIALLING = (Dial, StopDialling, HangUp)  # the simulated cluster is linked when it is built
 
 
@@ -55,15 +59,23 @@ def _no_gateway(message: Message) -> None:
 class Network:
     """Carries messages between components, each with the same latency, so in order."""
 
-    def __init__(self, event_queue: EventQueue, message_s: float, submit_s: float | None = None) -> None:
-        """`submit_s`: of a request from its arrival to the router, what its gateway does first included."""
+    def __init__(self, event_queue: EventQueue, links: SimLinks, seed: int = 0) -> None:
         self._event_queue = event_queue
-        self.message_s = message_s
-        self.submit_s = message_s if submit_s is None else submit_s
+        self._links = links
+        self._random = random.Random(seed)  # noqa: S311
+        self.message_s = links.message_s
+        self.token_s = links.message_s if links.token_s is None else links.token_s
         self._dispatch_of: dict[str, Callable[[Any], None]] = {}
         self._roles: dict[str, Role] = {}
         self._linked: dict[str, list[str]] = {}  # every component's peers, in the order of their links
         self.to_gateway: Callable[[Any], None] = _no_gateway  # takes what workers send to the address of a gateway
+
+    def submit_s(self) -> float:
+        """Return the time of the next request from its arrival to the router, what its gateway does first included."""
+        links = self._links
+        if links.submit_times_s:
+            return self._random.choice(links.submit_times_s)
+        return links.message_s if links.submit_s is None else links.submit_s
 
     def add(self, name: str, role: Role, dispatch: Callable[[Any], None]) -> None:
         """Add a component, linked to no other. `dispatch` takes its events."""
@@ -160,9 +172,11 @@ class SimulatedWorker:
         event_queue: EventQueue,
         *,
         make_logic: Callable[[], AnyLogic],
+        unmeasured_costs: CostModel | None = None,
     ) -> None:
-        """`make_logic`: makes the logic of the same worker started again."""
+        """`make_logic`: makes the logic of the same worker started again. `unmeasured_costs`: see SimConfig."""
         self._make_logic = make_logic
+        self._unmeasured_costs = unmeasured_costs
         self._num_losses = 0
         self.component = component
         self.engine = engine
@@ -204,17 +218,23 @@ class SimulatedWorker:
     def _run_iteration(self, command: RunIteration) -> None:
         now = self._event_queue.now
         duration_s, sampled = self.engine.begin(command, now)
+        measured = 1.0  # share of the time
+        if self._unmeasured_costs is not None and duration_s > 0.0:
+            unmeasured_s = self._unmeasured_costs.iteration_s(self.engine.latest_work)
+            measured = max(1.0 - unmeasured_s / duration_s, _LEAST_MEASURED)
         if self._memory.cores is not None:
-            self._memory.cores.begin(duration_s, partial(self._unless_lost(lambda _: self._ended(now, sampled)), None))
+            ended = self._unless_lost(lambda _: self._ended(now, duration_s, sampled, measured))
+            self._memory.cores.begin(duration_s, self.engine.latest_work.num_chunks > 0, partial(ended, None))
             return
         ends_s = now + duration_s
-        times = IterationTimes(now, ends_s, 0.0, duration_s, 0.0)
-        ended = IterationCompleted(sampled, times=times)
-        self._event_queue.at(ends_s, self._unless_lost(self.component.dispatch), ended)
+        event = IterationCompleted(sampled, times=_times(now, duration_s * measured))
+        self._event_queue.at(ends_s, self._unless_lost(self.component.dispatch), event)
 
-    def _ended(self, started_s: float, sampled: tuple[SampledToken, ...]) -> None:
-        now = self._event_queue.now
-        times = IterationTimes(started_s, now, 0.0, now - started_s, 0.0)
+    def _ended(self, started_s: float, duration_s: float, sampled: tuple[SampledToken, ...], measured: float) -> None:
+        """End an iteration on shared cores, where it may have taken longer than by itself."""
+        taken_s = self._event_queue.now - started_s
+        self.engine.prolong(taken_s - duration_s)
+        times = _times(started_s, measured * taken_s)
         self.component.dispatch(IterationCompleted(sampled, times=times))
 
     def _copy(self, ends_s: Callable[[Any], float], outcome: Callable[[Any], Any], command: object) -> None:
@@ -233,6 +253,11 @@ class SimulatedWorker:
         if offered is not None:
             self._copier.arenas[command.peer] = self._memory.arenas[offered.path]
         self._event_queue.after(0.0, self.component.dispatch, BufferOpened(command.peer, command.link_epoch, offered))
+
+
+def _times(started_s: float, duration_s: float) -> IterationTimes:
+    """Return what an engine measures of an iteration."""
+    return IterationTimes(started_s, started_s + duration_s, 0.0, duration_s, 0.0)
 
 
 class SharedMemory:

@@ -1,11 +1,13 @@
 """Configuration of a simulation: the live system's own, and the costs and links of its machines."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.policy import DeviceMemory, Mechanism
@@ -20,6 +22,32 @@ class SimLinks:
     device: LinkModel  # between two workers: NVLink
     message_s: float = 0.0002  # between components, and to the client
     submit_s: float | None = None  # of a request from its arrival at the gateway to the router; None: `message_s`
+    token_s: float | None = None  # of a token from its worker to the client; None: `message_s`
+    submit_times_s: tuple[float, ...] = ()  # recorded, one of which each request takes instead of `submit_s`, by seed
+
+
+class Slowdowns(NamedTuple):
+    """Shares of its own time by which an iteration is prolonged by each concurrent one.
+
+    Prompts: iterations with a part of a prompt; decodes: all others.
+    """
+
+    decodes_by_decodes: float = 0.0
+    decodes_by_prompts: float = 0.0
+    prompts_by_decodes: float = 0.0
+    prompts_by_prompts: float = 0.0
+
+    @classmethod
+    def alike(cls, slowdown: float) -> "Slowdowns":
+        """Return the slowdowns where every iteration prolongs every other by this share."""
+        return cls(slowdown, slowdown, slowdown, slowdown)
+
+    def of(self, *, has_prompt: bool, has_other_prompt: bool) -> float:
+        """Return the share by which the one kind is prolonged by the other."""
+        return self[2 * has_prompt + has_other_prompt]
+
+
+NO_SLOWDOWNS = Slowdowns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +96,21 @@ class SimConfig:
     links: SimLinks
     decode_costs: CostModel  # of colocated workers: for both phases
     prefill_costs: CostModel | None = None  # None: as `decode_costs`
+    own_costs: Mapping[str, CostModel] = field(default_factory=dict)  # of single workers, by name, before the two above
     mechanisms: SimMechanisms = SimMechanisms()
     learns_costs: bool = True  # policies learn the cost of iterations, as live ones do; False: they know it
+    measured: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)  # what workers measured before they
+    # served, by name; the others measure at the true costs
+    unmeasured_costs: CostModel | None = None  # the part of an iteration that no engine measures, so no policy learns
     context_len: int | None = None  # of the model; None: what a decode worker's memory holds
-    core_slowdown: float = 0.0  # share by which each other busy worker prolongs an iteration (shared_cores.py)
+    slowdowns: Slowdowns = NO_SLOWDOWNS  # of iterations by those of other workers of the machine (shared_cores.py)
     num_pools: int = 1  # nodes: prefill and decode workers are distributed over them
     routers: SimRouters = SimRouters()
     losses: tuple[SimWorkerLoss, ...] = ()  # each of another worker
     seed: int = 0
     duration_s: float | None = None  # end of the simulation; None: when every request has ended
     timeline_of: str | None = None  # the worker whose iterations are all recorded
-    miss_limits: Mapping[str, int] | None = (
-        None  # of classes: when more requests miss their objectives, it is abandoned
-    )
+    miss_limits: Mapping[str, int] | None = None  # of classes: abandoned when more requests miss their objectives
     ends_when_settled: bool = False  # once it is known of each request of these classes, all open loops, if it misses
 
     def __post_init__(self) -> None:
@@ -90,6 +120,11 @@ class SimConfig:
             raise ConfigError(f"num_pools must be between 1 and {num_workers}: every node needs workers of each kind")
         if not 1 <= self.routers.count <= self.num_pools:
             raise ConfigError(f"routers must be between 1 and {self.num_pools}, the number of nodes")
+
+    def costs_of(self, worker: str, *, is_prefill: bool = False) -> CostModel:
+        """Return the costs of a worker's iterations."""
+        usual = self.prefill_costs if is_prefill and self.prefill_costs is not None else self.decode_costs
+        return self.own_costs.get(worker, usual)
 
     @property
     def decode_memory(self) -> DeviceMemory:

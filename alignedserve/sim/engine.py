@@ -135,6 +135,17 @@ class SimulatedEngine:
             self._timeline.add(now, duration_s, work, self._num_blocks)
         return SimulatedIteration(duration_s, self._latest.sampled)
 
+    def prolong(self, seconds: float) -> None:
+        """Note that the latest iteration took longer than its duration, as others ran on the same cores."""
+        self.busy_s += seconds
+        if self._timeline is not None:
+            self._timeline.prolong(seconds)
+
+    @property
+    def latest_work(self) -> IterationWork:
+        """Return the work of the latest iteration."""
+        return self._latest.work
+
     def forget(self) -> None:
         """Lose every sequence, as with the worker's process; what was counted stays."""
         for kept in (self._on_host, self._hidden, self._sequences):
@@ -219,6 +230,10 @@ class _Timeline:
             times.append(moment)
         for counts, count in zip(self._counts, (work.num_decodes, work.num_prompt_tokens, num_blocks), strict=True):
             counts.append(count)
+
+    def prolong(self, seconds: float) -> None:
+        """Let the latest iteration end so much later."""
+        self._times[1][-1] += seconds
 
     def lines(self) -> list[IterationLine]:
         """Return the iterations in order."""

@@ -125,7 +125,7 @@ class SimulatedGateway:
 
     def emitted(self, message: TokensEmitted) -> None:
         """Record tokens that a worker sends now, with the time at which they will arrive."""
-        time_s = self._event_queue.now + self._network.message_s
+        time_s = self._event_queue.now + self._network.token_s
         under_way = self._open
         for delta in message.deltas:
             times = under_way[delta.request_id].token_times_s if delta.request_id in under_way else None
@@ -189,8 +189,7 @@ class SimulatedGateway:
         self.output_lens[request_id] = timed.output_len
         self._num_sent += 1
         self._num_to_come -= 1
-        self._submit(router, Received(GATEWAY, SubmitRequest(request)))
-        self._predict(self._open[request_id])
+        self._submit(self._open[request_id], SubmitRequest(request))
 
     def _limit(self, timed: TimedRequest) -> int:
         """Return the client's limit; where it sets none, what its prompt leaves of the context."""
@@ -198,22 +197,20 @@ class SimulatedGateway:
             return timed.max_tokens
         return max(self._max_context_len - timed.prompt_len, 1)
 
-    def _predict(self, under_way: _SentRequest) -> None:
-        """Send the prediction, if there is one; as live after the request, which does not wait for it."""
+    def _submit(self, under_way: _SentRequest, message: SubmitRequest | ResumeRequest) -> None:
+        """Send a request, and its prediction if there is one, after it as live: no request waits for its own."""
+        delay_s = self._network.submit_s()
+        self._network.deliver(under_way.router, Received(GATEWAY, message), delay_s)
         predicted_len = under_way.timed.predicted_len
         if predicted_len is not None:
             predicted = LengthPredicted(under_way.request.request_id, float(predicted_len))
-            self._submit(under_way.router, predicted)
-
-    def _submit(self, router: str, event: Received | LengthPredicted) -> None:
-        self._network.deliver(router, event, self._network.submit_s)
+            self._network.deliver(under_way.router, predicted, delay_s)
 
     def _resume(self, request_ids: Sequence[RequestId]) -> None:
         """Ask the requests' routers to go on after the tokens that have come."""
         for under_way in [self._open[request_id] for request_id in request_ids if request_id in self._open]:
             tokens = (TOKEN,) * len(under_way.token_times_s)
-            self._submit(under_way.router, Received(GATEWAY, ResumeRequest(under_way.request, tokens)))
-            self._predict(under_way)
+            self._submit(under_way, ResumeRequest(under_way.request, tokens))
 
     # --- ends
 

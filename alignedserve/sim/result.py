@@ -56,7 +56,7 @@ class ClassResult:
     p99_tbt_s: Measure | None  # each request's own percentile
     end_to_end_s: Measure | None
     normalized_s: Measure | None  # end-to-end time by output tokens, of completed requests
-    parts: tuple["PartResult", ...] = ()  # of the time of sending, NUM_PARTS of equal length
+    parts: tuple[PartResult, ...] = ()  # of the time of sending, NUM_PARTS of equal length
     loaded_tokens_per_s: float | None = None  # that came during a workload's given time of sending: without the tail
 
 

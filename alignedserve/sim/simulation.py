@@ -5,7 +5,7 @@ messages arrive and the counts are final.
 """
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, repeat
@@ -31,7 +31,7 @@ from alignedserve.sim.engine import EOS, SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.gateway import GATEWAY, SimulatedGateway
 from alignedserve.sim.misses import MissWatch
-from alignedserve.sim.records import RequestRecord
+from alignedserve.sim.records import GapSample, RequestRecord
 from alignedserve.sim.result import RouterResult, SimulationResult, classes_of, worker_of
 from alignedserve.sim.routers import RouterChoice, SimulatedRouter
 from alignedserve.sim.shared_cores import SharedCores
@@ -62,7 +62,7 @@ class Simulation:
         _check_fit(config, workload)
         _check_policy(config, workload)
         self._event_queue = EventQueue()
-        self._network = Network(self._event_queue, config.links.message_s, config.links.submit_s)
+        self._network = Network(self._event_queue, config.links, config.seed)
         self._routers: dict[str, SimulatedRouter] = {}
         names = [_router(number, config.routers.count) for number in range(config.routers.count)]
         choice = RouterChoice(names)
@@ -82,7 +82,7 @@ class Simulation:
         self._memory_links = MemoryLinks(self._event_queue, config.links, config.layout.block_bytes)
         num_decode = config.cluster.decode.count // config.num_pools
         buffer_blocks = prefill_factory.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
-        cores = SharedCores(self._event_queue, config.core_slowdown) if config.core_slowdown else None
+        cores = SharedCores(self._event_queue, config.slowdowns) if any(config.slowdowns) else None
         self._memory = SharedMemory(block_bytes=config.layout.block_bytes, buffer_blocks=buffer_blocks, cores=cores)
         self._build(names)
         _check_losses(config.losses, self._workers)
@@ -112,6 +112,10 @@ class Simulation:
     def records(self) -> Sequence[RequestRecord]:
         """Return every ended request, by its end; times begin with the simulation, requests a second later."""
         return self._gateway.records
+
+    def gaps(self) -> Mapping[str, GapSample]:
+        """Return the gaps between tokens, by class."""
+        return self._gateway.gaps
 
     def logics(self) -> dict[str, AnyLogic]:
         """Return each component's logic by its name."""
@@ -177,7 +181,8 @@ class Simulation:
         registered = registration_of(
             self._config.layout, num_blocks, config.max_running_requests, _pool(node), can_prefill=True
         )
-        costs = self._config.prefill_costs or self._config.decode_costs
+        name = f"prefill-{number}"
+        costs = self._config.costs_of(name, is_prefill=True)
         make = partial(
             prefill_factory.make_logic,
             registered=registered,
@@ -185,16 +190,18 @@ class Simulation:
             scheduling=self._config.cluster.scheduling,
             eos_token_ids=_EOS_TOKEN_IDS,
             costs=self._known(costs),
-            measured=self._measured(costs, num_blocks, limits_of(config)),
+            measured=self._measured(name, costs, num_blocks, limits_of(config)),
         )
-        return self._add_worker(f"prefill-{number}", Role.PREFILL_WORKER, make, _pool(node), costs)
+        return self._add_worker(name, Role.PREFILL_WORKER, make, _pool(node), costs)
 
     def _add_decode_worker(self, number: int, node: int) -> str:
         config, layout = self._config.cluster.decode, self._config.layout
         num_blocks = layout.blocks_in(config.kv_cache_bytes)
         make: Callable[[], AnyLogic]
-        cluster, costs = self._config.cluster, self._known(self._config.decode_costs)
-        measured = self._measured(self._config.decode_costs, num_blocks, limits_of(config))
+        name = f"decode-{number}"
+        cluster, true_costs = self._config.cluster, self._config.costs_of(name)
+        costs = self._known(true_costs)
+        measured = self._measured(name, true_costs, num_blocks, limits_of(config))
         if self._config.is_colocated:
             make = partial(
                 decode_factory.make_colocated_logic,
@@ -222,18 +229,19 @@ class Simulation:
                 costs=costs,
                 measured=measured,
             )
-        name = f"decode-{number}"
-        return self._add_worker(name, Role.DECODE_WORKER, make, _pool(node), self._config.decode_costs)
+        return self._add_worker(name, Role.DECODE_WORKER, make, _pool(node), true_costs)
 
     def _known(self, costs: CostModel) -> CostModel | None:
         """Return the costs that a worker's policy knows from the start."""
         return None if self._config.learns_costs else costs
 
-    def _measured(self, costs: CostModel, num_blocks: int, limits: IterationLimits) -> tuple[Sample, ...]:
+    def _measured(self, name: str, costs: CostModel, num_blocks: int, limits: IterationLimits) -> tuple[Sample, ...]:
         """Return the iterations that a worker measures before it serves, to learn costs from."""
         config = self._config
         if not config.learns_costs:
             return ()
+        if name in config.measured:
+            return config.measured[name]
         has_hidden_cache = config.mechanisms.hidden_ratio is not None
         points = points_of(config.layout, limits, num_blocks=num_blocks, has_hidden_cache=has_hidden_cache)
         return calibrated(costs, points, calibration_s(config.cluster.engine, config.cluster.scheduling))
@@ -246,7 +254,13 @@ class Simulation:
         copier = SimulatedCopier(name, pool, self._memory_links, is_through_host=self._config.can_move)
         component = self._add_component(name, role, make())
         self._workers[name] = SimulatedWorker(
-            component, engine, copier, self._memory, self._event_queue, make_logic=make
+            component,
+            engine,
+            copier,
+            self._memory,
+            self._event_queue,
+            make_logic=make,
+            unmeasured_costs=self._config.unmeasured_costs,
         )
         return name
 

@@ -147,7 +147,7 @@ class _WorkerProcess:
     """One process and the case it simulates; None: it waits for the next."""
 
     process: SpawnProcess
-    link: Connection
+    link: Connection  # pickles, over a pipe that only this process and that child of its own have
     number: int | None = None
 
 

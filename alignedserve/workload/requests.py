@@ -55,6 +55,7 @@ class ClosedLoop:
     size: int
     is_wave: bool  # the next `size` requests come when all have ended, else one for each that ends
     stream: RequestSource
+    think_s: float = 0.0  # from an end to the next request
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +139,8 @@ class ClosedLoopRun:
             return []
         self._num_in_air[class_name] -= 1
         if not loop.is_wave:
-            return self._take(loop, 1, finished_s)
-        return self._take(loop, loop.size, finished_s) if self._num_in_air[class_name] == 0 else []
+            return self._take(loop, 1, finished_s + loop.think_s)
+        return self._take(loop, loop.size, finished_s + loop.think_s) if self._num_in_air[class_name] == 0 else []
 
     def _take(self, loop: ClosedLoop, count: int, now_s: float) -> list[TimedRequest]:
         if self._ends_s is not None and now_s >= self._ends_s:

@@ -81,8 +81,10 @@ _BUBBLE = re.compile(r'^alignedserve_bubble_seconds_total\{[^}]*cause="nothing_t
 
 
 def make_model(folder: Path) -> None:
-    """Make a folder with the shape, and the shipped model's tokenizer with made-up words for the rest of the
-    vocabulary: random weights choose any token, and a token without text would not be seen by a client.
+    """Make a folder with the shape, and the shipped model's tokenizer.
+
+    Made-up words stand for the rest of the vocabulary: random weights choose any token, and a token without text would
+    not be seen by a client.
     """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))

@@ -51,7 +51,7 @@ class Round:
 
 
 class Load:
-    """So many streams at each gateway, one request after the other, and the CPU time of the hosts' processes."""
+    """Streams, so many at each gateway, one request after the other, and the CPU time of the hosts' processes."""
 
     def __init__(self, clients: Sequence[OpenAiClient], hosts: NamespaceHosts) -> None:
         self._clients = clients

@@ -1,4 +1,4 @@
-"""From the command to a cluster that is ready and to its first whole answer, and what it takes while it is idle.
+"""Time from the command to a cluster that is ready and to a whole answer, and what it takes while it is idle.
 
 python -m benchmarks.serving.startup            # targets: ready, and answered, in 20 s or less; at most 3 GiB idle
 python -m benchmarks.serving.startup --only smollm2 --name startup_smollm2

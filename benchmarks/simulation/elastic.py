@@ -15,23 +15,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from alignedserve.config.environment import data_dir
-from alignedserve.config.sections import (
-    ClusterConfig,
-    DecodeWorkerConfig,
-    PoolConfig,
-    PrefillWorkerConfig,
-    Topology,
-)
-from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.policies import simulated_policy, with_policy
+from alignedserve.config.sections import Topology
 from alignedserve.sim.result import ALL, SimulationResult
 from alignedserve.sim.sweep import Case, WorkloadLine, run_cases
 from alignedserve.workload.rates import at_rate
 from benchmarks.support.recording import write_result
+from benchmarks.support.server_cluster import server_cluster
 
-_GIB = 1 << 30
-_MACHINES = ClusterHardware(WorkerSpec("llama-2-13b", "a100-80g"))
 OBJECTIVES = ((2.0, 0.04), (1.0, 0.06), (0.5, 0.2))  # seconds to the first token, and of the mean gap
 
 
@@ -41,24 +31,7 @@ class Column(NamedTuple):
     name: str
     policy: str
     topology: Topology
-    num_prefill: int = 1  # of them, where there are two kinds
-
-    def cluster(self) -> ClusterConfig:
-        """Configure it, with the sizes of a server."""
-        num_prefill = self.num_prefill if self.topology.is_separate else 0
-        config = ClusterConfig(
-            pool=PoolConfig(memory_bytes=64 * _GIB),
-            prefill=PrefillWorkerConfig(
-                count=max(num_prefill, 1), max_running_requests=64, max_num_batched_tokens=2048
-            ),
-            decode=DecodeWorkerConfig(
-                count=4 - num_prefill,
-                max_running_requests=256,
-                max_num_batched_tokens=2048,
-                swap_space_bytes=16 * _GIB,
-            ),
-        )
-        return with_policy(config, self.policy, topology=self.topology)
+    num_prefill: int = 0  # of them, where there are two kinds
 
 
 COLUMNS = (
@@ -81,7 +54,8 @@ def cases(
         text = at_rate(f"azure_conv, arrivals=recorded, ttft={ttft_s}, tpot={tpot_s}", rate)
         line = WorkloadLine(text, 0, duration_s=duration_s, data_dir=data_dir())
         labels = {"ttft_s": ttft_s, "tpot_s": tpot_s, "rate": rate, "column": column.name}
-        yield labels, Case(str(labels), simulated_policy(_MACHINES, column.cluster()), line)
+        config = server_cluster(column.policy, column.topology, 4, column.num_prefill)
+        yield labels, Case(str(labels), config, line)
 
 
 def figures_of(result: SimulationResult) -> dict[str, Any]:

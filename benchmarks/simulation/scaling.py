@@ -90,17 +90,17 @@ class Fleet:
 
 
 def day(now: int) -> float:
-    """From 2 requests per second at night to 42 in the afternoon."""
+    """Return 2 requests per second at night, rising to 42 in the afternoon."""
     return 22.0 - 20.0 * math.cos(2.0 * math.pi * now / DAY_S)
 
 
 def bursts(now: int) -> float:
-    """For ten minutes of every hour five times as many."""
+    """Return five times as many for ten minutes of every hour."""
     return 30.0 if now % 3600 < 600 else 6.0
 
 
 def steady(now: int) -> float:
-    """Always the same."""
+    """Return the same rate at all times."""
     return 20.0
 
 

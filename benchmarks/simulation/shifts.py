@@ -18,29 +18,19 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from alignedserve.config.sections import (
-    ClusterConfig,
-    DecodeWorkerConfig,
-    PoolConfig,
-    PrefillWorkerConfig,
-    Topology,
-)
+from alignedserve.config.sections import Topology
 from alignedserve.core.metrics import percentile
 from alignedserve.core.request import Slo
-from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
+from alignedserve.costmodel.choice import make_cost_model
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.config import SimConfig, SimWorkerLoss
-from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.records import RequestRecord
 from alignedserve.sim.simulation import Simulation
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.requests import TimedRequest, Workload, WorkloadDescription
 from benchmarks.support.recording import write_result
+from benchmarks.support.server_cluster import MACHINES, WORKER, server_cluster
 
-_GIB = 1 << 30
-_SPEC = WorkerSpec("llama-2-13b", "a100-80g")
-_MACHINES = ClusterHardware(_SPEC)
 _SLO = Slo(ttft_s=1.0, tpot_s=0.06)
 _HALF_S, _STEP_S, _BATCH = 30.0, 2.0, 24
 _LOST_AT_S, _BACK_AFTER_S = 15.0, 6.0
@@ -65,19 +55,8 @@ class Column(NamedTuple):
     num_prefill: int = 0
 
     def config(self) -> SimConfig:
-        """Configure them, with the sizes of a server."""
-        limits: dict[str, Any] = {"max_num_batched_tokens": 2048}
-        cluster = ClusterConfig(
-            pool=PoolConfig(memory_bytes=64 * _GIB),
-            prefill=PrefillWorkerConfig(count=max(self.num_prefill, 1), max_running_requests=64, **limits),
-            decode=DecodeWorkerConfig(
-                count=NUM_WORKERS - self.num_prefill,
-                max_running_requests=256,
-                swap_space_bytes=16 * _GIB,
-                **limits,
-            ),
-        )
-        return simulated_policy(_MACHINES, with_policy(cluster, "aligned_slo", topology=self.topology))
+        """Configure them."""
+        return server_cluster("aligned_slo", self.topology, NUM_WORKERS, self.num_prefill)
 
 
 COLUMNS = (
@@ -91,7 +70,7 @@ COLUMNS = (
 
 def seconds_of(shape: Shape) -> float:
     """Return a worker's time for one request, its answer in batches of `_BATCH`."""
-    costs = make_cost_model(_MACHINES.source, _SPEC)
+    costs = make_cost_model(MACHINES.source, WORKER)
     prompt, decodes = IterationWork(), IterationWork()
     prompt.add_chunk(shape.prompt_len, 0, is_last=True)
     context_len = shape.prompt_len + shape.output_len // 2

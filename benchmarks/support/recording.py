@@ -1,6 +1,7 @@
 """Record of a benchmark's or an experiment's figures: JSON with machine, versions and command."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,13 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 
 def write_result(name: str, figures: Any, *, folder: Path = RESULTS, command: str | None = None) -> Path:
-    """Write `figures` to <name>.json in the results folder and return the path. `command`: what repeats them, where it
-    is not what was called."""
+    """Write `figures` to <name>.json in the results folder and return the path.
+
+    `command`: what repeats them, where it is not what was called.
+    """
     spec = sys.modules["__main__"].__spec__  # of `python -m`
     module = spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).stem
-    called = " ".join(["python", "-m", module, *sys.argv[1:]])
+    called = shlex.join(["python", "-m", module, *sys.argv[1:]])
     record = {
         "benchmark": name,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),

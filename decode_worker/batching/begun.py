@@ -1,12 +1,14 @@
 """Common parts of the two kinds of running batch."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from alignedserve.core.ids import BlockId
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.iterations import RunIteration
+from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.held_requests import HeldRequest
-from decode_worker.state import Loading, RunningRequest
+from decode_worker.state import Candidate, Loading, RunningRequest
 
 # A request is admitted only if all in the batch can then generate so many tokens without an eviction.
 FORESEEN_TOKENS = 32
@@ -21,6 +23,52 @@ class Begun(NamedTuple):
     members: Collection[BatchMember]
     has_changed: bool = True  # other members than in the iteration before
     loads: tuple[Loading, ...] = ()
+
+
+class LoadingCandidates:
+    """Candidates whose caches are being copied in, with the blocks that they are copied into."""
+
+    def __init__(self) -> None:
+        self._entries: dict[RequestId, Loading] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._entries
+
+    def get(self, request_id: RequestId) -> Candidate | None:
+        """Return the candidate, if its cache is being copied in."""
+        entry = self._entries.get(request_id)
+        return entry.candidate if entry is not None else None
+
+    def candidates(self) -> list[Candidate]:
+        """Return all candidates whose cache is being copied in."""
+        return [entry.candidate for entry in self._entries.values()]
+
+    def growth(self, block_size: int) -> int:
+        """Return the blocks by which all of them will soon grow."""
+        return sum(growth_of(one.candidate, len(one.block_ids), block_size) for one in self._entries.values())
+
+    def add(self, loading: Loading) -> None:
+        """Add a candidate whose copy begins."""
+        self._entries[loading.candidate.request.request_id] = loading
+
+    def pop(self, request_id: RequestId) -> Loading:
+        """Remove and return one whose copy has ended, successfully or not."""
+        return self._entries.pop(request_id)
+
+
+def growth_of(one: WorkerRequest, num_held: int, block_size: int) -> int:
+    """Return the blocks that a request lacks for its next FORESEEN_TOKENS, or up to its limit."""
+    foreseen = min(one.context_len + FORESEEN_TOKENS, one.max_context_len)
+    return max(blocks_for(foreseen, block_size) - num_held, 0)
+
+
+def span_of(members: Iterable[BatchMember], batch_id: BatchId) -> tuple[int, int] | None:
+    """Return the shortest and longest context of one batch's requests; None when none of them is here."""
+    lengths = [one.context_len for one in members if one.batch_id == batch_id]
+    return (min(lengths), max(lengths)) if lengths else None
 
 
 class Leaving(NamedTuple):

@@ -30,7 +30,7 @@ class Entries:
         chosen = self._order.choose(self._candidates, self._batch.num_holding, now, num_blocks=num_taken)
         within: Iterable[Candidate] = chosen
         if self._batch.admission is not None:
-            within = self._batch.admission.within(chosen, self._batch.loading_candidates(), now)
+            within = self._batch.admission.within(chosen, self._batch.loading.candidates(), now)
         for candidate in within:
             is_copied = candidate.location in (CacheLocation.PREFETCHING, CacheLocation.RETURNING)
             # An earlier attempt of it may still be being copied out.

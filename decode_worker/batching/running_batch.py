@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
-from alignedserve.core.ids import BatchId, BlockId, RequestId
+from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Addition, RunIteration
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.worker_core.request import WorkerRequest
-from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving
+from decode_worker.batching.begun import Begun, Leaving, LoadingCandidates, growth_of
 from decode_worker.state import Candidate, Loading, RunningRequest
 
 Slices = tuple[tuple[RequestId, int], ...]
@@ -16,7 +16,7 @@ Extensions = tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
 
 
 class Changes(NamedTuple):
-    """For the engine, in the fields of RunIteration."""
+    """Changes for the engine, in the fields of RunIteration."""
 
     removals: tuple[RequestId, ...]
     additions: tuple[Addition, ...]
@@ -41,7 +41,7 @@ class RunningBatch:
         self._block_size = block_size
         self._max_running_requests = max_running_requests
         self._running: dict[RequestId, RunningRequest] = {}
-        self._loading: dict[RequestId, Loading] = {}
+        self.loading = LoadingCandidates()
         self._num_leaving_blocks = 0  # of requests that are being copied out
         self._foreseen: int | None = None  # blocks that all will grow by; None: to be counted anew
         self.version = 0  # changes with the members
@@ -92,12 +92,12 @@ class RunningBatch:
     @property
     def num_holding(self) -> int:
         """Number of requests that run or are being loaded."""
-        return len(self._running) + len(self._loading)
+        return len(self._running) + len(self.loading)
 
     @property
     def is_empty(self) -> bool:
         """True if no request runs, is being loaded or is being evicted."""
-        return not (self._running or self._loading or self._num_leaving_blocks)
+        return not (self._running or self.loading or self._num_leaving_blocks)
 
     def never_fits(self, candidate: Candidate) -> bool:
         """Return False: a request that outgrows the worker ends when it is alone and stalls."""
@@ -112,45 +112,33 @@ class RunningBatch:
     def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:
         """Allocate blocks for this candidate's context, if the next iterations of all will fit as well."""
         request_id = candidate.request.request_id
-        if self.num_holding >= self._max_running_requests or request_id in self._running or request_id in self._loading:
+        if self.num_holding >= self._max_running_requests or request_id in self._running or request_id in self.loading:
             return None
         num_blocks = blocks_for(candidate.context_len, self._block_size)
         if self.is_empty:
             return self._allocator.allocate(num_blocks)
         if self._foreseen is None:
             self._foreseen = self._foreseen_blocks()
-        foreseen = self._foreseen + self._growth(candidate, num_blocks)
+        foreseen = self._foreseen + growth_of(candidate, num_blocks, self._block_size)
         if num_blocks + foreseen > self._allocator.num_free:
             return None
         return self._allocator.allocate(num_blocks)
 
     def _foreseen_blocks(self) -> int:
-        running = sum(self._growth(running, len(running.block_ids)) for running in self._running.values())
-        return running + sum(self._growth(part.candidate, len(part.block_ids)) for part in self._loading.values())
-
-    def _growth(self, one: RunningRequest | Candidate, num_held: int) -> int:
-        foreseen = min(one.context_len + FORESEEN_TOKENS, one.max_context_len)
-        return max(-(-foreseen // self._block_size) - num_held, 0)
+        block_size = self._block_size
+        running = sum(growth_of(running, len(running.block_ids), block_size) for running in self._running.values())
+        return running + self.loading.growth(block_size)
 
     def load(self, loading: Loading) -> None:
         """Add a candidate whose cache is being copied in."""
         if self._foreseen is not None:
-            self._foreseen += self._growth(loading.candidate, len(loading.block_ids))
-        self._loading[loading.candidate.request.request_id] = loading
-
-    def loading_candidate(self, request_id: RequestId) -> Candidate | None:
-        """Return the candidate, if its cache is being copied in."""
-        entry = self._loading.get(request_id)
-        return entry.candidate if entry is not None else None
-
-    def loading_candidates(self) -> list[Candidate]:
-        """Return all candidates whose cache is being copied in."""
-        return [entry.candidate for entry in self._loading.values()]
+            self._foreseen += growth_of(loading.candidate, len(loading.block_ids), self._block_size)
+        self.loading.add(loading)
 
     def loaded(self, request_id: RequestId) -> Loading:
         """Remove and return an entry whose copy has ended, successfully or not."""
         self._foreseen = None
-        return self._loading.pop(request_id)
+        return self.loading.pop(request_id)
 
     def enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int, now: float) -> None:
         """Add a request to the next iteration, with the cache of `num_cached` tokens in these blocks."""
@@ -272,10 +260,3 @@ class RunningBatch:
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
         """Do nothing: no decision here depends on it."""
-
-    # --- lengths
-
-    def span(self, batch_id: BatchId) -> tuple[int, int] | None:
-        """Return the shortest and longest context of one batch's requests; None when none of them runs."""
-        lengths = [running.context_len for running in self._running.values() if running.batch_id == batch_id]
-        return (min(lengths), max(lengths)) if lengths else None

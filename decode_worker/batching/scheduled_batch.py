@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.core.block_allocator import blocks_for
-from alignedserve.core.ids import BatchId, BlockId, RequestId
+from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.scheduling.decode_costs import decode_s, is_mixing_cheaper
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, EvictionMode, IterationPlan
 from alignedserve.scheduling.scheduler_state import Progress, Scheduler
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.admission import Admission
-from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving
+from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving, LoadingCandidates, growth_of
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
 from decode_worker.state import Candidate, Loading
@@ -64,7 +64,7 @@ class ScheduledBatch:
         self._max_running_requests = max_running_requests
         self._max_held = max_held
         self._choice = choice
-        self._loading: dict[RequestId, Loading] = {}
+        self.loading = LoadingCandidates()
         self._in_view: dict[RequestId, Candidate] = {}  # candidates in the table
         self._members: tuple[HeldRequest, ...] = ()  # of the latest iteration
         self.version = 0  # changes with the requests
@@ -100,7 +100,7 @@ class ScheduledBatch:
     @property
     def num_holding(self) -> int:
         """Number of requests that are here, paused ones included, or are being loaded."""
-        return len(self._held) + len(self._loading)
+        return len(self._held) + len(self.loading)
 
     @property
     def num_preemptions(self) -> int:
@@ -120,10 +120,10 @@ class ScheduledBatch:
     def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:
         """Hold blocks for this candidate's context, if the next iterations of all will fit as well."""
         request_id, num_blocks = candidate.request.request_id, self.blocks_for(candidate.num_cached)
-        is_here = request_id in self._loading or self._held.get(request_id) is not None
-        if is_here or self._held.is_copying_out or self.num_holding >= self._max_running_requests:
+        if self._is_here(request_id) or self._held.is_copying_out or not self.has_place:
             return None
-        if num_blocks + self._growth(candidate, num_blocks) + self._foreseen_blocks() > self.num_free:
+        growth = growth_of(candidate, num_blocks, self._block_size)
+        if num_blocks + growth + self._foreseen_blocks() > self.num_free:
             return None
         return self._held.hold(num_blocks)
 
@@ -132,8 +132,7 @@ class ScheduledBatch:
         chosen: dict[RequestId, Candidate] = {}
         for candidate in candidates if self._has_choice() else ():
             request_id = candidate.request.request_id
-            is_here = request_id in self._loading or self._held.get(request_id) is not None
-            if is_here or not self._may_displace(candidate):
+            if self._is_here(request_id) or not self._may_displace(candidate):
                 continue
             if self.num_holding + len(chosen) >= self._max_held:
                 break
@@ -149,20 +148,11 @@ class ScheduledBatch:
 
     def load(self, loading: Loading) -> None:
         """Add a candidate whose cache is being copied in. Its row stays for now: iterations know rows by number."""
-        self._loading[loading.candidate.request.request_id] = loading
-
-    def loading_candidate(self, request_id: RequestId) -> Candidate | None:
-        """Return the candidate, if its cache is being copied in."""
-        entry = self._loading.get(request_id)
-        return entry.candidate if entry is not None else None
-
-    def loading_candidates(self) -> list[Candidate]:
-        """Return all candidates whose cache is being copied in."""
-        return [entry.candidate for entry in self._loading.values()]
+        self.loading.add(loading)
 
     def loaded(self, request_id: RequestId) -> Loading:
         """Remove and return an entry whose copy has ended, successfully or not."""
-        return self._loading.pop(request_id)
+        return self.loading.pop(request_id)
 
     def enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int, now: float) -> None:
         """Add a request with the cache of `num_cached` tokens in these blocks."""
@@ -201,7 +191,7 @@ class ScheduledBatch:
             self._performer.evict(own.evictions, now)
             loads = self._hold(chosen)
             return Begun(None, (), loads=loads) if loads else None
-        members = tuple(self._held.of_row(part.row) for part in own.scheduled)
+        members = self._held.of_parts(own.scheduled)
         self._state.begin(own)
         command = self._performer.perform(own, members, now)
         loads = () if has_copies_out else self._hold(chosen)
@@ -241,12 +231,7 @@ class ScheduledBatch:
         """Free the blocks of an evicted request, as they are copied."""
         self._held.free_held(block_ids)
 
-    # --- lengths and times
-
-    def span(self, batch_id: BatchId) -> tuple[int, int] | None:
-        """Return the shortest and longest context of one batch's requests; None when none of them is here."""
-        lengths = [running.context_len for running in self._held if running.batch_id == batch_id]
-        return (min(lengths), max(lengths)) if lengths else None
+    # --- times
 
     def decode_s(self) -> float | None:
         """Return the time of an iteration of all decodes here, by the cost model; None: there are none."""
@@ -257,6 +242,9 @@ class ScheduledBatch:
         return is_mixing_cheaper(self.table, self.costs, context_lens)
 
     # --- inside
+
+    def _is_here(self, request_id: RequestId) -> bool:
+        return request_id in self.loading or self._held.get(request_id) is not None
 
     def _split(self, plan: IterationPlan) -> _Split:
         """Take the candidates out of a plan: they compute nothing yet, and have nothing here to evict."""
@@ -309,17 +297,13 @@ class ScheduledBatch:
         longest = int(np.max(table.prompt_len + table.num_generated))
         return self.blocks_for(longest) <= self.num_blocks - num_away
 
-    def _growth(self, candidate: Candidate, num_held: int) -> int:
-        foreseen = min(candidate.context_len + FORESEEN_TOKENS, candidate.max_context_len)
-        return max(self.blocks_for(foreseen) - num_held, 0)
-
     def _foreseen_blocks(self) -> int:
         """Return the blocks by which all on the device and all being loaded will soon grow."""
         table = self.table
         foreseen = np.minimum(table.context_len + FORESEEN_TOKENS, table.prompt_len + table.max_tokens)
         growth = -(-foreseen // self._block_size) - table.num_blocks
         running = int(growth[(table.num_blocks > 0) & (growth > 0)].sum())
-        return running + sum(self._growth(part.candidate, len(part.block_ids)) for part in self._loading.values())
+        return running + self.loading.growth(self._block_size)
 
 
 def _progress_of(candidate: Candidate, num_cached: int, num_blocks: int) -> Progress:

@@ -1,12 +1,12 @@
 """The default, `aligned_slo` elastic, beside the best of all others at every point of a grid.
 
     python -m experiments.grid [--processes N] [--points PATTERN ...] [--again COMMIT ...] [--quick]
-    python -m experiments.grid --baselines | --summary | --capacity
+    python -m experiments.grid --seeds | --summary | --capacity
 
 Five traces, six rates, three kinds of objectives, 2 to 8 accelerators, with and without best-effort work: 540 points.
 Others: fcfs, sarathi at the best of its token budgets for the point, `aligned_slo`; colocated and in every split. What
 has ended is in results/grid.jsonl at once; called again it goes on where it was. The summary, results/grid.json and the
-picture of docs/experiments/grid.md, is made of that record alone.
+pictures of docs/experiments/grid.md, is made of that record alone.
 """
 
 import argparse
@@ -23,14 +23,13 @@ from rich.progress import track
 from alignedserve.cli.machine import describe_machine
 from benchmarks.support.recording import commit
 from experiments.common import write_record
-from experiments.grid.picture import draw
+from experiments.grid.picture import PICTURES
 from experiments.grid.points import LOADS, MIXED, TRACES, Point, all_points
-from experiments.grid.record import PATH, Record, append_run
-from experiments.grid.search import finish_baseline, is_searched, search_point, simulate
-from experiments.grid.summary import show, summary_of
+from experiments.grid.record import PATH, Record, Run, append_run
+from experiments.grid.search import repeat_point, search_point, simulate
+from experiments.grid.summary import points_apart, show, summary_of
 from experiments.grid.systems import DEFAULT, HARDWARE, MODEL, UNION
 
-PICTURE = Path("docs/experiments/grid.svg")
 _QUICK = ("azure_code/1.02/tight/2/alone",)
 _HELD = 0.9  # of the requests, for a capacity
 
@@ -47,25 +46,25 @@ def main() -> None:
             run([point for point in all_points() if point.name in _QUICK], Path(folder) / "grid.jsonl", processes=1)
             show(summary_of(Record(Path(folder) / "grid.jsonl")))
         return
-    if options.baselines:
-        record = Record(PATH)
-        for point in track([one for one in all_points() if is_searched(one, record)], "points", transient=True):
-            finish_baseline(point, record, simulate)
+    if options.seeds:
+        _repeat(PATH)
     elif not options.summary:
         chosen = [point for point in all_points() if any(fnmatch(point.name, one) for one in options.points)]
-        run(chosen, PATH, processes=options.processes, again=options.again)
+        run(chosen, PATH, processes=options.processes, again=options.again, systems=options.systems)
     summary = summary_of(Record(PATH))
     show(summary)
     write_record("grid", summary)
-    PICTURE.write_text(draw(summary["points"]))
+    for name, draw in PICTURES.items():
+        Path("docs/experiments", name).write_text(draw(summary["points"]))
 
 
 def _read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2, help="points at a time")
     parser.add_argument("--points", nargs="+", default=["*"], help="only these: 'azure_code/*/2/*'")
-    parser.add_argument("--again", nargs="+", default=(), metavar="COMMIT", help=f"repeat what {UNION} did at these")
-    parser.add_argument("--baselines", action="store_true", help="finish the best baseline of every point that is done")
+    parser.add_argument("--again", nargs="+", default=(), metavar="COMMIT", help="forget what was simulated at these")
+    parser.add_argument("--systems", default=f"{UNION} *", help="of these alone ('%(default)s')")
+    parser.add_argument("--seeds", action="store_true", help="repeat, with more seeds, points that are apart")
     parser.add_argument("--summary", action="store_true", help="simulate nothing")
     parser.add_argument("--capacity", action="store_true", help="find the rate that one accelerator carries")
     parser.add_argument("--quick", action="store_true", help="one point, under a minute; nothing is recorded")
@@ -75,11 +74,13 @@ def _read_options() -> argparse.Namespace:
 # --- runs
 
 
-def run(points: Sequence[Point], path: Path, *, processes: int, again: Sequence[str] = ()) -> None:
-    """Search these points, each in a process, and append to the record of this path."""
-    command = {"model": MODEL, "hardware": HARDWARE, "commit": commit(), "machine": describe_machine()}
-    append_run(path, command)
-    tasks = [(point, path, again) for point in points]
+def run(points: Sequence[Point], path: Path, *, processes: int, again: Sequence[str] = (), systems: str = "*") -> None:
+    """Search these points, each in a process, and append to the record of this path.
+
+    `again`: commits whose outcomes of `systems`, a pattern, no longer count, at these points and at all others.
+    """
+    append_run(path, Run(commit(), describe_machine(), MODEL, HARDWARE, tuple(again), systems if again else "*"))
+    tasks = [(point, path) for point in points]
     if processes <= 1:
         for task in track(tasks, "points", transient=True):
             _search(task)
@@ -89,11 +90,16 @@ def run(points: Sequence[Point], path: Path, *, processes: int, again: Sequence[
             pass
 
 
-def _search(task: tuple[Point, Path, Sequence[str]]) -> None:
-    point, path, again = task
-    record = Record(path)
-    record.drop(point.name, UNION, again)
-    search_point(point, record, simulate)
+def _search(task: tuple[Point, Path]) -> None:
+    point, path = task
+    search_point(point, Record(path), simulate)
+
+
+def _repeat(path: Path) -> None:
+    """Repeat with further seeds the points at which the default or another is ahead, those behind first."""
+    append_run(path, Run(commit(), describe_machine(), MODEL, HARDWARE))
+    for point in track(points_apart(Record(path)), "points", transient=True):
+        repeat_point(point, Record(path), simulate)
 
 
 def capacity(trace: str) -> float:

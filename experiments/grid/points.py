@@ -10,8 +10,8 @@ from experiments.common import line
 
 MAX_TOTAL = 16_000  # tokens of prompt and answer together: with scaled positions, and so that every worker holds it
 OUTSTANDING = 8  # best-effort requests for each accelerator
-SEED = 1
-_START_S = 300  # of a recording
+SEEDS = (1, 2, 3)  # the first: of every point
+_START_S = 300  # of a recording, for each seed: another part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,14 @@ class Point:
     objectives: str
     accelerators: int
     has_best_effort: bool
+    seed: int = SEEDS[0]
 
     @property
     def name(self) -> str:
-        """Return its name in records and on the command line: `sharegpt/0.54/tight/4/be`."""
+        """Return its name in records and on the command line: `sharegpt/0.54/tight/4/be`; other seeds are named."""
         beside = "be" if self.has_best_effort else "alone"
-        return f"{self.trace}/{self.load:g}/{self.objectives}/{self.accelerators}/{beside}"
+        seed = f"/seed{self.seed}" if self.seed != SEEDS[0] else ""
+        return f"{self.trace}/{self.load:g}/{self.objectives}/{self.accelerators}/{beside}{seed}"
 
     @property
     def rate(self) -> float:
@@ -69,11 +71,11 @@ class Point:
     def workload(self) -> WorkloadLine:
         """Return the real-time requests of the trace, class `rt`, and what is served beside them, class `be`."""
         trace = TRACES[self.trace]
-        when = f"arrivals=recorded, start={_START_S}" if trace.is_timed else "arrivals=gamma"
+        when = f"arrivals=recorded, start={_START_S * self.seed}" if trace.is_timed else "arrivals=gamma"
         text = f"rt: {self.trace}, max_total={MAX_TOTAL}, {when}, rate={self.rate:g}, {self._objectives()}"
         if self.has_best_effort:
             text += f"; be: {trace.beside}, max_total={MAX_TOTAL}, outstanding={OUTSTANDING * self.accelerators}"
-        return line(text, SEED, duration_s=self.arrivals_s)
+        return line(text, self.seed, duration_s=self.arrivals_s)
 
     def _objectives(self) -> str:
         ttft_s, tpot_s = TRACES[self.trace].ttft_s, _TPOT_S

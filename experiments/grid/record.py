@@ -1,7 +1,8 @@
-"""The record of the grid: a line of JSON for every simulation, appended when it has ended."""
+"""The record of the grid: a line of JSON for every simulation, appended when it has ended, and one for every run."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,33 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.at_most is None, self.num_met if self.at_most is None else self.ended_s
 
 
+class Run(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What made the outcomes that follow it, and which of those before it no longer count."""
+
+    commit: str = ""
+    machine: dict[str, Any] = {}
+    model: str = ""
+    hardware: str = ""
+    again: tuple[str, ...] = ()  # commits whose outcomes no longer count
+    systems: str = "*"  # a pattern: of these alone
+
+
+class _RunLine(msgspec.Struct, frozen=True):
+    run: Run
+
+
 class Record:
-    """All outcomes of a file, the latest of each case."""
+    """All outcomes of a file, the latest of each case that still counts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._outcomes: dict[tuple[str, str], Outcome] = {}
         self._first: dict[tuple[str, str], Outcome] = {}
-        for outcome in _read(path):
-            self._note(outcome)
+        for line in _read(path):
+            if isinstance(line, Run):
+                self._forget(line)
+            else:
+                self._note(line)
 
     def __iter__(self) -> Iterator[Outcome]:
         """Iterate over the latest outcome of every case."""
@@ -72,18 +91,17 @@ class Record:
         self._outcomes[case] = outcome
         self._first.setdefault(case, outcome)
 
-    def drop(self, point: str, policy: str, commits: Collection[str]) -> None:
-        """Forget, in memory alone, what these commits did under a policy at this point."""
+    def _forget(self, run: Run) -> None:
         self._outcomes = {
             key: one
             for key, one in self._outcomes.items()
-            if one.commit not in commits or one.point != point or one.system.split()[0] != policy
+            if one.commit not in run.again or not fnmatchcase(one.system, run.systems)
         }
 
 
-def append_run(path: Path, run: dict[str, Any]) -> None:
-    """Add a line that says on what machine and by what command the following ones were made."""
-    _append(path, {"run": run})
+def append_run(path: Path, run: Run) -> None:
+    """Add a line that says how the following ones were made, and what they replace."""
+    _append(path, _RunLine(run))
 
 
 def _append(path: Path, line: object) -> None:
@@ -95,14 +113,15 @@ def _append(path: Path, line: object) -> None:
         os.close(file)
 
 
-def _read(path: Path) -> Iterator[Outcome]:
-    """Yield the outcomes; a last line that an interruption cut short is left out."""
+def _read(path: Path) -> Iterator[Outcome | Run]:
+    """Yield the lines; a last one that an interruption cut short is left out."""
     if not path.exists():
         return
     for text in path.read_bytes().splitlines():
-        if text.startswith(b'{"run"'):
-            continue
         try:
-            yield msgspec.json.decode(text, type=Outcome)
+            if text.startswith(b'{"run"'):
+                yield msgspec.json.decode(text, type=_RunLine).run
+            else:
+                yield msgspec.json.decode(text, type=Outcome)
         except msgspec.DecodeError:
             print(f"{path.name}: a line that was cut short is left out: {text[:40]!r}")

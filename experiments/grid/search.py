@@ -3,20 +3,23 @@
 1. The default, to its end. If it holds 99 % of the requests, no other can be a point ahead, and none is simulated.
 2. Of the others each is abandoned as soon as it cannot hold as many as the best of them so far: exact, as misses only
    grow.
-3. Token budgets and splits are climbed from the middle: on to the next neighbour as long as it does better than the one
+3. Where neither the default nor its own policy on colocated workers holds 99 %, the field (fcfs and sarathi) is
+   compared with itself alone: the best of it is simulated to its end however far it is behind.
+4. Token budgets and splits are climbed from the middle: on to the next neighbour as long as it does better than the one
    before it. That could miss a second peak; what it leaves out is named in the summary.
+5. Points where one side is ahead by more than a point are repeated with further seeds, and all seeds together decide.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Workload
 from benchmarks.support.recording import commit
-from experiments.grid.points import Point
+from experiments.grid.points import SEEDS, Point
 from experiments.grid.record import Outcome, Record
-from experiments.grid.systems import DEFAULT, UNION, System, families
+from experiments.grid.systems import DEFAULT, Family, System, field_families, others, own_families
 
 ENOUGH = 0.99
 
@@ -28,39 +31,89 @@ class NotSimulatedError(Exception):
     """A case of a point is not in the record."""
 
 
-def is_searched(point: Point, record: Record) -> bool:
-    """Return whether all that has to be known of a point is in the record."""
-    try:
-        search_point(point, record, _refuse)
-    except NotSimulatedError:
-        return False
-    return True
+class _Search:
+    """The outcomes of one point: those that the record has, and others as they are wanted, which it then has too."""
+
+    def __init__(self, point: Point, record: Record, simulated: Simulate) -> None:
+        self._point = point
+        self._record = record
+        self._simulated = simulated
+
+    def outcome_of(self, system: System, best: int | None) -> Outcome:
+        """Return what is known of a system. `best`: it may be abandoned if it cannot hold more; None: it may not."""
+        known = self._record.find(self._point.name, system.name(self._point.accelerators))
+        if known is not None and (known.at_most is None or (best is not None and known.at_most <= best)):
+            return known
+        outcome = self._simulated(self._point, system, best)
+        self._record.append(outcome)
+        return outcome
+
+    def best_of(self, families: Iterable[Family], best: int | None) -> int | None:
+        """Return the most requests that a system of these families holds, or `best` if none holds more."""
+
+        def outcome_of(system: System) -> Outcome:
+            nonlocal best
+            outcome = self.outcome_of(system, best)
+            if outcome.at_most is None:
+                best = outcome.num_met if best is None else max(best, outcome.num_met)
+            return outcome
+
+        for systems, first in families:
+            climb(systems, first, outcome_of)
+        return best
 
 
 def search_point(point: Point, record: Record, simulated: Simulate) -> None:
     """Simulate what the record lacks of a point."""
-
-    def recorded(system: System, best: int | None) -> Outcome:
-        known = record.find(point.name, system.name(point.accelerators))
-        if known is not None and (known.at_most is None or (best is not None and known.at_most <= best)):
-            return known
-        outcome = simulated(point, system, best)
-        record.append(outcome)
-        return outcome
-
-    if recorded(DEFAULT, None).attainment >= ENOUGH:
+    search = _Search(point, record, simulated)
+    default = search.outcome_of(DEFAULT, None)
+    if default.attainment >= ENOUGH:
         return
-    best: int | None = None
+    colocated, splits = own_families(point.accelerators)
+    own = search.best_of([colocated], None)
+    assert own is not None, "simulated to its end"
+    is_contested = max(default.num_met, own) < ENOUGH * default.num_sent
+    field = search.best_of(field_families(point.accelerators), None if is_contested else own)
+    assert field is not None, "the first is simulated to its end"
+    search.best_of([splits], max(own, field))
 
-    def outcome_of(system: System) -> Outcome:
-        nonlocal best
-        outcome = recorded(system, best)
-        if outcome.at_most is None:
-            best = outcome.num_met if best is None else max(best, outcome.num_met)
-        return outcome
 
-    for systems, first in families(point.accelerators):
-        climb(systems, first, outcome_of)
+def is_searched(point: Point, record: Record) -> bool:
+    """Return whether all that has to be known of a point is in the record."""
+    return _is_recorded(search_point, point, record)
+
+
+def repeat_point(point: Point, record: Record, simulated: Simulate) -> None:
+    """Search a point with every seed, and simulate what one of them did not abandon to its end with all."""
+    repeats = [replace(point, seed=seed) for seed in SEEDS]
+    for one in repeats:
+        search_point(one, record, simulated)
+    ended = {
+        name: system
+        for name, system in others(point.accelerators).items()
+        if any(_has_ended(record.find(one.name, name)) for one in repeats)
+    }
+    for one in repeats:
+        search = _Search(one, record, simulated)
+        for system in ended.values():
+            search.outcome_of(system, None)
+
+
+def is_repeated(point: Point, record: Record) -> bool:
+    """Return whether the record has a point with every seed."""
+    return _is_recorded(repeat_point, point, record)
+
+
+def _has_ended(outcome: Outcome | None) -> bool:
+    return outcome is not None and outcome.at_most is None
+
+
+def _is_recorded(task: Callable[[Point, Record, Simulate], None], point: Point, record: Record) -> bool:
+    try:
+        task(point, record, _refuse)
+    except NotSimulatedError:
+        return False
+    return True
 
 
 def climb(systems: Sequence[System], first: int, outcome_of: Callable[[System], Outcome]) -> None:
@@ -73,19 +126,6 @@ def climb(systems: Sequence[System], first: int, outcome_of: Callable[[System], 
             if reached <= before:
                 break
             place, before = place + step, reached
-
-
-def finish_baseline(point: Point, record: Record, simulated: Simulate) -> None:
-    """Simulate to its end the baseline that came furthest, where all were abandoned: how far the field is behind.
-
-    Which is best of those abandoned is not known; the one abandoned last is taken for it.
-    """
-    systems = {system.name(point.accelerators): system for row, _ in families(point.accelerators) for system in row}
-    known = [one for name in systems if (one := record.find(point.name, name)) is not None]
-    baselines = [one for one in known if systems[one.system].policy != UNION]
-    if baselines and all(one.at_most is not None for one in baselines):
-        last = max(baselines, key=lambda one: one.ended_s)
-        record.append(simulated(point, systems[last.system], None))
 
 
 def _refuse(point: Point, system: System, _best: int | None) -> Outcome:

@@ -61,18 +61,34 @@ class System(NamedTuple):
 DEFAULT = System(UNION, Topology.ELASTIC)
 
 
-def families(accelerators: int) -> list[tuple[Sequence[System], int]]:
-    """Return all others as rows of neighbours, each with the place at which a search begins.
+Family = tuple[Sequence[System], int]
+"""A row of neighbours, and the place at which a search begins."""
+
+
+def own_families(accelerators: int) -> tuple[Family, Family]:
+    """Return the default's own policy on colocated workers, and in every split."""
+    return ([System(UNION, Topology.COLOCATED)], 0), _splits(UNION, accelerators)
+
+
+def field_families(accelerators: int) -> tuple[Family, ...]:
+    """Return what others serve with: fcfs and Sarathi-Serve.
 
     Sarathi-Serve has no separate workers: its chunks share iterations with decodes, and with nothing to share it is
     `fcfs` with prompts in pieces.
     """
-    splits = range(1, accelerators)
-    middle = len(splits) // 2
-    return [
-        ([System(UNION, Topology.COLOCATED)], 0),
+    return (
         ([System("sarathi", Topology.COLOCATED, token_budget=budget) for budget in TOKEN_BUDGETS], 2),
         ([System("fcfs", Topology.COLOCATED)], 0),
-        ([System(UNION, Topology.DISAGGREGATED, split) for split in splits], middle),
-        ([System("fcfs", Topology.DISAGGREGATED, split) for split in splits], middle),
-    ]
+        _splits("fcfs", accelerators),
+    )
+
+
+def _splits(policy: str, accelerators: int) -> Family:
+    splits = [System(policy, Topology.DISAGGREGATED, num_prefill) for num_prefill in range(1, accelerators)]
+    return splits, len(splits) // 2
+
+
+def others(accelerators: int) -> Mapping[str, System]:
+    """Return all that the default is compared with, by their names."""
+    families = (*own_families(accelerators), *field_families(accelerators))
+    return {system.name(accelerators): system for systems, _ in families for system in systems}

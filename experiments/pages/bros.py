@@ -127,6 +127,18 @@ def waves() -> str:
     return table(["wave", *(f"`{policy}`" for policy in _POLICIES)], rows)
 
 
+def readings() -> str:
+    """Return both readings of a prompt that is too long to fit beside any decode."""
+    rows = []
+    other = _of("readings")
+    for model, rate in dict.fromkeys((row["model"], row["rate"]) for row in other.rows):
+        labels = {"lengths": "sharegpt", "model": model, "rate": rate}
+        rows.append(
+            [f"{model}, {rate:g}/s", _point(_of(_FIGURES, **labels, policy="bros")), _point(other.of(**labels))]
+        )
+    return table(["held, s/token, BE/s", "`bros`", "with `long_prompts_wait`"], rows)
+
+
 def costs() -> str:
     """Return the same point with iteration times that others have measured."""
     rows = []
@@ -160,6 +172,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "worst": worst,
     "headline": headline,
     "waves": waves,
+    "readings": readings,
     "costs": costs,
     "figure 13": figure_13,
 }

@@ -19,20 +19,48 @@ def commits() -> str:
 
 
 def totals() -> str:
-    """Return the counts over all points and over every level of a factor."""
-    all_figures = figures("grid")
-    levels = {"all": all_figures["all"], **all_figures["by_level"]}
-    names = ("num_points", "num_held", "num_behind", "num_ahead", "num_contested")
+    """Return the counts over all points and over every level of a factor, and the goodput over the best other."""
+    counted = ("num_points", "num_held", "num_behind", "num_ahead", "num_contested")
     rows = [
-        [name.replace("=", " "), *(str(level[one]) for one in names), _signed(level["mean_gain"])]
-        for name, level in levels.items()
+        [
+            name,
+            *(str(level[one]) for one in counted),
+            _signed(level["mean_ahead"], " points"),
+            _signed(level["mean_gain"]),
+        ]
+        for name, level in _levels()
     ]
-    head = ["", "points", "default holds 99 %", "over 1 behind", "over 1 ahead", "none holds 99 %", "goodput there"]
+    head = ["", "points", "default holds 99 %", "over 1 behind", "over 1 ahead", "none holds 99 %"]
+    return table([*head, "attainment there", "goodput there"], rows)
+
+
+def over_field() -> str:
+    """Return the goodput over the best of fcfs and sarathi, likewise."""
+    rows = [
+        [
+            name,
+            str(level["num_field"]),
+            str(level["num_field_ahead"]),
+            _signed(level["mean_field_ahead"], " points"),
+            bold(_signed(level["summed_field_gain"])),
+            _signed(level["median_field_gain"]),
+            _signed(level["least_field_gain"]),
+        ]
+        for name, level in _levels()
+        if level["num_field"]
+    ]
+    head = ["", "points", "field ahead", "attainment", "goodput, all together", "median point", "least"]
     return table(head, rows)
 
 
-def _signed(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.1f} %"
+def _levels() -> list[tuple[str, Row]]:
+    all_figures = figures("grid")
+    levels = [(name.replace("=", " "), level) for name, level in all_figures["by_level"].items()]
+    return [("all", all_figures["all"]), *levels]
+
+
+def _signed(value: float | None, unit: str = " %") -> str:
+    return "-" if value is None else f"{value:+.1f}{unit}"
 
 
 def compared() -> str:
@@ -40,15 +68,41 @@ def compared() -> str:
     rows = [
         [
             row["point"],
+            str(row["num_seeds"]),
             f"{row['default']:.1f} %",
             f"{row['best']:.1f} %",
             row["of"],
             bold(f"{row['ahead']:+.1f}") if row["ahead"] < -1 else f"{row['ahead']:+.1f}",
-            "-" if row["baseline"] is None else f"{row['baseline']:.1f} %",
+            *_field_cells(row),
         ]
         for row in _compared()
     ]
-    return table(["point", "default", "best other", "which", "points", "fcfs, sarathi"], rows)
+    head = ["point", "seeds", "default", "best other", "which", "points", "field", "which", "goodput over it"]
+    return table(head, rows)
+
+
+def _field_cells(row: Row) -> list[str]:
+    if "field" not in row:
+        return ["-", "-", "-"]
+    return [f"{row['field']:.1f} %", row["field_of"], _signed(row["field_gain"])]
+
+
+def lost() -> str:
+    """Return at which points another holds more with the first seed, and by which requests."""
+    rows = []
+    for point in figures("grid_differences"):
+        theirs = [one for one in point["requests"] if one["holds"] == "other"]
+        late = sum(not _is_in_time(one["ttft"][0], one["ttft_slo"]) for one in theirs)
+        num_ours = len(point["requests"]) - len(theirs)
+        held = f"{point['num_met']}, {point['num_met_by_other']} of {point['num_sent']}"
+        counts = (str(one) for one in (num_ours, len(theirs), late, point["num_moved"]))
+        rows.append([point["point"], point["of"], held, *counts])
+    head = ["point", "other", "held: default, other", "the default alone", "the other alone"]
+    return table([*head, "of these first token late", "moved"], rows)
+
+
+def _is_in_time(took_s: float | None, objective_s: float | None) -> bool:
+    return objective_s is None or (took_s is not None and took_s <= objective_s)
 
 
 def changed() -> str:
@@ -71,4 +125,11 @@ def _means(rows: Sequence[Row]) -> list[str]:
     return ["mean", f"{before:.1f} %", f"{now:.1f} %", "-"]
 
 
-TABLES = {"commits": commits, "totals": totals, "compared": compared, "changed": changed}
+TABLES = {
+    "totals": totals,
+    "over_field": over_field,
+    "compared": compared,
+    "lost": lost,
+    "changed": changed,
+    "commits": commits,
+}

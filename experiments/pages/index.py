@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from experiments.pages import accelgen, alignedserve, alise, apt_serve, bros, grid, summary, unseen
+from experiments.pages import accelgen, alignedserve, alise, apt_serve, bros, grid, leak, summary, unseen
 from experiments.pages.record import provenance
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "experiments"
@@ -16,6 +16,7 @@ _OF_RECORDS: Mapping[str, Tables] = {
     "alise": alise.TABLES,
     "apt_serve": apt_serve.TABLES,
     "bros": bros.TABLES,
+    "leak": leak.TABLES,
     "unseen": unseen.TABLES,
 }
 PAGES: Mapping[str, Tables] = {

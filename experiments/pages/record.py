@@ -2,7 +2,6 @@
 
 import json
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ RESULTS = Path(__file__).parent.parent / "results"
 Row = dict[str, Any]
 _WIDTH = 100
 _MADE_BEFORE = ("55b318a", "e2a7aef", "c1854a6", "b4900fe", "8a3b47f", "441c08f", "d9491f6")  # the leak was closed
-_TOLD, _NOT_TOLD = "[more](leak.md)", "what live ones know"
+_KNEW_MORE = " (schedulers knew [more](leak.md))"
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
@@ -23,7 +22,7 @@ class Record:
         self.rows = rows
 
     def of(self, **labels: object) -> "Record":
-        """Return the rows with these labels. `lengths_` is the label `lengths`, where the plain word is taken."""
+        """Return the rows with these labels."""
         return Record([row for row in self.rows if all(row.get(name) == value for name, value in labels.items())])
 
     def __bool__(self) -> bool:
@@ -126,10 +125,34 @@ def bullets(items: Iterable[str]) -> str:
 
 
 def provenance(name: str) -> str:
-    """Return the commits of the code that made a record, how many rows each made, and what schedulers knew there."""
-    made = Counter(str(row["commit"]) for row in figures(name)["runs"])
-    rows = [
-        [f"`results/{name}.json`", f"`{commit}`", str(num), _TOLD if commit in _MADE_BEFORE else _NOT_TOLD]
-        for commit, num in made.items()
-    ]
-    return table(["record", "commit", "rows", "schedulers knew"], rows)
+    """Return the commits of the code that made a record, the rows that each made, and where schedulers knew more."""
+    rows = figures(name)["runs"]
+    made: dict[str, list[Row]] = {}
+    for row in rows:
+        made.setdefault(str(row["commit"]), []).append(row)
+    return bullets(
+        f"`results/{name}.json` of `{commit}`, {_num(len(of), 'row')}{_KNEW_MORE if commit in _MADE_BEFORE else ''}: "
+        f"{_names(of, rows) if len(made) > 1 else 'all'}"
+        for commit, of in made.items()
+    )
+
+
+def _num(value: int, noun: str) -> str:
+    return f"{value} {noun}" if value == 1 else f"{value} {noun}s"
+
+
+def _names(of: Sequence[Row], rows: Sequence[Row]) -> str:
+    """Return the systems of these rows, with their parts where the others of a system are of another commit."""
+    names = []
+    for name in sorted(set(map(_system, of))):
+        parts, others = ({_part(row) for row in some if _system(row) == name} for some in (of, rows))
+        names.append(f"`{name}`" if parts == others else f"`{name}` ({', '.join(sorted(parts))})")
+    return ", ".join(names)
+
+
+def _system(row: Row) -> str:
+    return str(row.get("system") or row["policy"])
+
+
+def _part(row: Row) -> str:
+    return str(row.get("part") or row.get("figure"))

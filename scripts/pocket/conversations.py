@@ -21,7 +21,6 @@ from alignedserve.pocket.tasks import (
 
 _READING_SKILLS = (Skill.LOOKUP, Skill.NTH_LINE)
 _SYSTEM_SHARE = 0.04
-_TURN_OVERHEAD = 4  # user, end, assistant, end
 _READING_COST = 24  # tokens around and after the text of a reading task
 
 

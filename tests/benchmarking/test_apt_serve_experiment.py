@@ -16,7 +16,7 @@ from experiments.apt_serve import (
 
 
 def _found(first_below: int) -> AttainmentCurve:
-    """A policy that holds everything up to a rate, and half from the next on."""
+    """Return the curve of a policy that holds everything up to a rate, and half from the next on."""
     curve = AttainmentCurve("sharegpt", "opt-13b", "fcfs")
     while numbers := curve.wanted():
         curve.held |= {number: 1.0 if number < first_below else 0.5 for number in numbers}

@@ -15,7 +15,6 @@ from experiments.common import (
     chosen,
     colocated_case,
     line,
-    markdown_table,
     over_seeds,
     pick,
     run,
@@ -54,16 +53,6 @@ def test_rows_are_picked_and_cut_down() -> None:
     rows: list[Row] = [{"policy": "fcfs", "x": 1.234567}, {"policy": "bros", "x": None}]
     assert pick(rows, policy="bros") == rows[1:]
     assert chosen(rows, ("x",)) == [{"x": 1.2346}, {"x": None}]
-
-
-def test_a_table_for_a_page() -> None:
-    rows: list[Row] = [{"policy": "fcfs", "x": 0.12345}, {"policy": "bros"}]
-    assert markdown_table(rows, {"policy": "policy", "x": "TTFT held"}).splitlines() == [
-        "| policy | TTFT held |",
-        "| --- | --- |",
-        "| fcfs | 0.123 |",
-        "| bros | - |",
-    ]
 
 
 def test_a_source_that_is_not_here_is_replaced_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from alignedserve.microbench.predictor.texts import pocket_corpus, read_corpus
 
 
 def write_texts(path: Path, num_texts: int) -> Path:
-    """Two kinds of questions; the one is answered in three words, the other in thirty."""
+    """Write two kinds of questions; the one is answered in three words, the other in thirty."""
     rows = [
         {"prompt": f"say yes {number}", "response": "yes it is"}
         if number % 2

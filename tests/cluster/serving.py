@@ -35,7 +35,7 @@ EXACT = ("--set", "model.random_weights=true", *FLOAT32)
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -82,7 +82,7 @@ class Serving:
     # --- asking
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> float:
-        """Until /ready says so; returns the seconds that it took."""
+        """Wait until /ready says so, and return the seconds that it took."""
         began_s = time.monotonic()
         while self.get("/ready")[0] != 200:
             self.note_processes()
@@ -93,7 +93,7 @@ class Serving:
         return time.monotonic() - began_s
 
     def wait_unready(self) -> None:
-        """Until the gateway knows of a loss: /ready says something else, or there is no answer."""
+        """Wait until the gateway knows of a loss: /ready says something else, or there is no answer."""
         while self.get("/ready")[0] == 200:
             time.sleep(_POLL_S)
 
@@ -125,14 +125,14 @@ class Serving:
         return {name.partition("{")[0]: float(value) for name, value in lines} if status == 200 else {}
 
     def wait_for(self, name: str, holds: Callable[[float], bool], timeout_s: float = 20.0) -> None:
-        """Until this metric is such; the router's reports, where most come from, are up to a second old."""
+        """Wait until this metric is such; the router's reports, where most come from, are up to a second old."""
         began_s = time.monotonic()
         while not holds(self.metrics().get(name, float("nan"))):
             assert time.monotonic() - began_s < timeout_s, self.metrics()
             time.sleep(_POLL_S)
 
     def wait_idle(self, timeout_s: float = 20.0) -> float:
-        """Until no block is in use anywhere; returns the seconds that it took."""
+        """Wait until no block is in use anywhere, and return the seconds that it took."""
         began_s = time.monotonic()
         while not self._is_idle(metrics := self.metrics()):
             held = {name: value for name, value in metrics.items() if value and "bucket" not in name}
@@ -171,7 +171,7 @@ class Serving:
                 self._known[process.pid] = process
 
     def actors(self, kind: str) -> list[psutil.Process]:
-        """Processes of the actors whose class begins with this, such as DecodeWorker."""
+        """Return the processes of the actors whose class begins with this, such as DecodeWorker."""
         self.note_processes()
         found = []
         for process in self._known.values():
@@ -182,13 +182,13 @@ class Serving:
         return sorted(found, key=lambda process: process.pid)
 
     def redis(self) -> psutil.Process:
-        """The cluster's private Redis."""
+        """Return the cluster's private Redis."""
         self.note_processes()
         servers = [one for one in self._running() if "redis-server" in " ".join(one.cmdline())]
         return servers[-1]
 
     def process_names(self) -> list[str]:
-        """First words of the command lines of everything that runs."""
+        """Return the first words of the command lines of everything that runs."""
         names = []
         for process in self._running():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -196,11 +196,11 @@ class Serving:
         return names
 
     def actor(self, kind: str) -> psutil.Process:
-        """The oldest of them."""
+        """Return the oldest of them."""
         return self.actors(kind)[0]
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the command itself, as a terminal or a supervisor would."""
+        """Send a signal to the command itself, as a terminal or a supervisor would."""
         self.note_processes()
         self._process.send_signal(number)
 
@@ -232,7 +232,7 @@ class Serving:
     # --- what is left
 
     def leftovers(self, patience_s: float = 5.0, besides: str | None = None) -> list[str]:
-        """Processes, sockets and shared memory that outlive the command, after a moment to settle.
+        """Return processes, sockets and shared memory that outlive the command, after a moment to settle.
 
         `besides`: processes whose first words end so are none.
         """
@@ -244,12 +244,12 @@ class Serving:
         return processes + files
 
     def arenas(self) -> list[Path]:
-        """The cluster's files in shared memory."""
+        """Return the cluster's files in shared memory."""
         clusters = [path.name for path in self.run_dir.glob("*") if path.is_dir()]
         return [path for name in clusters for path in _SHARED_MEMORY.glob(f"alignedserve-{name}-*")]
 
     def logs(self) -> str:
-        """The end of every actor's log."""
+        """Return the end of every actor's log."""
         paths = sorted(self.run_dir.glob("*/logs/*.log"))
         return "\n".join(f"--- {path.name}\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in paths)
 
@@ -273,7 +273,7 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(run_dir: Path, *options: str, environment: dict[str, str] | None = None) -> Iterator[Serving]:
-    """A cluster that is ended whatever happens. Not waited for: see `wait_ready`."""
+    """Start a cluster, and end it whatever happens. It is not waited for: see `wait_ready`."""
     run_dir.mkdir(mode=0o700, exist_ok=True)
     cluster = Serving(run_dir, options, environment)
     try:
@@ -283,6 +283,6 @@ def serving(run_dir: Path, *options: str, environment: dict[str, str] | None = N
 
 
 def token_prompts(count: int, seed: int = 0, max_len: int = 200) -> list[list[int]]:
-    """Different prompts of different lengths."""
+    """Return different prompts of different lengths."""
     rng = random.Random(seed)
     return [[rng.randrange(10, 500) for _ in range(rng.randrange(1, max_len))] for _ in range(count)]

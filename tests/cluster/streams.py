@@ -66,12 +66,12 @@ def _read_event(payload: str, into: Stream) -> None:
 
 
 def make_client(url: str) -> httpx.AsyncClient:
-    """A client that waits and has room for every stream."""
+    """Return a client that waits and has room for every stream."""
     return httpx.AsyncClient(base_url=url, timeout=120.0, limits=httpx.Limits(max_connections=None))
 
 
 async def stream_all(url: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Stream]:
-    """All prompts at once, undisturbed."""
+    """Stream all prompts at once, undisturbed."""
     streams = [Stream() for _ in prompts]
     await streams_through(url, prompts, streams, max_tokens)
     return streams

@@ -31,7 +31,7 @@ def cold(arguments: list[str], environment: dict[str, str]) -> "subprocess.Compl
 
 
 def refused(run: Run, model: Path, *overrides: str, run_dir: Path) -> tuple[int, str]:
-    """Exit code and the one line on stderr; nothing was started."""
+    """Return the exit code and the one line on stderr, having checked that nothing was started."""
     arguments = ["serve", str(model), "--set", f"gateway.port={free_port()}"]
     arguments += [part for override in overrides for part in ("--set", override)]
     done = run(arguments, {**os.environ, "ALIGNEDSERVE_RUN_DIR": str(run_dir)})

@@ -65,7 +65,7 @@ def complete(url: str, api_key: str) -> str:
 
 
 def ask(url: str, api_key: str, body: bytes | None = None, kind: str = "application/json") -> bytes:
-    """A GET, or a POST of this body."""
+    """Ask by GET, or by a POST of this body."""
     request = urllib.request.Request(url, body, {"content-type": kind, "Authorization": f"Bearer {api_key}"})
     with urllib.request.urlopen(request, timeout=60.0) as response:
         content: bytes = response.read()

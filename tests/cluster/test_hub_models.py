@@ -25,7 +25,7 @@ NUM_TOKENS = 12
 
 
 def write_checkpoint(folder: Path) -> Any:
-    """Config and random weights of transformers, and a tokenizer whose tokens are letters of the private use area."""
+    """Write config and random weights of transformers, and a tokenizer of letters of the private use area."""
     model = make_tiny_model(folder, "llama")
     vocabulary = {chr(0xE000 + number): number for number in range(model.config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0xE000)))

@@ -24,7 +24,7 @@ LOAD = 20
 
 
 def processes(cluster: Serving) -> dict[str, list[int]]:
-    """The actors' process ids; an actor's title has its class only between two calls."""
+    """Return the actors' process ids; an actor's title has its class only between two calls."""
     found: dict[str, list[int]] = {}
     for kind in ACTORS:
         ends_s = time.monotonic() + 20.0

@@ -52,7 +52,7 @@ def num_evictions(cluster: RoomCluster) -> int:
 
 
 async def check(cluster: RoomCluster, work: list[list[int]], answers: list[Answer]) -> ClusterStatus:
-    """All answers are those of one engine alone, and nothing is held anywhere."""
+    """Check that all answers are those of one engine alone, and that nothing is held anywhere."""
     async with asyncio.timeout(60):
         for answer in answers:
             await answer.done.wait()

@@ -45,7 +45,7 @@ class Load:
         self.answers: list[Answer] = [cluster.gateway.submit(prompt, sampling) for prompt in self.prompts]
 
     async def until_tokens(self, count: int) -> None:
-        """Until every answer has this many tokens."""
+        """Wait until every answer has this many tokens."""
         await holds(lambda: all(len(answer.token_ids) >= count for answer in self.answers))
 
     async def check(self) -> ClusterStatus:
@@ -154,7 +154,7 @@ async def test_aborts_while_the_decode_worker_is_away_leave_nothing(tmp_path: Pa
 
 
 def flip_bytes(path: Path, offsets: list[int]) -> None:
-    """From outside: through the file, as a stray writer would."""
+    """Flip bytes from outside: through the file, as a stray writer would."""
     with path.open("r+b") as file:
         for offset in offsets:
             file.seek(offset)

@@ -45,7 +45,7 @@ def server_pid(folder: Path) -> int:
 
 @contextlib.asynccontextmanager
 async def losing_answers_to_exec(server_path: Path, path: Path) -> AsyncIterator[None]:
-    """A way to the server that hangs up once it has passed on an EXEC, and before the answer to it."""
+    """Open a way to the server that hangs up once it has passed on an EXEC, and before the answer to it."""
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there_reader, there = await asyncio.open_unix_connection(str(server_path))

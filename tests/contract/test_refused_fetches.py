@@ -173,7 +173,7 @@ def test_a_lease_that_ends_during_the_copy_is_refused(sent: Sent, generation: in
 
 
 def stray_writer(medium: Medium, block_id: int) -> Callable[[], None]:
-    """Spoils this block the first time it is called."""
+    """Return what spoils this block the first time it is called."""
     strays = iter([BlockId(block_id)])
 
     def stray() -> None:

@@ -188,7 +188,7 @@ async def let_in(counted: RequestQuotas, num_requests: int) -> int:
 
 
 async def are_members(*all_counted: RequestQuotas) -> None:
-    """Until each may use the whole limit."""
+    """Wait until each may use the whole limit."""
     await holds(lambda: all(counted._share.seconds_leased(time.monotonic()) > 0.0 for counted in all_counted))
     await asyncio.sleep(1.2 * LEASE_S / 5)  # by then each has said so
 

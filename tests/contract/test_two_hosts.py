@@ -71,7 +71,7 @@ def owner_on(ends: Ends, kind: str, folder: Path) -> str:
 
 
 def rounds(process: PeerProcess, count: int) -> None:
-    """Rounds of transfers whose bytes are compared."""
+    """Wait for so many rounds of transfers, whose bytes the process compares."""
     said = [process.said, *(process.line() for _ in range(count - 1))]
     assert said == ["round"] * count
 

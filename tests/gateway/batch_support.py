@@ -28,7 +28,7 @@ OVER = ("completed", "failed", "expired", "cancelled")
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
-    """Until this holds."""
+    """Wait until this holds."""
     async with asyncio.timeout(timeout_s):
         while not await holds():  # noqa: ASYNC110  (what is waited for may be in another process)
             await asyncio.sleep(0.02)
@@ -104,7 +104,7 @@ class BatchGateway:
         return await self.batch(batch_id)
 
     async def wait_for_lines(self, batch_id: str, count: int) -> dict[str, Any]:
-        """Until so many have been answered."""
+        """Wait until so many have been answered."""
 
         async def are_there() -> bool:
             return bool((await self.batch(batch_id))["request_counts"]["completed"] >= count)

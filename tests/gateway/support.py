@@ -68,7 +68,7 @@ def tokens_of(text: str) -> tuple[int, ...]:
 
 
 def saying(text: str, **fields: Any) -> Callable[[Request], Script]:
-    """A script that says this and ends."""
+    """Return a script that says this and ends."""
     script = Script((*tokens_of(text), EOS), **fields)
     return lambda _: script
 
@@ -110,14 +110,14 @@ async def gateway(
 
 
 def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """The JSON of every event; the stream must end with [DONE]."""
+    """Return the JSON of every event; the stream must end with [DONE]."""
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The error object, complete and alone."""
+    """Return the error object, which must be complete and alone."""
     assert response.status_code == status, response.text
     body = response.json()
     assert body.keys() == {"error"}

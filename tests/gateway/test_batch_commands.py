@@ -33,7 +33,7 @@ class CommandLine:
         self._capsys = capsys
 
     async def run(self, *arguments: str, url: str | None = None) -> int:
-        """The exit code; `out` and `err` are of this command."""
+        """Run a command and return its exit code; `out` and `err` are of it."""
         sys.argv = ["alignedserve", "batch", *arguments, "--url", url or self.url]
         code = await asyncio.to_thread(_exit_code)
         self.out, self.err = self._capsys.readouterr()

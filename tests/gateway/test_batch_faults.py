@@ -59,7 +59,7 @@ async def test_an_upload_whose_record_may_be_kept_keeps_its_content(
 
 
 async def damage(served: BatchGateway, key: str) -> None:
-    """As by a disk: Redis keeps no checksums of values."""
+    """Damage a value as a disk might: Redis keeps no checksums of values."""
     [raw] = await served.records.read([key])
     assert raw is not None
     await served.records.commit([SetValue(key, b"?" + raw[1:])], unchanged={})

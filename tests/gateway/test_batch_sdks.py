@@ -146,7 +146,7 @@ async def _run(*command: str) -> str | None:
 
 
 def schema_of(exchange: dict[str, Any]) -> str:
-    """OpenAI's name for this answer."""
+    """Return OpenAI's name for this answer."""
     path = exchange["request"].partition(" ")[2].partition("?")[0]
     is_list = exchange["request"].startswith("GET") and path in ("/v1/files", "/v1/batches")
     if exchange["status"] != 200:

@@ -25,7 +25,7 @@ def randoms(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same rows inside wider ones that hold NaN."""
+    """Return the same rows inside wider ones that hold NaN."""
     wide = torch.full((x.shape[0], x.shape[1] + 5), float("nan"), dtype=x.dtype, device=x.device)
     wide[:, 2:-3] = x
     return wide[:, 2:-3]

@@ -40,7 +40,7 @@ def distribution(logits: Tensor, setting: tuple[float, int, float, float]) -> Te
 
 
 def check_every_kept_token(logits: Tensor, setting: tuple[float, int, float, float], device: torch.device) -> None:
-    """A draw in the middle of each one's share meets it: no more and no fewer are kept, in the order of their ids."""
+    """Check by a draw in the middle of each one's share: no more and no fewer are kept, in the order of their ids."""
     expected = distribution(logits, setting)
     token_ids = (expected > SLACK).nonzero().flatten()
     draws = (expected.cumsum(0) - expected / 2)[token_ids]

@@ -68,7 +68,7 @@ class BlockClient:
         self.transfer = ChannelTransfer(self.storage, address, identity=identity(name, timeout_s), transport=transport)
 
     def round(self, generation: int, num_blocks: int = PER_PEER) -> None:
-        """Offload and fetch, compared. Raises PeerLost."""
+        """Offload blocks, fetch them and compare. Raises PeerLost."""
         mine, before = BLOCKS[:num_blocks], self.bytes[:num_blocks].copy()
         (runs,) = self.transfer.offload([OffloadRequest(mine, self._far[:num_blocks][::-1], generation)])
         assert runs is not None
@@ -78,7 +78,7 @@ class BlockClient:
         assert (self.bytes[:num_blocks] == before).all()
 
     def round_until_lost(self) -> float:
-        """Rounds without end; the time at which the other end was found to be lost."""
+        """Go on with rounds, and return the time at which the other end was found to be lost."""
         generation = 1
         while True:
             try:

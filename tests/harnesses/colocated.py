@@ -60,12 +60,12 @@ class ColocatedHarness:
         return self.hear(PrefillRequest(of, attempt, generated, **more))
 
     def follow(self, *steps: Step) -> list[ColocatedCommand]:
-        """These are the next steps; a worker that rests takes the first one at once."""
+        """Set the next steps; a worker that rests takes the first one at once."""
         self.script.steps.extend(steps)
         return self.do(PeerConnected(Role.GATEWAY, "gateway-0"))  # nothing to it, but it is a moment to begin
 
     def sampled(self, **tokens: int) -> list[ColocatedCommand]:
-        """The iteration is over with these tokens."""
+        """End the iteration with these tokens."""
         return self.completed(*(SampledToken(RequestId(name), token) for name, token in tokens.items()))
 
     def completed(self, *tokens: SampledToken, **more: Any) -> list[ColocatedCommand]:
@@ -73,7 +73,7 @@ class ColocatedHarness:
 
     @property
     def view(self) -> WorkerView:
-        """As the policy saw it last."""
+        """Return what the policy saw last."""
         assert self.script.view is not None, "it was never asked"
         return self.script.view
 

@@ -84,7 +84,7 @@ class DecodeHarness:
         return self.do(Received(peer, message))
 
     def lend(self, num_blocks: int, peer: str = PREFILL) -> list[DecodeCommand]:
-        """A prefill worker comes with a buffer of so many blocks."""
+        """Connect a prefill worker that lends a buffer of so many blocks."""
         self.do(PeerConnected(Role.PREFILL_WORKER, peer))
         return self.hear(ArenaOffered(f"/dev/shm/{peer}.arena", num_blocks, 64, "digest"), peer)
 
@@ -98,7 +98,7 @@ class DecodeHarness:
         return self.do(BlocksLoaded(command.source, command.loads, frozenset(refused)))
 
     def enter(self, *handoffs: Handoff, **batch: Any) -> list[DecodeCommand]:
-        """They are granted, and those that may enter at once are loaded: what follows from that."""
+        """Grant requests, load those that may enter at once, and return what follows from that."""
         return self.all_loaded(self.grant(*handoffs, **batch))
 
     def all_loaded(self, commands: list[DecodeCommand]) -> list[DecodeCommand]:
@@ -116,14 +116,14 @@ class DecodeHarness:
         return self.hear(BlocksPrefetched(RequestId(name), generation, copy), PREFILL)
 
     def sampled(self, **tokens: int) -> list[DecodeCommand]:
-        """The iteration is over with these tokens."""
+        """End the iteration with these tokens."""
         return self.completed(*(SampledToken(RequestId(name), token) for name, token in tokens.items()))
 
     def completed(self, *tokens: SampledToken, **more: Any) -> list[DecodeCommand]:
         return self.do(IterationCompleted(tokens, **more))
 
     def load(self) -> WorkerLoad:
-        """As the next router is told: it empties the worker."""
+        """Return the load that the next router is told; its coming empties the worker."""
         commands = self.logic.on_event(PeerConnected(Role.ROUTER, ROUTER), self.now)
         return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, WorkerLoad)][-1]
 
@@ -137,7 +137,7 @@ def scheduled_batch(
     hidden_ratio: float | None = None,
     choice: CandidateChoice = CandidateChoice.ALL,
 ) -> ScheduledBatch:
-    """An empty batch of a policy: blocks of four tokens, twice as many places as run, ten tokens an iteration."""
+    """Build an empty batch of a policy: blocks of four tokens, twice as many places as run, ten tokens an iteration."""
     return ScheduledBatch(
         memory=DeviceMemory(num_blocks, num_blocks, 4, host_tokens, hidden_ratio=hidden_ratio),
         scheduler=Scheduler(policy, EasyCosts(), IterationLimits(max_running_requests, 10)),

@@ -248,7 +248,7 @@ class Undisturbed(NamedTuple):
 
 @cache
 def undisturbed(number: int, num_tokens: int) -> Undisturbed:
-    """The request of this number, computed so often."""
+    """Return the request of this number, computed so often."""
     storage, blocks = torch.zeros((BLOCKS_PER_REQUEST, *BLOCK_SHAPE), dtype=torch.int64), range(BLOCKS_PER_REQUEST)
     _fill(storage, list(blocks), number)
     tokens = torch.zeros(num_tokens, dtype=torch.int64)

@@ -48,7 +48,7 @@ class Request:
 
     @property
     def is_hidden(self) -> bool:
-        """Every fourth kind has layer inputs in its blocks."""
+        """Return whether it has layer inputs in its blocks, as every fourth kind has."""
         return self.kind % 4 == 1
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -127,7 +127,7 @@ class Place:
         self.engine.remove_sequence(request.request_id)
 
     def iterate(self) -> None:
-        """One step over some of the sequences, the prompts in chunks."""
+        """Compute one step over some of the sequences, the prompts in chunks."""
         slices = []
         for request in self.running:
             computed, known = self.engine.num_computed(request.request_id), len(request.tokens)
@@ -176,7 +176,7 @@ class EngineHistory:
         self.requests: list[Request] = []
 
     def run(self) -> None:
-        """Every turn something happens to the requests of each place, then it iterates."""
+        """Take turns: something happens to the requests of each place, then it iterates."""
         for _ in range(NUM_TURNS):
             for place in self._places:
                 actions = (
@@ -214,7 +214,7 @@ class EngineHistory:
             place.give(request)
 
     def _preempt(self, place: Place) -> None:
-        """To be recomputed, at once and in other blocks."""
+        """Preempt a sequence, to be recomputed at once and in other blocks."""
         if place.running:
             request = self._random.choice(place.running)
             place.stop(request)
@@ -246,7 +246,7 @@ class EngineHistory:
             place.run(request)
 
     def _offload(self, place: Place) -> None:
-        """Into the arena, for either engine: a cache of keys and values."""
+        """Offload a cache of keys and values into the arena, for either engine."""
         running = (request for request in place.running if not request.is_hidden)
         computed = [request for request in running if place.engine.num_computed(request.request_id)]
         if not computed or place.transfer is None:

@@ -27,7 +27,7 @@ _SEND_S = 0.005
 
 
 def credentials_of(name: str) -> Credentials | None:
-    """The credentials that the test has made for this process."""
+    """Return the credentials that the test has made for this process."""
     folder = os.environ.get(CREDENTIALS)
     return msgspec.json.decode((Path(folder) / name).read_bytes(), type=Credentials) if folder else None
 

@@ -67,7 +67,7 @@ class Owner:
 
 
 def do_as_told(told: Connection) -> None:
-    """Entry point of the other process."""
+    """Do in the other process what this one says."""
     owner = Owner()
     while True:
         try:
@@ -79,7 +79,7 @@ def do_as_told(told: Connection) -> None:
 
 @cache
 def owner_process() -> Connection:
-    """One for all tests: it takes seconds to start. It ends with this process."""
+    """Start the other process, one for all tests as that takes seconds; it ends with this one."""
     here, there = multiprocessing.get_context("spawn").Pipe()
     multiprocessing.get_context("spawn").Process(target=do_as_told, args=(there,), daemon=True).start()
     there.close()

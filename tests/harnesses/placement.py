@@ -23,7 +23,7 @@ def empty_fleet(**batching: Any) -> Placement:
 
 
 def placement(batching: dict[str, Any] | None = None, **decoders: dict[str, Any]) -> Placement:
-    """A pool, and decode workers by name with what is special about them."""
+    """Build a pool, and decode workers by name with what is special about them."""
     made = empty_fleet(**(batching or {}))
     made.register(POOL, PoolRegistered(100))
     for name, changes in decoders.items():
@@ -50,7 +50,7 @@ def decoding(where: Placement, name: str, count: int) -> list[TrackedRequest]:
 
 
 def busy(num_pooled: int, batching: dict[str, Any] | None = None, now: float = 0.0, **load: Any) -> Placement:
-    """decode-0 runs three requests of its first batch, granted at `now`, and so many more wait in the pool."""
+    """Let decode-0 run three requests of its first batch, granted at `now`; so many more wait in the pool."""
     where = placement(batching, decode_0={})
     decoding(where, DECODE, 3)
     where.workers[DECODE].last_batch_s = now
@@ -60,7 +60,7 @@ def busy(num_pooled: int, batching: dict[str, Any] | None = None, now: float = 0
 
 
 def refuse(where: Placement) -> None:
-    """The pool has nothing for decode-0."""
+    """Let the pool have nothing for decode-0."""
     where.close_batch_request(where.workers[DECODE], is_empty=True, now=0.0)
 
 

@@ -104,7 +104,7 @@ class PolicyRun:
 
 
 def random_arrivals(seed: int, count: int = 40, *, max_prompt: int = 400, max_output: int = 40) -> list[Arrival]:
-    """Bursty arrivals of both classes, some with SLOs, some predicted badly."""
+    """Draw bursty arrivals of both classes, some with SLOs, some predicted badly."""
     return list(_random_arrivals(np.random.default_rng(seed), count, max_prompt, max_output))
 
 

@@ -54,7 +54,7 @@ class PoolHarness:
 
     @property
     def load(self) -> PoolLoad | None:
-        """The counts that the router has after the next tick."""
+        """Return the counts that the router has after the next tick."""
         assert self.do(Ticked()) == []
         return self._load
 
@@ -83,13 +83,13 @@ class PoolHarness:
         return message
 
     def grant(self, of: Request | str, num_blocks: int = 1, attempt: int = L1) -> Handoff:
-        """Pooled, and now read by the decode worker."""
+        """Pool a request, which the decode worker then reads."""
         self.pool(of, num_blocks, attempt)
         (handoff,) = grants(self.hear(ROUTER, FORM))
         return handoff
 
     def keep(self, of: Request | str, num_blocks: int = 1, attempt: int = L1) -> Handoff:
-        """Granted and released: the pool keeps a copy."""
+        """Grant a request and release it: the pool keeps a copy."""
         handoff = self.grant(of, num_blocks, attempt)
         self.hear(DECODE, LeasesReleased((handoff.lease_id,)))
         return handoff

@@ -85,13 +85,13 @@ class PrefillHarness:
         return self.do(BlocksRelayed(command, runs))
 
     def link(self, peer: str = DECODE) -> list[PrefillCommand]:
-        """A decode worker comes and has a buffer."""
+        """Connect a decode worker, which gets a buffer."""
         (opening,) = self.do(PeerConnected(Role.DECODE_WORKER, peer))
         assert isinstance(opening, OpenBuffer)
         return self.do(BufferOpened(peer, opening.link_epoch, BUFFER))
 
     def free_blocks(self) -> int:
-        """As the next router is told."""
+        """Return the free blocks that the next router is told of."""
         commands = self.logic.on_event(PeerConnected(Role.ROUTER, ROUTER), 0.0)
         loads = [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, WorkerLoad)]
         return loads[-1].num_free_blocks

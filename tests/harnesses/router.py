@@ -75,7 +75,7 @@ class RouterHarness:
 
 
 def connected_router(**config: Any) -> RouterHarness:
-    """With one gateway, pool, prefill worker and decode worker."""
+    """Build a router with one gateway, pool, prefill worker and decode worker."""
     made = RouterHarness(**config)
     made.hear(POOL, PoolRegistered(100))
     made.hear(PREFILL, worker(can_prefill=True, can_decode=False))
@@ -119,16 +119,16 @@ def decoding(**config: Any) -> RouterHarness:
 
 
 def given(of: Request, nth: int, *generated: int, to: str = PREFILL, **changes: Any) -> Send:
-    """Given out for the n-th time."""
+    """Return what gives a request out for the n-th time."""
     changes.setdefault("predicted_output_len", float(of.sampling.max_tokens))  # while nothing has finished
     return Send(to, PrefillRequest(of, epoch(nth), generated, **changes))
 
 
 def dropped(request_id: RequestId = R1, nth: int = 1) -> Send:
-    """The pool is told that the n-th epoch of a request has ended."""
+    """Return what tells the pool that the n-th epoch of a request has ended."""
     return Send(POOL, DropRequest(request_id, epoch_end(epoch(nth))))
 
 
 def aborted(by: str, nth: int = 1) -> Send:
-    """The holder of r1 is told that its n-th epoch has ended."""
+    """Return what tells the holder of r1 that its n-th epoch has ended."""
     return Send(by, AbortRequest(R1, epoch_end(epoch(nth))))

@@ -51,7 +51,7 @@ class Step:
         self.evictions = [*((name, EvictionMode.DROP) for name in drop), *((name, EvictionMode.SWAP) for name in swap)]
 
     def plan_of(self, table: RequestTable) -> IterationPlan:
-        """In rows of this table."""
+        """Return the plan in rows of this table."""
         return IterationPlan(
             tuple(ScheduledRequest(table.row(RequestId(name)), count) for name, count in self.scheduled.items()),
             tuple(PlannedEviction(table.row(RequestId(name)), how) for name, how in self.evictions),
@@ -73,7 +73,7 @@ class Script:
 
 
 def request_of(request_id: str, fields: Mapping[str, Any]) -> Request:
-    """A request from the fields of a row; what is not said is as in a real-time request without SLOs."""
+    """Build a request from the fields of a row; what is not said is as in a real-time request without SLOs."""
     slo = Slo(fields.get("ttft_s"), fields.get("tpot_s"), fields.get("deadline_s"))
     return Request(
         RequestId(request_id),
@@ -94,7 +94,7 @@ _PROGRESS = (
 
 
 def table_of(rows: Mapping[str, Mapping[str, Any]], block_size: int = 16) -> RequestTable:
-    """Rows by request id, in this order. Fields are named as the columns, and `be`.
+    """Build a table of rows by request id, in this order. Fields are named as the columns, and `be`.
 
     A request with generated tokens decodes, its whole cache on the device, unless its row says otherwise.
     """
@@ -143,12 +143,12 @@ def view_of(
 
 
 def scheduled_of(view: WorkerView, plan: IterationPlan) -> dict[str, int]:
-    """Tokens by request id, in the plan's order."""
+    """Return the tokens by request id, in the plan's order."""
     return {str(view.table.request_ids[share.row]): share.num_tokens for share in plan.scheduled}
 
 
 def evicted_of(view: WorkerView, plan: IterationPlan) -> list[tuple[str, str]]:
-    """(request id, how) in the plan's order."""
+    """Return (request id, how) in the plan's order."""
     return [(str(view.table.request_ids[part.row]), part.how.value) for part in plan.evictions]
 
 

@@ -38,7 +38,7 @@ def disaggregated(
     policy: str = "density_first",
     **changes: Any,
 ) -> SimConfig:
-    """Prefill and decode workers of so many blocks each; buffers of so many blocks for each pair."""
+    """Configure prefill and decode workers of so many blocks each; buffers of so many blocks for each pair."""
     cluster = ClusterConfig(
         topology=Topology.DISAGGREGATED,
         scheduling=SchedulingConfig(policy="aligned"),
@@ -66,7 +66,7 @@ def colocated(
     topology: Topology = Topology.COLOCATED,
     **changes: Any,
 ) -> SimConfig:
-    """Colocated workers of so many blocks each, or elastic ones."""
+    """Configure colocated workers of so many blocks each, or elastic ones."""
     cluster = ClusterConfig(
         topology=topology,
         scheduling=SchedulingConfig(policy=policy),
@@ -78,20 +78,20 @@ def colocated(
 
 
 def timed(arrival_s: float = 0.0, prompt_len: int = 40, output_len: int = 3, **changes: Any) -> TimedRequest:
-    """A chat request."""
+    """Build a chat request."""
     fields: dict[str, Any] = {"max_tokens": output_len, "class_name": "chat", "slo": Slo(ttft_s=1.0, tpot_s=0.2)}
     return TimedRequest(arrival_s, prompt_len, output_len, **(fields | changes))
 
 
 def workload_of(*requests: TimedRequest, **changes: Any) -> Workload:
-    """These requests, in this order."""
+    """Return a workload of these requests, in this order."""
     return Workload(WorkloadDescription("by hand", 0), requests, **changes)
 
 
 def mixed_workload(
     num_requests: int, rate: float, seed: int = 1, *, longest: int = 400, longest_answer: int = 60
 ) -> Workload:
-    """Chat and documents at random lengths, in equal parts, as a Poisson process."""
+    """Draw chat and documents at random lengths, in equal parts, as a Poisson process."""
     rng = random.Random(seed)
     now, requests = 0.0, []
     for number in range(num_requests):

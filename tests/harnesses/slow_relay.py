@@ -8,7 +8,7 @@ import sys
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
-    """Each piece leaves `delay_s` after it came; pieces do not wait for each other."""
+    """Pass each piece on `delay_s` after it came; pieces do not wait for each other."""
     loop = asyncio.get_running_loop()
     while content := await reader.read(1 << 16):
         loop.call_later(delay_s, writer.write, content)

@@ -29,12 +29,12 @@ EOS = 0
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """The model: any function of all tokens before; now and then it ends the answer."""
+    """Return the model's next token: any function of all before; now and then it ends the answer."""
     return random.Random(hash(tuple(token_ids))).randrange(VOCAB_SIZE)
 
 
 def right_answer(request: Request) -> list[int]:
-    """The tokens of one undisturbed run."""
+    """Return the tokens of one undisturbed run."""
     answer: list[int] = []
     while len(answer) < request.sampling.max_tokens and (not answer or answer[-1] != EOS):
         answer.append(next_token((*request.prompt_token_ids, *answer)))

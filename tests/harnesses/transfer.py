@@ -221,12 +221,12 @@ class Setup:
         return BlockCopy(generation, context_len, runs)
 
     def fetch(self, copy: BlockCopy, *target: int) -> Bytes | None:
-        """The fetched blocks, or None when the copy was refused."""
+        """Return the fetched blocks, or None when the copy was refused."""
         (is_held,) = self.receiving.fetch([FetchRequest(copy, blocks(*target))])
         return content(self.receiver, target) if is_held else None
 
     def expect(self, copy: BlockCopy, target: Sequence[int], source: Sequence[int]) -> None:
-        """The copy holds, and brings the blocks that were sent."""
+        """Check that the copy holds, and brings the blocks that were sent."""
         rows = self.fetch(copy, *target)
         assert rows is not None, "a valid copy was refused"
         assert (rows == content(self.sender, source)).all()

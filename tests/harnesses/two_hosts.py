@@ -36,7 +36,7 @@ class TwoHosts:
         return f"10.123.45.{number + 1}" if self._version == 4 else f"fd00:123::{number + 1}"
 
     def cut(self) -> float:
-        """The cable is cut; the time of it."""
+        """Cut the cable, and return the time of it."""
         run("ip", "-n", self.names[0], "link", "set", self.names[0], "down")
         return time.monotonic()
 
@@ -44,7 +44,7 @@ class TwoHosts:
         run("ip", "-n", self.names[0], "link", "set", self.names[0], "up")
 
     def drop_packets(self, share: float = 1.0) -> float:
-        """So many of the packets are dropped from now on, both ways; the time of it."""
+        """Drop so many of the packets from now on, both ways, and return the time of it."""
         for chain in ("INPUT", "OUTPUT"):
             some = () if share == 1.0 else ("-m", "statistic", "--mode", "random", "--probability", str(share))
             run(*self.within(0), "iptables", "-A", chain, "-p", "tcp", *some, "-j", "DROP")

@@ -14,7 +14,7 @@ COMPUTE, BLOCKS, SIZE = 256, 14, 16
 
 
 def queue_of(seed: int) -> WorkerView:
-    """Up to nine prompts, most often more than fit."""
+    """Draw up to nine prompts, most often more than fit."""
     rng = random.Random(seed)
     rows = {}
     for number in range(rng.randint(3, 9)):
@@ -23,7 +23,7 @@ def queue_of(seed: int) -> WorkerView:
 
 
 def left_over(view: WorkerView, rows: tuple[int, ...]) -> float | None:
-    """The distance that the paper minimises, after all of these; None where they do not fit."""
+    """Return the distance that the paper minimises, after all of these; None where they do not fit."""
     compute = COMPUTE - sum(int(view.table.prompt_len[row]) for row in rows)
     memory = BLOCKS - sum(view.memory.blocks_for(int(view.table.prompt_len[row])) for row in rows)
     if compute < 0 or memory < 0:

@@ -10,7 +10,7 @@ COMES_S = 1.0
 
 
 def _document_ends_s(starvation_s: float) -> float:
-    """A document that needs half of the memory, beside chats that would fill it."""
+    """Return the end of a document that needs half of the memory, beside chats that would fill it."""
     fields = {"prompt_len": 60, "max_tokens": 20, "ttft_s": 0.2, "tpot_s": 0.1}
     chats = [Arrival(request_of(f"chat-{i:03}", fields | {"arrival_s": 0.08 * i}), 20, 20.0) for i in range(300)]
     document = request_of("document", {"prompt_len": 300, "max_tokens": 20, "ttft_s": 0.1, "arrival_s": COMES_S})

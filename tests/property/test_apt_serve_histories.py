@@ -183,7 +183,7 @@ def test_of_equals_within_their_slo_none_overtakes(name: str) -> None:
 
 
 def _wait_of_the_latecomer(name: str, decay: float | None, num_others: int) -> float:
-    """One that is past its SLO as soon as it is seen, among equals that arrive faster than they are served."""
+    """Return the wait of one that is late as soon as it is seen, among equals that come faster than they are served."""
     others = _equals(num_others, 10, arrive_every_s=0.02, ttft_s=1.0)
     late = replace(others[0], request=request_of("late", {"arrival_s": 1.0, "prompt_len": 64, "ttft_s": 0.0}))
     limits = IterationLimits(max_running_requests=2, max_tokens=512)

@@ -40,7 +40,7 @@ class Model:
 
     @property
     def since_s(self) -> dict[int, float]:
-        """The times of the leaves alone."""
+        """Return the times of the leaves alone."""
         return {first: since_s for (first, width), since_s in self.served_s.items() if width == 1}
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
@@ -126,12 +126,12 @@ class Model:
 
 
 def ranges_around(leaf: int) -> list[tuple[int, int]]:
-    """The nodes that this leaf lies in, the narrowest first."""
+    """Return the nodes that this leaf lies in, the narrowest first."""
     return [(leaf - leaf % width, width) for width in WIDTHS]
 
 
 def nearest_first(first: int, width: int) -> list[int]:
-    """The leaves of a node, then at each level those left of it and those right of it under the same parent."""
+    """Return the leaves of a node, then at each level those left and those right of it under the same parent."""
     leaves = list(range(first, first + width))
     while width < NUM_LEAVES:
         parent = first - first % (4 * width)
@@ -246,7 +246,7 @@ def test_no_request_waits_for_ever_beside_a_crowd(seed: int, max_blocks: int, ma
     inserted_s: dict[RequestId, float] = {}
 
     def assert_within_bound(request_id: RequestId, now: float) -> None:
-        """Each of those that were ahead in the leaf may cost one more turn of all leaves."""
+        """Check the bound: each of those that were ahead in the leaf may cost one more turn of all leaves."""
         bound_s = (ahead[request_id] + 1) * (STARVATION_S + NUM_LEAVES * period_s)
         assert now - inserted_s[request_id] <= bound_s
 

@@ -98,7 +98,7 @@ class World:
         self._driving = None
 
     def tear(self, num_bytes: int) -> None:
-        """A record that was being written when its writer died."""
+        """Tear a record, as if its writer had died while writing it."""
         for path in (self.folder / "results").glob("*.log"):
             whole = [b"0123456789abcdef 0 c 1 1 {}\n", *path.read_bytes().splitlines(keepends=True)][-1]
             with path.open("ab") as file:
@@ -116,7 +116,7 @@ class World:
         await asyncio.sleep(amount / 10_000)
 
     def write_all(self, file_descriptor: int, content: bytes) -> None:
-        """As on a disk with little room left: part of it is written."""
+        """Write part of it, as on a disk with little room left."""
         if not self.is_full:
             write_all(file_descriptor, content)
             return

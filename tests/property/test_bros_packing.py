@@ -30,7 +30,7 @@ class Instance:
         return self.view.costs.iteration_s(work)
 
     def rate(self, rows: frozenset[int]) -> float | None:
-        """Objective (1), best-effort requests per second; None where constraints (6) to (8) do not hold."""
+        """Return objective (1), best-effort requests per second; None where constraints (6) to (8) do not hold."""
         table, packer = self.view.table, Packer(self.view)
         duration_s = self.duration_s(rows)
         waiting_s = self.view.history.mean_s

@@ -69,7 +69,7 @@ def some_steps(cluster: DrainedCluster, rng: random.Random, most: int) -> None:
 
 
 def replay_with_drains(seed: int, shape: Shape) -> None:
-    """Units drain, are undone, moved and ended, while processes, the router too, are lost and come back."""
+    """Drain units, undo it, move and end them, while processes, the router too, are lost and come back."""
     rng = random.Random(seed)
     cluster = DrainedCluster(shape, seed)
     for request in make_requests(rng, 20):

@@ -101,7 +101,7 @@ def test_streams_of_a_gpu_keep_the_order_too(folder: Path, tmp_path: Path) -> No
 
 
 def _nothing(*_: Any) -> None:
-    """In place of a wait."""
+    """Do nothing, in place of a wait."""
 
 
 @pytest.mark.parametrize(

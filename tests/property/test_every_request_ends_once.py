@@ -106,7 +106,7 @@ def test_with_aborts(seed: int, shape: Shape) -> None:
 
 
 def replay_with_lost_processes(seed: int, shape: Shape) -> None:
-    """Workers and pools are killed and started again; every request still gets exactly its answer."""
+    """Kill workers and pools and start them again; every request still gets exactly its answer."""
     rng = random.Random(seed)
     cluster = LogicCluster(shape, seed)
     for request in make_requests(rng, 20):
@@ -135,7 +135,7 @@ def test_with_lost_processes(seed: int, shape: Shape) -> None:
 
 
 def replay_with_cut_links(seed: int, shape: Shape) -> None:
-    """Links between workers and pools break and come back while both ends live."""
+    """Cut links between workers and pools, which come back while both ends live."""
     rng = random.Random(seed)
     cluster = LogicCluster(shape, seed)
     for request in make_requests(rng, 20):
@@ -157,7 +157,7 @@ def test_with_cut_links(seed: int, shape: Shape) -> None:
 
 
 def replay_with_a_lost_router(seed: int, shape: Shape) -> None:
-    """The router restarts with nothing; gateways bring their open requests back, workers drop what they had."""
+    """Restart the router with nothing; gateways bring their open requests back, workers drop what they had."""
     rng = random.Random(seed)
     cluster = LogicCluster(shape, seed)
     for request in make_requests(rng, 12):
@@ -180,7 +180,7 @@ def test_with_a_lost_router(seed: int, shape: Shape) -> None:
 
 
 def replay_with_routers_whose_clocks_are_behind(seed: int, shape: Shape) -> None:
-    """The head reboots, or another host has the router: its clock is far behind that of the router before it."""
+    """Restart the router on another clock, far behind: the head reboots, or another host has it."""
     rng = random.Random(seed)
     cluster = LogicCluster(shape, seed)
     cluster.router_ahead_s = 1e6

@@ -46,7 +46,7 @@ def test_predictions_lie_within_bounds_and_the_same_history_gives_the_same(seed:
 
 
 def clustered(rng: np.random.Generator, num_keys: int) -> Matrix:
-    """Prompts come in kinds: around 200 directions, near and far."""
+    """Draw keys of several kinds of prompts: around 200 directions, near and far."""
     centres = np.random.default_rng(99).standard_normal((200, KEY_LEN))
     spread = rng.choice([0.2, 0.5, 1.0], (num_keys, 1))
     drawn = centres[rng.integers(0, 200, num_keys)] + spread * rng.standard_normal((num_keys, KEY_LEN))

@@ -63,7 +63,7 @@ class ChangedStream:
 
 
 def by_place(requests: Iterable[Any]) -> Iterator[tuple[Place, Any]]:
-    """Requests or their records, each with its number in its class."""
+    """Return requests or their records, each with its number in its class."""
     counts: dict[str, int] = {}
     for request in requests:
         place = counts.setdefault(request.class_name, 0)
@@ -72,7 +72,7 @@ def by_place(requests: Iterable[Any]) -> Iterator[tuple[Place, Any]]:
 
 
 def changed(workload: Workload, lengths: Mapping[Place, int], change: Change) -> Workload:
-    """The workload with these lengths of answers, the others as they are."""
+    """Return the workload with these lengths of answers, the others as they are."""
     requests = [change(timed, lengths.get(place, timed.output_len)) for place, timed in by_place(workload.requests)]
     loops = [
         replace(loop, stream=ChangedStream(loop.class_name, loop.stream, lengths, change))
@@ -107,7 +107,7 @@ class Run:
 
 
 def config_of(policy: str, topology: Topology) -> SimConfig:
-    """Memory is short, and the policy has every mechanism that it can use."""
+    """Configure short memory, and every mechanism that the policy can use."""
     one_kind = colocated(2 if topology is Topology.ELASTIC else 1, worker_blocks=90)
     config = disaggregated(worker_blocks=90, buffer_blocks=40) if topology.is_separate else one_kind
     cluster = with_policy(config.cluster, policy, topology=topology)
@@ -119,7 +119,7 @@ def config_of(policy: str, topology: Topology) -> SimConfig:
 
 
 def two_futures(config: SimConfig, change: Change, seed: int = 0) -> tuple[Run, Run]:
-    """Two runs whose answers have what came before the moment in common, and nothing else."""
+    """Return two runs whose answers have what came before the moment in common, and nothing else."""
     workload = changed(build_workload(LINE, seed=seed, library=LIBRARY, duration_s=MOMENT_S), {}, change)
     streams = {loop.class_name: loop.stream for loop in workload.closed_loops}
     lengths = {place: timed.output_len for place, timed in by_place(workload.requests)}

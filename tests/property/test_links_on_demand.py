@@ -21,7 +21,7 @@ QUIET = Shape(num_nodes=12, num_prefill=12, num_decode=12, worker_blocks=24, max
 
 
 def far_links(cluster: LogicCluster) -> int:
-    """The number of links between decode workers and processes of other nodes."""
+    """Return the number of links between decode workers and processes of other nodes."""
     pairs = [
         pair for pair in cluster.links if pair[0].startswith("decode") and "-" in pair[1] and "gateway" not in pair[1]
     ]

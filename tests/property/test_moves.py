@@ -64,7 +64,7 @@ class WatchedCluster(LogicCluster):
 
 
 def history(seed: int, *, is_restless: bool = False) -> WatchedCluster:
-    """Requests come, are given up, and workers and links are lost; all that is left ends."""
+    """Play a history: requests come, are given up, workers and links are lost; all that is left ends."""
     rng = random.Random(seed)
     cluster = WatchedCluster(seed, is_restless=is_restless)
     for request in make_requests(rng, 20):

@@ -18,7 +18,7 @@ Progress = tuple[int, int, float, float]  # prompt tokens computed, tokens gener
 
 
 def small_instance(seed: int, gap_s: float) -> list[Arrival]:
-    """Three requests that come together, or some `gap_s` after others; some could not hold their SLOs even alone."""
+    """Draw three requests, together or some `gap_s` after others; some could not hold their SLOs even alone."""
     rng = random.Random(seed)
     arrivals, arrival_s = [], 0.0
     for number in range(3):

@@ -18,7 +18,7 @@ _SCARCE = DeviceMemory(30, 30, 16)
 
 
 def _memory(name: str, memory: DeviceMemory) -> DeviceMemory:
-    """With whatever the policy can make use of."""
+    """Return a memory with whatever the policy can make use of."""
     entry = POLICIES[name]
     mechanisms = entry.needs | entry.uses
     return replace(

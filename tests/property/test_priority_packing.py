@@ -44,7 +44,7 @@ def test_every_variant_ends_every_request(
 
 
 def _flood(output_len: int, predicted_len: float, seconds: int) -> list[Arrival]:
-    """A long request, and beside it, from the beginning, more short ones than the worker can serve."""
+    """Return a long request, and beside it, from the beginning, more short ones than the worker can serve."""
     long = request_of("long", {"prompt_len": 100, "max_tokens": 1000})
     short = {"prompt_len": 200, "max_tokens": 20}
     return [Arrival(long, output_len, predicted_len)] + [
@@ -54,7 +54,7 @@ def _flood(output_len: int, predicted_len: float, seconds: int) -> list[Arrival]
 
 
 def _waited_s(name: str, config: Mapping[str, Any], arrivals: list[Arrival]) -> float:
-    """Time that the long request spent outside iterations."""
+    """Return the time that the long request spent outside iterations."""
     waited_s, long_id = 0.0, arrivals[0].request.request_id
 
     class Watched(PolicyRun):

@@ -22,7 +22,7 @@ SHAPES = (
 
 
 def check_links(cluster: LogicCluster) -> None:
-    """After a minute without work every decode worker dials the prefill workers of its node, and nothing else."""
+    """Check that after a minute without work every decode worker dials its node's prefill workers, and nothing else."""
     cluster.now += LINK_IDLE_S
     cluster.tick()
     peers = {name for name in cluster.logics if name.startswith("prefill")}
@@ -38,7 +38,7 @@ def check_links(cluster: LogicCluster) -> None:
 
 
 def move(cluster: LogicCluster, rng: random.Random, number: int) -> None:
-    """A worker joins some node, or one is lost for good: never the last of its kind."""
+    """Let a worker join some node, or lose one for good: never the last of its kind."""
     if rng.random() < 0.6:
         cluster.start(f"{rng.choice(('prefill', 'decode'))}-{number}")
         return
@@ -49,7 +49,7 @@ def move(cluster: LogicCluster, rng: random.Random, number: int) -> None:
 
 
 def lose_and_bring_back(cluster: LogicCluster, rng: random.Random) -> None:
-    """A pool or a worker is killed and started again, or the link of a pool to a decode worker anywhere is cut."""
+    """Kill a pool or a worker and start it again, or cut the link of a pool to a decode worker anywhere."""
     links = [key for key in cluster.links if key[0].startswith("pool") and key[1].startswith("decode")]
     if links and rng.random() < 0.6:
         cluster.cut(*rng.choice(links))

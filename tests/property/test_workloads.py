@@ -63,7 +63,7 @@ def check(request: TimedRequest, line: str) -> None:
 
 
 def served(workload: Workload, rng: random.Random) -> list[TimedRequest]:
-    """The closed-loop requests, with servers that take their time; never more in the air than asked for."""
+    """Return the closed-loop requests, with servers that take their time; never more in the air than asked for."""
     run = ClosedLoopRun(workload)
     sizes = {loop.class_name: loop.size for loop in workload.closed_loops}
     waiting, seen, now_s = run.first(), [], 0.0

@@ -110,7 +110,7 @@ class RecordedCluster(LogicCluster):
 
 
 def random_run(config: RecordingConfig, seed: int, num_requests: int = 40, **changes: Any) -> None:
-    """Requests of all kinds, some given up by their clients; prefill and decode workers and pools die meanwhile."""
+    """Play requests of all kinds, some given up by their clients; workers and pools die meanwhile."""
     rng = random.Random(seed)
     cluster = RecordedCluster(Shape(num_prefill=2, num_decode=2, **changes), seed, config)
     for number in range(num_requests):
@@ -131,7 +131,7 @@ def random_run(config: RecordingConfig, seed: int, num_requests: int = 40, **cha
 
 
 def recorded_simulation(folder: Path, config: SimConfig, workload: Workload) -> SimulationResult:
-    """A simulation whose workers are made as live ones are, and recorded."""
+    """Build a simulation whose workers are made as live ones are, and recorded."""
     simulation = Simulation(config, workload)
     recorders = []
     for component in simulation._components:
@@ -166,7 +166,7 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
 
 
 def replays(folder: Path) -> list[ComponentReplay]:
-    """Every file of the folder, replayed to its end."""
+    """Replay every file of the folder to its end."""
     replayed = [ComponentReplay(path) for path in recordings_in(folder)]
     for component in replayed:
         for _ in component.decided():

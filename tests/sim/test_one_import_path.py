@@ -38,7 +38,7 @@ def _calls(path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def calls() -> dict[str, list[str]]:
-    """The names of what every file of the components calls."""
+    """Return the names of what every file of the components calls."""
     return {
         path.relative_to(ROOT).as_posix(): _calls(path)
         for component in COMPONENTS

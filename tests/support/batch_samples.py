@@ -42,12 +42,12 @@ def file_record(**fields: Any) -> FileRecord:
 
 
 def chat_line(custom_id: Any = "a", *, content: str = "hello", url: str = "/v1/chat/completions", **body: Any) -> bytes:
-    """A line that is fine, unless told otherwise."""
+    """Return a line that is fine, unless told otherwise."""
     call = {"model": "tiny", "messages": [{"role": "user", "content": content}], **body}
     line = {"custom_id": custom_id, "method": "POST", "url": url, "body": call}
     return json.dumps(line).encode()
 
 
 def chat_lines(count: int, **body: Any) -> bytes:
-    """A file of as many lines."""
+    """Return a file of as many lines."""
     return b"".join(chat_line(f"line-{number}", **body) + b"\n" for number in range(count))

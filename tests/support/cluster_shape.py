@@ -31,7 +31,7 @@ class Shape:
 
     @property
     def router(self) -> RouterConfig:
-        """The router's section."""
+        """Return the router's section."""
         return RouterConfig(
             max_queued_requests=200, max_retries=50, max_candidate_requests=4, direct_handoff=self.direct_handoff
         )

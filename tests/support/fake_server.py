@@ -69,7 +69,7 @@ class FakeServer:
         writer.close()
 
     async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One request; False to close the connection."""
+        """Answer one request; return False to close the connection."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         first, *rest = head.strip().split("\r\n")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in rest)}
@@ -156,7 +156,7 @@ async def _send(writer: asyncio.StreamWriter, event: bytes) -> None:
 
 @contextlib.contextmanager
 def running(server: FakeServer) -> Iterator[FakeServer]:
-    """The server in a thread with an event loop of its own, for commands that start theirs."""
+    """Run the server in a thread with an event loop of its own, for commands that start theirs."""
     started = threading.Event()
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()

@@ -69,7 +69,7 @@ TINY_LLAMA = {
 def small_config(
     folder: Path, *, pool_blocks: int = 256, decode_blocks: int = 256, buffer_blocks: int = 128, **changes: object
 ) -> ClusterConfig:
-    """A config for the tiny model; sizes are given in blocks of 8 tokens. Four requests make a batch.
+    """Configure the tiny model; sizes are given in blocks of 8 tokens. Four requests make a batch.
 
     Prompts and decodes have workers of their own unless `changes` name another topology.
     """
@@ -262,7 +262,7 @@ class RoomCluster:
         return sum(logic._candidates.space.num_used for logic in logics if isinstance(logic, DecodeLogic))
 
     def files_in_memory(self) -> list[Path]:
-        """Arenas of this cluster that lie in the machine's memory file system."""
+        """Return the arenas of this cluster that lie in the machine's memory file system."""
         return list(arena_folder().glob(f"*{self.cluster_id}*"))
 
     async def stop(self, name: str) -> None:
@@ -274,7 +274,7 @@ class RoomCluster:
             await self.stop(name)
 
     def reference(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
-        """The same request computed alone by one engine in one process."""
+        """Compute the same request alone, by one engine in one process."""
         worker = self._engine(1 << 22, 1)
         engine: Engine = worker._engine
         num_blocks = -(-(len(prompt) + sampling.max_tokens) // self.config.engine.block_size)

@@ -146,7 +146,7 @@ class LogicCluster:
         return [other for other in self.logics if "-" in other and self.pool_of(other) == self.pool_of(name)]
 
     def kill(self, name: str) -> None:
-        """SIGKILL: what it was computing and sending is gone; its peers notice."""
+        """Kill a process: what it was computing and sending is gone; its peers notice."""
         del self.logics[name]
         self.pending = [entry for entry in self.pending if entry[0] != name]
         self.computing.discard(name)
@@ -159,7 +159,7 @@ class LogicCluster:
                 self._deliver(other, PeerDisconnected(self.roles[name], name))
 
     def cut(self, one: str, other: str) -> None:
-        """The link between these two breaks: what was under way on it is gone. It is there again, at once or soon."""
+        """Cut the link between these two: what was under way on it is gone. It is there again, at once or soon."""
         for source, target in ((one, other), (other, one)):
             del self.links[source, target]
         for source, target in ((one, other), (other, one)):
@@ -189,7 +189,7 @@ class LogicCluster:
         return True
 
     def run(self, max_steps: int = 200_000) -> None:
-        """Until nothing moves, time passing now and then."""
+        """Run until nothing moves, time passing now and then."""
         for number in range(max_steps):
             if not self.step():
                 self.tick()
@@ -207,7 +207,7 @@ class LogicCluster:
             self._deliver(name, Ticked())
 
     def status(self) -> ClusterStatus:
-        """Fresh counts, after everything has come to rest."""
+        """Return fresh counts, after everything has come to rest."""
         for _ in range(8):
             self.tick()
             self.run()

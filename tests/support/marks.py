@@ -4,5 +4,5 @@ import pytest
 
 
 def slow(*values: object) -> list[pytest.ParameterSet]:
-    """Parameters that only the slow tests run with; the default ones keep a handful of others."""
+    """Mark parameters that only the slow tests run with; the default ones keep a handful of others."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -102,7 +102,7 @@ R1, R2, R3 = RequestId("r1"), RequestId("r2"), RequestId("r3")
 
 
 def request(name: str = "r1", prompt_len: int = 4, max_tokens: int = 8, **changes: Any) -> Request:
-    """A greedy request whose prompt is 10, 11, 12 and so on; it arrives at 0."""
+    """Build a greedy request whose prompt is 10, 11, 12 and so on; it arrives at 0."""
     sampling = changes.pop("sampling", SamplingParams(max_tokens=max_tokens, temperature=0.0))
     return Request(
         request_id=RequestId(name),
@@ -115,7 +115,7 @@ def request(name: str = "r1", prompt_len: int = 4, max_tokens: int = 8, **change
 
 
 def epoch(number: int, step: int = 0) -> int:
-    """The attempt number of a request's n-th epoch, so many steps along."""
+    """Return the attempt number of a request's n-th epoch, so many steps along."""
     return number * STEPS_PER_EPOCH + step
 
 
@@ -124,14 +124,14 @@ def blocks(*numbers: int) -> tuple[BlockId, ...]:
 
 
 def handoff(of: Request, lease: int, *, attempt: int = 1, generated: tuple[int, ...] = (7,), **changes: Any) -> Handoff:
-    """`of`, pooled under this lease; its blocks and their checksum are not looked at by any logic."""
+    """Return `of`, pooled under this lease; its blocks and their checksum are not looked at by any logic."""
     context_len = of.prompt_len + len(generated) - 1
     runs = changes.pop("runs", (BlockRun(0, 1, 0),))
     return Handoff(of, attempt, generated, LeaseId(lease), BlockCopy(lease, context_len, runs))
 
 
 def worker(**changes: Any) -> WorkerRegistered:
-    """A decode worker of 20 blocks of four tokens that runs at most four requests."""
+    """Return a decode worker of 20 blocks of four tokens that runs at most four requests."""
     facts: dict[str, Any] = {"num_blocks": 20, "block_size": 4, "max_running_requests": 4, "pool_name": POOL}
     return WorkerRegistered(**{**facts, "can_prefill": False, "can_decode": True, **changes})
 
@@ -294,7 +294,7 @@ EXAMPLES: tuple[Message, ...] = (
 
 
 def message_types() -> set[type[Message]]:
-    """Every message that is defined anywhere."""
+    """Return every message that is defined anywhere."""
     return {
         thing
         for module in (links, handshake, block_messages, state_messages)

@@ -50,7 +50,7 @@ def poisoned_storage(
 
 
 def capture_nothing(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A Capture that records nothing: for devices without graphs."""
+    """Capture nothing: for devices without graphs."""
     work()
     return work
 
@@ -146,7 +146,7 @@ class LogitsProbe:
         self._table.num_computed[step.rows] += step.counts
 
     def logits(self, name: str) -> Tensor:
-        """[tokens, vocab_size] of everything computed so far."""
+        """Return [tokens, vocab_size] of everything computed so far."""
         return torch.cat(self._parts[self._table.row(RequestId(name))])
 
 

@@ -187,7 +187,7 @@ class BatchClient:
         return answer
 
     async def _check(self, response: aiohttp.ClientResponse) -> None:
-        """Raises Away or Refused for anything but a success."""
+        """Raise Away or Refused for anything but a success."""
         if response.status in (200, 206):
             return
         body = await response.content.read(_MAX_ERROR_BYTES)

@@ -22,6 +22,10 @@ from alignedserve.cli.options import (
 )
 from alignedserve.core.errors import ConfigError
 
+_ProcessesOption = Annotated[
+    int | None, typer.Option(min=1, help="Simulations at a time.", show_default="one per core")
+]
+
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
@@ -289,9 +293,7 @@ class SimulateOptions:
         ),
     ] = None
     seed: SeedOption = 0
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Simulations at a time.", show_default="one per core")
-    ] = None
+    processes: _ProcessesOption = None
     config: ConfigOption = None
     overrides: SetOption = ()
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html and simulation.json go.")] = Path(
@@ -367,9 +369,7 @@ class PlanOptions:
         ),
     ] = None
     seed: SeedOption = 0
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Simulations at a time.", show_default="one per core")
-    ] = None
+    processes: _ProcessesOption = None
     config: ConfigOption = None
     overrides: SetOption = ()
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html, plan.json and plan.yaml go.")] = Path(

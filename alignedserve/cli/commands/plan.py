@@ -1,20 +1,17 @@
 """`alignedserve plan`: which workers, topology and policy hold the objectives of a workload at the least cost."""
 
-import os
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 
 from alignedserve.cli.commands.options import PlanOptions
+from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
 from alignedserve.cli.commands.plan_request import Asked, asked_for
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
-from alignedserve.core.errors import ConfigError
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.planning.config_file import config_file
 from alignedserve.planning.plan import Plan, make_plan
@@ -26,6 +23,7 @@ from alignedserve.planning.report import (
     sorted_plans,
     summary,
 )
+from alignedserve.runtime.device.cores import num_cores
 from alignedserve.sim.sweep import CasePool, CaseProgress
 
 _MAX_ROWS = 12  # of the table on the terminal; the report has all
@@ -34,15 +32,15 @@ _MAX_ROWS = 12  # of the table on the terminal; the report has all
 def plan(options: PlanOptions) -> int:
     """Run the command and return its exit code (1 when no plan holds)."""
     asked = asked_for(options)
-    _make_folder(options.output)
+    make_folder(options.output)
     for warning in asked.warnings:
         notes().print(warning, markup=False, soft_wrap=True)
     report = _report(options, asked, _search(options, asked))
     document = to_json({"machine": describe_machine(), **plan_values(report)})
-    write_json(document, str(options.output / "plan.json"))
-    _write(options.output / "report.html", plan_page(report))
+    write_file(options.output / "plan.json", document)
+    write_file(options.output / "report.html", plan_page(report).encode())
     if report.config_file is not None:
-        _write(options.output / "plan.yaml", report.config_file)
+        write_file(options.output / "plan.yaml", report.config_file.encode())
     if options.json_output:
         write_json(document, "-")
     else:
@@ -54,8 +52,7 @@ def plan(options: PlanOptions) -> int:
 
 
 def _search(options: PlanOptions, asked: Asked) -> Plan:
-    processes = options.processes or len(os.sched_getaffinity(0))
-    with progress() as bar, CasePool(processes) as pool:
+    with progress() as bar, CasePool(options.processes or num_cores()) as pool:
         return make_plan(asked.request, pool, _Bar(bar).note)
 
 
@@ -85,9 +82,8 @@ def _report(options: PlanOptions, asked: Asked, found: Plan) -> PlanReport:
             f"Workload: {asked.about['workload']}",
         ]
         text = config_file(candidate, asked.request.machines, remarks)
-    command = " ".join(["alignedserve", *(repr(word) if " " in word else word for word in sys.argv[1:])])
     searched = f"{found.num_simulations} simulations, {len(found.tried)} plans"
-    about = {**asked.about, "searched": searched, "command": command, "version": version("alignedserve")}
+    about = {**asked.about, "searched": searched, "command": command_line(), "version": version("alignedserve")}
     return PlanReport(tuple(about.items()), found, text, asked.warnings)
 
 
@@ -116,17 +112,3 @@ def _shown_rows(found: Plan) -> list[Sequence[str]]:
     by_use = sorted(rows, key=lambda row: (not row[0].outcome.is_representative, abs(row[0].candidate.cost - cost)))
     kept = {row[0].candidate.label for row in by_use[:_MAX_ROWS]}
     return [cells for one, cells in rows if one.candidate.label in kept]
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {folder}: cannot be made: {error.strerror}") from error
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error

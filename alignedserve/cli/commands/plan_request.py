@@ -26,6 +26,7 @@ from alignedserve.replay.fitting import MachineFit, fit_machine
 from alignedserve.replay.run_file import read_run_metadata
 from alignedserve.replay.simulated import requests_of, workload_of
 from alignedserve.scheduling.policies import policy_config
+from alignedserve.sim.config import NO_SLOWDOWNS, Slowdowns
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.grammar import RECORDED as RECORDED_ARRIVALS
 from alignedserve.workload.grammar import parse_classes
@@ -52,8 +53,7 @@ class _Recorded:
     workload: Workload
     profile: MachineProfile
     cluster: ClusterConfig
-    core_slowdown: float
-    num_workers: int
+    slowdowns: Slowdowns
 
 
 def asked_for(options: PlanOptions) -> Asked:
@@ -132,8 +132,7 @@ def _recorded(options: PlanOptions, folder: Path) -> _Recorded:
     workload = replace(workload, requests=tuple(_with_objectives(one, slo) for one in workload.requests))
     fit = fit_machine(run, metadata.layout.block_bytes)
     cluster = metadata.config
-    num_workers = cluster.decode.count + (cluster.prefill.count if cluster.chosen_topology.is_separate else 0)
-    return _Recorded(workload, _profile(metadata.layout, fit), cluster, fit.slowdown, num_workers)
+    return _Recorded(workload, _profile(metadata.layout, fit), cluster, fit.slowdowns)
 
 
 def _with_objectives(request: TimedRequest, slo: Slo) -> TimedRequest:
@@ -171,7 +170,7 @@ def _offers(options: PlanOptions, run: _Recorded | None) -> tuple[Offer, ...]:
     if options.hardware is None:
         if run is None:
             raise ConfigError("--hardware is missing: write for example '4x h100 @2.5'")
-        return (Offer(RECORDED, run.num_workers),)
+        return (Offer(RECORDED, run.cluster.num_workers),)
     offers = parse_hardware(options.hardware)
     if run is None and any(offer.name == RECORDED for offer in offers):
         raise ConfigError(f"hardware {RECORDED!r} is the machine of a recorded run: it goes with --from")
@@ -207,7 +206,7 @@ def _machines(options: PlanOptions, offers: tuple[Offer, ...], run: _Recorded | 
         model=(options.model or DEFAULT_MODEL) if named else None,
         costs=options.costs,
         profiles=profiles,
-        core_slowdown=run.core_slowdown if run is not None and is_as_recorded else 0.0,
+        slowdowns=run.slowdowns if run is not None and is_as_recorded else NO_SLOWDOWNS,
         seed=options.seed,
     )
 

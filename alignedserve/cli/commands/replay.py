@@ -20,7 +20,15 @@ from alignedserve.replay.component_replay import ComponentReplay, Difference, re
 from alignedserve.replay.fitting import MachineFit, WorkerFit, fit_machine
 from alignedserve.replay.observed import ObservedRun
 from alignedserve.replay.run_file import read_part, read_run_metadata
-from alignedserve.replay.simulated import OTHERS, Comparison, WorkerCosts, compare, fitted_machine, requests_of
+from alignedserve.replay.simulated import (
+    OTHERS,
+    Comparison,
+    WorkerCosts,
+    compare,
+    fitted_machine,
+    requests_of,
+    think_times_s,
+)
 
 _MAX_SHOWN = 4000  # characters of one side of a difference
 _MANY_ZEROS = re.compile(r"\b0(, 0){7,}\b")  # a prompt without its tokens
@@ -76,7 +84,7 @@ def replay_folder(folder: Path, component: str | None = None) -> tuple[list[Comp
     if not chosen:
         raise ConfigError(f"--component {component}: recorded are {', '.join(sorted({one.name for one in replays}))}")
     for one in chosen:
-        observer, began_s = run.observer(one.name, one.pool), time.perf_counter()
+        observer, began_s = run.observer(one.name, one.pool, one.measured), time.perf_counter()
         part = read_part(one.path.parent)
         ahead_s = part.clock_ahead_s if part is not None else 0.0
         for decided in one.decided():
@@ -103,7 +111,8 @@ def simulate_beside(options: ReplayOptions, run: ObservedRun, outstanding: Mappi
             raise ConfigError(f"--costs {options.costs}: must be {FITTED}FILE")
         machine = replace(machine, decode=WorkerCosts(make_cost_model(options.costs)), prefill=None)
         costs_from = f"{options.costs}; links from this very run"
-    comparisons = compare(requests, outstanding, machine)
+    think_s = think_times_s(requests_of(source), outstanding)
+    comparisons = compare([requests], outstanding, machine, think_s)
     num_others = sum(one.timed.class_name == OTHERS for one in requests)
     return SimulatedTimes(costs_from, len(requests), num_others, fit, comparisons)
 
@@ -142,7 +151,7 @@ def _plain_times(times: SimulatedTimes | None) -> dict[str, Any] | None:
         "num_requests": times.num_requests,
         "num_others": times.num_others,
         "fit": {name: _plain_fit(worker) for name, worker in workers.items()}
-        | {"links": asdict(fit.links), "slowdown": fit.slowdown},
+        | {"links": asdict(replace(fit.links, submit_times_s=())), "slowdowns": fit.slowdowns._asdict()},
         "comparisons": [asdict(one) | {"ratio": one.ratio} for one in times.comparisons],
     }
 
@@ -211,5 +220,6 @@ def _print_times(times: SimulatedTimes | None) -> None:
             error = f"error {worker.error.median:.1%} median, {worker.error.p90:.1%} p90"
             results().print(f"{worker.error.num_samples} {name} iterations fitted, {error}", markup=False)
     others = f"{times.num_others} of them not compared"
-    machine = f"message {fit.links.message_s:.2g} s, slowdown {fit.slowdown:g}"
+    slowdowns = ", ".join(f"{number:g}" for number in fit.slowdowns)
+    machine = f"message {fit.links.message_s:.2g} s, slowdowns {slowdowns}"
     results().print(f"{times.num_requests} requests, {others}; {machine}", markup=False)

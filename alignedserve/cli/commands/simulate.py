@@ -1,11 +1,8 @@
 """`alignedserve simulate`: what would happen if. Policies and rates, simulated side by side."""
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,6 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from alignedserve.cli.commands.options import SimulateOptions
+from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
 from alignedserve.cli.commands.simulate_cases import (
     DEFAULT_DURATION_S,
     DEFAULT_HARDWARE,
@@ -24,9 +22,9 @@ from alignedserve.cli.commands.simulate_cases import (
 )
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
-from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED
 from alignedserve.loadgen.prompts import to_json
+from alignedserve.runtime.device.cores import num_cores
 from alignedserve.scheduling.policies import policy_config
 from alignedserve.sim.report.page import report_page
 from alignedserve.sim.report.runs import Report, ReportedRun, window_of
@@ -44,13 +42,13 @@ class _Done(NamedTuple):
 def simulate(options: SimulateOptions) -> int:
     """Run the command and return its exit code (1 when a simulation failed)."""
     planned = plan_cases(options)
-    _make_folder(options.output)
+    make_folder(options.output)
     done = _run(planned, options)
     report = Report("AlignedServe: simulated", tuple(_about(options).items()), [_reported(one) for one in done])
     document = to_json(_as_json(options, done))
-    write_json(document, str(options.output / "simulation.json"))
+    write_file(options.output / "simulation.json", document)
     page = options.output / "report.html"
-    _write_page(page, report_page(report))
+    write_file(page, report_page(report).encode())
     if options.json_output:
         write_json(document, "-")
     else:
@@ -65,7 +63,7 @@ def simulate(options: SimulateOptions) -> int:
 def _run(planned: Sequence[PlannedCase], options: SimulateOptions) -> list[_Done]:
     with progress() as bar:
         shown = _Bar(bar, planned)
-        processes = options.processes or len(os.sched_getaffinity(0))
+        processes = options.processes or num_cores()
         outcomes = run_cases([one.case for one in planned], processes=processes, progress=shown.update)
     return [_Done(*pair) for pair in zip(planned, outcomes, strict=True)]
 
@@ -111,13 +109,9 @@ def _about(options: SimulateOptions) -> dict[str, str]:
         "workload": f"{options.workload or DEFAULT_WORKLOAD} ({duration}, seed {options.seed})",
         "model": model if options.costs.startswith(FITTED) else f"{model}, {hardware}",
         "costs": options.costs,
-        "command": _command(),
+        "command": command_line(),
         "version": f"alignedserve {version('alignedserve')}, Python {machine['python']}",
     }
-
-
-def _command() -> str:
-    return " ".join(["alignedserve", *(repr(word) if " " in word else word for word in sys.argv[1:])])
 
 
 def _as_json(options: SimulateOptions, done: Sequence[_Done]) -> dict[str, Any]:
@@ -170,18 +164,3 @@ def _print_table(report: Report) -> None:
     for run in report.runs:
         if run.error is not None:
             notes().print(f"{run.policy} at {run.rate:g}/s: {run.error}", markup=False, soft_wrap=True)
-
-
-def _make_folder(folder: Path) -> None:
-    """Make the output folder before the simulations, so that a failure costs nothing."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {folder}: cannot be made: {error.strerror}") from error
-
-
-def _write_page(path: Path, page: str) -> None:
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error

@@ -26,10 +26,10 @@ def measure_iterations(
     duration_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Sample, ...]:
-    """Measure iterations of an empty engine, of at most so many tokens, and copies to its swap space, for about
-    `duration_s`; 0: none.
+    """Measure iterations of an empty engine, of at most so many tokens, and copies to its swap space.
 
-    Runs at least two, the first of which is slow and not counted. The content of the blocks is lost.
+    For about `duration_s`; 0: none. At least two are run, the first of which is slow and not counted. The content of
+    the blocks is lost.
     """
     if duration_s <= 0.0:
         return ()

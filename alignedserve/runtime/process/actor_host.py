@@ -39,8 +39,8 @@ class HostedService(Protocol):
 
 class ActorHost:
     """Runs a process's service on an event loop in a daemon thread. Base of the Ray actors, usable without Ray.
-    Once it is up, the process's heap is settled: no collection looks at what the start has made.
 
+    Once it is up, the process's heap is settled: no collection looks at what the start has made.
     A known error (AlignedServeError) while building does not raise: it is kept, so that the creator of the process can
     read it by `failure`. Any other error ends the process.
     """

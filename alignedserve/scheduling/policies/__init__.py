@@ -52,6 +52,11 @@ class PolicyEntry:
     is_direct: bool = False  # disaggregated: a prefill goes straight to a decode worker, not through the pool
 
     @property
+    def topology_together(self) -> Topology | None:
+        """Return the first of its topologies whose workers do both phases; None: it needs separate ones."""
+        return next((one for one in self.topologies if not one.is_separate), None)
+
+    @property
     def schedules_prompts(self) -> bool:
         """True if it decides the iterations of prefill workers."""
         return self.schedules_iterations and self.has_prompt_order

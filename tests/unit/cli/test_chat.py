@@ -66,7 +66,7 @@ class Terminal:
         return True
 
     def wait_for(self, text: str) -> None:
-        """Until `text` was shown since the last call."""
+        """Wait until `text` was shown since the last call."""
         end_s = time.monotonic() + 15.0
         while text not in self.shown:
             assert time.monotonic() < end_s, f"{text!r} never came; shown: {self.shown!r}"

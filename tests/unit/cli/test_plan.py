@@ -31,7 +31,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> tuple[int, dict[str, object]]:
-    """The exit code, and plan.json."""
+    """Return the exit code, and plan.json."""
     code = run_command(monkeypatch, *arguments, "--output", str(folder))
     document: dict[str, object] = json.loads((folder / "plan.json").read_text())
     return code, document

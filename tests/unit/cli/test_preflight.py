@@ -40,7 +40,7 @@ def separate(port: int, **sections: dict[str, Any]) -> ClusterConfig:
 
 
 def one_context(served: ServedModel = POCKET) -> int:
-    """Bytes of cache of the longest request, and a block."""
+    """Return the bytes of cache of the longest request, and a block."""
     return served.config.kv_token_bytes(served.dtype) * (served.max_context_len + 16)
 
 

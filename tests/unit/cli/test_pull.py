@@ -74,7 +74,7 @@ def weights_in(printed: str) -> bytes:
 
 
 def start_slowly(commands: Commands, server: HubServer) -> subprocess.Popen[str]:
-    """A pull that has got some of the weights and not all."""
+    """Start a pull that has got some of the weights and not all."""
     server.bytes_per_s = len(WEIGHTS) / 4
     process = commands.start("pull", REPO)
     wait_until(lambda: any(half.stat().st_size > 1 << 18 for half in commands.halves()))

@@ -12,7 +12,7 @@ from alignedserve.cluster.signals import handlers_preserved
 
 
 def drops(number: int, frame: FrameType | None) -> None:
-    """As where Python drops what a handler raises: within a destructor, or right after a fork."""
+    """Do nothing, as where Python drops what a handler raises: within a destructor, or right after a fork."""
 
 
 def exits(number: int, frame: FrameType | None) -> None:

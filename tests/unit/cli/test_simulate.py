@@ -72,7 +72,7 @@ def test_what_cannot_run_is_said_in_one_line_before_anything_runs(
 
 
 def workers_of(*policies: str, **options: object) -> dict[str, tuple[Topology, int, int]]:
-    """Topology, prefill workers and decode workers by policy."""
+    """Return topology, prefill workers and decode workers by policy."""
     planned = plan_cases(SimulateOptions(policies=policies, workload=LINE, **options))  # type: ignore[arg-type]
     clusters = {one.policy: one.case.config.cluster for one in planned}
     return {name: (one.chosen_topology, one.prefill.count, one.decode.count) for name, one in clusters.items()}

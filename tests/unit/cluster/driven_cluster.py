@@ -1,4 +1,7 @@
-"""A cluster of two nodes as its driver holds it, none of whose actors exist."""
+"""A cluster of two nodes as its driver holds it, none of whose actors exist.
+
+What a keeper unpickles here was pickled a moment before, in this process.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -19,7 +19,7 @@ DEAD = Health(ProcessState.DEAD, "MemoryError: no memory")
 
 
 class Died(ActorDiedError):
-    """As Ray raises it for an error in a constructor: with the traceback of that."""
+    """Error as Ray raises it for one in a constructor: with the traceback of that."""
 
     def __init__(self) -> None:
         pass

@@ -13,7 +13,7 @@ POINTS = calibration_points(max_requests=256, max_tokens=2048, has_hidden_cache=
 
 
 def calibrated(costs: CostModel, duration_s: float, points: list[Point] = POINTS) -> tuple[tuple[Sample, ...], float]:
-    """The samples, and the time that they took."""
+    """Return the samples, and the time that they took."""
     elapsed_s = 0.0
 
     def measure(point: Point) -> float:

@@ -16,7 +16,7 @@ SHARE = 0.9
 
 
 def candidate(name: str, tpot_s: float | None = None, *, begun_s: float = 0.0, now: float = 0.0) -> Candidate:
-    """Of a hundred tokens, so that it adds 2 ms; with an objective a real-time one."""
+    """Build a candidate of a hundred tokens, which add 2 ms; one with an objective is real-time."""
     of = request(name, prompt_len=99, max_tokens=50, **class_of(tpot_s))
     made = Candidate.of_handoff(handoff(of, 1), BatchId(1), now)
     made.first_token_s = now - begun_s
@@ -30,7 +30,7 @@ def class_of(tpot_s: float | None) -> dict[str, Any]:
 
 
 class Worker:
-    """With requests of a hundred tokens that run."""
+    """Worker with requests of a hundred tokens that run."""
 
     def __init__(self, *tpots: float | None) -> None:
         self.state = SchedulerState(DeviceMemory(100, 100, 100))

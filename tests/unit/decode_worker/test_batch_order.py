@@ -26,7 +26,7 @@ def members(batch: int, count: int = 3) -> list[Candidate]:
 
 
 def order(*batches: int, is_aligned: bool = True, count: int = 3, granted_s: float = 0.0) -> BatchOrder:
-    """These batches wait."""
+    """Build an order in which these batches wait."""
     made = BatchOrder(SwitchLimits(min_requests=3, low_running=3, starvation_s=2.0))
     for batch in batches:
         made.granted(WaitingBatch(BatchId(batch), is_aligned, count, granted_s))
@@ -34,7 +34,7 @@ def order(*batches: int, is_aligned: bool = True, count: int = 3, granted_s: flo
 
 
 def running_first() -> BatchOrder:
-    """Batch 1 runs, and batch 2 waits."""
+    """Build an order in which batch 1 runs, and batch 2 waits."""
     made = order(1, 2)
     made.choose([*members(1), *members(2)], 0, 0.0)
     return made

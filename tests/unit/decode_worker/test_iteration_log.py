@@ -47,7 +47,7 @@ class IterationLogHarness:
         return entering(removals=(RequestId(name),))
 
     def run(self, command: RunIteration = GOING_ON, **more: Any) -> IterationRecord:
-        """One iteration from now on; `sampled`: who gets a token, everyone by default."""
+        """Run one iteration from now on; `sampled`: who gets a token, everyone by default."""
         is_switching = more.pop("is_switching", False)
         sampled = more.pop("sampled", tuple(self.running))
         has_changed = bool(command.additions or command.removals)

@@ -2,6 +2,7 @@
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import SampledToken
+from decode_worker.batching.begun import span_of
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.state import Candidate, Loading, RunningRequest
 from tests.support.samples import blocks, handoff, request
@@ -39,7 +40,7 @@ class RunningBatchHarness:
         return self.batch[one.request.request_id]
 
     def enter_anyway(self, name: str, prompt_len: int, max_tokens: int = 40) -> RunningRequest:
-        """As after others have grown less than they might."""
+        """Enter a request as after others have grown less than they might."""
         one = candidate(name, prompt_len, max_tokens)
         taken = self.batch._allocator.allocate(self.batch.blocks_for(one.context_len))
         assert taken is not None, "there are no blocks"
@@ -201,15 +202,15 @@ def test_the_span_is_of_one_batch() -> None:
     harness = RunningBatchHarness(80)
     for name, prompt_len in (("r1", 7), ("r2", 20), ("r3", 11)):
         harness.enter(name, prompt_len).batch_id = BatchId(2 if name == "r2" else 1)
-    assert harness.batch.span(BatchId(1)) == (8, 12)
-    assert harness.batch.span(BatchId(3)) is None
+    assert span_of(harness.batch, BatchId(1)) == (8, 12)
+    assert span_of(harness.batch, BatchId(3)) is None
 
 
 # --- copies that are shorter than the context
 
 
 def enter_short(harness: RunningBatchHarness, num_cached: int) -> RunningRequest:
-    """r1 is of eight tokens, and the copy that came was of so many."""
+    """Enter r1 of eight tokens, of which a copy of so many came."""
     one = candidate("r1", 7)
     block_ids = harness.batch.blocks_if_fits(one)
     assert block_ids is not None, "it does not fit"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from experiments.pages import record
 from experiments.pages.index import PAGES, names_in, page_path, with_tables
 
 
@@ -21,3 +22,24 @@ def test_a_table_is_replaced_and_what_is_around_it_stays() -> None:
 def test_an_unknown_table_is_an_error() -> None:
     with pytest.raises(KeyError):
         with_tables("<!-- table: none -->\n\n", {})
+
+
+def test_a_record_of_several_commits_says_which_rows_are_of_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"policy": "fcfs", "part": "figure 1", "commit": "1111111"},
+        {"policy": "bros", "part": "figure 1", "commit": "1111111"},
+        {"policy": "bros", "part": "figure 2", "commit": "2222222"},
+    ]
+    monkeypatch.setattr(record, "figures", lambda _: {"runs": rows})
+    assert record.provenance("some").splitlines() == [
+        "- `results/some.json` of `1111111`, 2 rows: `bros` (figure 1), `fcfs`",
+        "- `results/some.json` of `2222222`, 1 row: `bros` (figure 2)",
+    ]
+
+
+def test_a_record_says_where_schedulers_knew_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"policy": "fcfs", "figure": "11", "commit": commit} for commit in ("d9491f6", "1111111")]
+    monkeypatch.setattr(record, "figures", lambda _: {"runs": rows[:1]})
+    assert "(schedulers knew [more](leak.md)): all" in record.provenance("some")
+    monkeypatch.setattr(record, "figures", lambda _: {"runs": rows[1:]})
+    assert record.provenance("some") == "- `results/some.json` of `1111111`, 1 row: all"

@@ -41,7 +41,7 @@ def randoms(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def among_nan(x: Tensor) -> Tensor:
-    """The same rows inside wider ones that hold NaN, and NaN before and after them."""
+    """Return the same rows inside wider ones that hold NaN, and NaN before and after them."""
     wide = torch.full((x.shape[0] + 2, x.shape[1] + 6), float("nan"), dtype=x.dtype)
     wide[1:-1, 4:-2] = x
     return wide[1:-1, 4:-2]
@@ -57,7 +57,7 @@ def activated(x: Tensor, activation: str | None) -> Tensor:
 
 
 def close(result: Tensor, x: Tensor, weight: Tensor, expected: Tensor) -> bool:
-    """Within the rounding of the sums, which grows with the numbers that are summed, and of the result."""
+    """Return whether they agree within the rounding of the sums, which grows with their numbers, and of the result."""
     sums = x.double().abs() @ weight.double().abs().T + 1.0
     if result.shape != sums.shape:  # gates: a product of two sums
         gates, ups = sums.chunk(2, dim=1)

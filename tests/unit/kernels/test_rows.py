@@ -27,7 +27,7 @@ def randoms(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same rows inside wider ones that hold NaN."""
+    """Return the same rows inside wider ones that hold NaN."""
     wide = torch.full((x.shape[0], x.shape[1] + 5), float("nan"), dtype=x.dtype)
     wide[:, 2:-3] = x
     return wide[:, 2:-3]

@@ -25,7 +25,7 @@ def former_with(*requests: PooledRequest, config: DensityFirstConfig = CONFIG) -
 
 
 def lengths(*context_lens: int) -> tuple[PooledRequest, ...]:
-    """One request of one block per length, named after it and arriving in this order."""
+    """Return one request of one block per length, named after it and arriving in this order."""
     return tuple(request(str(length), length, float(number)) for number, length in enumerate(context_lens))
 
 

@@ -147,7 +147,7 @@ def test_a_batch_that_waits_for_a_link_is_not_held_up_by_others_and_ends_with_it
 
 
 def forms(commands: list[PoolCommand]) -> list[BatchFormed]:
-    """The answers to FormBatch among these commands."""
+    """Return the answers to FormBatch among these commands."""
     messages = [command.message for command in commands if isinstance(command, Send)]
     return [message for message in messages if isinstance(message, BatchFormed)]
 

@@ -17,7 +17,7 @@ REAL_TIME, BEST_EFFORT = RequestClass.REAL_TIME, RequestClass.BEST_EFFORT
 def opened(
     table: LeaseTable, name: str, num_blocks: int = 1, arrival_s: float = 0.0, of: RequestClass = REAL_TIME
 ) -> Lease:
-    """A lease that is written, but still where a new one is."""
+    """Open a lease that is written, but still where a new one is."""
     written = request(name, arrival_s=arrival_s, request_class=of)
     lease = table.open(Reservation(written.request_id, 1, num_blocks, PREFILL), 10.0)
     lease.content = BlocksWritten(lease.lease_id, BlockCopy(lease.lease_id, 4, ()), 1, written, (7,))

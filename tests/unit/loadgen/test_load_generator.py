@@ -148,7 +148,7 @@ async def test_what_is_in_the_air_at_the_end_can_be_given_up() -> None:
         return LoadPlan((loop.traffic,), (), (loop,), 1.0)
 
     async def run(release_s: float | None, *, cuts_off: bool) -> LoadRun:
-        """Three are answered at once, and the three after them when the plan's time is over, or never."""
+        """Run a load: three are answered at once, three when the plan's time is over, or never."""
         release = asyncio.Event()
         if release_s is not None:
             asyncio.get_running_loop().call_later(release_s, release.set)

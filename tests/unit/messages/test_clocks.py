@@ -15,7 +15,7 @@ from tests.support.samples import EXAMPLES, request
 
 
 def arrivals(value: Any) -> list[float]:
-    """Every `arrival_s` anywhere in it, in order."""
+    """Return every `arrival_s` anywhere in it, in order."""
     if isinstance(value, dict):
         own = [value["arrival_s"]] if "arrival_s" in value else []
         return own + [found for part in value.values() for found in arrivals(part)]

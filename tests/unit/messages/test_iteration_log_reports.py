@@ -28,13 +28,13 @@ def linked() -> DecodeLogic:
 
 
 def take(logic: DecodeLogic, of: Handoff, now: float) -> None:
-    """It is granted and copied in, in no time."""
+    """Grant it and copy it in, in no time."""
     for command in loads(logic.on_event(Received(POOL, BatchGranted(BATCH, (of,))), now)):
         logic.on_event(BlocksLoaded(POOL, command.loads, frozenset()), now)
 
 
 def completed(started: float) -> IterationCompleted:
-    """An iteration that gives r1 a token and takes a second."""
+    """Return the end of an iteration that gives r1 a token and takes a second."""
     return IterationCompleted(
         (SampledToken(R1, 8),), times=IterationTimes(started + 0.25, started + 1.0, 0.125, 0.5, 0.125)
     )

@@ -71,7 +71,7 @@ def test_a_decode_worker_has_it_from_the_handoff_and_while_it_runs() -> None:
 
 def test_a_prediction_that_comes_later_replaces_that_of_a_candidate() -> None:
     candidate = Candidate.of_handoff(handoff(request(), 1), BatchId(1), 0.0)
-    set_predicted_length((None, candidate), SetPredictedLength(R1, 1, 3.5))
+    set_predicted_length((candidate,), SetPredictedLength(R1, 1, 3.5))
     assert candidate.predicted_output_len == 3.5
     set_predicted_length((candidate,), SetPredictedLength(R1, 1 << 20, 9.0))  # of a life that this is not
     assert candidate.predicted_output_len == 3.5

@@ -35,7 +35,7 @@ def test_what_is_no_list_of_hardware_is_refused(text: str, message: str) -> None
 
 
 def names_of(choices: Choices) -> list[str]:
-    """Every plan."""
+    """Return the names of all plans."""
     return [member.label for family in families_of(choices) for member in family.members]
 
 

@@ -15,7 +15,7 @@ UNION = PolicyChoice("aligned_slo", "aligned_slo", {})
 
 
 def family(number: int, size: int, price: float) -> Family:
-    """So many workers of a kind of its own."""
+    """Build a family of up to so many workers, of a kind of its own."""
     offer = Offer(f"kind-{number}", size, price)
     members = [Candidate(offer, 1, Topology.ELASTIC, 0, count, UNION) for count in range(1, size + 1)]
     return Family(f"family {number}", tuple(members))

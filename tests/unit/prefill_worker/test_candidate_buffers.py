@@ -41,7 +41,7 @@ def prefetch(name: RequestId = R1, generation: int = 1) -> PrefetchBlocks:
 
 
 def relay(name: RequestId = R1, generation: int = 1, peer: str = DECODE) -> RelayBlocks:
-    """From the pool into a buffer."""
+    """Return a relay from the pool into a buffer."""
     return RelayBlocks(name, 3, POOL, IN_POOL, peer, blocks(generation), generation)
 
 

@@ -19,14 +19,14 @@ RELEASED = to_pool(LeasesReleased((LeaseId(30),)))
 
 
 def asking() -> PrefillHarness:
-    """The client has the prompt and three tokens; the pool was asked for a copy."""
+    """Resume a request with three tokens, for which the pool is asked for a copy."""
     made = PrefillHarness()
     made.begin(request(), 2, *HAS, has_copy=True)
     return made
 
 
 def grant(made: PrefillHarness, generated: tuple[int, ...] = (7, 8), of: Request | None = None) -> list[PrefillCommand]:
-    """A copy of an earlier attempt that had come so far; the last token is not in the cache."""
+    """Grant a copy of an earlier attempt that had come so far; the last token is not in the cache."""
     copy = handoff(of or request(), 30, attempt=1, generated=generated)
     return made.hear(CopyGranted(copy, 2), POOL)
 

@@ -24,7 +24,7 @@ def chat(tpot_s: float | None = 0.05, prompt_len: int = 900, **changes: Any) -> 
 
 
 def decoder(name: str, start: int | None = None, stop: int | None = None, **changes: Any) -> WorkerRecord:
-    """One that runs lengths from `start` to before `stop`; without them none of one length."""
+    """Return a decoder that runs lengths from `start` to before `stop`; without them none of one length."""
     running = JoinedBatch(BatchId(1), start, stop) if start is not None and stop is not None else None
     return WorkerRecord(name, worker(**changes), load=WorkerLoad(running=running))
 

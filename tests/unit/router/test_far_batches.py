@@ -13,7 +13,7 @@ FAR_POOL, OTHER_POOL = "pool-9", "pool-8"
 
 
 def fleet(**batching: int) -> Placement:
-    """pool-0 without a decode worker beside it; one decode worker with a pool of its own elsewhere."""
+    """Build pool-0 without a decode worker beside it, and a decode worker with a pool of its own elsewhere."""
     made = empty_fleet(**batching)
     for pool in (POOL, FAR_POOL):
         made.register(pool, PoolRegistered(100))

@@ -16,7 +16,7 @@ NEAR, FAR = "decode-1", "decode-0"  # of equal workers the first by name is take
 
 
 def two_nodes() -> RouterHarness:
-    """A gateway beside a colocated worker, and another worker elsewhere."""
+    """Build a gateway beside a colocated worker, and another worker elsewhere."""
     made = RouterHarness()
     made.hear(GATEWAY, GatewayRegistered(HERE))
     for name, node in ((NEAR, HERE), (FAR, THERE)):
@@ -25,7 +25,7 @@ def two_nodes() -> RouterHarness:
 
 
 def prefill_nodes(allowance: int) -> RouterHarness:
-    """A gateway beside a prefill worker and its pool, and both elsewhere."""
+    """Build a gateway beside a prefill worker and its pool, and both elsewhere."""
     made = RouterHarness(max_prefill_tokens_per_worker=allowance)
     made.hear(GATEWAY, GatewayRegistered(HERE))
     for name, pool, node in (("prefill-1", "pool-1", HERE), ("prefill-0", "pool-0", THERE)):

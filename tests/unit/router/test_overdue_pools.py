@@ -26,7 +26,7 @@ def fleet() -> Placement:
 
 
 def add_neighbour(where: Placement) -> None:
-    """decode-1, as busy as decode-0, beside a pool of its own."""
+    """Add decode-1, as busy as decode-0, beside a pool of its own."""
     where.register(OTHER_POOL, PoolRegistered(100))
     where.register(OTHER, worker(pool_name=OTHER_POOL))
     for one in pool_requests(where, 3, "n", OTHER_POOL):

@@ -18,7 +18,7 @@ def members(batch: int, count: int) -> list[Candidate]:
 
 
 def order(num_in_second: int) -> BatchOrder:
-    """Batch 1 of six runs on a worker of eight places and 100 blocks; batch 2 was granted."""
+    """Build an order: batch 1 of six runs on a worker of eight places and 100 blocks; batch 2 was granted."""
     config = BatchingConfig(policy="density_first")
     made = BatchOrder(batch_limits_of(DecodeWorkerConfig(max_running_requests=8), config, num_blocks=100).switch)
     made.granted(WaitingBatch(BatchId(1), True, 6, 0.0))

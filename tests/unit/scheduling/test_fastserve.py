@@ -33,7 +33,7 @@ def _decide(rows: _Rows, view_settings: dict[str, Any], **config: Any) -> tuple[
 
 
 def _queue(prefill: float, service: float, num_promotions: int = 0) -> int:
-    """Times in quanta of the first of five queues."""
+    """Return the queue by times in quanta of the first of five."""
     arrays = (np.array([value], np.float64) for value in (prefill, service, num_promotions))
     return int(queue_of(*arrays, num_queues=5)[0])
 

@@ -49,13 +49,13 @@ def test_in_order_counts_what_was_generated_elsewhere() -> None:
     assert scheduler.choose(0.0) == ((R1, 6),)
 
 
-def test_in_order_passes_over_who_is_stalled_or_has_left() -> None:
+def test_in_order_passes_over_who_has_left() -> None:
     scheduler = FcfsIterationScheduler(10)
     for name in ("r1", "r2", "r3"):
         enter(scheduler, name, 4)
     scheduler.leave(R2)
     scheduler.leave(R2)  # it may be gone already
-    assert scheduler.choose(0.0, stalled=[R1]) == ((RequestId("r3"), 4),)
+    assert scheduler.choose(0.0) == ((R1, 4), (RequestId("r3"), 4))
 
 
 # --- as a policy says
@@ -87,11 +87,11 @@ def test_what_was_computed_shows_in_the_next_choice() -> None:
     assert script.view.history.last_s == 0.25
 
 
-def test_who_is_stalled_is_not_in_the_iteration_and_gets_no_token_for_it() -> None:
-    scheduler, script = scripted(Step(r1=1, r2=1))
+def test_who_is_left_out_gets_no_token_for_the_iteration() -> None:
+    scheduler, script = scripted(Step(r2=1))
     enter(scheduler, "r1", 4, num_cached=4, num_generated=1)
     enter(scheduler, "r2", 4, num_cached=4, num_generated=1)
-    assert scheduler.choose(0.0, stalled=[R1]) == ((R2, 1),)
+    assert scheduler.choose(0.0) == ((R2, 1),)
     scheduler.completed(0.5, 0.5)
     scheduler.choose(0.5)
     assert script.view is not None

@@ -45,7 +45,7 @@ class Batch(NamedTuple):
 
 
 def make_batch(heads: tuple[int, int], block_size: int, lengths: list[int]) -> Batch:
-    """Sequences of random content in shuffled blocks. `heads`: kv_heads, head_dim."""
+    """Make sequences of random content in shuffled blocks. `heads`: kv_heads, head_dim."""
     kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(sum(heads) + block_size)
     widths = [-(-length // block_size) for length in lengths]
@@ -69,7 +69,7 @@ def make_batch(heads: tuple[int, int], block_size: int, lengths: list[int]) -> B
 
 
 def queries_of(batch: Batch, count: int, group: int, dtype: torch.dtype) -> Tensor:
-    """Rows of a wider tensor, as the product of all three projections gives them."""
+    """Return rows of a wider tensor, as the product of all three projections gives them."""
     kv_heads, head_dim = batch.contexts[0][0].shape[1:]
     generator = torch.Generator().manual_seed(group)
     return torch.randn(count, 2 * kv_heads, group, head_dim, generator=generator).to(dtype)[:, :kv_heads]
@@ -108,7 +108,7 @@ def attend(
 
 
 def clear_unused_slots(batch: Batch) -> None:
-    """Plain PyTorch reads whole blocks, which the engine clears."""
+    """Clear unused slots: plain PyTorch reads whole blocks, which the engine clears."""
     block_size = batch.table.block_size
     for row, (keys, _) in zip(batch.rows.tolist(), batch.contexts, strict=True):
         if len(keys) % block_size:

@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 
 
 def make_batch(shape: tuple[int, int], block_size: int, dtype: torch.dtype, lengths: Int64Array = LENGTHS) -> Batch:
-    """Sequences of random content in shuffled blocks; unused entries of the tables lie outside the storage."""
+    """Make sequences of random content in shuffled blocks; unused table entries lie outside the storage."""
     generator = torch.Generator().manual_seed(sum(shape) + block_size)
     widths = -(-lengths // block_size)
     blocks = torch.full((int(widths.sum()) + 3, 2, 2, block_size, *shape), float("nan")).to(dtype)
@@ -81,7 +81,7 @@ def check_decode(
 def check_chunks(
     batch: Batch, counts: list[int], group: int, level: str, window: int | None = None, num_threads: int = 2
 ) -> None:
-    """The last counts[i] tokens of each context, against one decode after another."""
+    """Check the last counts[i] tokens of each context against one decode after another."""
     dtype, (kv_heads, head_dim) = batch.blocks.dtype, batch.blocks.shape[-2:]
     lengths = np.array([len(keys) for keys, _ in batch.contexts])
     generator = torch.Generator().manual_seed(group)

@@ -70,7 +70,7 @@ def test_a_name_is_one_stream() -> None:
 
 
 def order_of_three(seed: int, *, is_ordered: bool) -> str:
-    """One operation on each of two streams, a third behind the first; `is_ordered`: the second stream waits for it."""
+    """Run an operation on each of two streams, a third behind the first; `is_ordered`: the second waits for it."""
     streams, notes = CheckedStreams(seed), Notes()
     first, second = streams.stream("first"), streams.stream("second")
     first.run(notes.of("a"))

@@ -30,7 +30,7 @@ MACHINE = LinearIterationModel(
 def measured(
     duration_s: float, max_sequences: int = 16, *, has_hidden_cache: bool = False, swaps: str | None = None
 ) -> tuple[Sample, ...]:
-    """By a tiny engine and a clock that goes on by a second each time it is read."""
+    """Measure a tiny engine by a clock that goes on by a second each time it is read."""
     of_own = {"num_key_value_heads": TINY_LLAMA["num_attention_heads"]} if has_hidden_cache else {}
     config = parse_model_config({**TINY_LLAMA, **of_own})
     decoder = Decoder(config, random_weights(config, 0, torch.float32))

@@ -87,7 +87,7 @@ def probe_of(case: Case, dtype: str = "float32", block_size: int = 4, attention:
 
 
 def run_mixture(probe: LogitsProbe) -> None:
-    """Whole prompts, odd chunks and single tokens, in one pass wherever possible."""
+    """Run whole prompts, odd chunks and single tokens, in one pass wherever possible."""
     probe.step(a=5, b=7)
     probe.step(a=1, c=13)
     probe.step(c=1, a=11)

@@ -42,7 +42,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def logits_of(decoder: Decoder, *, attention: str | None = None, cache_dtype: str | None = None) -> torch.Tensor:
-    """Logits of a prompt in a chunk, and of decodes of one to three rows, some past a window and past a block."""
+    """Return logits of a prompt in a chunk, and of one to three decodes, some past a window and past a block."""
     probe = LogitsProbe(decoder, attention=attention or supported_levels()[0], cache_dtype=cache_dtype)
     for seed, (name, count) in enumerate({"a": 41, "b": 7, "c": 22}.items()):
         probe.add(name, random_tokens(seed, count, 128))

@@ -32,7 +32,7 @@ def choose(
 
 
 def frequencies(params: SamplingParams, logits: Tensor, draws: int) -> Tensor:
-    """Share of each token over many positions of one request."""
+    """Return the share of each token over many positions of one request."""
     many = logits.expand(draws, -1)
     filters = Filters(
         torch.full((draws,), params.top_k), torch.full((draws,), params.top_p), torch.full((draws,), params.min_p)

@@ -22,7 +22,7 @@ def decoder() -> Decoder:
 
 
 def decoding(decoder: Decoder, *lengths: int, attention: str = AUTO) -> tuple[TinyEngine, dict[str, int]]:
-    """Sequences whose next token makes them this long; the slices that compute it."""
+    """Make an engine of sequences whose next token makes them this long; return the slices for it too."""
     tiny = TinyEngine(decoder, attention=attention)
     names = [f"s{index}" for index in range(len(lengths))]
     for name, length in zip(names, lengths, strict=True):

@@ -139,7 +139,7 @@ def test_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """A vocabulary as Llama 2 has it."""
+    """Build a tokenizer with a vocabulary as Llama 2 has it."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581hello", "\u2581world", "llo", "a"]
     rust = RustTokenizer(
         models.BPE({piece: place for place, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)

@@ -182,7 +182,7 @@ def test_truncated_anywhere(whole: Path, share: float, tmp_path: Path) -> None:
 
 
 def read_everything(path: Path) -> None:
-    """As `serve` reads a file before it starts anything."""
+    """Read a file as `serve` does before it starts anything."""
     gguf_config(GgufFile(path))
     Tokenizer.load(path)
 

@@ -1,0 +1,28 @@
+"""The folder that `simulate` and `plan` write to (`--output`), and the command that reports name."""
+
+import shlex
+import sys
+from pathlib import Path
+
+from alignedserve.core.errors import ConfigError
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder; to be called before the simulations, so that a failure costs nothing. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: cannot be made: {error.strerror}") from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write one of the folder's files. Raises ConfigError."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+
+
+def command_line() -> str:
+    """Return the command that runs, as it can be typed again."""
+    return shlex.join(["alignedserve", *sys.argv[1:]])

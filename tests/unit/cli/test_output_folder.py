@@ -1,0 +1,22 @@
+"""The folder that `simulate` and `plan` write to."""
+
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
+from alignedserve.core.errors import ConfigError
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    make_folder(tmp_path / "new" / "folder")
+    write_file(tmp_path / "new" / "folder" / "plan.yaml", b"topology: elastic\n")
+    with pytest.raises(ConfigError, match=r"^--output \S+/new/folder: cannot be written: Is a directory$"):
+        write_file(tmp_path / "new" / "folder", b"")
+    with pytest.raises(ConfigError, match=r"^--output \S+/plan\.yaml/more: cannot be made: Not a directory$"):
+        make_folder(tmp_path / "new" / "folder" / "plan.yaml" / "more")
+
+
+def test_the_command_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/alignedserve", "plan", "--hardware", "4x h100 @2.5"])
+    assert command_line() == "alignedserve plan --hardware '4x h100 @2.5'"

@@ -1,0 +1,74 @@
+"""What a recorded run tells beside its decisions: parts of it, a client's pauses, what engines do not measure."""
+
+import pytest
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request, RequestClass, SamplingParams
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.messages.gateways import SubmitRequest
+from alignedserve.messages.workers import RequestFinished
+from alignedserve.replay.fitting import fit_unmeasured
+from alignedserve.replay.observed import ObservedIteration, ObservedRun
+from alignedserve.replay.simulated import requests_of, think_times_s, workload_of
+from router.state import LengthPredicted
+from tests.harnesses.costs import decodes
+
+
+def observed(arrivals_s: list[float], ends_s: list[float], request_class: RequestClass) -> ObservedRun:
+    """Requests of one token each, which arrive and end at these times."""
+    run = ObservedRun()
+    for number, (arrival_s, end_s) in enumerate(zip(arrivals_s, ends_s, strict=True)):
+        request_id = RequestId(f"r{number}")
+        sampling = SamplingParams(max_tokens=1)
+        request = Request(request_id, (0,) * 5, sampling, "unix:gateway", arrival_s, request_class)
+        run.record_received(SubmitRequest(request), arrival_s + 0.5)
+        run.requests[request_id].token_times_s[0] = run.requests[request_id].finished_s = end_s
+    return run
+
+
+def iteration(
+    started_s: float, seconds: float = 1.0, *, engine_s: float = 0.0, num_decodes: int = 1
+) -> ObservedIteration:
+    work = decodes(num_decodes, 10)
+    return ObservedIteration("decode-0", started_s, started_s + seconds, work, engine_s)
+
+
+def test_a_part_of_a_run_has_what_was_in_its_time() -> None:
+    run = observed([1.0, 2.0, 3.0], [2.5, 2.6, 3.5], RequestClass.REAL_TIME)
+    run.iterations = [iteration(1.5), iteration(2.5), iteration(3.5)]
+    for number, sent_s in enumerate((1.9, 2.9)):
+        message = RequestFinished(RequestId(f"r{number}"), 0, 1)
+        run.record_sent(message, sent_s)
+        run.record_received(message, sent_s + 0.2 + number)
+    part = run.within((2.0, 2.2), (2.2, 3.0))
+    assert list(part.requests) == ["r1"]
+    assert [one.started_s for one in part.iterations] == [2.5]
+    assert part.submit_times_s() == [0.5]
+    assert part.message_times_s() == [pytest.approx(0.2)]
+    assert run.message_times_s() == [pytest.approx(0.2), pytest.approx(1.2)]
+
+
+def test_a_client_s_pauses_are_from_an_end_to_the_next_arrival() -> None:
+    # Two outstanding: the third arrives after the first end, whichever request that was.
+    run = observed([0.0, 0.1, 2.3, 3.4, 9.0], [3.0, 2.0, 8.8, 9.9, 9.9], RequestClass.BEST_EFFORT)
+    requests = requests_of(run)
+    found = think_times_s(requests, {"be": 2, "rt": 1})
+    assert found == {"be": pytest.approx(0.3), "rt": 0.0}
+    assert [loop.think_s for loop in workload_of(requests, {"be": 2}, found).closed_loops] == [pytest.approx(0.3)]
+
+
+def test_requests_keep_the_first_prediction_of_their_length() -> None:
+    run = observed([0.0, 1.0], [2.0, 3.0], RequestClass.REAL_TIME)
+    run.record_predicted(LengthPredicted(RequestId("r1"), 41.6))
+    run.record_predicted(LengthPredicted(RequestId("r1"), 7.0))
+    run.record_predicted(LengthPredicted(RequestId("unknown"), 7.0))
+    assert [one.timed.predicted_len for one in requests_of(run)] == [None, 42]
+
+
+def test_the_part_that_no_engine_measures_grows_with_the_requests() -> None:
+    iterations = [
+        iteration(number, 0.1, engine_s=0.1 - 0.002 - 0.0001 * number, num_decodes=number) for number in range(1, 20)
+    ]
+    assert fit_unmeasured(iterations).iteration_s(decodes(40, 10)) == pytest.approx(0.006)
+    never_less = [iteration(number, 0.1, engine_s=0.2) for number in range(5)]
+    assert fit_unmeasured(never_less).iteration_s(IterationWork()) == 0.0
