@@ -217,7 +217,9 @@ def main() -> None:
                 figures[run.name] = examine(read(run))
                 print(run.name, json.dumps(figures[run.name], indent=1), flush=True)
     if not arguments.only_record:
-        print(write_result("accelgen_edge", figures))
+        command = f"--runs {arguments.runs} --duration {arguments.duration:g}"  # not where the recordings lie
+        command = f"python -m benchmarks.simulation.accelgen_edge {command}"
+        print(write_result("accelgen_edge", figures, command=command))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,12 @@ from alignedserve.replay.simulated import (
     think_times_s,
 )
 from alignedserve.runtime.model.built_in import pocket_folder, smollm2_file
+from benchmarks.simulation.recorded_loads import FITTED, JUDGED, LOADS, THROUGHPUT, TIMES
 from benchmarks.support.recording import write_result
 
-RT = "rt: rate={rate}, prompt={prompt}, output=exponential({output}), max_output=200, ttft=0.4, tpot=0.2"
-BE = "be: outstanding={outstanding}, prompt=uniform({shortest},{longest}), output=uniform(32,128), tier=flex"
-FITTED = "fit"
 BE_CLASS = "be"
 RUN, WINDOWS = "run", "windows.json"
 Window = tuple[float, float, float, float]  # begin, end, and the load averages of the machine then
-THROUGHPUT, TIMES = 0.05, 0.10  # what the ratios of throughput and of times may be off
-JUDGED = ("requests/s", "ttft p50, s", "ttft p90, s", "tbt p50, s", "tbt p90, s")
 
 
 def write_opt_125m(folder: Path) -> Path:
@@ -82,30 +78,6 @@ def write_opt_125m(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedLoad:
-    """One load: real-time requests at a rate, best-effort ones in a closed loop."""
-
-    rate: float
-    prompt: str
-    output: int
-    outstanding: int
-    shortest: int
-    longest: int
-
-    @property
-    def line(self) -> str:
-        """Return the workload."""
-        return "; ".join(part.format(**asdict(self)) for part in (RT, BE))
-
-
-LOADS = {
-    FITTED: RecordedLoad(1.5, "lognormal(100,300)", 60, 4, 200, 500),
-    "rate": RecordedLoad(2.25, "lognormal(100,300)", 60, 2, 200, 500),
-    "lengths": RecordedLoad(1.0, "lognormal(200,500)", 30, 3, 400, 700),
-}
 
 
 def record_run(folder: Path, overrides: list[str], tokenizer: Path, num_rounds: int, duration_s: float) -> None:
@@ -293,7 +265,10 @@ def main() -> None:
         print(name, {one["measure"]: round(one["ratio"], 3) for one in run["measures"] if one["class_name"] == "all"})
         print("  odd by even rounds", {key: round(ratio, 3) for key, ratio in run["odd_by_even_rounds"].items()})
     parts = ("simulated_vs_live", arguments.model, arguments.topology, arguments.suffix)
-    print(write_result("_".join(filter(None, parts)), figures))
+    named = ("model", "topology", "policy", "rounds", "duration")  # not where the recording lies
+    command = " ".join(f"--{name} {getattr(arguments, name)}" for name in named)
+    command = f"python -m benchmarks.simulation.simulated_vs_live {command}"
+    print(write_result("_".join(filter(None, parts)), figures, command=command))
 
 
 if __name__ == "__main__":
