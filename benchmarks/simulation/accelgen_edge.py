@@ -48,8 +48,8 @@ POLICY, TOPOLOGY, WORKER = "accelgen", "colocated", "decode-0"
 OUTSTANDING = 64  # of BEST_EFFORT
 TPOT_S = 0.2  # of REAL_TIME
 WINDOW = "window.json"
-NUM_DRAWS = 3
-PERCENTS = (-20, -10, -5, -2, -1, 1, 2, 5, 10, 20)
+NUM_DRAWS = 2
+PERCENTS = (-40, -30, -20, -10, -1, 1, 10, 25, 50)
 
 
 class Run(NamedTuple):
@@ -75,7 +75,7 @@ def read(folder: Path) -> Run:
     checks, run = replay_folder(folder)
     assert all(check.difference is None for check in checks), "recorded with another policy"
     begin_s, end_s, duration_s = json.loads((folder / WINDOW).read_text())
-    metadata, observed = read_run_metadata(folder), run.within(begin_s, end_s)
+    metadata, observed = read_run_metadata(folder), run.within((begin_s, end_s))
     return Run(observed, fitted_machine(metadata, fit_machine(observed, metadata.layout.block_bytes)), duration_s)
 
 
