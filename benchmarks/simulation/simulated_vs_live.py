@@ -35,7 +35,7 @@ from alignedserve.config.loading import load_config
 from alignedserve.core.metrics import describe
 from alignedserve.microbench.shapes import OPT_125M
 from alignedserve.replay.fitting import MachineFit, fit_machine
-from alignedserve.replay.observed import ObservedRun
+from alignedserve.replay.observed import ObservedIteration, ObservedRun
 from alignedserve.replay.run_file import read_run_metadata
 from alignedserve.replay.simulated import (
     Comparison,
@@ -53,6 +53,7 @@ from benchmarks.support.recording import write_result
 
 BE_CLASS = "be"
 RUN, WINDOWS = "run", "windows.json"
+SLICE_S = 5.0
 Window = tuple[float, float, float, float]  # begin, end, and the load averages of the machine then
 
 
@@ -197,6 +198,7 @@ def compared(
         "measures": [asdict(one) | {"ratio": one.ratio} for one in comparisons],
         "odd_by_even_rounds": itself(rounds),
         "iterations": [iterations_of(one, fit) for one in observed],
+        "measured_by_fitted": [slices_of(one, fit) for one in observed],
     }
 
 
@@ -208,14 +210,19 @@ def itself(rounds: Sequence[Sequence[ReplayedRequest]]) -> dict[str, float]:
     return {name: odd[kind, name] / even[kind, name] for kind, name in even if kind == "all" and name in JUDGED}
 
 
+def fitted_s(iteration: ObservedIteration, fit: MachineFit) -> float:
+    """Return the fitted cost of an iteration's work."""
+    is_prefill = fit.prefill is not None and iteration.worker.startswith("prefill")
+    costs = (fit.prefill if is_prefill and fit.prefill else fit.decode).costs
+    return costs.iteration_s(iteration.work)
+
+
 def iterations_of(run: ObservedRun, fit: MachineFit) -> dict[str, Any]:
     """Return how the measured iterations of a run compare with the fitted cost of the same work, by what is in them."""
     kinds: dict[str, list[tuple[float, float]]] = {}
     for one in run.iterations:
-        is_prefill = fit.prefill is not None and one.worker.startswith("prefill")
-        costs = (fit.prefill if is_prefill and fit.prefill else fit.decode).costs
         kind = "decodes" if not one.work.num_chunks else "prompts" if not one.work.num_decodes else "both"
-        kinds.setdefault(kind, []).append((one.ended_s - one.started_s, costs.iteration_s(one.work)))
+        kinds.setdefault(kind, []).append((one.ended_s - one.started_s, fitted_s(one, fit)))
     return {
         kind: {
             "count": len(times),
@@ -224,6 +231,21 @@ def iterations_of(run: ObservedRun, fit: MachineFit) -> dict[str, Any]:
             "ratio_p50": statistics.median(measured / expected for measured, expected in times),
         }
         for kind, times in sorted(kinds.items())
+    }
+
+
+def slices_of(run: ObservedRun, fit: MachineFit) -> dict[str, list[float | None]]:
+    """Return, for every SLICE_S of a run, what iterations took by the fitted cost of the same work."""
+    begin_s = min(one.started_s for one in run.iterations)
+    num_slices = int((max(one.started_s for one in run.iterations) - begin_s) / SLICE_S) + 1
+    sums = {kind: [[0.0, 0.0] for _ in range(num_slices)] for kind in ("decodes", "prompts")}
+    for one in run.iterations:
+        of_slice = sums["prompts" if one.work.num_chunks else "decodes"][int((one.started_s - begin_s) / SLICE_S)]
+        of_slice[0] += one.ended_s - one.started_s
+        of_slice[1] += fitted_s(one, fit)
+    return {
+        kind: [round(measured / fitted, 3) if fitted else None for measured, fitted in slices]
+        for kind, slices in sums.items()
     }
 
 
