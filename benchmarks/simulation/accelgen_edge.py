@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=40.0)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where recordings stay")
+    parser.add_argument("--suffix", default="", help="of the result's name: the state of the machine")
     parser.add_argument("--only-record", action="store_true", help="simulate later, with the same --folder")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {"duration_s": arguments.duration, "real_time": REAL_TIME, "best_effort": BEST_EFFORT}
@@ -219,7 +220,7 @@ def main() -> None:
     if not arguments.only_record:
         command = f"--runs {arguments.runs} --duration {arguments.duration:g}"  # not where the recordings lie
         command = f"python -m benchmarks.simulation.accelgen_edge {command}"
-        print(write_result("accelgen_edge", figures, command=command))
+        print(write_result("accelgen_edge" + arguments.suffix, figures, command=command))
 
 
 if __name__ == "__main__":

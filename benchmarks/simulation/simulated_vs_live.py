@@ -157,7 +157,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     runs = {}
     for name, of_load in windows.items():
         rounds = [run.within(window[:2]) for window in of_load]
-        runs[name] = compared(rounds, name, machine, fit, think_s)
+        runs[name] = compared(rounds, name, machine, fit, think_s, num_runs=arguments.draws)
         runs[name]["load_average_before_and_after"] = [window[2:] for window in of_load]
     return {
         "topology": arguments.topology,
@@ -186,11 +186,17 @@ def think_time_of(fitted: Sequence[ObservedRun]) -> dict[str, float]:
 
 
 def compared(
-    observed: Sequence[ObservedRun], name: str, machine: SimulatedMachine, fit: MachineFit, think_s: Mapping[str, float]
+    observed: Sequence[ObservedRun],
+    name: str,
+    machine: SimulatedMachine,
+    fit: MachineFit,
+    think_s: Mapping[str, float],
+    *,
+    num_runs: int,
 ) -> dict[str, Any]:
     """Return what was observed of a load, in its rounds, beside its simulation with these costs."""
     rounds = [requests_of(one) for one in observed]
-    comparisons = compare(rounds, {BE_CLASS: LOADS[name].outstanding}, machine, think_s)
+    comparisons = compare(rounds, {BE_CLASS: LOADS[name].outstanding}, machine, think_s, num_runs)
     return {
         "load": LOADS[name].line,
         "num_requests": sum(map(len, rounds)),
@@ -273,6 +279,7 @@ def main() -> None:
     parser.add_argument("--policy", default="aligned_slo")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--duration", type=float, default=10.0, help="of a load in a round")
+    parser.add_argument("--draws", type=int, default=2, help="of the jitter, for each round")
     parser.add_argument("--folder", type=Path, help="where recordings stay")
     parser.add_argument("--suffix", default="", help="of the result's name: the state of the machine")
     parser.add_argument("--only-record", action="store_true", help="compare later, with the same --folder")
@@ -287,7 +294,7 @@ def main() -> None:
         print(name, {one["measure"]: round(one["ratio"], 3) for one in run["measures"] if one["class_name"] == "all"})
         print("  odd by even rounds", {key: round(ratio, 3) for key, ratio in run["odd_by_even_rounds"].items()})
     parts = ("simulated_vs_live", arguments.model, arguments.topology, arguments.suffix)
-    named = ("model", "topology", "policy", "rounds", "duration")  # not where the recording lies
+    named = ("model", "topology", "policy", "rounds", "duration", "draws")  # not where the recording lies
     command = " ".join(f"--{name} {getattr(arguments, name)}" for name in named)
     command = f"python -m benchmarks.simulation.simulated_vs_live {command}"
     print(write_result("_".join(filter(None, parts)), figures, command=command))
