@@ -19,7 +19,7 @@ from alignedserve.planning.trials import (
     case_of,
     goals_of,
     judged,
-    usable,
+    obstacle,
 )
 from alignedserve.planning.windowed_trial import WindowedTrial
 from alignedserve.planning.windows import Group, WindowSizes, groups_of
@@ -169,15 +169,15 @@ class _Planner:
         machines = self._request.machines
         found = []
         for family in families_of(self._request.choices):
-            members = usable(family.members[:1], machines, workload, self._skip) and family.members
-            if members:
+            smallest = family.members[0]
+            problem = obstacle(smallest, machines, workload)
+            if problem is None:
                 found.append(family)
+            else:
+                self.skipped.append((smallest.label, problem))
         if not found:
             raise ConfigError(f"no plan can run this workload: {self.skipped[0][1]}")
         return found if self._request.choices.degrees is not None else _least_parallel(found)
-
-    def _skip(self, candidate: Candidate, reason: str) -> None:
-        self.skipped.append((candidate.label, reason))
 
     def _unit_costs(self, family: Family, workload: Workload) -> UnitCosts:
         return unit_costs(self._request.machines.configured(family.members[0]), workload.requests)
@@ -269,7 +269,7 @@ class _Planner:
         named += [(f"{speed:g} times the requests per second", _Variant(candidate, speed=speed)) for speed in speeds]
         others = self._neighbours(candidate) if holds else self._larger(candidate)
         named += [
-            (f"{one.num_accelerators} x {one.offer.name}, {one.shape}", _Variant(one, is_thorough=holds))
+            (f"{one.num_accelerators} x {one.offer.label}, {one.shape}", _Variant(one, is_thorough=holds))
             for one in others
         ]
         outcomes = self._play("the plan under other circumstances", [variant for _, variant in named])

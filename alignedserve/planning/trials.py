@@ -1,6 +1,6 @@
 """Simulations of plans: what is simulated, and what its result says about the objectives."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import floor
 from typing import NamedTuple
@@ -16,10 +16,9 @@ from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.planning.candidates import Candidate
 from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimConfig
+from alignedserve.sim.config import NO_SLOWDOWNS, SimConfig, Slowdowns
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.result import ALL, ClassResult, SimulationResult
-from alignedserve.sim.shared_cores import NO_SLOWDOWNS, Slowdowns
 from alignedserve.sim.sweep import Case, WorkloadLine, part_of
 from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.requests import Window, Workload
@@ -206,21 +205,17 @@ def backlog_of(found: ClassResult, span_s: float) -> float:
         return 0.0
     if found.end_to_end_s is None:
         return float(found.num_sent)
+    waited_s = 0.0 if found.ttft_s is None else found.ttft_s.distribution.p50
+    generating_s = found.end_to_end_s.distribution.p50 - waited_s  # without the wait, or a queue would excuse itself
     num_left = found.num_sent - found.loaded_requests_per_s * span_s
-    under_way = found.end_to_end_s.distribution.p50 / span_s
-    return num_left - _FEW - (_MAX_BACKLOG + under_way) * found.num_sent
+    return num_left - _FEW - (_MAX_BACKLOG + generating_s / span_s) * found.num_sent
 
 
-def usable(
-    candidates: Sequence[Candidate], machines: Machines, workload: Workload, skip: Callable[[Candidate, str], None]
-) -> list[Candidate]:
-    """Return the plans that can run the workload at all; `skip` is told of the others."""
-    found = []
-    for candidate in candidates:
-        try:
-            config = machines.configured(candidate)
-            require_feasible(workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
-            found.append(candidate)
-        except ConfigError as error:
-            skip(candidate, str(error))
-    return found
+def obstacle(candidate: Candidate, machines: Machines, workload: Workload) -> str | None:
+    """Return why a plan cannot run the workload at all; None: it can."""
+    try:
+        config = machines.configured(candidate)
+        require_feasible(workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
+    except ConfigError as error:
+        return str(error)
+    return None

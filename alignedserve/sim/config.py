@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.block_layout import BlockLayout
@@ -10,7 +11,6 @@ from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.policy import DeviceMemory, Mechanism
-from alignedserve.sim.shared_cores import NO_SLOWDOWNS, Slowdowns
 from decode_worker.factory import memory_of
 
 
@@ -24,6 +24,30 @@ class SimLinks:
     submit_s: float | None = None  # of a request from its arrival at the gateway to the router; None: `message_s`
     token_s: float | None = None  # of a token from its worker to the client; None: `message_s`
     submit_times_s: tuple[float, ...] = ()  # recorded, one of which each request takes instead of `submit_s`, by seed
+
+
+class Slowdowns(NamedTuple):
+    """Shares of its own time by which an iteration is prolonged by each concurrent one.
+
+    Prompts: iterations with a part of a prompt; decodes: all others.
+    """
+
+    decodes_by_decodes: float = 0.0
+    decodes_by_prompts: float = 0.0
+    prompts_by_decodes: float = 0.0
+    prompts_by_prompts: float = 0.0
+
+    @classmethod
+    def alike(cls, slowdown: float) -> "Slowdowns":
+        """Return the slowdowns where every iteration prolongs every other by this share."""
+        return cls(slowdown, slowdown, slowdown, slowdown)
+
+    def of(self, *, has_prompt: bool, has_other_prompt: bool) -> float:
+        """Return the share by which the one kind is prolonged by the other."""
+        return self[2 * has_prompt + has_other_prompt]
+
+
+NO_SLOWDOWNS = Slowdowns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +96,7 @@ class SimConfig:
     links: SimLinks
     decode_costs: CostModel  # of colocated workers: for both phases
     prefill_costs: CostModel | None = None  # None: as `decode_costs`
+    own_costs: Mapping[str, CostModel] = field(default_factory=dict)  # of single workers, by name, before the two above
     mechanisms: SimMechanisms = SimMechanisms()
     learns_costs: bool = True  # policies learn the cost of iterations, as live ones do; False: they know it
     measured: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)  # what workers measured before they
@@ -95,6 +120,11 @@ class SimConfig:
             raise ConfigError(f"num_pools must be between 1 and {num_workers}: every node needs workers of each kind")
         if not 1 <= self.routers.count <= self.num_pools:
             raise ConfigError(f"routers must be between 1 and {self.num_pools}, the number of nodes")
+
+    def costs_of(self, worker: str, *, is_prefill: bool = False) -> CostModel:
+        """Return the costs of a worker's iterations."""
+        usual = self.prefill_costs if is_prefill and self.prefill_costs is not None else self.decode_costs
+        return self.own_costs.get(worker, usual)
 
     @property
     def decode_memory(self) -> DeviceMemory:

@@ -6,33 +6,9 @@ of a machine, so each slowdown is for two kinds of work.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
+from alignedserve.sim.config import Slowdowns
 from alignedserve.sim.event_queue import EventQueue
-
-
-class Slowdowns(NamedTuple):
-    """Shares of its own time by which an iteration is prolonged by each concurrent one.
-
-    Prompts: iterations with a part of a prompt; decodes: all others.
-    """
-
-    decodes_by_decodes: float = 0.0
-    decodes_by_prompts: float = 0.0
-    prompts_by_decodes: float = 0.0
-    prompts_by_prompts: float = 0.0
-
-    @classmethod
-    def alike(cls, slowdown: float) -> "Slowdowns":
-        """Return the slowdowns where every iteration prolongs every other by this share."""
-        return cls(slowdown, slowdown, slowdown, slowdown)
-
-    def of(self, *, has_prompt: bool, has_other_prompt: bool) -> float:
-        """Return the share by which the one kind is prolonged by the other."""
-        return self[2 * has_prompt + has_other_prompt]
-
-
-NO_SLOWDOWNS = Slowdowns()
 
 
 class _Job:

@@ -38,14 +38,13 @@ class Timeline:
 def observed_timeline(run: ObservedRun, requests: Sequence[ReplayedRequest]) -> Timeline:
     """Return what was recorded."""
     begin_s = min(one.observed.request.arrival_s for one in requests)
-    workers = sorted({one.worker for one in run.iterations})
     lanes = (
         tuple(
             Bar(one.started_s - begin_s, one.ended_s - begin_s, _kind(one.work.num_prompt_tokens, one.work.num_decodes))
             for one in run.iterations
             if one.worker == worker
         )
-        for worker in workers
+        for worker in workers_of(run)
     )
     waits = ((one.observed.request.arrival_s - begin_s, one.observed.token_times_s[0] - begin_s) for one in requests)
     return Timeline("live", tuple(lanes), tuple(waits))
@@ -103,7 +102,6 @@ def _panel(timeline: Timeline, begin_s: float, seconds: float, top: int) -> tupl
             element("path", d=_boxes(lane, kind, begin_s, seconds, y), class_=f"k{kind}") for kind in range(len(_KINDS))
         ]
         y += _LANE + 3
-    num_rows = 0
     rows: list[float] = []  # where each row of waits ends
     for arrival_s, first_s in sorted(timeline.waits):
         if first_s < begin_s or arrival_s > begin_s + seconds:
@@ -112,11 +110,10 @@ def _panel(timeline: Timeline, begin_s: float, seconds: float, top: int) -> tupl
         if row >= _MOST_ROWS:
             continue
         rows[row : row + 1] = [first_s]
-        num_rows = max(num_rows, row + 1)
         left, right = (_x(min(max(one - begin_s, 0.0), seconds), seconds) for one in (arrival_s, first_s))
         level = y + 4 + _WAIT * row
         parts.append(element("line", x1=left, x2=max(right, left + 0.5), y1=level, y2=level, class_="wait"))
-    return "".join(parts), y - top + _WAIT * num_rows + 6
+    return "".join(parts), y - top + _WAIT * len(rows) + 6
 
 
 def _x(second: float, seconds: float) -> float:

@@ -1,5 +1,6 @@
-"""The folder that `simulate` and `plan` write to (`--output`), and the command that their reports name."""
+"""The folder that `simulate` and `plan` write to (`--output`), and the command that reports name."""
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -24,4 +25,4 @@ def write_file(path: Path, content: bytes) -> None:
 
 def command_line() -> str:
     """Return the command that runs, as it can be typed again."""
-    return " ".join(["alignedserve", *(repr(word) if " " in word else word for word in sys.argv[1:])])
+    return shlex.join(["alignedserve", *sys.argv[1:]])

@@ -26,7 +26,7 @@ from alignedserve.replay.fitting import MachineFit, fit_machine
 from alignedserve.replay.run_file import read_run_metadata
 from alignedserve.replay.simulated import requests_of, workload_of
 from alignedserve.scheduling.policies import policy_config
-from alignedserve.sim.shared_cores import NO_SLOWDOWNS, Slowdowns
+from alignedserve.sim.config import NO_SLOWDOWNS, Slowdowns
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.grammar import RECORDED as RECORDED_ARRIVALS
 from alignedserve.workload.grammar import parse_classes

@@ -1,6 +1,5 @@
 """`alignedserve profile`: what iterations of a model cost on this machine, as a cost model and a file."""
 
-import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.cli.commands.options import ProfileOptions
+from alignedserve.cli.commands.output_folder import command_line
 from alignedserve.cli.console import notes, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
 from alignedserve.costmodel.linear import LinearCoefficients
@@ -60,7 +60,7 @@ def _document(result: ProfileResult, clock: str) -> dict[str, Any]:
     return {
         **result.profile.as_fields(),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["alignedserve", *sys.argv[1:]]),
+        "command": command_line(),
         "machine": {**describe_machine(), "threads": result.num_threads, "clock": clock},
         "num_rounds": result.num_rounds,
         "straggler_share": result.profile.coefficients.straggler_share,

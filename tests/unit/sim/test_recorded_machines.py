@@ -7,8 +7,7 @@ import pytest
 
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
 from alignedserve.messages.iterations import IterationCompleted
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.shared_cores import Slowdowns
+from alignedserve.sim.config import SimConfig, Slowdowns
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import ClosedLoop, ClosedLoopRun
 from tests.harnesses.costs import decodes, prefill

@@ -1,7 +1,8 @@
 """Workers on the same cores."""
 
+from alignedserve.sim.config import Slowdowns
 from alignedserve.sim.event_queue import EventQueue
-from alignedserve.sim.shared_cores import SharedCores, Slowdowns
+from alignedserve.sim.shared_cores import SharedCores
 
 
 def ends(slowdown: float | Slowdowns, jobs: list[tuple[float, float]], prompts: tuple[int, ...] = ()) -> list[float]:
