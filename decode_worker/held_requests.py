@@ -7,7 +7,7 @@ from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.workers import PrefillRequest
-from alignedserve.scheduling.policy import DeviceMemory
+from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
 from alignedserve.worker_core.request import WorkerRequest
 
@@ -53,6 +53,11 @@ class HeldRequests:
     def of_row(self, row: int) -> HeldRequest:
         """Return the request of this row."""
         return self._requests[self.state.table.request_ids[row]]
+
+    def of_parts(self, scheduled: Sequence[ScheduledRequest]) -> tuple[HeldRequest, ...]:
+        """Return the requests of these parts of a plan."""
+        requests, request_ids = self._requests, self.state.table.request_ids
+        return tuple([requests[request_ids[part.row]] for part in scheduled])
 
     def add(self, message: PrefillRequest, now: float) -> None:
         """Add a request without any cache."""

@@ -269,7 +269,7 @@ class _Planner:
         named += [(f"{speed:g} times the requests per second", _Variant(candidate, speed=speed)) for speed in speeds]
         others = self._neighbours(candidate) if holds else self._larger(candidate)
         named += [
-            (f"{one.num_accelerators} x {one.offer.name}, {one.shape}", _Variant(one, is_thorough=holds))
+            (f"{one.num_accelerators} x {one.offer.label}, {one.shape}", _Variant(one, is_thorough=holds))
             for one in others
         ]
         outcomes = self._play("the plan under other circumstances", [variant for _, variant in named])

@@ -42,14 +42,17 @@ class PlanReport:
 
 def cost_unit(candidate: Candidate) -> str:
     """Return what costs are counted in."""
-    return "accelerators" if candidate.offer.price_per_hour is None else "per hour"
+    if candidate.offer.price_per_hour is not None:
+        return "per hour"
+    return "workers" if candidate.offer.is_profiled else "accelerators"
 
 
 def priced(candidate: Candidate) -> str:
     """Format a plan's cost."""
-    if candidate.offer.price_per_hour is None:
-        return f"{candidate.num_accelerators} accelerators"
-    return f"{candidate.cost:.2f} per hour"
+    if candidate.offer.price_per_hour is not None:
+        return f"{candidate.cost:.2f} per hour"
+    unit = cost_unit(candidate)
+    return f"{candidate.num_accelerators} {unit if candidate.num_accelerators > 1 else unit.removesuffix('s')}"
 
 
 def percent(share: float) -> str:
@@ -193,7 +196,7 @@ def frontier_plot(report: PlanReport) -> str:
     plan = report.plan
     shown_ones = [one for one in plan.tried if not one.outcome.is_abandoned and one.outcome.error is None]
     costs = [one.candidate.cost for one in shown_ones]
-    label = "accelerators" if report.unit == "accelerators" else "price per hour"
+    label = "price per hour" if report.unit == "per hour" else report.unit
     frame = Frame(from_zero(costs), Scale(0.0, 1.0), label, "requests within objectives", width=900, height=340)
     groups, goal = _groups(plan), plan.goals.share
     ends = [frame.at(0.0, goal), frame.at(frame.x.high, goal)]
@@ -296,7 +299,7 @@ def plan_values(report: PlanReport) -> dict[str, Any]:
 
 def _variation_values(one: Variation) -> dict[str, Any]:
     return {
-        "with": one.words,
+        "words": one.words,
         "attained": None if one.outcome.is_abandoned else one.outcome.attained,
         "of": played_words(one.outcome),
         "holds": one.holds,

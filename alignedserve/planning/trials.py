@@ -205,9 +205,10 @@ def backlog_of(found: ClassResult, span_s: float) -> float:
         return 0.0
     if found.end_to_end_s is None:
         return float(found.num_sent)
+    waited_s = 0.0 if found.ttft_s is None else found.ttft_s.distribution.p50
+    generating_s = found.end_to_end_s.distribution.p50 - waited_s  # without the wait, or a queue would excuse itself
     num_left = found.num_sent - found.loaded_requests_per_s * span_s
-    under_way = found.end_to_end_s.distribution.p50 / span_s
-    return num_left - _FEW - (_MAX_BACKLOG + under_way) * found.num_sent
+    return num_left - _FEW - (_MAX_BACKLOG + generating_s / span_s) * found.num_sent
 
 
 def obstacle(candidate: Candidate, machines: Machines, workload: Workload) -> str | None:

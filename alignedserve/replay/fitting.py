@@ -36,11 +36,11 @@ _MAX_FITTED = 1500  # iterations, to find them
 
 @dataclass(frozen=True, slots=True)
 class WorkerFit:
-    """Costs of one kind of worker's iterations. `ratios`: measured by expected, one worker after the other."""
+    """Costs of one kind of worker's iterations. `ratios`: measured by expected, by worker."""
 
     costs: LinearIterationModel
     error: FitError  # on the iterations that were fitted
-    ratios: tuple[Ratio, ...]
+    ratios: Mapping[str, tuple[Ratio, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
         submit_times_s=tuple(max(time_s, 0.0) for time_s in run.submit_times_s()),
     )
     slowdowns = _fit_slowdowns(workers) if _are_several(run) else NO_SLOWDOWNS
-    decode, prefill = (_fit_worker(one.alone(slowdowns)) if one.iterations else None for one in workers)
+    decode, prefill = (_fit_worker(one, slowdowns) if one.iterations else None for one in workers)
     assert decode is not None, "checked above"
     return MachineFit(decode, prefill, links, slowdowns, run.measured, fit_unmeasured(run.iterations))
 
@@ -173,17 +173,23 @@ def _misfit(workers: Sequence[_WorkerIterations], slowdowns: Slowdowns) -> float
     """Return the mean absolute logarithm of measured by expected times; prompts and decodes count alike."""
     sizes: dict[bool, list[float]] = {}
     for one in workers:
-        for ratio in _fit_worker(one.alone(slowdowns), bends=()).ratios:
+        samples = one.alone(slowdowns)
+        for ratio in _ratios(fit_mean(samples, bends=()), samples):
             sizes.setdefault(ratio.has_prompt, []).append(abs(math.log(ratio.value)))
     return sum(map(statistics.fmean, sizes.values()))
 
 
-def _fit_worker(samples: Sequence[Sample], bends: Sequence[float] = BENDS) -> WorkerFit:
-    costs = fit_mean(samples, bends)
-    ratios = tuple(
-        Ratio(sample.seconds / costs.iteration_s(sample.work), sample.work.num_chunks > 0) for sample in samples
-    )
-    return WorkerFit(costs, fit_error(costs, samples), ratios)
+def _fit_worker(worker: _WorkerIterations, slowdowns: Slowdowns) -> WorkerFit:
+    samples = worker.alone(slowdowns)
+    costs = fit_mean(samples)
+    ratios: dict[str, list[Ratio]] = {}
+    for one, ratio in zip(worker.iterations, _ratios(costs, samples), strict=True):
+        ratios.setdefault(one.worker, []).append(ratio)
+    return WorkerFit(costs, fit_error(costs, samples), {name: tuple(found) for name, found in ratios.items()})
+
+
+def _ratios(costs: LinearIterationModel, samples: Sequence[Sample]) -> list[Ratio]:
+    return [Ratio(sample.seconds / costs.iteration_s(sample.work), sample.work.num_chunks > 0) for sample in samples]
 
 
 def _median_s(times: Sequence[float]) -> float:

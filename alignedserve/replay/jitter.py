@@ -7,7 +7,7 @@ from typing import NamedTuple
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 
-_RUN_LENGTH = 16  # a busy machine is slow for several successive iterations
+_RUN_LENGTH = 256  # a machine that others use too is slow for seconds, in which policies learn that it is
 
 
 class Ratio(NamedTuple):
@@ -25,7 +25,7 @@ class JitteryCosts:
     which need the expected cost.
     """
 
-    def __init__(self, costs: CostModel, ratios: Sequence[Ratio], seed: int) -> None:
+    def __init__(self, costs: CostModel, ratios: Sequence[Ratio], seed: int | str) -> None:
         """`ratios`: of consecutive iterations; at least one."""
         assert ratios, "nothing to draw from"
         self._costs = costs

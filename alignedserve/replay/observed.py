@@ -112,14 +112,18 @@ class ObservedRun:
             self.requests[request_id].is_refused = True
         self._emitted.clear()
 
-    def within(self, begin_s: float, end_s: float) -> "ObservedRun":
-        """Return what was observed in this part of the time: of requests those that arrived in it."""
+    def within(self, *spans_s: tuple[float, float]) -> "ObservedRun":
+        """Return what was observed in these parts of the time: of requests those that arrived in them."""
+
+        def is_in(time_s: float) -> bool:
+            return any(begin_s <= time_s < end_s for begin_s, end_s in spans_s)
+
         part = ObservedRun()
         part.measured = self.measured
-        part.requests = {key: one for key, one in self.requests.items() if begin_s <= one.request.arrival_s < end_s}
-        part.iterations = [one for one in self.iterations if begin_s <= one.started_s < end_s]
-        part.copies = [one for one in self.copies if begin_s <= one.ended_s < end_s]
-        part._received = {key: time_s for key, time_s in self._received.items() if begin_s <= time_s < end_s}
+        part.requests = {key: one for key, one in self.requests.items() if is_in(one.request.arrival_s)}
+        part.iterations = [one for one in self.iterations if is_in(one.started_s)]
+        part.copies = [one for one in self.copies if is_in(one.ended_s)]
+        part._received = {key: time_s for key, time_s in self._received.items() if is_in(time_s)}
         part._sent = self._sent
         return part
 

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.block_layout import BlockLayout
@@ -13,7 +14,7 @@ from alignedserve.replay.fitting import MachineFit
 from alignedserve.replay.jitter import JitteryCosts, Ratio
 from alignedserve.replay.observed import ObservedRequest, ObservedRun
 from alignedserve.sim.config import NO_SLOWDOWNS, SimConfig, SimLinks, Slowdowns
-from alignedserve.sim.records import Ending, GapSample, OpenRequest
+from alignedserve.sim.records import Ending, GapSample, OpenRequest, RequestRecord
 from alignedserve.sim.result import ClassResult, Measure, classes_of
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
@@ -53,11 +54,16 @@ class WorkerCosts:
     """Costs of iterations, and the measured ratios to them."""
 
     costs: CostModel
-    ratios: tuple[Ratio, ...] = (Ratio(1.0),)
+    ratios: Mapping[str, tuple[Ratio, ...]] = field(default_factory=dict)  # by worker
 
-    def drawn(self, seed: int) -> CostModel:
-        """Return the jittery costs for engines."""
-        return JitteryCosts(self.costs, self.ratios, seed)
+    def drawn(self, seed: int) -> dict[str, CostModel]:
+        """Return the jittery costs of the engines of those workers, each with its own jitter."""
+        return {name: JitteryCosts(self.costs, ratios, f"{seed} {name}") for name, ratios in self.ratios.items()}
+
+    def drawn_for_others(self, seed: int) -> CostModel:
+        """Return the jittery costs of other workers' engines."""
+        ratios = [ratio for of_worker in self.ratios.values() for ratio in of_worker]
+        return JitteryCosts(self.costs, ratios, seed) if ratios else self.costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +143,31 @@ def workload_of(
     )
 
 
+class EndedRequests(NamedTuple):
+    """The requests of a run, which took so long from the first arrival to the last end, and their gaps by class."""
+
+    records: Sequence[RequestRecord]
+    gaps: Mapping[str, GapSample]
+    duration_s: float
+
+
 def compare(
-    requests: Sequence[ReplayedRequest],
+    rounds: Sequence[Sequence[ReplayedRequest]],
     outstanding: Mapping[str, int],
     machine: SimulatedMachine,
     think_s: Mapping[str, float] = NO_PAUSES,
 ) -> list[Comparison]:
-    """Simulate the run NUM_RUNS times, with different jitter, and compare the means of each class's measures.
+    """Simulate the rounds NUM_RUNS times, with different jitter, and compare the means of each class's measures.
 
-    Raises ConfigError if the configuration cannot work.
+    Each round is a run by itself, with nothing before it; a measure is of all of them together. Raises ConfigError if
+    the configuration cannot work.
     """
-    workload = workload_of(requests, outstanding, think_s)
-    real = _measures(real_classes(requests))
-    simulated = [_measures(simulate(workload, machine, seed)) for seed in range(NUM_RUNS)]
+    workloads = [workload_of(requests, outstanding, think_s) for requests in rounds]
+    real = measures_of(rounds)
+    simulated = []
+    for seed in range(0, NUM_RUNS * len(rounds), len(rounds)):
+        runs = [simulated_requests(workload, machine, seed + number) for number, workload in enumerate(workloads)]
+        simulated.append(_measures(_together(runs)))
     return [
         Comparison(*key, value, statistics.fmean(values))
         for key, value in real.items()
@@ -162,14 +180,23 @@ def simulate(workload: Workload, machine: SimulatedMachine, seed: int) -> dict[s
     return Simulation(simulation_of(machine, seed), workload).run().classes
 
 
+def simulated_requests(workload: Workload, machine: SimulatedMachine, seed: int) -> EndedRequests:
+    """Simulate the workload; return its requests."""
+    simulation = Simulation(simulation_of(machine, seed), workload)
+    duration_s = simulation.run().duration_s
+    return EndedRequests(simulation.records(), simulation.gaps(), duration_s)
+
+
 def simulation_of(machine: SimulatedMachine, seed: int) -> SimConfig:
     """Return the configuration of a simulation with this jitter."""
+    decode, prefill = machine.decode, machine.prefill
     return SimConfig(
         cluster=machine.cluster,
         layout=machine.layout,
         links=machine.links,
-        decode_costs=machine.decode.drawn(seed),
-        prefill_costs=machine.prefill.drawn(seed) if machine.prefill is not None else None,
+        decode_costs=decode.drawn_for_others(seed),
+        prefill_costs=prefill.drawn_for_others(seed) if prefill is not None else None,
+        own_costs=decode.drawn(seed) | (prefill.drawn(seed) if prefill is not None else {}),
         learns_costs=True,
         slowdowns=machine.slowdowns,
         num_pools=machine.num_nodes,
@@ -179,8 +206,27 @@ def simulation_of(machine: SimulatedMachine, seed: int) -> SimConfig:
     )
 
 
+def measures_of(rounds: Sequence[Sequence[ReplayedRequest]]) -> dict[tuple[str, str], float]:
+    """Return the measures of real rounds together, by class and name."""
+    return _measures(_together([real_requests(requests) for requests in rounds]))
+
+
 def real_classes(requests: Sequence[ReplayedRequest]) -> dict[str, ClassResult]:
     """Compute the results of the real run by the simulator's formulas."""
+    return _together([real_requests(requests)])
+
+
+def _together(runs: Sequence[EndedRequests]) -> dict[str, ClassResult]:
+    """Compute the results of several runs as if of one."""
+    gaps: dict[str, GapSample] = {}
+    for run in runs:
+        for name, sample in run.gaps.items():
+            gaps.setdefault(name, GapSample()).add(tuple(sample.values()))
+    return classes_of([one for run in runs for one in run.records], gaps, sum(run.duration_s for run in runs))
+
+
+def real_requests(requests: Sequence[ReplayedRequest]) -> EndedRequests:
+    """Return the requests of the real run as a simulation would."""
     gaps: dict[str, GapSample] = {}
     records = []
     for number, one in enumerate(requests):
@@ -189,7 +235,7 @@ def real_classes(requests: Sequence[ReplayedRequest]) -> dict[str, ClassResult]:
         under_way = OpenRequest(number, timed, one.observed.request.arrival_s, times)
         records.append(under_way.close(ending, times[-1], gaps.setdefault(timed.class_name, GapSample())))
     begin_s = min(one.observed.request.arrival_s for one in requests)
-    return classes_of(records, gaps, max(record.ended_s for record in records) - begin_s)
+    return EndedRequests(records, gaps, max(record.ended_s for record in records) - begin_s)
 
 
 def _timed(observed: ObservedRequest, begin_s: float) -> TimedRequest:

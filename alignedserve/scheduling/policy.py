@@ -5,12 +5,13 @@ its memory, its limits and the time, and plans which requests compute how many t
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
 
 
@@ -67,6 +68,7 @@ class IterationPlan:
     scheduled: tuple[ScheduledRequest, ...] = ()
     evictions: tuple[PlannedEviction, ...] = ()
     uploads: tuple[int, ...] = ()  # rows neither scheduled nor evicted; only beside scheduled ones
+    work: IterationWork | None = field(default=None, compare=False)  # of the scheduled ones, where it is added up
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ class SimConfig:
     links: SimLinks
     decode_costs: CostModel  # of colocated workers: for both phases
     prefill_costs: CostModel | None = None  # None: as `decode_costs`
+    own_costs: Mapping[str, CostModel] = field(default_factory=dict)  # of single workers, by name, before the two above
     mechanisms: SimMechanisms = SimMechanisms()
     learns_costs: bool = True  # policies learn the cost of iterations, as live ones do; False: they know it
     measured: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)  # what workers measured before they
@@ -119,6 +120,11 @@ class SimConfig:
             raise ConfigError(f"num_pools must be between 1 and {num_workers}: every node needs workers of each kind")
         if not 1 <= self.routers.count <= self.num_pools:
             raise ConfigError(f"routers must be between 1 and {self.num_pools}, the number of nodes")
+
+    def costs_of(self, worker: str, *, is_prefill: bool = False) -> CostModel:
+        """Return the costs of a worker's iterations."""
+        usual = self.prefill_costs if is_prefill and self.prefill_costs is not None else self.decode_costs
+        return self.own_costs.get(worker, usual)
 
     @property
     def decode_memory(self) -> DeviceMemory:

@@ -5,7 +5,7 @@ messages arrive and the counts are final.
 """
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, repeat
@@ -31,7 +31,7 @@ from alignedserve.sim.engine import EOS, SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.gateway import GATEWAY, SimulatedGateway
 from alignedserve.sim.misses import MissWatch
-from alignedserve.sim.records import RequestRecord
+from alignedserve.sim.records import GapSample, RequestRecord
 from alignedserve.sim.result import RouterResult, SimulationResult, classes_of, worker_of
 from alignedserve.sim.routers import RouterChoice, SimulatedRouter
 from alignedserve.sim.shared_cores import SharedCores
@@ -113,6 +113,10 @@ class Simulation:
         """Return every ended request, by its end; times begin with the simulation, requests a second later."""
         return self._gateway.records
 
+    def gaps(self) -> Mapping[str, GapSample]:
+        """Return the gaps between tokens, by class."""
+        return self._gateway.gaps
+
     def logics(self) -> dict[str, AnyLogic]:
         """Return each component's logic by its name."""
         return {component.name: component.logic for component in self._components}
@@ -177,7 +181,8 @@ class Simulation:
         registered = registration_of(
             self._config.layout, num_blocks, config.max_running_requests, _pool(node), can_prefill=True
         )
-        costs = self._config.prefill_costs or self._config.decode_costs
+        name = f"prefill-{number}"
+        costs = self._config.costs_of(name, is_prefill=True)
         make = partial(
             prefill_factory.make_logic,
             registered=registered,
@@ -185,17 +190,18 @@ class Simulation:
             scheduling=self._config.cluster.scheduling,
             eos_token_ids=_EOS_TOKEN_IDS,
             costs=self._known(costs),
-            measured=self._measured(f"prefill-{number}", costs, num_blocks, limits_of(config)),
+            measured=self._measured(name, costs, num_blocks, limits_of(config)),
         )
-        return self._add_worker(f"prefill-{number}", Role.PREFILL_WORKER, make, _pool(node), costs)
+        return self._add_worker(name, Role.PREFILL_WORKER, make, _pool(node), costs)
 
     def _add_decode_worker(self, number: int, node: int) -> str:
         config, layout = self._config.cluster.decode, self._config.layout
         num_blocks = layout.blocks_in(config.kv_cache_bytes)
         make: Callable[[], AnyLogic]
-        cluster, costs = self._config.cluster, self._known(self._config.decode_costs)
         name = f"decode-{number}"
-        measured = self._measured(name, self._config.decode_costs, num_blocks, limits_of(config))
+        cluster, true_costs = self._config.cluster, self._config.costs_of(name)
+        costs = self._known(true_costs)
+        measured = self._measured(name, true_costs, num_blocks, limits_of(config))
         if self._config.is_colocated:
             make = partial(
                 decode_factory.make_colocated_logic,
@@ -223,7 +229,7 @@ class Simulation:
                 costs=costs,
                 measured=measured,
             )
-        return self._add_worker(name, Role.DECODE_WORKER, make, _pool(node), self._config.decode_costs)
+        return self._add_worker(name, Role.DECODE_WORKER, make, _pool(node), true_costs)
 
     def _known(self, costs: CostModel) -> CostModel | None:
         """Return the costs that a worker's policy knows from the start."""

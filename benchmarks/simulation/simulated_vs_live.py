@@ -1,15 +1,18 @@
-"""Distance of the simulator from the live system: fitted on one run under load, judged on runs of other loads.
+"""Distance of the simulator from the live system: fitted on one load, judged on others.
 
     python -m benchmarks.simulation.simulated_vs_live [--topology colocated|elastic|disaggregated]
-        [--model pocket|opt-125m|smollm2] [--duration S] [--folder DIR]
+        [--model pocket|opt-125m|smollm2] [--rounds N] [--duration S] [--folder DIR]
 
-Serves and puts three loads on, one after the other: `fit`, and two of another rate and of other lengths, which are
-judged. All are recorded, and every decision is checked. With --folder the recording stays, and one that is there is not
-made again: simulated and compared only. Nothing else should compute meanwhile: the load average of the machine stands
-in the result.
+Serves and puts three loads on in turn, N times: `fit`, and two of another rate and of other lengths, which are judged.
+The same load is the same requests every time. In turn, because the machine is not the same from one minute to the next:
+so all loads see all of its states. By how much a load differs from itself, in the even and the odd rounds, stands
+beside by how much the simulation differs from it. Every decision is checked. With --folder the recording stays, and one
+that is there is not made again: simulated and compared only. Nothing else should compute meanwhile: the load average of
+the machine stands in the result.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -21,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from alignedserve.cli.bench.options import LoadOptions
 from alignedserve.cli.bench.serve import bench_serve
@@ -34,9 +39,11 @@ from alignedserve.replay.observed import ObservedRun
 from alignedserve.replay.run_file import read_run_metadata
 from alignedserve.replay.simulated import (
     Comparison,
+    ReplayedRequest,
     SimulatedMachine,
     compare,
     fitted_machine,
+    measures_of,
     requests_of,
     think_times_s,
 )
@@ -46,7 +53,9 @@ from benchmarks.support.recording import write_result
 RT = "rt: rate={rate}, prompt={prompt}, output=exponential({output}), max_output=200, ttft=0.4, tpot=0.2"
 BE = "be: outstanding={outstanding}, prompt=uniform({shortest},{longest}), output=uniform(32,128), tier=flex"
 FITTED = "fit"
+BE_CLASS = "be"
 RUN, WINDOWS = "run", "windows.json"
+Window = tuple[float, float, float, float]  # begin, end, and the load averages of the machine then
 THROUGHPUT, TIMES = 0.05, 0.10  # what the ratios of throughput and of times may be off
 JUDGED = ("requests/s", "ttft p50, s", "ttft p90, s", "tbt p50, s", "tbt p90, s")
 
@@ -99,28 +108,28 @@ LOADS = {
 }
 
 
-def record_run(folder: Path, overrides: list[str], tokenizer: Path, duration_s: float) -> None:
-    """Serve, put one load on after the other, and leave the recording in RUN of `folder` and when each load was on in
-    WINDOWS. In a process of its own: a process can start one Ray cluster."""
+def record_run(folder: Path, overrides: list[str], tokenizer: Path, num_rounds: int, duration_s: float) -> None:
+    """Serve, put the loads on in turn, and leave the recording in RUN of `folder` and when each load was on in WINDOWS.
+    In a process of its own: a process can start one Ray cluster."""
     run = json.dumps(str(folder / RUN))
-    windows = {}
+    windows: dict[str, list[Window]] = {name: [] for name in LOADS}
     with start_cluster(load_config(None, [*overrides, "batches.enabled=false", f"recording.folder={run}"])) as cluster:
         cluster.wait_ready(120.0)
-        for seed, (name, load) in enumerate(LOADS.items(), 1):
+        for number, (seed, name) in itertools.product(range(num_rounds), enumerate(LOADS, 1)):
             options = LoadOptions(
                 url=cluster.url,
                 endpoint="completions",
-                synthetic=load.line,
+                synthetic=LOADS[name].line,
                 duration_s=duration_s,
                 ignore_eos=True,
                 tokenizer=tokenizer,
                 seed=seed,
-                json_target=str(folder / f"{name}.json"),
+                json_target=str(folder / f"{name}.{number}.json"),
             )
             begin_s, load_average = time.monotonic(), os.getloadavg()[0]
             bench_serve(options)
-            windows[name] = [begin_s, time.monotonic(), load_average, os.getloadavg()[0]]
-            (folder / WINDOWS).write_text(json.dumps(windows))
+            windows[name].append((begin_s, time.monotonic(), load_average, os.getloadavg()[0]))
+    (folder / WINDOWS).write_text(json.dumps(windows))
 
 
 def judged(comparisons: Sequence[Comparison]) -> dict[str, bool]:
@@ -153,7 +162,7 @@ def record(arguments: argparse.Namespace, folder: Path) -> None:
         overrides += [f"pool.memory_bytes={1 << 30}"]
         overrides += [f"prefill.{field}_bytes={1 << 29}" for field in ("kv_cache", "candidate_buffer")]
     process = multiprocessing.get_context("spawn").Process(
-        target=record_run, args=(folder, overrides, model, arguments.duration)
+        target=record_run, args=(folder, overrides, model, arguments.rounds, arguments.duration)
     )
     process.start()
     process.join()
@@ -167,19 +176,21 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         return {}
     checks, run = replay_folder(folder / RUN)
     metadata = read_run_metadata(folder / RUN)
-    windows = json.loads((folder / WINDOWS).read_text())
-    fitted = run.within(*windows[FITTED][:2])
+    windows = msgspec.json.decode((folder / WINDOWS).read_bytes(), type=dict[str, list[Window]])
+    fitted = run.within(*(window[:2] for window in windows[FITTED]))
     fit = fit_machine(fitted, metadata.layout.block_bytes)
     machine = fitted_machine(metadata, fit)
-    think_s = think_times_s(requests_of(fitted), {"be": LOADS[FITTED].outstanding})
+    think_s = think_time_of([run.within(window[:2]) for window in windows[FITTED]])
     runs = {}
-    for name, (begin_s, end_s, *load_averages) in windows.items():
-        runs[name] = compared(run.within(begin_s, end_s), name, machine, fit, think_s)
-        runs[name]["load_average_before_and_after"] = load_averages
+    for name, of_load in windows.items():
+        rounds = [run.within(window[:2]) for window in of_load]
+        runs[name] = compared(rounds, name, machine, fit, think_s)
+        runs[name]["load_average_before_and_after"] = [window[2:] for window in of_load]
     return {
         "topology": arguments.topology,
         "model": arguments.model,
         "policy": arguments.policy,
+        "rounds": arguments.rounds,
         "seconds": arguments.duration,
         "within_bounds": {name: run["within_bounds"] for name, run in runs.items()},
         "decisions": [_decisions(check) for check in checks],
@@ -195,19 +206,34 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def think_time_of(fitted: Sequence[ObservedRun]) -> dict[str, float]:
+    """Return the best-effort client's time between two requests, in the rounds of the fitted load."""
+    found = [think_times_s(requests_of(one), {BE_CLASS: LOADS[FITTED].outstanding})[BE_CLASS] for one in fitted]
+    return {BE_CLASS: statistics.fmean(found)}
+
+
 def compared(
-    run: ObservedRun, name: str, machine: SimulatedMachine, fit: MachineFit, think_s: Mapping[str, float]
+    observed: Sequence[ObservedRun], name: str, machine: SimulatedMachine, fit: MachineFit, think_s: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return what was observed of a load beside its simulation with these costs."""
-    requests = requests_of(run)
-    comparisons = compare(requests, {"be": LOADS[name].outstanding}, machine, think_s)
+    """Return what was observed of a load, in its rounds, beside its simulation with these costs."""
+    rounds = [requests_of(one) for one in observed]
+    comparisons = compare(rounds, {BE_CLASS: LOADS[name].outstanding}, machine, think_s)
     return {
         "load": LOADS[name].line,
-        "num_requests": len(requests),
+        "num_requests": sum(map(len, rounds)),
         "within_bounds": judged(comparisons),
         "measures": [asdict(one) | {"ratio": one.ratio} for one in comparisons],
-        "iterations": iterations_of(run, fit),
+        "odd_by_even_rounds": itself(rounds),
+        "iterations": [iterations_of(one, fit) for one in observed],
     }
+
+
+def itself(rounds: Sequence[Sequence[ReplayedRequest]]) -> dict[str, float]:
+    """Return the ratios of the real measures of all requests in the odd rounds to those in the even ones."""
+    if len(rounds) < 2:
+        return {}
+    even, odd = measures_of(rounds[::2]), measures_of(rounds[1::2])
+    return {name: odd[kind, name] / even[kind, name] for kind, name in even if kind == "all" and name in JUDGED}
 
 
 def iterations_of(run: ObservedRun, fit: MachineFit) -> dict[str, Any]:
@@ -251,7 +277,8 @@ def main() -> None:
     parser.add_argument("--topology", choices=("colocated", "elastic", "disaggregated"), default="colocated")
     parser.add_argument("--model", choices=("pocket", "opt-125m", "smollm2"), default="pocket")
     parser.add_argument("--policy", default="aligned_slo")
-    parser.add_argument("--duration", type=float, default=25.0)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--duration", type=float, default=10.0, help="of a load in a round")
     parser.add_argument("--folder", type=Path, help="where recordings stay")
     parser.add_argument("--suffix", default="", help="of the result's name: the state of the machine")
     parser.add_argument("--only-record", action="store_true", help="compare later, with the same --folder")
@@ -264,6 +291,7 @@ def main() -> None:
         return
     for name, run in figures["runs"].items():
         print(name, {one["measure"]: round(one["ratio"], 3) for one in run["measures"] if one["class_name"] == "all"})
+        print("  odd by even rounds", {key: round(ratio, 3) for key, ratio in run["odd_by_even_rounds"].items()})
     parts = ("simulated_vs_live", arguments.model, arguments.topology, arguments.suffix)
     print(write_result("_".join(filter(None, parts)), figures))
 

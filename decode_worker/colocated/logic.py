@@ -179,7 +179,7 @@ class ColocatedLogic:
         if not plan.scheduled:
             assert not plan.evictions, "evictions without a scheduled request"
             return commands
-        members = tuple(self._requests.of_row(part.row) for part in plan.scheduled)
+        members = self._requests.of_parts(plan.scheduled)
         self._state.begin(plan)
         iteration = self._performer.perform(plan, members, now)
         self._iterations.start(now, members, has_changed=members != self._members)

@@ -74,9 +74,7 @@ def _read_options() -> argparse.Namespace:
 # --- runs
 
 
-def run(
-    points: Sequence[Point], path: Path, *, processes: int, again: Sequence[str] = (), systems: str = "*"
-) -> None:
+def run(points: Sequence[Point], path: Path, *, processes: int, again: Sequence[str] = (), systems: str = "*") -> None:
     """Search these points, each in a process, and append to the record of this path.
 
     `again`: commits whose outcomes of `systems`, a pattern, no longer count, at these points and at all others.

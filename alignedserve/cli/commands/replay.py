@@ -112,7 +112,7 @@ def simulate_beside(options: ReplayOptions, run: ObservedRun, outstanding: Mappi
         machine = replace(machine, decode=WorkerCosts(make_cost_model(options.costs)), prefill=None)
         costs_from = f"{options.costs}; links from this very run"
     think_s = think_times_s(requests_of(source), outstanding)
-    comparisons = compare(requests, outstanding, machine, think_s)
+    comparisons = compare([requests], outstanding, machine, think_s)
     num_others = sum(one.timed.class_name == OTHERS for one in requests)
     return SimulatedTimes(costs_from, len(requests), num_others, fit, comparisons)
 

@@ -40,7 +40,7 @@ def test_a_part_of_a_run_has_what_was_in_its_time() -> None:
         message = RequestFinished(RequestId(f"r{number}"), 0, 1)
         run.record_sent(message, sent_s)
         run.record_received(message, sent_s + 0.2 + number)
-    part = run.within(2.0, 3.0)
+    part = run.within((2.0, 2.2), (2.2, 3.0))
     assert list(part.requests) == ["r1"]
     assert [one.started_s for one in part.iterations] == [2.5]
     assert part.submit_times_s() == [0.5]
