@@ -14,12 +14,12 @@ import msgspec
 
 from alignedserve.config.environment import data_dir
 from alignedserve.config.sections import Topology
-from alignedserve.sim.policies import simulated_policy
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.rates import at_rate
-from benchmarks.simulation.placements import BEST_EFFORT, MACHINES, OUTSTANDING, Point, cluster, figures_of, points
+from benchmarks.simulation.placements import BEST_EFFORT, OUTSTANDING, Point, figures_of, points
 from benchmarks.simulation.trial_routers import ROUTERS, RoutedSimulation
 from benchmarks.support.recording import write_result
+from benchmarks.support.server_cluster import server_cluster
 
 _BASE = "as it is"
 _LEAST_S = 20.0  # of arrivals
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 def rows_of(run: Run, routers: Sequence[str], num_requests: int) -> Iterator[dict[str, Any]]:
     """Simulate every router with the requests of a run."""
-    config = simulated_policy(MACHINES, cluster(Topology.ELASTIC, run.point.num_workers))
+    config = server_cluster("aligned_slo", Topology.ELASTIC, run.point.num_workers)
     workload = run.line(num_requests).build()
     base: dict[str, Any] | None = None
     for name in (_BASE, *(one for one in routers if one != _BASE)):
