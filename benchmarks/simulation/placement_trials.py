@@ -1,6 +1,6 @@
 """Ways to place prompts that were tried, beside the router's own: points of attainment gained and lost.
 
-    python -m benchmarks.simulation.placement_trials [--workers 4 8] [--requests 250] [--runs 2] [--routers ...]
+    python -m benchmarks.simulation.placement_trials [--workers 4 8] [--requests 250] [--runs 2] [--only code]
 
 The points of `benchmarks.simulation.placements`, on elastic workers; every router has the same requests. A further run
 of a point is of other requests of its trace.
@@ -8,6 +8,7 @@ of a point is of other requests of its trace.
 
 import argparse
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -88,12 +89,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=250)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
-    parser.add_argument("--only", default="", help="part of a trace's name")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of traces' names")
     parser.add_argument("--name", default="placement_trials", help="of the record")
     arguments = parser.parse_args()
     rows = []
     for number in range(arguments.runs):
-        for point in points(arguments.workers, arguments.only):
+        for point in chain.from_iterable(points(arguments.workers, part) for part in arguments.only):
             for row in rows_of(Run(point, number), arguments.routers, arguments.requests):
                 rows.append(row)
                 print(msgspec.json.encode(row).decode(), flush=True)
