@@ -5,10 +5,11 @@ at 1 has nothing but prompts to compute, one at 0 has no time for any. A prompt 
 it first (placement.py), and is decoded there, unless the workers of a node drift apart. Then, on each node, one of two:
 
 - Time: the worker with the least lean, if its decodes fill their gaps or prompts wait there, hands its latest requests
-  over to the one with the most. The receiver has no prompts, or computes its own in half the time.
-- Memory: the worker whose prompts do not find room in its free blocks, or that hardly has any left, hands its latest
-  requests over to the one with the most free blocks.
-No ping-pong: after a move for time the receiver has no more decodes than the giver, after one for memory no fewer free
+  over to the one with the most. The receiver has no prompts, or computes its own in half the time, or the giver's
+  decodes take all the time that they may.
+- Memory: the worker whose next prompts do not find room in its free blocks hands requests over to the one with most to
+  spare: the smallest that frees enough, else the largest.
+No ping-pong: after a move for time the receiver has no more decodes than the giver, after one for memory more free
 blocks than the giver had; a request is handed over `MAX_MOVES` times at most; and a worker that has given or taken is
 left alone for `REST_S`, by when both have told their new loads.
 """
