@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulation.placement_trials [--workers 4 8] [--requests 250] [--runs 2] [--only code]
 
-The points of `benchmarks.simulation.placements`, on elastic workers; every router has the same requests. A further run
+The points of `benchmarks.simulation.placements`, and of long prompts with tight gaps, on elastic workers; every router has the same requests. A further run
 of a point is of other requests of its trace.
 """
 
@@ -18,10 +18,22 @@ from alignedserve.config.sections import Topology
 from alignedserve.sim.policies import simulated_policy
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.rates import at_rate
-from benchmarks.simulation.placements import BEST_EFFORT, MACHINES, OUTSTANDING, Point, cluster, figures_of, points
+from benchmarks.simulation.placements import (
+    BEST_EFFORT,
+    MACHINES,
+    OUTSTANDING,
+    TRACES,
+    Point,
+    Trace,
+    cluster,
+    figures_of,
+    points,
+)
 from benchmarks.simulation.trial_routers import ROUTERS, RoutedSimulation
 from benchmarks.support.recording import write_result
 
+# Long prompts beside tight gaps: where workers of one phase alone might gain.
+_TIGHT = Trace("arXiv, 4 s, 30 ms", "arxiv, rate=1, ttft=4, tpot=0.03", (1.0, 1.6), 0.8)
 _BASE = "as it is"
 _LEAST_S = 20.0  # of arrivals
 _APART_S = 600.0  # beginnings of the runs, in a recording
@@ -94,7 +106,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for number in range(arguments.runs):
-        for point in chain.from_iterable(points(arguments.workers, part) for part in arguments.only):
+        for point in chain.from_iterable(points(arguments.workers, part, (*TRACES, _TIGHT)) for part in arguments.only):
             for row in rows_of(Run(point, number), arguments.routers, arguments.requests):
                 rows.append(row)
                 print(msgspec.json.encode(row).decode(), flush=True)
