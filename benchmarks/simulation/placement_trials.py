@@ -2,8 +2,8 @@
 
     python -m benchmarks.simulation.placement_trials [--workers 4 8] [--requests 250] [--runs 2] [--only code]
 
-The points of `benchmarks.simulation.placements`, and of long prompts with tight gaps, on elastic workers; every router has the same requests. A further run
-of a point is of other requests of its trace.
+The points of `benchmarks.simulation.placements`, and of long prompts with tight gaps, on elastic workers; every router
+has the same requests. A further run of a point is of other requests of its trace.
 """
 
 import argparse
