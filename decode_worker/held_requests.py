@@ -1,6 +1,6 @@
 """Requests of a worker where a policy decides: their rows in its table and their blocks, always changed together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
@@ -48,6 +48,11 @@ class HeldRequests:
 
     def __getitem__(self, request_id: RequestId) -> HeldRequest:
         return self._requests[request_id]
+
+    @property
+    def by_id(self) -> Mapping[RequestId, HeldRequest]:
+        """The requests, for many look-ups."""
+        return self._requests
 
     def get(self, request_id: RequestId) -> HeldRequest | None:
         """Return the request, if it is here."""

@@ -191,7 +191,7 @@ class ColocatedLogic:
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
         self._performer.completed()
         self._scheduler.completed(self._state, now=now, duration_s=self._iterations.end(event, now))
-        commands = self._iterations.outcome(event, self._requests)
+        commands = self._iterations.outcome(event, self._requests.by_id)
         for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
             self._requests.drop(tracked)
             if tracked.successor is not None:
