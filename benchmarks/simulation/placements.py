@@ -61,9 +61,9 @@ class Point(NamedTuple):
         return WorkloadLine(text, duration_s=max(num_requests / self.rate, _LEAST_S), data_dir=data_dir())
 
 
-def points(workers: Sequence[int], only: str) -> Iterator[Point]:
+def points(workers: Sequence[int], only: str, traces: Sequence[Trace] = TRACES) -> Iterator[Point]:
     """Return the points of traces whose name has `only` in it."""
-    for trace in TRACES:
+    for trace in traces:
         for count in workers if only in trace.name else ():
             yield from (Point(trace, count, rate * count, is_beside=False) for rate in trace.rates)
             yield Point(trace, count, trace.rate_beside * count, is_beside=True)
