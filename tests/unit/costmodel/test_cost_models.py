@@ -10,6 +10,7 @@ import pytest
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import COST_MODELS, WorkerSpec, make_cost_model
+from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.linear import (
     LinearCoefficients,
     LinearIterationModel,
@@ -17,7 +18,6 @@ from alignedserve.costmodel.linear import (
     fit_error,
     fit_linear,
 )
-from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
