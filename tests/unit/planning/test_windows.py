@@ -21,7 +21,7 @@ EASY = Slo(1.0, 0.1)
 
 
 def rising(num_windows: int, per_window: int = 10) -> list[float]:
-    """Arrivals, so many in each ten seconds."""
+    """Return arrivals, so many in each ten seconds."""
     return [10.0 * number + place * 10.0 / per_window for number in range(num_windows) for place in range(per_window)]
 
 
@@ -75,7 +75,7 @@ def test_a_token_of_an_answer_costs_its_share_of_a_batch_that_keeps_the_pace() -
 
 
 def groups(*sizes: int) -> list[Group]:
-    """Groups of so many windows, each of which has 100 requests."""
+    """Return groups of so many windows, each of which has 100 requests."""
     return [
         Group(Window(100.0 * number, 100.0 * number + 60.0), size, {"rt": 100}, {"rt": 100 * size}, 1.0)
         for number, size in enumerate(sizes)
@@ -83,7 +83,7 @@ def groups(*sizes: int) -> list[Group]:
 
 
 def result_of(num_missed: int, num_sent: int = 100, *, is_abandoned: bool = False) -> SimulationResult:
-    """A result in which so many requests missed."""
+    """Return a result in which so many requests missed."""
     request = timed(class_name="rt", slo=EASY)
     result = Simulation(colocated(), workload_of(request)).run()
     found = replace(result.classes["rt"], num_sent=num_sent, parts=(PartResult(num_sent, num_sent - num_missed),))
@@ -91,12 +91,12 @@ def result_of(num_missed: int, num_sent: int = 100, *, is_abandoned: bool = Fals
 
 
 def goals(share: float = 0.99, number: int = 1500) -> Goals:
-    """Of a class of real-time requests."""
+    """Return the goals of a class of real-time requests."""
     return Goals(share, {"rt": number}, frozenset({"rt"}), frozenset(), 900.0)
 
 
 def played(trial: WindowedTrial, *missed: int) -> list[int]:
-    """Play windows with so many misses; their groups in order."""
+    """Play windows with so many misses, and return their groups in order."""
     order, left = [], list(missed)
     while asked := trial.next_windows():
         for group in asked:
