@@ -32,6 +32,8 @@ SOURCES = (
     "block_products/avx512vnni",
     "decode_pass/module",
     "length_prediction",
+    "request_table",
+    "iteration_costs",
     "nanobind",
 )
 HEADERS = (
@@ -43,6 +45,7 @@ HEADERS = (
     "attention_level",
     "attention_packing",
     "attention_tiles",
+    "buffers",
     "rows",
     "rows_level",
     "products",

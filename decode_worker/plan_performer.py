@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
+from alignedserve.scheduling.iteration_scheduler import Slices
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import AllocationResult
 from decode_worker.held_requests import HeldRequest, HeldRequests
@@ -17,15 +18,24 @@ class _Entered(NamedTuple):
     extensions: tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
 
 
+class _LatestSlices(NamedTuple):
+    """The slices of the latest iteration, and what they were made of."""
+
+    scheduled: tuple[ScheduledRequest, ...]
+    members: tuple[HeldRequest, ...]
+    slices: Slices
+
+
 class PlanPerformer:
     """The one place where plans change which blocks a request has."""
 
     def __init__(self, held: HeldRequests) -> None:
         self._held = held
         self._state = held.state
+        self._latest = _LatestSlices((), (), ())
         self.num_preemptions = 0
 
-    def perform(self, plan: IterationPlan, members: Sequence[HeldRequest], now: float) -> RunIteration:
+    def perform(self, plan: IterationPlan, members: tuple[HeldRequest, ...], now: float) -> RunIteration:
         """Allocate and free blocks by the plan; return the command for the engine. `members`: the scheduled ones."""
         outs = self.evict(plan.evictions, now)
         self._held.is_copying_out = bool(outs)
@@ -35,10 +45,7 @@ class PlanPerformer:
             self._bring_in(self._held.of_row(row), self._state.upload(row), ins)
         removals, forgotten = self._held.take_removals(), self._held.take_forgotten()
         swaps = Swaps(forgotten, outs, tuple(ins)) if forgotten or outs or ins else None
-        slices = tuple(
-            (tracked.request.request_id, part.num_tokens) for part, tracked in zip(plan.scheduled, members, strict=True)
-        )
-        return RunIteration(removals, *entered, slices, swaps)
+        return RunIteration(removals, *entered, self._slices(plan.scheduled, members), swaps)
 
     def completed(self) -> None:
         """Note the end of the iteration: its copies are made."""
@@ -54,7 +61,7 @@ class PlanPerformer:
         additions: list[Addition] = []
         extensions: list[tuple[RequestId, tuple[BlockId, ...]]] = []
         table = self._state.table
-        for part, tracked, grows in zip(scheduled, members, self._state.grows().tolist(), strict=True):
+        for part, tracked, grows in zip(scheduled, members, self._state.grows(), strict=True):
             if tracked.is_in_engine and not grows:  # as most decodes, in most iterations
                 continue
             request_id, num_cached = tracked.request.request_id, int(table.num_cached[part.row])
@@ -66,6 +73,18 @@ class PlanPerformer:
             elif block_ids:
                 extensions.append((request_id, block_ids))
         return _Entered(tuple(additions), tuple(extensions))
+
+    def _slices(self, scheduled: tuple[ScheduledRequest, ...], members: tuple[HeldRequest, ...]) -> Slices:
+        """Return the slices of the iteration.
+
+        They are the same object as last time if they are the same, so that none has to be looked at again.
+        """
+        latest = self._latest
+        if scheduled != latest.scheduled or members != latest.members:
+            pairs = zip(members, scheduled, strict=True)
+            slices = tuple([(tracked.request.request_id, part.num_tokens) for tracked, part in pairs])
+            self._latest = latest = _LatestSlices(scheduled, members, slices)
+        return latest.slices
 
     def _bring_in(self, tracked: HeldRequest, entered: AllocationResult, ins: list[Swap]) -> tuple[BlockId, ...]:
         """Allocate the request's new blocks; its cache on the host is swapped in with the iteration."""

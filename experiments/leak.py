@@ -18,7 +18,7 @@ from alignedserve.workload.distributions import split_outside_parentheses
 from alignedserve.workload.grammar import ClientLimit
 from experiments.accelgen import OPT_13B, accelgen_case
 from experiments.alignedserve import HEADLINE, KERNELS, STRAGGLER
-from experiments.alise import AliseLoad
+from experiments.alise import SHARED_RATES, AliseLoad
 from experiments.apt_serve import AptServeLoad
 from experiments.bros import BrosLoad
 from experiments.common import (
@@ -144,11 +144,10 @@ def accelgen_cases() -> list[LabelledCase]:
 
 
 def alise_cases() -> list[LabelledCase]:
-    """Return ShareGPT at the rate that all of ALISE's systems are run at."""
-    load = AliseLoad("opt-13b", "sharegpt", 1.7)
+    """Return both kinds of lengths at the rates that all of ALISE's systems are run at."""
     return [
-        _told(load.case("leak", policy, 1), "sharegpt 1.7/s", told)
-        for policy, told in product(("ALISE", "aligned_slo"), COSTS_WERE_TOLD)
+        _told(AliseLoad("opt-13b", *point).case("leak", policy, 1), f"{point[0]} {point[1]:g}/s", told)
+        for point, policy, told in product(SHARED_RATES.items(), ("ALISE", "aligned_slo"), COSTS_WERE_TOLD)
     ]
 
 

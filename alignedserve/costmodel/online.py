@@ -20,6 +20,7 @@ import numpy as np
 
 from alignedserve.costmodel.linear import LinearCoefficients, Sample, features_of, fit_linear, weighted
 from alignedserve.costmodel.work import IterationWork
+from kernels.cpu.iteration_costs import CostSums, Priors, is_native, learn
 
 _DECAY = 0.995  # an iteration counts half after 140 more
 _PRIOR_WEIGHT = 0.3  # mu: of a coefficient that is off by its whole size, in iterations
@@ -55,7 +56,9 @@ class OnlineIterationModel:
     nothing.
     """
 
-    def __init__(self, prior: LinearCoefficients = GENERIC, swap_token_s: float = 0.0) -> None:
+    def __init__(
+        self, prior: LinearCoefficients = GENERIC, swap_token_s: float = 0.0, *, allow_kernels: bool = True
+    ) -> None:
         """`prior`: coefficients to start from; at least one is above 0."""
         self._prior, self._bend_tokens = prior.weights, prior.bend_tokens
         self._used = [index for index, value in enumerate(self._prior) if value > 0.0]
@@ -63,8 +66,9 @@ class OnlineIterationModel:
         self._swap_token_s = swap_token_s
         self._weights: tuple[float, ...] = self._prior
         size = len(self._prior)
-        self._products = np.zeros((size, size))  # sums of feature * feature / measured^2
-        self._targets = np.zeros(size)  # sums of feature / measured
+        # Of feature * feature / measured^2, and of feature / measured.
+        self._sums = CostSums(np.zeros((size, size)), np.zeros(size))
+        self._has_kernel = allow_kernels and is_native()
         self._log_scale = 0.0
         self._usual_error = 1.0
         self.num_observed = 0
@@ -96,8 +100,7 @@ class OnlineIterationModel:
         self.num_observed += 1
         features = [feature / seconds for feature in features_of(work, self._bend_tokens)]
         self._rescale(sum(map(mul, self._prior, features)))
-        self._accumulate(features, self._weight_of(abs(predicted / seconds - 1.0)))
-        self._descend()
+        self._learn(features, self._weight_of(abs(predicted / seconds - 1.0)))
 
     def _learn_copies(self, num_tokens: float, seconds: float, computing_s: float) -> None:
         """Correct the time of a copied token; one that is free in the prior stays free."""
@@ -122,24 +125,43 @@ class OnlineIterationModel:
         self._usual_error = max(self._usual_error, _MIN_ERROR)
         return 1.0 if error <= limit else limit / error
 
-    def _accumulate(self, features: list[float], weight: float) -> None:
-        row = np.array(features)
-        scaled = weight * row
-        self._products *= _DECAY
-        self._products += np.multiply.outer(scaled, row)
-        self._targets *= _DECAY
-        self._targets += scaled
+    def _learn(self, features: list[float], weight: float) -> None:
+        """Add an iteration's features to the sums, and move the coefficients towards what they say.
 
-    def _descend(self) -> None:
-        """Set each coefficient once to its best with the others as they are; iterations to come go on from there."""
+        Each is set once to its best with the others as they are; iterations to come go on from there.
+        """
         scale = math.exp(self._log_scale)
+        if self._has_kernel:
+            priors = Priors(self._prior, scale, _PRIOR_WEIGHT)
+            self._weights = learn(
+                self._sums, features, weight=weight, decay=_DECAY, priors=priors, coefficients=self._weights
+            )
+            return
+        self._accumulate(features, weight)
+        self._descend(scale)
+
+    def _accumulate(self, features: list[float], weight: float) -> None:
+        row, (products, targets) = np.array(features), self._sums
+        scaled = weight * row
+        products *= _DECAY
+        products += np.multiply.outer(scaled, row)
+        targets *= _DECAY
+        targets += scaled
+
+    def _descend(self, scale: float) -> None:
         weights = list(self._weights)
-        products, targets = self._products.tolist(), self._targets.tolist()  # numpy is slow, a number at a time
+        products, targets = (
+            self._sums.products.tolist(),
+            self._sums.targets.tolist(),
+        )  # a number at a time is slow there
         for index in self._used:
             row = products[index]
             prior = scale * self._prior[index]
             pull = _PRIOR_WEIGHT / (prior * prior)
-            others = sum(map(mul, row, weights)) - row[index] * weights[index]
+            together = 0.0
+            for sum_of_products, other in zip(row, weights, strict=True):  # not by `sum`, which may correct its errors
+                together += sum_of_products * other
+            others = together - row[index] * weights[index]
             best = (targets[index] + pull * prior - others) / (row[index] + pull)
             weights[index] = best if best > 0.0 else 0.0
         self._weights = tuple(weights)

@@ -74,7 +74,7 @@ class Candidate:
     @property
     def label(self) -> str:
         """Return a name that no other candidate has."""
-        return f"{self.num_accelerators} x {self.offer.name}, {self.shape}, {self.policy.label}"
+        return f"{self.num_accelerators} x {self.offer.label}, {self.shape}, {self.policy.label}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,4 +155,4 @@ def _affordable(row: tuple[Candidate, ...], max_cost: float | None) -> tuple[Can
 def _name(first: Candidate) -> str:
     prefill = f"{first.num_prefill} prefill, " if first.topology.is_separate else ""
     degree = f", {first.tensor_parallel} each" if first.tensor_parallel > 1 else ""
-    return f"{first.offer.name}{degree}: {prefill}{first.topology.value}, {first.policy.label}"
+    return f"{first.offer.label}{degree}: {prefill}{first.topology.value}, {first.policy.label}"

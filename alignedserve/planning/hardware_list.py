@@ -22,6 +22,11 @@ class Offer:
     price_per_hour: float | None = None  # of one
 
     @property
+    def label(self) -> str:
+        """Return its name in reports: of a measured machine, that of its file."""
+        return self.name.rpartition("/")[2].removeprefix(FITTED)
+
+    @property
     def is_profiled(self) -> bool:
         """Return whether it is a machine that was measured: its model and degree of parallelism are given."""
         return self.name.startswith(FITTED) or self.name == RECORDED
@@ -32,7 +37,7 @@ def parse_hardware(text: str) -> tuple[Offer, ...]:
     offers = tuple(_parse_offer(part.strip()) for part in text.split(",") if part.strip())
     if not offers:
         raise ConfigError("--hardware is empty: write for example '4x h100 @2.5, 8x a100-80g @1.2'")
-    names = [offer.name for offer in offers]
+    names = [offer.label for offer in offers]
     if len(set(names)) < len(names):
         raise ConfigError(f"--hardware {text!r} names one kind twice")
     _check_prices(offers)

@@ -1,7 +1,8 @@
 """The search for the cheapest plan that holds: bisection inside each family, then the whole workload, cheapest first.
 
 1. Where there are windows of the workload, every family's cheapest plan that holds them is found by bisection, from an
-   estimate of the workers needed. Plans that cost SLACK times as much as one that holds are left out.
+   estimate of the workers needed: first of the cheapest, as plans that cost SLACK times as much as one that holds are
+   left out.
 2. The whole workload is played by the cheapest plan left, of equally cheap ones the one that attained most; where it
    fails, by the next, until one holds that costs no more than any left. Beside it, the plan of one worker less shows
    that the windows told the truth of it, unless they held more misses than the whole may.
@@ -154,12 +155,15 @@ class PlanSearch:
         return min(ended)[-1]
 
     def _tried_next(self, rows: Sequence[_Row]) -> list[Trial]:
-        """Leave out plans that cost more than one that holds; return those to try."""
+        """Leave out plans that cost more than one that holds; return those to try, the cheapest until one does."""
         slack = SLACK if self._has_windows else 1.0
         costs = [row.cost(row.holding) for row in rows if row.holding is not None]
         for row in rows:
             row.num_useful = sum(member.cost <= slack * min(costs, default=inf) for member in row.family.members)
         tried = [(row, place) for row in rows if (place := row.next_tried) is not None]
+        if not costs:
+            least = min((row.cost(place) for row, place in tried), default=inf)
+            tried = [(row, place) for row, place in tried if row.cost(place) <= least]
         return [Trial(row.family.members[place], is_whole=not self._has_windows) for row, place in tried]
 
     def _to_the_end(self, rows: Sequence[_Row]) -> list[Trial]:

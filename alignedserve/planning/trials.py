@@ -23,7 +23,7 @@ from alignedserve.sim.sweep import Case, WorkloadLine, part_of
 from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.requests import Window, Workload
 
-HOPELESS = 0.75  # attained of a whole that is too short for windows: what cannot reach it is abandoned
+HOPELESS = 0.75  # attained, of a window or of a short workload: what cannot reach it is abandoned
 _MAX_BACKLOG = 0.05  # of the requests of a class without objectives, beside those just under way
 _FEW = 2  # requests that are left by chance
 
@@ -148,7 +148,7 @@ def case_of(candidate: Candidate, run: Run, machines: Machines, traffic: Traffic
 
 
 class WindowsPlayed(NamedTuple):
-    """Windows that a plan was simulated on, the busiest first, of those chosen."""
+    """Windows that a plan was simulated on, of those chosen."""
 
     num_played: int
     num_chosen: int
@@ -205,9 +205,10 @@ def backlog_of(found: ClassResult, span_s: float) -> float:
         return 0.0
     if found.end_to_end_s is None:
         return float(found.num_sent)
+    waited_s = 0.0 if found.ttft_s is None else found.ttft_s.distribution.p50
+    generating_s = found.end_to_end_s.distribution.p50 - waited_s  # without the wait, or a queue would excuse itself
     num_left = found.num_sent - found.loaded_requests_per_s * span_s
-    under_way = found.end_to_end_s.distribution.p50 / span_s
-    return num_left - _FEW - (_MAX_BACKLOG + under_way) * found.num_sent
+    return num_left - _FEW - (_MAX_BACKLOG + generating_s / span_s) * found.num_sent
 
 
 def obstacle(candidate: Candidate, machines: Machines, workload: Workload) -> str | None:

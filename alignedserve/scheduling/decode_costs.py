@@ -6,8 +6,8 @@ import numpy as np
 
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import note_decodes
 from alignedserve.scheduling.table import RequestTable
+from alignedserve.scheduling.table_operations import note_decodes
 
 _MIXING_TOLERANCE = 0.1  # about the error of a learned cost model
 

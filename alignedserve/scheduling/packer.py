@@ -6,8 +6,11 @@ import numpy as np
 
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest, WorkerView
-from alignedserve.scheduling.table import Bools, Ints, RequestTable
+from alignedserve.scheduling.table import Bools, Ints
+from alignedserve.scheduling.table_operations import fitting_decodes
 
+_NUM_DECODES = 4096
+_DECODES = tuple(ScheduledRequest(row, 1) for row in range(_NUM_DECODES))  # shared by all plans
 _IntOf = Callable[[int], int]  # of a row
 _BoolOf = Callable[[int], bool]
 
@@ -93,20 +96,15 @@ class Packer:
 
         For rows that decode with their whole cache on the device.
         """
-        table = self._view.table
-        wanted = self._memory.blocks_for_each(
-            table.num_cached[rows] + 1, is_hidden=table.is_hidden[rows], is_real_time=table.is_real_time[rows]
-        )
-        taken = np.cumsum(np.maximum(wanted - table.num_blocks[rows], 0))
-        num_fitting = int(np.searchsorted(taken, self.num_free, side="right"))
-        count = max(min(num_fitting, self.num_places_left, self.num_tokens_left), 0)
+        at_most = min(self.num_places_left, self.num_tokens_left)
+        fitting = fitting_decodes(self._view.table, self._memory, rows, at_most=at_most, num_free=self.num_free)
+        count, num_blocks, *sums = fitting
         if count:
-            chosen: list[int] = rows[:count].tolist()
-            self._scheduled.update((row, ScheduledRequest(row, 1)) for row in chosen)
-            self.num_free -= int(taken[count - 1])
+            self._scheduled.update((row, _decode_of(row)) for row in rows[:count].tolist())
+            self.num_free -= num_blocks
             self.num_tokens_left -= count
             self.num_places_left -= count
-            note_decodes(self.work, table, rows[:count])
+            self.work.add_decodes(count, *sums)
         return count
 
     def note_work(self, work: IterationWork, row: int, num_tokens: int) -> None:
@@ -196,7 +194,10 @@ class Packer:
 
     def plan(self) -> IterationPlan:
         """Return the finished plan."""
-        return IterationPlan(tuple(self._scheduled.values()), tuple(self._evictions.values()), tuple(self._uploads))
+        scheduled, work = tuple(self._scheduled.values()), self.work
+        if self._evictions or self._uploads or work.swap_in_tokens or work.swap_out_tokens:
+            return IterationPlan(scheduled, tuple(self._evictions.values()), tuple(self._uploads))
+        return IterationPlan(scheduled, work=work)
 
     def _copied(self, row: int, num_tokens: int) -> float:
         return self._memory.copy_tokens(num_tokens, is_hidden=self._is_hidden(row)) if num_tokens else 0
@@ -236,13 +237,6 @@ class ReservingPacker(Packer):
         self.num_free += self._reserved.pop(row, 0)
 
 
-def note_decodes(work: IterationWork, table: RequestTable, rows: Ints) -> None:
-    """Add decodes of these rows to `work`."""
-    context_len = table.prompt_len[rows] + table.num_generated[rows]
-    hidden_len = int(context_len @ table.is_hidden[rows])
-    work.add_decodes(len(rows), int(np.add.reduce(context_len)), int(context_len.max(initial=0)), hidden_len)
-
-
 def add_evicting(packer: Packer, row: int, num_tokens: int, victims: list[int]) -> bool:
     """Schedule this many tokens, dropping the last of `victims` (and removing it from the list) while blocks lack.
 
@@ -275,3 +269,7 @@ def by_arrival(view: WorkerView, rows: Ints, at_most: int | None = None) -> list
     """Return `RequestTable.by_arrival` as a list."""
     chosen: list[int] = view.table.by_arrival(rows, at_most).tolist()
     return chosen
+
+
+def _decode_of(row: int) -> ScheduledRequest:
+    return _DECODES[row] if row < _NUM_DECODES else ScheduledRequest(row, 1)

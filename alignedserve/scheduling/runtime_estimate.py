@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 _DECISIONS_PER_PROBE = 64
 _PROBED_LENGTHS = (128, 256, 512, 1024, 2048)
-_PROMPT_LENGTHS = (1, *_PROBED_LENGTHS, 4096)
+PROMPT_LENGTHS = (1, *_PROBED_LENGTHS, 4096)
 
 
 class RequestRuntimeModel(NamedTuple):
@@ -51,17 +51,17 @@ def fit_request_runtime(costs: CostModel) -> RequestRuntimeModel:
 class PrefillTimes(NamedTuple):
     """Durations of prompts alone, as measured: a piecewise linear curve, where equation 4 is one line."""
 
-    probed_s: tuple[float, ...]  # of _PROMPT_LENGTHS
+    probed_s: tuple[float, ...]  # of PROMPT_LENGTHS
 
     def of(self, num_tokens: Ints) -> Floats:
         """Return seconds: interpolated between the measured lengths, beyond them in proportion to the longest."""
-        between: Floats = np.interp(num_tokens, _PROMPT_LENGTHS, self.probed_s)
-        return between * np.maximum(num_tokens / _PROMPT_LENGTHS[-1], 1.0)
+        between: Floats = np.interp(num_tokens, PROMPT_LENGTHS, self.probed_s)
+        return between * np.maximum(num_tokens / PROMPT_LENGTHS[-1], 1.0)
 
 
 def measure_prefill_times(costs: CostModel) -> PrefillTimes:
     """Measure the curve of this cost model."""
-    return PrefillTimes(tuple(_alone_s(costs, length, is_prompt=True) for length in _PROMPT_LENGTHS))
+    return PrefillTimes(tuple(_alone_s(costs, length, is_prompt=True) for length in PROMPT_LENGTHS))
 
 
 def _alone_s(costs: CostModel, length: int, *, is_prompt: bool) -> float:

@@ -3,7 +3,7 @@
 Shared by the worker's logic, which holds block ids and tokens, and tests that run a policy without a worker.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,6 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.costmodel.model import CostModel, LearningCostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import note_decodes
 from alignedserve.scheduling.policy import (
     DeviceMemory,
     EvictionMode,
@@ -25,6 +24,7 @@ from alignedserve.scheduling.policy import (
     WorkerView,
 )
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
+from alignedserve.scheduling.table_operations import growing_rows, note_completed, note_decodes
 
 
 class EvictionResult(NamedTuple):
@@ -65,7 +65,7 @@ class SchedulerState:
         """`memory`: empty."""
         self.table = RequestTable()
         self.history = IterationHistory()
-        self._memory = memory
+        self._memory = self._seen = memory
         self.num_free = memory.num_free
         self.num_free_host = memory.num_free_host
         self.work = IterationWork()  # of the iteration in flight, like these; no row is removed meanwhile
@@ -74,7 +74,9 @@ class SchedulerState:
 
     def view(self, *, limits: IterationLimits, costs: CostModel, now: float) -> WorkerView:
         """Build the policy's view."""
-        memory = replace(self._memory, num_free=self.num_free, num_free_host=self.num_free_host)
+        memory = self._seen
+        if memory.num_free != self.num_free or memory.num_free_host != self.num_free_host:
+            self._seen = memory = memory.with_free(self.num_free, self.num_free_host)
         return WorkerView(self.table, memory, limits, self.history, costs, now)
 
     def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> None:
@@ -98,7 +100,7 @@ class SchedulerState:
         """Note the iteration that begins; call it before any part of its plan is applied."""
         self._rows = np.array([part.row for part in plan.scheduled], np.int64)
         self._num_tokens = np.array([part.num_tokens for part in plan.scheduled], np.int64)
-        self.work = work_of(self.table, plan, self._memory)
+        self.work = plan.work if plan.work is not None else work_of(self.table, plan, self._memory)
 
     # --- requests that move between workers
 
@@ -160,20 +162,12 @@ class SchedulerState:
         table.waits_since_s[row] = now
         return left
 
-    def grows(self) -> Bools:
+    def grows(self) -> list[bool]:
         """Return which requests of the iteration take blocks or come back from the host, in order; after evictions.
 
         For all others `enter` changes nothing.
         """
-        table, rows = self.table, self._rows
-        assert (self._num_tokens <= table.num_remaining[rows]).all(), "computes tokens that are not known yet"
-        wanted = self._memory.blocks_for_each(
-            table.num_cached[rows] + self._num_tokens,
-            is_hidden=table.is_hidden[rows],
-            is_real_time=table.is_real_time[rows],
-        )
-        has_grown: Bools = wanted > table.num_blocks[rows]
-        return has_grown | (table.num_swapped[rows] > 0)
+        return growing_rows(self.table, self._memory, self._rows, self._num_tokens)
 
     def enter(self, part: ScheduledRequest) -> AllocationResult:
         """Allocate blocks for the tokens that the request computes and for its cache on the host."""
@@ -192,19 +186,8 @@ class SchedulerState:
 
     def completed(self, *, now: float, duration_s: float) -> Bools:
         """Note its end; return which of its requests computed all that was left, and so sampled a token."""
-        table, rows = self.table, self._rows
-        table.num_cached[rows] += self._num_tokens
-        table.service_s[rows] += duration_s
-        table.last_run_s[rows] = now
         self.history.note(duration_s)
-        has_sampled: Bools = table.num_remaining[rows] == 0
-        sampled = rows[has_sampled]
-        table.num_generated[sampled] += 1
-        first = sampled[np.isnan(table.first_token_s[sampled])]
-        table.first_token_s[first] = now
-        table.last_token_s[sampled] = now
-        table.waits_since_s[sampled] = now
-        return has_sampled
+        return note_completed(self.table, self._rows, self._num_tokens, now=now, duration_s=duration_s)
 
     def _bring_in(self, row: int, num_blocks: int) -> AllocationResult:
         assert num_blocks <= self.num_free, "a plan that does not fit"

@@ -4,19 +4,59 @@ A policy reads the columns, never writes them. Rows are dense and change their o
 number is good for one decision; `request_ids[row]` is what lasts. Ties are broken by `order`.
 """
 
-from typing import Any, ClassVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass
+from kernels.cpu.request_table import is_native
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _FIRST_CAPACITY = 64
+_INTS = (
+    *("order", "priority", "prompt_len", "max_tokens", "num_generated"),
+    *("num_cached", "num_swapped", "num_blocks", "num_preemptions"),
+)
+_FLOATS = (
+    *("arrival_s", "ttft_s", "tpot_s", "deadline_s", "predicted_len"),
+    *("waits_since_s", "first_token_s", "last_token_s", "last_run_s", "service_s"),
+)
+_BOOLS = ("is_real_time", "is_hidden")
+
+
+class Columns(NamedTuple):
+    """All columns, stacked by kind [columns, capacity], as the native kernels read them."""
+
+    ints: Ints
+    floats: Floats
+    bools: Bools
+
+    @classmethod
+    def zeros(cls, capacity: int) -> "Columns":
+        """Return columns of so many rows."""
+        return cls(
+            np.zeros((len(_INTS), capacity), np.int64),
+            np.zeros((len(_FLOATS), capacity), np.float64),
+            np.zeros((len(_BOOLS), capacity), np.bool_),
+        )
+
+    def with_space(self, num_rows: int) -> "Columns":
+        """Return the same columns with so many rows after them."""
+        more = Columns.zeros(num_rows)
+        return Columns(
+            np.concatenate((self.ints, more.ints), axis=1),
+            np.concatenate((self.floats, more.floats), axis=1),
+            np.concatenate((self.bools, more.bools), axis=1),
+        )
+
+
+COLUMN_NAMES = (_INTS, _FLOATS, _BOOLS)  # in the order of their stacks
+_HAS_KERNELS = is_native(COLUMN_NAMES)
 
 
 class RequestTable:
@@ -46,20 +86,11 @@ class RequestTable:
     service_s: Floats  # time that it spent in iterations
     num_preemptions: Ints
 
-    _COLUMNS: ClassVar[dict[str, type]] = {
-        **dict.fromkeys(("order", "priority", "prompt_len", "max_tokens", "num_generated"), np.int64),
-        **dict.fromkeys(("num_cached", "num_swapped", "num_blocks", "num_preemptions"), np.int64),
-        **dict.fromkeys(("arrival_s", "ttft_s", "tpot_s", "deadline_s", "predicted_len", "waits_since_s"), np.float64),
-        **dict.fromkeys(("first_token_s", "last_token_s", "last_run_s", "service_s"), np.float64),
-        **dict.fromkeys(("is_real_time", "is_hidden"), np.bool_),
-    }
-
-    def __init__(self) -> None:
+    def __init__(self, *, allow_kernels: bool = True) -> None:
+        self.has_kernels = allow_kernels and _HAS_KERNELS  # native ones, which read `columns`
         self.request_ids: list[RequestId] = []
         self._rows: dict[RequestId, int] = {}
-        self._storage: dict[str, npt.NDArray[Any]] = {
-            name: np.zeros(_FIRST_CAPACITY, kind) for name, kind in self._COLUMNS.items()
-        }
+        self.columns = Columns.zeros(_FIRST_CAPACITY)
         self._num_added = 0
         self._bind()
 
@@ -78,8 +109,8 @@ class RequestTable:
         request_id = request.request_id
         assert request_id not in self._rows, "a request added twice"
         row = len(self.request_ids)
-        if row == len(self._storage["order"]):
-            self._storage = {name: np.concatenate((kept, np.zeros_like(kept))) for name, kept in self._storage.items()}
+        if row == self.columns.ints.shape[1]:
+            self.columns = self.columns.with_space(row)
         self.request_ids.append(request_id)
         self._rows[request_id] = row
         self._bind()
@@ -101,9 +132,9 @@ class RequestTable:
             ("last_token_s", now if num_generated else np.nan),
             ("last_run_s", -np.inf),
         ):
-            self._storage[name][row] = value
+            getattr(self, name)[row] = value
         for name in ("num_cached", "num_swapped", "num_blocks", "is_hidden", "service_s", "num_preemptions"):
-            self._storage[name][row] = 0
+            getattr(self, name)[row] = 0
         self._num_added += 1
         return row
 
@@ -114,8 +145,8 @@ class RequestTable:
         if row != last:
             self.request_ids[row] = moved
             self._rows[moved] = row
-            for column in self._storage.values():
-                column[row] = column[last]
+            for stack in self.columns:
+                stack[:, row] = stack[:, last]
         self._bind()
 
     def by_arrival(self, rows: Ints, at_most: int | None = None) -> Ints:
@@ -158,5 +189,6 @@ class RequestTable:
     def _bind(self) -> None:
         """Make the public columns views of as many rows as there are."""
         num_rows = len(self.request_ids)
-        for name, column in self._storage.items():
-            setattr(self, name, column[:num_rows])
+        for names, stack in zip(COLUMN_NAMES, self.columns, strict=True):
+            for name, column in zip(names, stack[:, :num_rows], strict=True):
+                setattr(self, name, column)

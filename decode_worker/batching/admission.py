@@ -15,8 +15,8 @@ import numpy as np
 from alignedserve.core.request import RequestClass
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import note_decodes
 from alignedserve.scheduling.table import RequestTable
+from alignedserve.scheduling.table_operations import note_decodes
 from decode_worker.state import Candidate
 
 _STARVATION_S = 60.0  # a candidate that has waited so long here enters as if nothing had an objective

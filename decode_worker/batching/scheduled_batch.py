@@ -191,7 +191,7 @@ class ScheduledBatch:
             self._performer.evict(own.evictions, now)
             loads = self._hold(chosen)
             return Begun(None, (), loads=loads) if loads else None
-        members = tuple(self._held.of_row(part.row) for part in own.scheduled)
+        members = self._held.of_parts(own.scheduled)
         self._state.begin(own)
         command = self._performer.perform(own, members, now)
         loads = () if has_copies_out else self._hold(chosen)

@@ -11,11 +11,11 @@ from experiments.grid.points import ACCELERATORS, LOADS, OBJECTIVES, TRACES, Poi
 _CELL, _GAP = 24, 10  # of a cell; between panels
 _LEFT, _TOP = 130, 62
 _STYLE = """
-text { font: 10px sans-serif; fill: #333 } .title { font-weight: bold } .cell { stroke: #fff }
+text { font: 10px sans-serif; fill: #333 } .title { font-weight: bold } .cell { stroke: #ddd }
 .value { font-size: 8px; text-anchor: middle } .end { text-anchor: end } .middle { text-anchor: middle }
 """
-_EMPTY, _HELD, _NONE = "#f2f2f2", "#d9ead3", "#fff"
-_MOST_SHOWN = 999.0
+_EMPTY, _HELD, _NONE = "#f5f5f5", "#cfe8c6", "#fff"
+_TOO_LONG = 999.5  # per cent: shown as so many times
 
 
 class _Lead(NamedTuple):
@@ -81,11 +81,17 @@ def _cell(x: float, y: float, point: Point, row: Row | None, lead: _Lead) -> str
         ahead = lead.value(row)
         label, colour, words = ("✓", _HELD, "") if row["default"] >= 99 else ("·", _NONE, "")
         if ahead is not None:
-            label, colour, words = f"{min(ahead, _MOST_SHOWN):+.0f}", _colour(ahead / lead.most), f"; {lead.words(row)}"
+            label, colour, words = _number(ahead), _colour(ahead / lead.most), f"; {lead.words(row)}"
         words = f"{row['default']:.1f} %{words}"
     box = element("rect", x=x, y=y, width=_CELL, height=_CELL, fill=colour, class_="cell")
     value = text(label, x=x + _CELL / 2, y=y + _CELL / 2 + 3, class_="value")
     return element("g", element("title", escape(f"{point.name}: {words}")), box, value)
+
+
+def _number(ahead: float) -> str:
+    if ahead >= _TOO_LONG:
+        return f"{1 + ahead / 100:.0f}x"
+    return f"{ahead:+.0f}" if abs(ahead) >= 0.5 else "0"
 
 
 def _colour(ahead: float) -> str:
@@ -98,7 +104,7 @@ def _colour(ahead: float) -> str:
 def _headings(panels: Sequence[tuple[int, bool]]) -> Iterator[str]:
     for column, (accelerators, beside) in enumerate(panels):
         x, _ = _place(column, 0, 0, 0)
-        words = f"{accelerators} accelerators, {'best-effort beside' if beside else 'alone'}"
+        words = f"{accelerators} accelerators{', best-effort' if beside else ''}"
         yield text(words, x=x, y=_TOP - 22)
         for place, load in enumerate(LOADS):
             yield text(f"{load:.0%}", x=x + (place + 0.5) * _CELL, y=_TOP - 6, class_="value")

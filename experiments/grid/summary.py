@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any, NamedTuple
 
 from experiments.common import Row, chosen, pick, print_table
@@ -186,6 +187,7 @@ def totals_of(rows: Sequence[Row]) -> Row:
         "num_field_ahead": sum(row["field"] > row["default"] for row in beside_field),
         "mean_field_ahead": _mean(beside_field, lambda row: row["default"] - row["field"]),
         "mean_field_gain": _mean_gain(beside_field, "field_gain"),
+        "median_field_gain": median(gains) if gains else None,
         "least_field_gain": min(gains, default=None),
         "summed_field_gain": _summed_gain(beside_field, "field_goodput"),
     }

@@ -43,13 +43,13 @@ def over_field() -> str:
             str(level["num_field_ahead"]),
             _signed(level["mean_field_ahead"], " points"),
             bold(_signed(level["summed_field_gain"])),
-            _signed(level["mean_field_gain"]),
+            _signed(level["median_field_gain"]),
             _signed(level["least_field_gain"]),
         ]
         for name, level in _levels()
         if level["num_field"]
     ]
-    head = ["", "points", "field ahead", "attainment", "goodput, all together", "mean of the points", "least"]
+    head = ["", "points", "field ahead", "attainment", "goodput, all together", "median point", "least"]
     return table(head, rows)
 
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from experiments.pages.claims import claims
-from experiments.pages.record import Record, bold, count, digits, figures, milliseconds, runs, share, table
+from experiments.pages.record import Record, bold, bullets, count, digits, figures, milliseconds, runs, share, table
+from experiments.pages.worse import NOT_LOOKED_INTO, WHY
 
 _UNION = "aligned_slo"
 _STRAGGLER, _BALANCED = "one_block_per_sequence", "load_balanced"
@@ -123,7 +124,7 @@ def _alise() -> dict[str, list[Compared]]:
         return Compared(*pair, shown, is_more_better=False)
 
     return {
-        "ALISE, s/token: Alpaca 20/s, ShareGPT 1.7/s (three seeds), ten minutes of 1.5/s": [
+        "ALISE, s/token: Alpaca 20/s, ShareGPT 1.7/s, ten minutes of 1.5/s": [
             at(point, "all.normalized_s.mean", digits) for point in points
         ],
         "the same, p99 of the response, s": [at(point, "all.end_to_end_s.p99", count) for point in points],
@@ -174,9 +175,25 @@ def _rate_verdict(theirs: float | None, ours: float | None) -> str:
 
 def union() -> str:
     """Return `aligned_slo` beside each paper's policy."""
+    return table(["", "the paper's policy", f"`{_UNION}`", "it is"], _rows())
+
+
+def worse() -> str:
+    """Return why it is worse, with the rows of that table in which it is."""
+    of_reasons: dict[str, list[str]] = {}
+    last = ""
+    for name, *_, verdicts in _rows():
+        last = name if not name.startswith("the same") else last
+        if "worse" in verdicts:
+            shown = name if name == last else f"{last.partition(',')[0]}: {name.removeprefix('the same').lstrip(',: ')}"
+            of_reasons.setdefault(WHY.get(name, NOT_LOOKED_INTO), []).append(shown)
+    return bullets(f"{reason} In: *{'*; *'.join(names)}*." for reason, names in of_reasons.items())
+
+
+def _rows() -> list[list[str]]:
     sections = (_alignedserve(), _bros(), _accelgen(), _alise(), _apt_serve())
     rows = [_row(name, compared) for section in sections for name, compared in section.items()]
-    return table(["", "the paper's policy", f"`{_UNION}`", "it is"], [*rows, *_rates()])
+    return [*rows, *_rates()]
 
 
 def _row(name: str, compared: Sequence[Compared]) -> list[str]:
@@ -185,4 +202,4 @@ def _row(name: str, compared: Sequence[Compared]) -> list[str]:
     return [name, theirs, ours, ", ".join(one.verdict() for one in compared)]
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"claims": claims, "union": union}
+TABLES: Mapping[str, Callable[[], str]] = {"claims": claims, "union": union, "worse": worse}

@@ -35,6 +35,18 @@ void bind(nb::module_& module);  // of the router, see length_prediction.cpp
 
 }  // namespace length_prediction
 
+namespace request_table {
+
+void bind(nb::module_& module);  // of schedulers, see request_table.cpp
+
+}  // namespace request_table
+
+namespace iteration_costs {
+
+void bind(nb::module_& module);  // of what workers learn, see iteration_costs.cpp
+
+}  // namespace iteration_costs
+
 namespace decode_pass {
 
 void bind_parts(nb::module_& module);  // before what implements them; see decode_pass/module.cpp
@@ -371,6 +383,8 @@ NB_MODULE(_native, module) {
     products::bind_blocks(module);
     decode_pass::bind(module);
     length_prediction::bind(module);
+    request_table::bind(module);
+    iteration_costs::bind(module);
     nb::class_<Cache>(module, "Cache")
         .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool>());
     nb::class_<DecodePlan, decode_pass::Attention>(module, "DecodePlan")

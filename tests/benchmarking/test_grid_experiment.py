@@ -114,7 +114,8 @@ def test_the_field_is_simulated_to_its_end_where_none_holds_nearly_all(tmp_path:
     assert (row["of"], row["gain"]) == (COLOCATED, pytest.approx(100 / 6, abs=0.001))
     assert (row["field"], row["field_of"], row["field_gain"]) == (40.0, "sarathi 512 colocated", 75.0)
     fcfs = bench.record.find(POINT.name, "fcfs colocated")
-    assert fcfs is not None and fcfs.at_most == 40
+    assert fcfs is not None
+    assert fcfs.at_most == 40
     totals = summary_of(bench.record)["all"]
     assert (totals["num_field"], totals["summed_field_gain"], totals["num_field_ahead"]) == (1, 75.0, 0)
 
@@ -123,7 +124,8 @@ def test_the_field_is_abandoned_where_colocated_workers_hold_nearly_all(tmp_path
     bench = Bench({ELASTIC: 70, COLOCATED: 100, "sarathi 512 colocated": 40}, tmp_path / "r.jsonl")
     bench.search()
     sarathi = bench.record.find(POINT.name, "sarathi 512 colocated")
-    assert sarathi is not None and sarathi.at_most == 100
+    assert sarathi is not None
+    assert sarathi.at_most == 100
     (row,) = summary_of(bench.record)["points"]
     assert (row["ahead"], "field" in row) == (-30.0, False)
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import product
+from itertools import chain, product
 
 from alignedserve.cli.commands.options import SimulateOptions
 from alignedserve.cli.commands.simulate_cases import plan_cases
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.workers import PrefillRequest
-from alignedserve.scheduling.table import RequestTable
+from alignedserve.scheduling.table import COLUMN_NAMES
 from alignedserve.sim.sweep import Case, WorkloadLine
 from alignedserve.workload.grammar import ClassSpec, ClientLimit, parse_classes
 from alignedserve.workload.prediction import PredictionKind
@@ -58,7 +58,7 @@ def test_limits_tell_no_lengths_and_costs_are_learned() -> None:
 
 def test_what_schedulers_get_has_no_place_for_a_true_length() -> None:
     names = {field.name for kind in (Request, SamplingParams) for field in fields(kind)}
-    names |= set(RequestTable._COLUMNS) | set(PrefillRequest.__struct_fields__)
+    names |= set(chain(*COLUMN_NAMES)) | set(PrefillRequest.__struct_fields__)
     assert {name for name in names if "output" in name or "answer" in name} == {"predicted_output_len"}
 
 

@@ -11,30 +11,28 @@
   dropped, whichever costs less (ALISE, section 3.2).
 """
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import note_decodes
-from alignedserve.scheduling.policies.slo_packing import (
+from alignedserve.scheduling.policies.slo_forecast import (
     BEST_EFFORT,
     LATE,
     ON_TIME,
     STARVING,
     URGENT,
-    SloForecast,
-    SloPacking,
+    Group,
+    Situation,
+    forecast_rows,
+    real_time_work,
 )
+from alignedserve.scheduling.policies.slo_packing import SloForecast, SloPacking
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.runtime_estimate import (
-    RefreshedEstimate,
-    fit_request_runtime,
-    measure_prefill_times,
-    remaining_output_len,
-)
-from alignedserve.scheduling.table import Bools, Floats, RequestTable
+from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, measure_prefill_times
+
+_STARVING, _ON_TIME, _LATE = Group.of(STARVING), Group.of(URGENT, ON_TIME), Group.of(LATE)
+_OTHERS = Group.of(STARVING, BEST_EFFORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +66,20 @@ class AlignedSlo:
         forecast = self._forecast(view, cap_s)
         packing = SloPacking(view, forecast, growth_tokens=self._config.growth_tokens)
         allowed_s = forecast.allowed_s
-        rank = forecast.rank
-        starving, on_time, late = rank == STARVING, (rank > STARVING) & (rank < LATE), rank == LATE
         starving_s = self._config.starving_share * max(min(allowed_s, cap_s), view.history.mean_s)
-        packing.add_decodes(starving, starving_s, at_least=1)
-        packing.add_decodes(on_time, np.inf)
+        packing.add_decodes(_STARVING, starving_s, at_least=1)
+        packing.add_decodes(_ON_TIME, np.inf)
         # Decodes with objectives are not held back: the iteration is at least as long as they take.
         decodes_s = packing.predicted_s()
         budget_s = max(min(allowed_s, cap_s), decodes_s)
-        is_open = packing.add_prompts(starving, decodes_s + starving_s)
+        is_open = packing.add_prompts(_STARVING, decodes_s + starving_s)
         # Nor are prompts with objectives held back for later ones.
         if is_open:
-            packing.add_prompts(on_time, max(allowed_s, decodes_s), least_s=decodes_s)
-        for mask, until_s in ((late, max(allowed_s, decodes_s)), (~late & ~on_time, budget_s)):
-            packing.add_decodes(mask, until_s)
+            packing.add_prompts(_ON_TIME, max(allowed_s, decodes_s), least_s=decodes_s)
+        for group, until_s in ((_LATE, max(allowed_s, decodes_s)), (_OTHERS, budget_s)):
+            packing.add_decodes(group, until_s)
             if is_open:
-                packing.add_prompts(mask, until_s)
+                packing.add_prompts(group, until_s)
         return packing.plan()
 
     def _cap_s(self, view: WorkerView) -> float:
@@ -93,94 +89,51 @@ class AlignedSlo:
         other work: it is ignored.
         """
         table, share = view.table, self._config.response_share
-        decodes = IterationWork()
-        note_decodes(decodes, table, np.flatnonzero(table.is_real_time & table.is_decoding & (table.num_swapped == 0)))
+        decodes, tightest_s = real_time_work(table)
         least_s = max(view.costs.iteration_s(decodes), self._runtime.of(view.costs).decode_s)
-        counts = table.is_real_time & (share * table.ttft_s >= least_s)
-        tightest_s = float(np.min(table.ttft_s, where=counts, initial=np.inf))
+        if share * tightest_s < least_s:
+            counts = table.is_real_time & (share * table.ttft_s >= least_s)
+            tightest_s = float(np.min(table.ttft_s, where=counts, initial=np.inf))
         is_over = view.now - self._seen_s > self._config.memory_s or share * self._tightest_s < least_s
         if tightest_s <= self._tightest_s or is_over:
             self._tightest_s, self._seen_s = tightest_s, view.now
         return share * self._tightest_s
 
     def _forecast(self, view: WorkerView, cap_s: float) -> SloForecast:
-        table, now, config = view.table, view.now, self._config
-        runtime = self._runtime.of(view.costs)
-        is_decoding, num_left = table.is_decoding, remaining_output_len(table)[0]
-        left_s = runtime.remaining_s(table, num_left)
-        prompt_s = self._prompts.of(view.costs).of(table.num_remaining)
-        alone_s = np.where(is_decoding, runtime.decode_s, np.maximum(prompt_s, runtime.decode_s))
-        dues = _dues_of(table)
-        eviction_slack_s = table.arrival_s + table.deadline_s - left_s - now
-        is_late = np.where(dues.has_begun, table.first_token_s > dues.first_s, dues.next_s - alone_s < now)
-        is_late |= eviction_slack_s < 0
-        is_pressing = eviction_slack_s < left_s  # a deadline: with half of the time that is left it would still be met
-        is_free = np.isinf(table.ttft_s) & np.isinf(table.tpot_s)
-        has_objective = (table.is_real_time & ~is_free) | is_pressing
-        rank = np.where(has_objective & ~is_late, ON_TIME, np.where(table.is_real_time, LATE, BEST_EFFORT))
-        is_on_time = rank == ON_TIME
-        slack_s = dues.next_s - now
-        horizon_s = 2 * max(view.history.mean_s, cap_s if np.isfinite(cap_s) else 0.0)
-        claim = np.where(is_on_time & (np.minimum(slack_s - alone_s, eviction_slack_s) < horizon_s), URGENT, rank)
-        waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
-        has_waited = waited_s > config.starvation_s + config.patience * left_s
-        is_starving = has_waited & (~is_on_time | np.isinf(slack_s))  # the others are urgent once they are due
-        # Later gaps are at most `slack_share` of the allowed ones; half of those to come count, as predictions err.
-        given_back_s = (1.0 - config.slack_share) / 2 * num_left * table.tpot_s
-        return_s = runtime.prefill_s(table.context_len.astype(np.float64))
-        return SloForecast(
-            is_ready=is_decoding & (table.num_swapped == 0),
-            left_s=left_s,
-            rank=np.where(is_starving, STARVING, claim),
-            claim=claim,
-            is_free=is_free & np.isinf(table.deadline_s),
-            has_waited=has_waited,
-            kept_blocks=self._kept_blocks(view, is_on_time),
-            allowed_s=config.slack_share * _allowed_s(slack_s, table.tpot_s, is_on_time),
-            banked_s=self._stretched_s(dues, np.zeros(len(table)), now, is_on_time),
-            stretched_s=self._stretched_s(dues, given_back_s, now, is_on_time),
-            slack_s=slack_s,
+        now, config = view.now, self._config
+        runtime, prompts = self._runtime.of(view.costs), self._prompts.of(view.costs)
+        situation = Situation(
+            now=now,
+            horizon_s=2 * max(view.history.mean_s, cap_s if math.isfinite(cap_s) else 0.0),
             prefill_token_s=runtime.prefill_token_s,
-            eviction_slack_s=np.minimum(dues.schedule_s - now, eviction_slack_s) - return_s - 2 * horizon_s,
+            decode_context_s=runtime.decode_context_s,
+            decode_s=runtime.decode_s,
+            starvation_s=config.starvation_s,
+            patience=config.patience,
+            # Later gaps are at most `slack_share` of the allowed ones; half of that counts, as predictions err.
+            given_back=(1.0 - config.slack_share) / 2,
+        )
+        rows = forecast_rows(view.table, situation, prompts)
+        return SloForecast(
+            rows=rows,
+            allowed_s=config.slack_share * rows.allowed_s,
+            banked_s=self._stretched_s(rows.banked_until_s, now),
+            stretched_s=self._stretched_s(rows.stretched_until_s, now),
+            kept_blocks=self._kept_blocks(rows.held_blocks, now),
+            prefill_token_s=runtime.prefill_token_s,
         )
 
-    def _kept_blocks(self, view: WorkerView, is_on_time: Bools) -> int:
+    def _kept_blocks(self, held: int, now: float) -> int:
         """Return by how many blocks requests on time recently held more than now: they may come to need these again."""
-        held = int(np.sum(view.table.num_blocks, where=is_on_time))
-        if held >= self._most_blocks or view.now - self._most_s > self._config.memory_s:
-            self._most_blocks, self._most_s = held, view.now
+        if held >= self._most_blocks or now - self._most_s > self._config.memory_s:
+            self._most_blocks, self._most_s = held, now
         return self._most_blocks - held
 
-    def _stretched_s(self, dues: "_Dues", given_back_s: Floats, now: float, is_on_time: Bools) -> float:
+    def _stretched_s(self, until_s: float, now: float) -> float:
         """Return the longest iteration after which all requests that have begun can still hold their mean gap.
 
-        `given_back_s`: what each still gains by its later gaps. A prompt that arrives as it begins still has time for a
-        usual iteration.
+        `until_s`: the time to which they are ahead of it. A prompt that arrives as the iteration begins still has time
+        for a usual one.
         """
-        longest_s = np.maximum(dues.next_s, dues.schedule_s) + given_back_s
-        mean_s = float(np.min(longest_s, where=dues.has_begun & is_on_time, initial=np.inf)) - now
+        mean_s = until_s - now
         return min(self._config.slack_share * mean_s, (1.0 - self._config.response_share) * self._tightest_s)
-
-
-class _Dues(NamedTuple):
-    """Due times of tokens, by row; inf without an objective."""
-
-    has_begun: Bools
-    first_s: Floats  # the first token
-    schedule_s: Floats  # the next one, by the mean gap alone
-    next_s: Floats  # the next one
-
-
-def _dues_of(table: RequestTable) -> _Dues:
-    has_begun, schedule_s = table.num_generated > 0, table.next_token_due_s
-    gap_s = table.last_token_s + table.tpot_s
-    # A request that has lost its cache has missed this gap; it can still hold the mean, and so has more time.
-    next_s = np.where(table.num_blocks > 0, gap_s, np.maximum(gap_s, schedule_s))
-    first_s = table.arrival_s + table.ttft_s
-    return _Dues(has_begun, first_s, schedule_s, np.where(has_begun, next_s, first_s))
-
-
-def _allowed_s(left_s: Floats, tpot_s: Floats, counts: Bools) -> float:
-    """Return the longest iteration that makes no next token late; one that is late may be late by one token's time."""
-    allowed = np.where(left_s > 0, left_s, tpot_s)
-    return float(np.min(allowed, where=counts & ~np.isnan(allowed), initial=np.inf))

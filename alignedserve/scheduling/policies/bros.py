@@ -23,9 +23,10 @@ import numpy as np
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import chunk_within
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import Packer, note_decodes
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, WorkerView
 from alignedserve.scheduling.table import Floats, Ints
+from alignedserve.scheduling.table_operations import note_decodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,30 +6,32 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.costmodel.model import chunk_within
-from alignedserve.scheduling.packer import Packer, note_decodes
+from alignedserve.scheduling.packer import Packer
+from alignedserve.scheduling.policies.slo_forecast import (
+    BEST_EFFORT,
+    LATE,
+    ON_TIME,
+    STARVING,
+    URGENT,
+    Group,
+    in_order,
+    rows_of,
+)
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
-from alignedserve.scheduling.table import Bools, Floats, Ints
-
-# Ranks, the best first: the order of scheduling, and the reverse order of eviction.
-STARVING, URGENT, ON_TIME, LATE, BEST_EFFORT = range(5)
+from alignedserve.scheduling.table import Ints
+from alignedserve.scheduling.table_operations import note_decodes
+from kernels.cpu.request_table import RowForecasts
 
 
 class SloForecast(NamedTuple):
-    """Forecasts of every row, as columns, and of all of them."""
+    """Forecasts of every row, and of all of them."""
 
-    is_ready: Bools  # decodes, its whole cache on the device
-    left_s: Floats  # predicted time that it still needs on a worker of its own
-    rank: Ints
-    claim: Ints  # the rank by its objectives alone: a starving request goes first, but evicts no other
-    is_free: Bools  # has no objective at all: only its length counts
-    has_waited: Bools  # too long in all: no request overtakes it any more
+    rows: RowForecasts
     allowed_s: float  # the longest iteration that makes no next token late
     banked_s: float  # the longest in which all still hold their mean gap, by what they are ahead of their schedule
     stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
-    slack_s: Floats  # until the next token is due
     kept_blocks: int  # more than requests on time hold now, they held lately: not for newcomers that they would evict
     prefill_token_s: float  # to compute one token of a prompt, as against copying it
-    eviction_slack_s: Floats  # so long it can do without its cache and still hold its objectives; up to 0: it cannot
 
 
 class SloPacking:
@@ -39,16 +41,13 @@ class SloPacking:
         self._view = view
         self._table = view.table
         self._forecast = forecast
+        self._rows = forecast.rows
         self._packer = Packer(view)
         self._growth_tokens = growth_tokens
         self._evicted: set[int] = set()
         self._gain: list[int] | None = None  # see _blocks_to_gain
         self._least_s = 0.0
         self._kept = 0  # blocks for the rest of starving prompts
-        self._is_overtakable = (
-            forecast.is_free & ~forecast.has_waited & (forecast.rank >= LATE) & (view.table.num_blocks > 0)
-        )
-        self._num_overtakable = int(np.count_nonzero(self._is_overtakable))
 
     def predicted_s(self) -> float:
         """Return the predicted seconds of the iteration as packed so far."""
@@ -56,18 +55,18 @@ class SloPacking:
 
     def plan(self) -> IterationPlan:
         """Return the plan, never empty while there are requests: if none fits, the first is forced in by evictions."""
-        if not self._packer.rows and len(self._table):
+        if not self._packer.num_scheduled and len(self._table):
             self._force_one()
         return self._packer.plan()
 
     # --- decodes
 
-    def add_decodes(self, mask: Bools, budget_s: float, *, at_least: int = 0) -> None:
-        """Add those of these rows that only need their next token, as many as the time allows."""
-        rows = np.flatnonzero(mask & self._forecast.is_ready)
+    def add_decodes(self, group: Group, budget_s: float, *, at_least: int = 0) -> None:
+        """Add the requests of this group that only need their next token, as many as the time allows."""
+        rows = rows_of(group, self._table, self._rows, is_ready=True)
         if not len(rows):
             return
-        rows = self._still_out(self._ordered(rows))
+        rows = self._still_out(rows)
         rows = rows[: max(self._num_within(rows, budget_s), at_least)]
         while len(rows):
             rows = rows[self._packer.add_decodes(rows) :]
@@ -97,17 +96,18 @@ class SloPacking:
 
     # --- prompts, and caches to swap in
 
-    def add_prompts(self, mask: Bools, budget_s: float, *, least_s: float = 0.0) -> bool:
-        """Add those of these rows that have more to compute or lie on the host, in order, as far as time goes.
+    def add_prompts(self, group: Group, budget_s: float, *, least_s: float = 0.0) -> bool:
+        """Add those of this group that have more to compute or lie on the host, in order, as far as time goes.
 
         Rows that do not fit are overtaken, except a starving one, for which blocks are kept: then return False.
         `least_s`: the time that the next iteration takes in any case.
         """
-        rows = np.flatnonzero(mask & ~self._forecast.is_ready)
+        packer = self._packer
+        at_most = packer.num_places_left + self._rows.num_overtakable
+        rows = rows_of(group, self._table, self._rows, is_ready=False, at_most=at_most)
         if not len(rows):
             return True
-        packer, self._gain, self._least_s = self._packer, None, least_s
-        rows = self._ordered(rows, at_most=self._packer.num_places_left + self._num_overtakable)
+        self._gain, self._least_s = None, least_s
         for row, num_blocks, claim in zip(*self._wanted(rows), strict=True):
             if row in self._evicted or (row in packer and not self._is_extensible(row, budget_s)):
                 continue
@@ -139,7 +139,7 @@ class SloPacking:
 
     def _wanted(self, rows: Ints) -> tuple[list[int], list[int], list[int]]:
         """Return these rows, the blocks that have to be free for each to be computed, and their claims."""
-        table, forecast = self._table, self._forecast
+        table, forecast = self._table, self._rows
         needed = self._view.memory.blocks_for_each(
             table.prompt_len[rows] + table.num_generated[rows],
             is_hidden=table.is_hidden[rows],
@@ -150,17 +150,17 @@ class SloPacking:
         wanted = np.maximum(needed - held, 0)
         if leaves_room.any():
             wanted += leaves_room * self._reserved_blocks
-        wanted += ((held == 0) & (forecast.rank[rows] >= LATE)) * forecast.kept_blocks
+        wanted += ((held == 0) & (forecast.rank[rows] >= LATE)) * self._forecast.kept_blocks
         return rows.tolist(), wanted.tolist(), forecast.claim[rows].tolist()
 
     def _is_starving(self, row: int) -> bool:
-        return bool(self._forecast.rank[row] == STARVING)
+        return bool(self._rows.rank[row] == STARVING)
 
     def _blocks_to_gain(self, claim: int) -> int:
         """Return the most blocks that a newcomer of this claim could take from others."""
         if self._gain is None:
             rows = np.array([row for row in self._victims if row not in self._packer], np.int64)
-            held = np.bincount(self._forecast.rank[rows], self._table.num_blocks[rows], BEST_EFFORT + 1)
+            held = np.bincount(self._rows.rank[rows], self._table.num_blocks[rows], BEST_EFFORT + 1)
             self._gain = [int(held[max(claim, ON_TIME) + 1 :].sum()) for claim in range(BEST_EFFORT + 1)]
             self._gain[URGENT] += int(self._table.num_blocks[self._lenders].sum())
         return self._gain[claim]
@@ -178,14 +178,14 @@ class SloPacking:
         remaining = packer.remaining(row)
         at_most = min(remaining, packer.num_tokens_left)
         if table.num_swapped[row] or remaining == 1:
-            if self._forecast.rank[row] == URGENT:
+            if self._rows.rank[row] == URGENT:
                 budget_s = max(budget_s, self._forecast.stretched_s)
             if self._can_copy(int(table.num_swapped[row]), budget_s) or self._is_starving(row):
                 packer.add(row, at_most)
             return True
         num_cached, costs = int(table.num_cached[row]), self._view.costs
         num_tokens = chunk_within(costs, packer.work, num_cached=num_cached, at_most=at_most, budget_s=budget_s)
-        if num_tokens < at_most and self._forecast.rank[row] == URGENT:
+        if num_tokens < at_most and self._rows.rank[row] == URGENT:
             num_tokens = self._in_time(row, num_tokens, at_most)
         return num_tokens > 0 and packer.add(row, num_tokens) and num_tokens == remaining
 
@@ -201,7 +201,7 @@ class SloPacking:
         remaining, num_cached = packer.remaining(row), int(self._table.num_cached[row])
         whole = packer.work.copy()
         whole.add_chunk(remaining, num_cached, is_last=True)
-        whole_s, slack_s = costs.iteration_s(whole), float(forecast.slack_s[row])
+        whole_s, slack_s = costs.iteration_s(whole), float(self._rows.slack_s[row])
 
         def is_in_time(num_tokens: int) -> bool:
             num_parts = -(-remaining // num_tokens) if num_tokens else np.inf
@@ -217,10 +217,10 @@ class SloPacking:
     @cached_property
     def _reserved_blocks(self) -> int:
         """Blocks for the growth of decodes: several tokens for those with objectives, one for the others."""
-        table, ready = self._table, np.flatnonzero(self._forecast.is_ready)
+        table, ready = self._table, np.flatnonzero(self._rows.is_ready)
         if not len(ready) or not self._view.can_evict:
             return 0
-        growth = np.where(self._forecast.is_free[ready], 0, self._growth_tokens)
+        growth = np.where(self._rows.is_free[ready], 0, self._growth_tokens)
         grown = self._view.memory.blocks_for_each(
             table.num_cached[ready] + 1 + growth,
             is_hidden=table.is_hidden[ready],
@@ -233,7 +233,7 @@ class SloPacking:
     @cached_property
     def _victims(self) -> list[int]:
         """Requests with blocks, the first to evict last: of the worst rank the one with most left to do."""
-        table, forecast = self._table, self._forecast
+        table, forecast = self._table, self._rows
         holders = np.flatnonzero((table.num_blocks > 0) & self._view.can_evict)
         order = np.lexsort((table.order[holders], forecast.left_s[holders], forecast.rank[holders]))
         return [row for row in holders[order].tolist() if row not in self._evicted]
@@ -244,7 +244,7 @@ class SloPacking:
         A newcomer displaces only late or best-effort requests of a worse rank than its own, and if it is urgent also
         those ahead of their schedule; a request that grows displaces any behind it.
         """
-        rank, claim = self._forecast.rank, self._forecast.claim
+        rank, claim = self._rows.rank, self._rows.claim
         while self._victims:
             victim = self._victims[-1]
             if victim in self._packer:
@@ -273,16 +273,14 @@ class SloPacking:
     @cached_property
     def _lenders(self) -> list[int]:
         """Requests ahead of their schedule, the furthest last."""
-        table, eviction_slack_s = self._table, self._forecast.eviction_slack_s
-        can_lend = (
-            self._forecast.is_ready & (self._forecast.rank > STARVING) & (table.num_blocks > 0) & (eviction_slack_s > 0)
-        )
+        table, eviction_slack_s = self._table, self._rows.eviction_slack_s
+        can_lend = self._rows.is_ready & (self._rows.rank > STARVING) & (table.num_blocks > 0) & (eviction_slack_s > 0)
         rows = np.flatnonzero(can_lend & self._view.can_evict)
         furthest_last: list[int] = rows[np.lexsort((table.order[rows], eviction_slack_s[rows]))].tolist()
         return furthest_last
 
     def _comes_after(self, victim: int, row: int) -> bool:
-        rank, left_s = self._forecast.rank, self._forecast.left_s
+        rank, left_s = self._rows.rank, self._rows.left_s
         return bool((rank[victim], left_s[victim]) > (rank[row], left_s[row]))
 
     def _evict(self, row: int) -> None:
@@ -313,15 +311,15 @@ class SloPacking:
     @cached_property
     def _longest(self) -> list[int]:
         """Requests on the device that may be overtaken, the first one last."""
-        table, forecast = self._table, self._forecast
-        rows = np.flatnonzero(self._is_overtakable)
+        table, forecast = self._table, self._rows
+        rows = np.flatnonzero(forecast.is_overtakable)
         order = np.lexsort((table.order[rows], forecast.left_s[rows], table.priority[rows], forecast.rank[rows]))
         return [row for row in rows[order].tolist() if row not in self._evicted]
 
     def _overtake(self, row: int, missing: int, budget_s: float) -> None:
         """Take missing blocks and a place for this newcomer from equals, if that suffices for it to run."""
         packer = self._packer
-        if (missing <= 0 < packer.num_places_left) or not self._forecast.is_free[row]:
+        if (missing <= 0 < packer.num_places_left) or not self._rows.is_free[row]:
             return
         gives_place = self._longest_running() if packer.num_places_left < 1 else None
         if packer.num_places_left < 1 and (gives_place is None or not self._is_far_longer(gives_place, row)):
@@ -355,7 +353,7 @@ class SloPacking:
 
         The factor keeps equals from taking turns, and allows for errors of prediction.
         """
-        table, forecast = self._table, self._forecast
+        table, forecast = self._table, self._rows
         recovery_s = self._recomputing_s(victim)
         if table.num_cached[victim] <= self._packer.num_free_host:
             recovery_s = min(recovery_s, 2 * self._copying_s(victim))
@@ -363,7 +361,7 @@ class SloPacking:
         return bool(is_equal and forecast.left_s[victim] > 2 * (forecast.left_s[row] + recovery_s))
 
     def _force_one(self) -> None:
-        rows = self._ordered(np.arange(len(self._table)))
+        rows = in_order(np.arange(len(self._table)), self._table, self._rows)
         row = next(one for one in rows.tolist() if one not in self._evicted)
         packer = self._packer
         while self._view.can_evict and packer.blocks_needed(row, packer.remaining(row)) > packer.num_free:
@@ -372,25 +370,10 @@ class SloPacking:
                 self._evict(victim)
         packer.add(row, packer.chunk(row))
 
-    # --- order
-
-    def _ordered(self, rows: Ints, at_most: int | None = None) -> Ints:
-        """Sort by rank, priority, time left and arrival at the worker; return the first `at_most`.
-
-        Starving requests go by arrival, so that shorter ones do not keep them waiting.
-        """
-        table, forecast = self._table, self._forecast
-        if at_most is not None and 0 < at_most < len(rows):
-            rank = forecast.rank[rows]
-            rows = rows[rank <= np.partition(rank, at_most - 1)[at_most - 1]]
-        left_s = np.where(forecast.rank[rows] == STARVING, 0.0, forecast.left_s[rows])
-        order = np.lexsort((table.order[rows], left_s, table.priority[rows], forecast.rank[rows]))
-        ordered: Ints = rows[order]
-        return ordered[:at_most]
-
     def _still_out(self, rows: Ints) -> Ints:
         """Return rows neither in the plan nor evicted by it."""
         packer, evicted = self._packer, self._evicted
         if not evicted and not packer.num_scheduled:
             return rows
-        return rows[[row not in evicted and row not in packer for row in rows.tolist()]]
+        taken = evicted.union(packer.rows)
+        return rows[[row not in taken for row in rows.tolist()]]

@@ -127,15 +127,17 @@ def test_a_measured_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     shape = ModelShape("tiny", 2, 64, 4, 4, 16, 256, 512, is_gated=False, ties_embeddings=True, dtype="float32")
     costs = LinearCoefficients(base_s=0.002, prompt_token_s=1e-5, decode_s=1e-4)
     profile = tmp_path / "here.json"
-    profile.write_text(json.dumps(MachineProfile(shape, costs, LinkModel(0.0, 1e9)).as_fields()))
+    profile.write_text(
+        json.dumps({**MachineProfile(shape, costs, LinkModel(0.0, 1e9)).as_fields(), "machine": {"threads": 3}})
+    )
     options = ("--workload", LINE, "--hardware", f"2x fitted:{profile}", "--processes", "1", "--duration", "3")
     code, document = planned(monkeypatch, tmp_path, *options, "--topology", "disaggregated")
     assert (code, document["is_held"]) == (0, True)
     config = load_config(tmp_path / "plan.yaml")
     assert (config.topology, config.prefill.count, config.decode.count) == (Topology.DISAGGREGATED, 1, 1)
-    assert config.model.path == "pocket"
+    assert (config.model.path, config.model.dtype) == ("tiny", "float32")
     assert type(config.decode.kv_cache_bytes) is int
-    assert config.engine.device == "auto"
+    assert (config.engine.device, config.engine.threads_per_worker) == ("auto", 3)
 
 
 def test_a_plan_from_a_recorded_run(

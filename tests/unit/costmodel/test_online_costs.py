@@ -13,6 +13,7 @@ from alignedserve.costmodel.linear import (
 )
 from alignedserve.costmodel.online import GENERIC, OnlineIterationModel, learned_from
 from alignedserve.costmodel.work import IterationWork
+from kernels.cpu.iteration_costs import is_native
 from tests.harnesses.costs import decodes, prefill, random_work
 
 MACHINE = LinearIterationModel(LinearCoefficients(0.004, 3e-4, 1e-8, 1e-4, 2e-4, 3e-7, 0.0, 1e-5, 1e-5))
@@ -157,3 +158,12 @@ def test_copies_that_no_iteration_waited_for_take_no_longer_than_it_did() -> Non
         work = IterationWork(num_prompt_tokens=100, swap_in_tokens=2000.0)
         costs.observe(work, machine.iteration_s(work))
     assert costs.swap_s(2000) <= 0.021
+
+
+@pytest.mark.skipif(not is_native(), reason="the native kernels are not built")
+@pytest.mark.parametrize("prior", [GENERIC, MEASURED_ELSEWHERE])
+def test_the_kernel_learns_the_same_to_the_last_bit(prior: LinearCoefficients) -> None:
+    native, plain = (OnlineIterationModel(prior, 1e-5, allow_kernels=allowed) for allowed in (True, False))
+    for costs in (native, plain):
+        learn(costs, 150, outliers=0.1)
+    assert native.coefficients == plain.coefficients

@@ -18,7 +18,7 @@ def _decoding(state: SchedulerState, name: str, prompt_len: int) -> int:
     state.add(Request(RequestId(name), tuple(range(3, 3 + prompt_len)), sampling, "gateway", 0.0), 0.0)
     row = state.table.row(RequestId(name))
     state.begin(IterationPlan((ScheduledRequest(row, prompt_len),)))
-    assert state.grows().tolist() == [True]
+    assert state.grows() == [True]
     state.enter(ScheduledRequest(row, prompt_len))
     state.completed(now=1.0, duration_s=0.1)
     return row
@@ -30,6 +30,6 @@ def test_only_requests_that_take_blocks_or_come_back_from_the_host_grow() -> Non
     state.evict(PlannedEviction(swapped, EvictionMode.SWAP), 1.0)
     parts = tuple(ScheduledRequest(row, 1) for row in (within, full, swapped))
     state.begin(IterationPlan(parts))
-    assert state.grows().tolist() == [False, True, True]
+    assert state.grows() == [False, True, True]
     entered = [state.enter(part) for part in parts]
     assert [(one.num_blocks, one.num_swapped) for one in entered] == [(0, 0), (1, 0), (2, 6)]

@@ -1,0 +1,187 @@
+"""Forecasts of `aligned_slo`: by when each request needs its next token, and how long it takes to its end.
+
+The kernel computes the same as the plain form here, to the last bit: a decision needs a hundred small operations.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.runtime_estimate import (
+    PROMPT_LENGTHS,
+    PrefillTimes,
+    RequestRuntimeModel,
+    remaining_output_len,
+)
+from alignedserve.scheduling.table import Bools, Floats, Ints, RequestTable
+from alignedserve.scheduling.table_operations import note_decodes
+from kernels.cpu import request_table as native
+from kernels.cpu.request_table import RowForecasts
+
+# Ranks, the best first: the order of scheduling, and the reverse order of eviction.
+STARVING, URGENT, ON_TIME, LATE, BEST_EFFORT = range(5)
+_NUM_RANKS = 5
+_NO_ROWS = np.empty(0, np.int64)
+
+
+class Group(NamedTuple):
+    """Ranks that are packed together."""
+
+    ranks: tuple[int, ...]
+    bits: int  # one for each of them
+
+    @classmethod
+    def of(cls, *ranks: int) -> "Group":
+        """Return the group of these ranks."""
+        return cls(ranks, sum(1 << rank for rank in ranks))
+
+
+class Situation(NamedTuple):
+    """What forecasts depend on beside the table; seconds. The kernel takes the values in this order."""
+
+    now: float
+    horizon_s: float  # a request that has no more time than that is urgent
+    prefill_token_s: float  # as in RequestRuntimeModel, like the next two
+    decode_context_s: float
+    decode_s: float
+    starvation_s: float  # as in AlignedSloConfig
+    patience: float
+    given_back: float  # of a mean gap, by which each later gap is expected to be shorter
+
+
+class RealTimeWork(NamedTuple):
+    """The real-time requests of a table."""
+
+    decodes: IterationWork  # one token of each that decodes with its whole cache on the device
+    least_ttft_s: float  # of all; inf without any
+
+
+def real_time_work(table: RequestTable) -> RealTimeWork:
+    """Add them up."""
+    work = IterationWork()
+    if table.has_kernels:
+        found = native.real_time_decodes(table.columns, len(table))
+        work.add_decodes(found.num, found.context_len, found.longest, found.hidden_len)
+        return RealTimeWork(work, found.least_ttft_s)
+    is_ready = table.is_real_time & table.is_decoding & (table.num_swapped == 0)
+    note_decodes(work, table, np.flatnonzero(is_ready))
+    return RealTimeWork(work, float(np.min(table.ttft_s, where=table.is_real_time, initial=np.inf)))
+
+
+def forecast_rows(table: RequestTable, situation: Situation, prompts: PrefillTimes) -> RowForecasts:
+    """Forecast every row."""
+    if table.has_kernels:
+        return native.slo_forecast(table.columns, len(table), situation, PROMPT_LENGTHS, prompts.probed_s)
+    return _plain_forecast(table, situation, prompts)
+
+
+def rows_of(
+    group: Group, table: RequestTable, forecast: RowForecasts, *, is_ready: bool, at_most: int | None = None
+) -> Ints:
+    """Return the rows of this group that are ready or those that are not, `in_order`; the first `at_most`."""
+    counts = forecast.num_ready if is_ready else forecast.num_waiting
+    count = 0
+    for one in group.ranks:
+        count += counts[one]
+    if at_most is not None and at_most < count:
+        count = at_most
+    if not count:
+        return _NO_ROWS
+    if table.has_kernels:
+        columns = (forecast.rank, forecast.left_s, forecast.is_ready)
+        return native.ordered_rows(table.columns, len(table), columns, is_ready=is_ready, ranks=group.bits, count=count)
+    rows = np.flatnonzero((group.bits >> forecast.rank) & (forecast.is_ready == is_ready))
+    if count < len(rows):
+        rank = forecast.rank[rows]
+        rows = rows[rank <= np.partition(rank, count - 1)[count - 1]]
+    return in_order(rows, table, forecast)[:count]
+
+
+def in_order(rows: Ints, table: RequestTable, forecast: RowForecasts) -> Ints:
+    """Sort rows by rank, priority, time left and arrival at the worker.
+
+    Starving requests go by arrival, so that shorter ones do not keep them waiting.
+    """
+    rank = forecast.rank[rows]
+    left_s = np.where(rank == STARVING, 0.0, forecast.left_s[rows])
+    ordered: Ints = rows[np.lexsort((table.order[rows], left_s, table.priority[rows], rank))]
+    return ordered
+
+
+def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillTimes) -> RowForecasts:
+    runtime, now, horizon_s = RequestRuntimeModel(*situation[2:5]), situation.now, situation.horizon_s
+    is_decoding, num_left = table.is_decoding, remaining_output_len(table)[0]
+    left_s = runtime.remaining_s(table, num_left)
+    alone_s = np.where(is_decoding, runtime.decode_s, np.maximum(prompts.of(table.num_remaining), runtime.decode_s))
+    dues = _dues_of(table)
+    deadline_slack_s = table.arrival_s + table.deadline_s - left_s - now
+    is_late = np.where(dues.has_begun, table.first_token_s > dues.first_s, dues.next_s - alone_s < now)
+    is_late |= deadline_slack_s < 0
+    is_pressing = deadline_slack_s < left_s  # a deadline: with half of the time that is left it would still be met
+    has_no_slo = np.isinf(table.ttft_s) & np.isinf(table.tpot_s)
+    is_on_time = ((table.is_real_time & ~has_no_slo) | is_pressing) & ~is_late
+    slack_s = dues.next_s - now
+    is_urgent = is_on_time & (np.minimum(slack_s - alone_s, deadline_slack_s) < horizon_s)
+    behind = np.where(table.is_real_time, LATE, BEST_EFFORT)
+    claim = np.where(is_urgent, URGENT, np.where(is_on_time, ON_TIME, behind))
+    waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
+    has_waited = waited_s > situation.starvation_s + situation.patience * left_s
+    # Others than these are urgent once they are due.
+    rank = np.where(has_waited & (~is_on_time | np.isinf(slack_s)), STARVING, claim)
+    is_ready, is_free = is_decoding & (table.num_swapped == 0), has_no_slo & np.isinf(table.deadline_s)
+    is_overtakable = is_free & ~has_waited & (rank >= LATE) & (table.num_blocks > 0)
+    # With its cache away a request needs the time to compute it again.
+    return_s = runtime.prefill_s(table.context_len.astype(np.float64))
+    lasts_s = np.maximum(dues.next_s, dues.schedule_s)
+    has_gaps = dues.has_begun & is_on_time
+    return RowForecasts(
+        left_s=left_s,
+        slack_s=slack_s,
+        eviction_slack_s=np.minimum(dues.schedule_s - now, deadline_slack_s) - return_s - 2 * horizon_s,
+        rank=rank,
+        claim=claim,
+        is_ready=is_ready,
+        is_free=is_free,
+        has_waited=has_waited,
+        is_overtakable=is_overtakable,
+        held_blocks=int(np.sum(table.num_blocks, where=is_on_time)),
+        allowed_s=_allowed_s(slack_s, table.tpot_s, is_on_time),
+        banked_until_s=_least(lasts_s, has_gaps),
+        stretched_until_s=_least(lasts_s + situation.given_back * num_left * table.tpot_s, has_gaps),
+        num_overtakable=int(np.count_nonzero(is_overtakable)),
+        num_ready=_counts(rank[is_ready]),
+        num_waiting=_counts(rank[~is_ready]),
+    )
+
+
+class _Dues(NamedTuple):
+    """Due times of tokens, by row; inf without an objective."""
+
+    has_begun: Bools
+    first_s: Floats  # the first token
+    schedule_s: Floats  # the next one, by the mean gap alone
+    next_s: Floats  # the next one
+
+
+def _dues_of(table: RequestTable) -> _Dues:
+    has_begun, schedule_s = table.num_generated > 0, table.next_token_due_s
+    gap_s = table.last_token_s + table.tpot_s
+    # A request that has lost its cache has missed this gap; it can still hold the mean, and so has more time.
+    next_s = np.where(table.num_blocks > 0, gap_s, np.maximum(gap_s, schedule_s))
+    first_s = table.arrival_s + table.ttft_s
+    return _Dues(has_begun, first_s, schedule_s, np.where(has_begun, next_s, first_s))
+
+
+def _allowed_s(left_s: Floats, tpot_s: Floats, counts: Bools) -> float:
+    """Return the longest iteration that makes no next token late; one that is late may be late by one token's time."""
+    allowed = np.where(left_s > 0, left_s, tpot_s)
+    return _least(allowed, counts & ~np.isnan(allowed))
+
+
+def _least(values: Floats, counts: Bools) -> float:
+    return float(np.min(values, where=counts, initial=np.inf))
+
+
+def _counts(rank: Ints) -> tuple[int, ...]:
+    return tuple(np.bincount(rank, minlength=_NUM_RANKS).tolist())

@@ -1,0 +1,64 @@
+"""Why `aligned_slo` is worse than a paper's policy in rows of docs/experiments/README.md."""
+
+from collections.abc import Mapping
+
+from experiments.pages.record import bold
+
+NOT_LOOKED_INTO = bold("Not looked into.")
+
+_STRAGGLERS = (
+    "Requests of other lengths join a batch where learned costs say that it is for nothing; with one block of threads"
+    " per sequence a wave lasts as long as the longest of the batch ([more](alignedserve.md#aligned_slo)). All but the"
+    " headline are of one seed."
+)
+_LARGER_BATCHES = (
+    "Nothing bounds an iteration where no request has an objective, and its batches hold more requests, and more unlike"
+    " ones, than those of `aligned` ([both](alignedserve.md#the-headline-opt-27b-95--short))."
+)
+_BEST_EFFORT = (
+    "First tokens in time, and shorter gaps, are paid for in best-effort work ([more](bros.md#why-they-differ))."
+)
+_DEADLINES = (
+    "In an overload of thirty times it gives long documents up, which alone have deadlines, for many short requests"
+    " ([more](accelgen.md#figure-11-opt-13b-8-requestss-three-seeds-of-100-s))."
+)
+_MORE_REQUESTS = "It ends more requests, of which each has fewer tokens ([more](accelgen.md#other-models-other-rates))."
+_LONG_ITERATIONS = (
+    "Its iterations last about as long as the shortest objective or longer, which then bounds nothing"
+    " ([more](accelgen.md#other-models-other-rates))."
+)
+_SHORT_FIRST = (
+    "Without objectives what has far less left to do goes first, so long answers pay for the mean"
+    " ([more](alise.md#the-record))."
+)
+_BURSTS = (
+    "A burst is where a policy must know which answers are short and what an iteration of many prompts takes, and it is"
+    " told neither; one seed has one burst, and at the other variation of LongBench it is ahead by as much"
+    " ([more](apt_serve.md#opt-13b-at-the-papers-rates-the-record))."
+)
+_KEPT_BLOCKS = (
+    "Newcomers that are late anyway leave the blocks that requests on time held lately; here most are late, and without"
+    " that rule it serves 1.8 times as many tokens"
+    " ([more](accelgen.md#figure-11-opt-13b-8-requestss-three-seeds-of-100-s))."
+)
+_LEARNED_COSTS = (
+    "With costs told it is better; learned ones are off by no more than 3 %, and why so little decides has not been"
+    " found ([more](alise.md#aligned_slo-on-alpaca))."
+)
+WHY: Mapping[str, str] = {  # by the names of the rows
+    "AlignedServe, headline (three seeds), tokens/s: one block per sequence, balanced": _STRAGGLERS,
+    "the same, p99 TBT": _LARGER_BATCHES,
+    "AlignedServe, eight accelerators: tokens/s, p99 TBT": _STRAGGLERS,
+    "AlignedServe, tokens/s: OPT-6.7B, 13B, 30B": _STRAGGLERS,
+    "AlignedServe, tokens/s, one block: ShareGPT, LongBench, Azure": _STRAGGLERS,
+    "BROS, 10/s (three seeds): held, best-effort requests/s": _BEST_EFFORT,
+    "the same, best-effort requests/s": _BEST_EFFORT,
+    "AccelGen, 8/s (three seeds): tokens/s, requests/s, goodput/s": _KEPT_BLOCKS,
+    "the same: iteration-level SLOs, deadlines held": _DEADLINES,
+    "AccelGen, tokens/s: Llama-2-13B, OPT-175B, Llama-3-70B": _MORE_REQUESTS,
+    "the same, iteration-level SLOs": _LONG_ITERATIONS,
+    "ALISE, s/token: Alpaca 20/s, ShareGPT 1.7/s, ten minutes of 1.5/s": _LEARNED_COSTS,
+    "the same, p99 of the response, s": _SHORT_FIRST,
+    "Apt-Serve, ShareGPT 6/s held: CV 1 (three seeds), 5, 10": _BURSTS,
+    "Apt-Serve, LongBench 1.5/s, likewise": _BURSTS,
+}
