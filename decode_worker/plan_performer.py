@@ -75,8 +75,9 @@ class PlanPerformer:
         return _Entered(tuple(additions), tuple(extensions))
 
     def _slices(self, scheduled: tuple[ScheduledRequest, ...], members: tuple[HeldRequest, ...]) -> Slices:
-        """Return the slices of the iteration: the same object as last time if they are the same, so that none has to be
-        looked at again.
+        """Return the slices of the iteration.
+
+        They are the same object as last time if they are the same, so that none has to be looked at again.
         """
         latest = self._latest
         if scheduled != latest.scheduled or members != latest.members:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from alignedserve.costmodel.work import IterationWork
+from alignedserve.costmodel.work import IterationWork, pairs_of
 
 _INTERPOLATIONS = 4
 
@@ -34,13 +34,16 @@ def chunk_within(
     multiple of it, unless it is `at_most`.
     """
 
-    def seconds(num_tokens: int) -> float:
-        trial = work.copy()
-        trial.add_chunk(num_tokens, num_cached, is_last=True)
-        return costs.iteration_s(trial)
-
     if at_most <= 0:
         return 0
+    trial = work.copy()
+    trial.add_chunk(0, num_cached, is_last=True)
+
+    def seconds(num_tokens: int) -> float:
+        trial.num_prompt_tokens = work.num_prompt_tokens + num_tokens
+        trial.prompt_pairs = work.prompt_pairs + pairs_of(num_tokens, num_cached)
+        return costs.iteration_s(trial)
+
     above_s = seconds(at_most)
     if above_s <= budget_s:
         return at_most

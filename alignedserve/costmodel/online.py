@@ -126,8 +126,9 @@ class OnlineIterationModel:
         return 1.0 if error <= limit else limit / error
 
     def _learn(self, features: list[float], weight: float) -> None:
-        """Add an iteration's features to the sums, then set each coefficient once to its best with the others as they
-        are; iterations to come go on from there.
+        """Add an iteration's features to the sums, and move the coefficients towards what they say.
+
+        Each is set once to its best with the others as they are; iterations to come go on from there.
         """
         scale = math.exp(self._log_scale)
         if self._has_kernel:

@@ -75,9 +75,11 @@ class RooflineModel:
 
     def iteration_s(self, work: IterationWork) -> float:
         """See CostModel."""
+        num_tokens = work.num_prompt_tokens + work.num_decodes
         attention = self._pair_s * work.prompt_pairs + self._decode_attention_s(work)
-        compute = self._overhead_s + self._linear_s(work) + attention + self.collectives_s(work.num_tokens)
-        return max(compute, self.swap_s(work.swap_in_tokens + work.swap_out_tokens))
+        compute = self._overhead_s + self._linear_s(work, num_tokens) + attention + self.collectives_s(num_tokens)
+        copies = self._swap_token_s * (work.swap_in_tokens + work.swap_out_tokens)
+        return compute if compute > copies else copies
 
     def swap_s(self, num_tokens: float) -> float:
         """See CostModel."""
@@ -85,23 +87,20 @@ class RooflineModel:
 
     def layers_s(self, num_tokens: int) -> float:
         """Return the seconds of num_tokens through all layers: matrices, and elementwise work between them."""
-        return self._layers_s(num_tokens)
+        if not self._has_experts or not num_tokens:
+            return self._product_s(self._token_parameters, num_tokens)
+        weights_s = self.shape.read_parameters(num_tokens) * self._weight_s
+        return max(2 * self._token_parameters * num_tokens * self._flop_s, weights_s)
 
     def collectives_s(self, num_tokens: int) -> float:
         """Return the all-reduce time for num_tokens, two per layer."""
         return self._all_reduces_s + self._reduced_token_s * num_tokens
 
-    def _linear_s(self, work: IterationWork) -> float:
+    def _linear_s(self, work: IterationWork, num_tokens: int) -> float:
         """Return the seconds of layers, logits, and keys and values recomputed from a hidden cache."""
-        layers = self._layers_s(work.num_tokens)
+        layers = self.layers_s(num_tokens)
         head = self._product_s(self._head_parameters, work.num_sampled)
         return layers + head + self._projection_s * work.hidden_context_len
-
-    def _layers_s(self, num_tokens: int) -> float:
-        if not self._has_experts or not num_tokens:
-            return self._product_s(self._token_parameters, num_tokens)
-        weights_s = self.shape.read_parameters(num_tokens) * self._weight_s
-        return max(2 * self._token_parameters * num_tokens * self._flop_s, weights_s)
 
     def _product_s(self, num_parameters: int, num_rows: int) -> float:
         """Return the seconds of so many rows through so many weights, which are read once for all."""

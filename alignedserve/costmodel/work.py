@@ -22,13 +22,10 @@ class IterationWork:
     swap_out_tokens: float = 0.0  # and the other way
 
     def add_chunk(self, num_tokens: int, num_cached: int, *, is_last: bool) -> None:
-        """Add a chunk of a prompt after `num_cached` tokens whose cache exists; the last one samples a token.
-
-        Example: 3 tokens after 10 score 11 + 12 + 13 = 36 pairs.
-        """
+        """Add a chunk of a prompt after `num_cached` tokens whose cache exists; the last one samples a token."""
         self.num_chunks += 1
         self.num_prompt_tokens += num_tokens
-        self.prompt_pairs += num_tokens * num_cached + num_tokens * (num_tokens + 1) // 2
+        self.prompt_pairs += pairs_of(num_tokens, num_cached)
         self.num_sampled += is_last
 
     def add_decode(self, context_len: int, *, is_hidden: bool = False) -> None:
@@ -88,3 +85,11 @@ class IterationWork:
     def is_empty(self) -> bool:
         """Return whether there is nothing to compute."""
         return self.num_tokens == 0
+
+
+def pairs_of(num_tokens: int, num_cached: int) -> int:
+    """Return the (query, key) pairs that a chunk after so many cached tokens scores.
+
+    Example: 3 tokens after 10 score 11 + 12 + 13 = 36 pairs.
+    """
+    return num_tokens * num_cached + num_tokens * (num_tokens + 1) // 2

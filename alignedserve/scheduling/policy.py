@@ -83,6 +83,18 @@ class DeviceMemory:
     has_shared_blocks: bool = False
     swap_width: float = 1.0  # bytes of a token on the host by its bytes on the device; below 1: int8
 
+    def with_free(self, num_free: int, num_free_host: int) -> "DeviceMemory":
+        """Return the same memory with so much of it free."""
+        return DeviceMemory(  # a fifth of the time that `dataclasses.replace` takes
+            self.num_blocks,
+            num_free,
+            self.block_size,
+            num_free_host,
+            self.hidden_ratio,
+            self.has_shared_blocks,
+            self.swap_width,
+        )
+
     def copy_tokens(self, num_tokens: int, *, is_hidden: bool = False) -> float:
         """Return the full-width tokens as which a copy to or from the host counts (IterationWork)."""
         assert not is_hidden or self.hidden_ratio is not None, "a hidden cache where there is none"

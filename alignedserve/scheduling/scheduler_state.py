@@ -3,7 +3,7 @@
 Shared by the worker's logic, which holds block ids and tokens, and tests that run a policy without a worker.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +76,7 @@ class SchedulerState:
         """Build the policy's view."""
         memory = self._seen
         if memory.num_free != self.num_free or memory.num_free_host != self.num_free_host:
-            self._seen = memory = replace(memory, num_free=self.num_free, num_free_host=self.num_free_host)
+            self._seen = memory = memory.with_free(self.num_free, self.num_free_host)
         return WorkerView(self.table, memory, limits, self.history, costs, now)
 
     def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> None:

@@ -128,12 +128,12 @@ class SimulatedGateway:
         time_s = self._event_queue.now + self._network.token_s
         under_way = self._open
         for delta in message.deltas:
-            times = under_way[delta.request_id].token_times_s if delta.request_id in under_way else None
-            if times is None or delta.first_index < len(times):  # emitted again, as two workers had it after a loss
+            sent = under_way.get(delta.request_id)
+            if sent is None or delta.first_index < len(sent.token_times_s):  # emitted again, as two had it after a loss
                 self.num_repeated += 1
                 continue
-            assert delta.first_index == len(times), "a token that is not the next"
-            times.append(time_s)
+            assert delta.first_index == len(sent.token_times_s), "a token that is not the next"
+            sent.token_times_s.append(time_s)
             if delta.finish_reason is not None:
                 self._end(delta.request_id, Ending.COMPLETED, time_s)
 

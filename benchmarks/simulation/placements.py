@@ -23,9 +23,9 @@ from alignedserve.sim.sweep import Case, WorkloadLine, run_cases
 from alignedserve.workload.rates import at_rate
 from benchmarks.support.recording import write_result
 
-_MACHINES = ClusterHardware(WorkerSpec("llama-2-13b", "a100-80g"))
-_BEST_EFFORT = "be: prompt=uniform(512,1024), output=uniform(32,128), outstanding={}"
-_OUTSTANDING = 16  # best-effort requests per worker
+MACHINES = ClusterHardware(WorkerSpec("llama-2-13b", "a100-80g"))
+BEST_EFFORT = "be: prompt=uniform(512,1024), output=uniform(32,128), outstanding={}"
+OUTSTANDING = 16  # best-effort requests per worker
 _LEAST_S = 20.0  # of arrivals
 
 
@@ -60,7 +60,7 @@ class Point(NamedTuple):
         """Return its requests; the real-time ones are about this many."""
         text = at_rate(f"rt: {self.trace.line}", self.rate)
         if self.is_beside:
-            text += f"; {_BEST_EFFORT.format(_OUTSTANDING * self.num_workers)}"
+            text += f"; {BEST_EFFORT.format(OUTSTANDING * self.num_workers)}"
         return WorkloadLine(text, duration_s=max(num_requests / self.rate, _LEAST_S), data_dir=data_dir())
 
 
@@ -92,6 +92,7 @@ def figures_of(result: SimulationResult) -> dict[str, Any]:
         "num_requests": chat.num_sent,
         "tokens_per_s": round(result.classes["all"].tokens_per_s),
         "num_moved": result.num_handoffs_verified,
+        "num_evictions": result.num_evictions,
     }
 
 
@@ -104,7 +105,7 @@ def row_of(point: Point, num_requests: int) -> dict[str, Any]:
         "best_effort": point.is_beside,
     }
     for topology in (Topology.COLOCATED, Topology.ELASTIC):
-        config = simulated_policy(_MACHINES, cluster(topology, point.num_workers))
+        config = simulated_policy(MACHINES, cluster(topology, point.num_workers))
         (outcome,) = run_cases([Case(f"{point} {topology.value}", config, point.line(num_requests))])
         if outcome.result is None:
             raise SystemExit(f"{outcome.case.name}: {outcome.error}")

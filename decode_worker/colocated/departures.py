@@ -196,7 +196,7 @@ class Departures:
         row = table.row(tracked.request.request_id)
         is_plain = not table.is_hidden[row] and not table.num_swapped[row]
         is_decoding = is_plain and tracked.is_prefilled and bool(tracked.block_ids) and bool(table.is_decoding[row])
-        return is_decoding and self._held.has_room_beside(len(tracked.block_ids))
+        return is_decoding and self._held.has_room_beside(len(tracked.block_ids), leaving=tracked)
 
     def _entry(self, peer: str, request_id: RequestId, attempt: int, stage: DepartureStage) -> Departing | None:
         entry = self._entries.get(request_id)

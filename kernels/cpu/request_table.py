@@ -101,8 +101,9 @@ def fitting_decodes(
 
 
 def growing_rows(stacks: Stacks, num_rows: int, rows: Ints, num_tokens: Ints, sizes: BlockSizes) -> list[bool] | None:
-    """Return which of these rows take blocks or come back from the host as they compute so many tokens; None if one
-    computes more tokens than are known.
+    """Return which of these rows take blocks or come back from the host as they compute so many tokens.
+
+    None if one computes more tokens than are known.
     """
     grows: list[bool] | None = _native.growing_rows(*stacks, num_rows, rows, num_tokens, *sizes)
     return grows

@@ -130,10 +130,10 @@ class AlignedSlo:
         return self._most_blocks - held
 
     def _stretched_s(self, until_s: float, now: float) -> float:
-        """Return the longest iteration after which all requests that have begun can still hold their mean gap: they are
-        ahead of it to this time.
+        """Return the longest iteration after which all requests that have begun can still hold their mean gap.
 
-        A prompt that arrives as it begins still has time for a usual iteration.
+        `until_s`: the time to which they are ahead of it. A prompt that arrives as the iteration begins still has time
+        for a usual one.
         """
         mean_s = until_s - now
         return min(self._config.slack_share * mean_s, (1.0 - self._config.response_share) * self._tightest_s)

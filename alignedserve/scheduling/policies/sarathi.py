@@ -42,12 +42,14 @@ class Sarathi:
 
     def _add_decodes(self, packer: ReservingPacker, view: WorkerView, running: list[int]) -> list[int]:
         """Add decodes; return the running prompts that were not preempted."""
+        decodes = [row for row in running if packer.remaining(row) == 1]
+        packer.add_decodes(np.array(decodes, np.int64))  # those that fit, at once
         prompts = []
         while running:
             row = running.pop(0)
             if packer.remaining(row) > 1:
                 prompts.append(row)
-            else:
+            elif row not in packer:
                 add_evicting(packer, row, 1, running if view.can_evict else [])
         return prompts
 

@@ -81,7 +81,9 @@ def rows_of(
 ) -> Ints:
     """Return the rows of this group that are ready or those that are not, `in_order`; the first `at_most`."""
     counts = forecast.num_ready if is_ready else forecast.num_waiting
-    count = sum([counts[rank] for rank in group.ranks])
+    count = 0
+    for one in group.ranks:
+        count += counts[one]
     if at_most is not None and at_most < count:
         count = at_most
     if not count:

@@ -55,7 +55,7 @@ class SloPacking:
 
     def plan(self) -> IterationPlan:
         """Return the plan, never empty while there are requests: if none fits, the first is forced in by evictions."""
-        if not self._packer.rows and len(self._table):
+        if not self._packer.num_scheduled and len(self._table):
             self._force_one()
         return self._packer.plan()
 
@@ -375,4 +375,5 @@ class SloPacking:
         packer, evicted = self._packer, self._evicted
         if not evicted and not packer.num_scheduled:
             return rows
-        return rows[[row not in evicted and row not in packer for row in rows.tolist()]]
+        taken = evicted.union(packer.rows)
+        return rows[[row not in taken for row in rows.tolist()]]

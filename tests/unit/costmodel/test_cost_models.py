@@ -10,6 +10,7 @@ import pytest
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import COST_MODELS, WorkerSpec, make_cost_model
+from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.linear import (
     LinearCoefficients,
     LinearIterationModel,
@@ -21,7 +22,9 @@ from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.costmodel.published.collectives import collective_curve
+from alignedserve.costmodel.published.llama_layers import MeasuredLayersModel
 from alignedserve.costmodel.published.prompt_tables import table_samples
+from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork
 from tests.harnesses.costs import decodes, prefill, random_work
 
@@ -153,6 +156,18 @@ def test_vidur_layers_are_looked_up() -> None:
     assert costs.layers_s(1024) == pytest.approx(32 * 2.135e-3)  # type: ignore[attr-defined]
     assert costs.layers_s(1280) == pytest.approx(32 * 2.624e-3)  # type: ignore[attr-defined]
     assert collective_curve("h100", "send_recv", 2).at(1 << 26) == pytest.approx(0.188e-3)
+
+
+def test_an_iteration_by_vidur_is_the_roofline_s_but_for_its_layers() -> None:
+    worker = WorkerSpec(model="llama-2-7b")
+    measured, roofline = (
+        MeasuredLayersModel("a100-80g", 1, worker.kernel),
+        RooflineModel(worker.shape, hardware("a100-80g")),
+    )
+    for work in (prefill(1024), decodes(8, 500)):
+        layers_s = measured.layers_s(work.num_tokens) - roofline.layers_s(work.num_tokens)
+        assert abs(layers_s) > 1e-4
+        assert measured.iteration_s(work) - roofline.iteration_s(work) == pytest.approx(layers_s)
 
 
 def test_splitwise_is_fitted_within_a_fifth() -> None:

@@ -23,7 +23,7 @@ SIZES = WindowSizes(least_s=4.0, lead_in_s=4.0, least_requests=4, least_windows=
 
 
 def request(line: str, seed: int, duration_s: float) -> PlanRequest:
-    """Of up to four workers of a slow machine."""
+    """Ask for a plan of up to four workers of a slow machine."""
     machines = Machines(
         with_fixed_sizes(load_config(None, ())),
         None,
@@ -35,7 +35,7 @@ def request(line: str, seed: int, duration_s: float) -> PlanRequest:
 
 
 def least_cost(asked: PlanRequest) -> float | None:
-    """The cheapest plan that holds, of all of them, each on the whole workload."""
+    """Return the cost of the cheapest plan that holds, of all of them, each on the whole workload."""
     goals = goals_of(asked.traffic.whole(), asked.share)
     members = [member for family in families_of(asked.choices) for member in family.members]
     cases = [case_of(member, Run(), asked.machines, asked.traffic) for member in members]
@@ -44,7 +44,7 @@ def least_cost(asked: PlanRequest) -> float | None:
 
 
 def found_cost(asked: PlanRequest) -> float | None:
-    """The cost of the plan found."""
+    """Return the cost of the plan found."""
     with CasePool(1) as pool:
         plan = make_plan(asked, pool)
     assert plan.groups, "windows were not used"
