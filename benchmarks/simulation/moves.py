@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 from alignedserve.config.environment import data_dir
 from alignedserve.config.sections import Topology
 from alignedserve.sim.config import SimConfig, SimWorkerLoss
-from alignedserve.sim.policies import simulated_policy
 from alignedserve.sim.result import ALL, SimulationResult
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.requests import Workload
-from benchmarks.simulation.placements import MACHINES, cluster
 from benchmarks.simulation.trial_routers import ROUTERS, RoutedSimulation
 from benchmarks.support.recording import write_result
+from benchmarks.support.server_cluster import server_cluster
 
 _COLUMNS = ("no moves", "moves to idle workers", "as it is")
 _NUM_WORKERS = 4
@@ -76,7 +75,7 @@ def figures_of(result: SimulationResult) -> dict[str, Any]:
 
 def rows_of(load: Load, run: int, columns: Sequence[str] = _COLUMNS) -> Iterator[dict[str, Any]]:
     """Simulate every column with the requests of one run."""
-    config: SimConfig = simulated_policy(MACHINES, cluster(Topology.ELASTIC, _NUM_WORKERS))
+    config: SimConfig = server_cluster("aligned_slo", Topology.ELASTIC, _NUM_WORKERS)
     config, workload = replace(config, losses=load.losses), load.workload(run)
     for column in columns:
         result = RoutedSimulation(config, workload, ROUTERS[column]).run()

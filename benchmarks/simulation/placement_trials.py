@@ -15,22 +15,12 @@ import msgspec
 
 from alignedserve.config.environment import data_dir
 from alignedserve.config.sections import Topology
-from alignedserve.sim.policies import simulated_policy
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.rates import at_rate
-from benchmarks.simulation.placements import (
-    BEST_EFFORT,
-    MACHINES,
-    OUTSTANDING,
-    TRACES,
-    Point,
-    Trace,
-    cluster,
-    figures_of,
-    points,
-)
+from benchmarks.simulation.placements import BEST_EFFORT, OUTSTANDING, TRACES, Point, Trace, figures_of, points
 from benchmarks.simulation.trial_routers import ROUTERS, RoutedSimulation
 from benchmarks.support.recording import write_result
+from benchmarks.support.server_cluster import server_cluster
 
 # Long prompts beside tight gaps: where workers of one phase alone might gain.
 _TIGHT = Trace("arXiv, 4 s, 30 ms", "arxiv, rate=1, ttft=4, tpot=0.03", (1.0, 1.6), 0.8)
@@ -59,7 +49,7 @@ class Run(NamedTuple):
 
 def rows_of(run: Run, routers: Sequence[str], num_requests: int) -> Iterator[dict[str, Any]]:
     """Simulate every router with the requests of a run."""
-    config = simulated_policy(MACHINES, cluster(Topology.ELASTIC, run.point.num_workers))
+    config = server_cluster("aligned_slo", Topology.ELASTIC, run.point.num_workers)
     workload = run.line(num_requests).build()
     base: dict[str, Any] | None = None
     for name in (_BASE, *(one for one in routers if one != _BASE)):
