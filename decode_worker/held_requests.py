@@ -5,11 +5,14 @@ from dataclasses import dataclass, field
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
+from alignedserve.core.request import Request
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
 from alignedserve.worker_core.request import WorkerRequest
+
+_FORESEEN_TOKENS = 256  # of a request, while another moves
 
 
 @dataclass(slots=True, eq=False)
@@ -93,10 +96,32 @@ class HeldRequests:
 
     # --- requests that move between workers
 
-    def has_room_beside(self, num_blocks: int) -> bool:
-        """Return whether every request here could still have all that it may need, alone, while these are held."""
-        left = self.allocator.num_blocks - self.num_away - num_blocks
-        return all(blocks_for(one.max_context_len, self._block_size) <= left for one in self)
+    def is_portable(self, request_id: RequestId) -> bool:
+        """Return whether its whole cache is on this device, as keys and values, and only its next token is missing."""
+        table, row = self.state.table, self.state.table.row(request_id)
+        is_whole = not table.is_hidden[row] and not table.num_swapped[row] and table.num_blocks[row] > 0
+        return bool(is_whole and table.is_decoding[row])
+
+    def has_room_beside(self, num_blocks: int, leaving: HeldRequest | None = None) -> bool:
+        """Return whether every request here could still have what it may soon need, alone, while these are held.
+
+        `leaving`: they are this one's, which needs no others.
+        """
+        return all(self.has_room_for(one.request, one.context_len, num_blocks) for one in self if one is not leaving)
+
+    def has_room_for(self, request: Request, context_len: int, num_held: int = 0) -> bool:
+        """Return whether a request could have what it may soon need, alone, beside blocks on their way and these."""
+        soon = min(context_len + _FORESEEN_TOKENS, request.max_context_len)
+        return blocks_for(soon, self._block_size) <= self.allocator.num_blocks - self.num_away - num_held
+
+    @property
+    def can_compute(self) -> bool:
+        """Whether any request here could be alone in the next iteration, which policies count on.
+
+        False only while a request that has grown far needs blocks that are on their way.
+        """
+        left = self.allocator.num_blocks - self.num_away
+        return not self.num_away or all(blocks_for(one.context_len, self._block_size) <= left for one in self)
 
     def hold(self, num_blocks: int) -> tuple[BlockId, ...]:
         """Take free blocks for a request that comes."""

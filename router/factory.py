@@ -1,6 +1,7 @@
 """Builds the router's logic from its configuration, for the live router and the simulated one."""
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
+from router.leans import Leans
 from router.logic import RouterLogic
 from router.placement import Placement
 from router.policies import make_prefill_order
@@ -14,4 +15,5 @@ def make_logic(*, config: RouterConfig, batching: BatchingConfig) -> RouterLogic
         placement=Placement(max_candidate_requests=config.max_candidate_requests, batching=batching),
         order=make_prefill_order(config.prefill_order or "least_slack"),
         bypass=DirectHandoff() if config.direct_handoff else UrgentBypass(),
+        leans=Leans(),
     )

@@ -1,17 +1,24 @@
-"""Evens out the leans of elastic workers: the shares of their time that decodes leave for prompts.
+"""Evens out elastic workers: decodes move from a worker that is short of time or memory to one that has more of it.
 
 A worker measures its lean: 1 less the time that an iteration of its decodes takes, over the gap that they allow. One
-at 1 has nothing but prompts to compute, one at 0 has no time for any. A prompt goes to the worker with the fewest
-tokens before it (placement.py), and is decoded there, unless the leans of a node drift apart: then its worker with the
-least time for prompts, if any wait there or its decodes fill all of it, hands those that came to it last over to the
-one with the most time and no prompt.
-No ping-pong: the receiver never gets more decodes than the giver keeps; a request is handed over `MAX_MOVES` times at
-most; and a worker that has given or taken is left alone for `REST_S`, by when both have told their leans.
+at 1 has nothing but prompts to compute, one at 0 has no time for any. A prompt goes to the worker that could begin with
+it first (placement.py), and is decoded there, unless the workers of a node drift apart. Then, on each node, one of two:
+
+- Time: the worker with the least lean, if its decodes fill their gaps or prompts wait there, hands its latest requests
+  over to the one with the most. The receiver has no prompts, or computes its own in half the time, or the giver's
+  decodes take all the time that they may.
+- Memory: the worker whose next prompts do not find room in its free blocks hands requests over to the one with most to
+  spare: the smallest that frees enough, else the largest.
+No ping-pong: after a move for time the receiver has no more decodes than the giver, after one for memory more free
+blocks than the giver had; a request is handed over `MAX_MOVES` times at most; and a worker that has given or taken is
+left alone for `REST_S`, by when both have told their new loads.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple
 
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from router.state import TrackedRequest, WorkerRecord
@@ -21,6 +28,13 @@ REST_S = 1.0
 _APART = 0.25  # leans that differ by less are left alone
 _SHORT = 0.125  # a worker with a smaller lean gives even if no prompt waits there: its decodes fill their gaps
 _SHARE = 0.25  # of the giver's decodes for each 1.0 of difference, moved at a time
+_FASTER = 2.0  # a receiver with prompts of its own computes them in a time so many times shorter
+_KEPT_SHARE = 1 / 16  # of a worker's blocks: for decodes that grow
+_BLOCKS_APART = 0.25  # of all: so many more are still free at the receiver afterwards, as a move holds them twice
+_FORESEEN_LEN = 512  # tokens of an answer at most: the first of a class are predicted to be as long as they may be
+_SOON_S = 2.0  # prompts that a worker computes within this time are to find blocks
+
+Requests = Mapping[RequestId, TrackedRequest]
 
 
 class PlannedMove(NamedTuple):
@@ -36,10 +50,8 @@ class Leans:
     def __init__(self) -> None:
         self._rests_until_s: dict[str, float] = {}
 
-    def moves(
-        self, workers: Iterable[WorkerRecord], requests: Mapping[RequestId, TrackedRequest], now: float
-    ) -> list[PlannedMove]:
-        """Return the next moves: on each node, between the two of its workers that are furthest apart.
+    def moves(self, workers: Iterable[WorkerRecord], requests: Requests, now: float) -> list[PlannedMove]:
+        """Return the next moves: on each node, from one of its workers to another.
 
         A worker with nothing that may leave keeps no other from giving.
         """
@@ -47,30 +59,127 @@ class Leans:
         for one in workers:
             if one.registered.can_move and self._rests_until_s.get(one.name, 0.0) <= now:
                 rested.setdefault(one.registered.pool_name, []).append(one)
-        planned = [move for near in rested.values() for move in _moves_among(near, requests)]
+        planned = [move for near in rested.values() if len(near) > 1 for move in self.moves_among(near, requests)]
         if planned:
             self._rests_until_s = {name: until_s for name, until_s in self._rests_until_s.items() if until_s > now}
         for tracked, receiver in planned:
             self._rests_until_s[tracked.holder or ""] = self._rests_until_s[receiver.name] = now + REST_S
         return planned
 
+    def moves_among(self, near: Collection[WorkerRecord], requests: Requests) -> list[PlannedMove]:
+        """Return the next moves among the rested workers of a node."""
+        able = [one for one in near if one.can_take_over]
+        return moves_for_time(near, able, requests) or moves_for_memory(near, able, requests)
 
-def _moves_among(near: Collection[WorkerRecord], requests: Mapping[RequestId, TrackedRequest]) -> list[PlannedMove]:
-    able = [one for one in near if one.can_take_over and not one.prefilling]
-    receiver = max(able, key=lambda one: (one.lean, one.name), default=None)
-    if receiver is None:
-        return []
+
+def moves_for_time(
+    near: Collection[WorkerRecord], able: Collection[WorkerRecord], requests: Requests
+) -> list[PlannedMove]:
+    """Return moves from a worker whose decodes leave too little of its time to the one with most of it.
+
+    `able`: those that may take.
+    """
+    takers = sorted(able, key=lambda one: (one.lean, one.name), reverse=True)
     givers = [one for one in near if one.prefilling or one.lean < _SHORT]
     for giver in sorted(givers, key=lambda one: (one.lean, one.name)):
-        if receiver.lean - giver.lean < _APART:
-            break
+        receiver = next((one for one in takers if _has_time_for(one, giver)), None)
+        if receiver is None:
+            continue
         surplus = len(giver.decoding) - len(receiver.decoding)
         count = min(max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1), surplus // 2)
-        movable = [one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)] if count > 0 else []
-        if movable:
-            movable.sort(key=lambda one: (-one.request.arrival_s, one.request.request_id))
-            return [PlannedMove(one, receiver) for one in movable[:count]]
+        chosen = _that_fit(_latest(giver, requests), _spare(receiver), receiver.registered.block_size)
+        planned = [PlannedMove(one, receiver) for one in islice(chosen, max(count, 0))]
+        if planned:
+            return planned
     return []
+
+
+def _has_time_for(receiver: WorkerRecord, giver: WorkerRecord) -> bool:
+    if receiver.lean - giver.lean < _APART:
+        return False
+    return not receiver.prefilling or not giver.lean or _FASTER * _prompts_s(receiver) <= _prompts_s(giver)
+
+
+def _prompts_s(worker: WorkerRecord) -> float:
+    """Return how long the prompts there take in the time that its decodes leave."""
+    return worker.wait_s(is_real_time=False) / max(worker.lean, _SHORT)
+
+
+def moves_for_memory(
+    near: Collection[WorkerRecord], able: Collection[WorkerRecord], requests: Requests
+) -> list[PlannedMove]:
+    """Return moves from the worker that is shortest of blocks to the one with most of them.
+
+    `able`: those that may take.
+    """
+    told = [one for one in near if one.load is not None]
+    givers = sorted(
+        (one for one in told if one.prefilling and _missing(one) > 0), key=lambda one: (-_missing(one), one.name)
+    )
+    receiver = max((one for one in able if one in told), key=lambda one: (_spare(one), one.name), default=None)
+    for giver in givers if receiver is not None else ():
+        assert receiver is not None, "no receiver"
+        planned = [PlannedMove(one, receiver) for one in _to_free(giver, receiver, requests)]
+        if planned:
+            return planned
+    return []
+
+
+def _to_free(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) -> Iterator[TrackedRequest]:
+    """Yield requests with as many blocks as the giver lacks, as far as the receiver can spare them.
+
+    The smallest that has as many, else the largest first: as little as possible is copied.
+    """
+    missing, block_size = _missing(giver), receiver.registered.block_size
+    apart = int(giver.registered.num_blocks * _BLOCKS_APART)
+    spare = min(_spare(receiver), _num_free(receiver) - _num_free(giver) - apart)
+    sizes = [(_blocks_of(one, block_size), one) for one in _latest(giver, requests)]
+    sizes.sort(key=lambda sized: (sized[0] < missing, abs(sized[0] - missing)))
+    for tracked in _that_fit([one for _, one in sizes], spare, block_size):
+        yield tracked
+        missing -= _blocks_of(tracked, block_size)
+        if missing <= 0:
+            return
+
+
+def _that_fit(requests: Iterable[TrackedRequest], spare: int, block_size: int) -> Iterator[TrackedRequest]:
+    """Yield those that fit into so many blocks beside the ones before."""
+    for tracked in requests:
+        num_blocks = _blocks_of(tracked, block_size)
+        if num_blocks <= spare:
+            spare -= num_blocks
+            yield tracked
+
+
+def _missing(worker: WorkerRecord) -> int:
+    """Return the blocks that it lacks for the prompts that it can compute soon, beside those for growth."""
+    rate = worker.load.prompt_tokens_per_s if worker.load is not None else 0
+    soon = min(worker.num_prefill_tokens, int(rate * _SOON_S))
+    return _kept(worker) + blocks_for(soon, worker.registered.block_size) - _num_free(worker)
+
+
+def _spare(worker: WorkerRecord) -> int:
+    """Return the blocks that are left when all its prompts are computed, beside those for growth."""
+    return _num_free(worker) - _kept(worker) - blocks_for(worker.num_prefill_tokens, worker.registered.block_size)
+
+
+def _kept(worker: WorkerRecord) -> int:
+    return int(worker.registered.num_blocks * _KEPT_SHARE)
+
+
+def _num_free(worker: WorkerRecord) -> int:
+    return worker.load.num_free_blocks if worker.load is not None else worker.registered.num_blocks
+
+
+def _blocks_of(tracked: TrackedRequest, block_size: int) -> int:
+    """Return the blocks that a request may soon hold: for its prompt, and its answer as far as that is foreseen."""
+    return blocks_for(tracked.request.prompt_len + min(int(tracked.predicted_output_len), _FORESEEN_LEN), block_size)
+
+
+def _latest(giver: WorkerRecord, requests: Requests) -> list[TrackedRequest]:
+    """Return what may leave, the latest first: it has most left to do."""
+    movable = [one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)]
+    return sorted(movable, key=lambda one: (-one.request.arrival_s, one.request.request_id))
 
 
 def _is_movable(tracked: TrackedRequest) -> bool:

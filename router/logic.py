@@ -80,7 +80,9 @@ _TICKS_PER_STATUS = 4
 class RouterLogic:
     """The router's state machine over accepted requests, workers, pools and the prefill queue."""
 
-    def __init__(self, *, config: RouterConfig, placement: Placement, order: PrefillOrder, bypass: Bypass) -> None:
+    def __init__(
+        self, *, config: RouterConfig, placement: Placement, order: PrefillOrder, bypass: Bypass, leans: Leans
+    ) -> None:
         self._config = config
         self._placement = placement
         self._registry = RequestRegistry(
@@ -93,7 +95,7 @@ class RouterLogic:
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
         self._bypass = bypass
-        self._leans = Leans()
+        self._leans = leans
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
         self._counters = RouterCounters()
         self._last_attempt = self._reported_attempt = 0

@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.planning.candidates import Candidate, Choices, Family, families_of
-from alignedserve.planning.confidence import SLOWDOWN, Interval, attained_interval, caution_of_costs, cautions, compared
+from alignedserve.planning.confidence import (
+    SLOWDOWNS,
+    Interval,
+    attained_interval,
+    caution_of_costs,
+    cautions,
+    compared,
+)
 from alignedserve.planning.loads import UnitCosts, first_member, unit_costs
 from alignedserve.planning.search import PlanSearch, Trial, Verdict
 from alignedserve.planning.trials import (
@@ -263,8 +270,11 @@ class _Planner:
     def variations(self, nearest: Tried) -> list[Variation]:
         """Try the plan with slower iterations, other rates, and fewer or more workers."""
         holds, candidate = nearest.outcome.holds, nearest.candidate
-        slower = f"every iteration {SLOWDOWN - 1:.0%} slower than simulated"
-        named = [(slower, _Variant(candidate, slowdown=SLOWDOWN))] if holds else []
+        slower = SLOWDOWNS if holds else ()
+        named = [
+            (f"every iteration {one - 1:.0%} slower than simulated", _Variant(candidate, slowdown=one))
+            for one in slower
+        ]
         speeds = _FASTER if holds else _SLOWER
         named += [(f"{speed:g} times the requests per second", _Variant(candidate, speed=speed)) for speed in speeds]
         others = self._neighbours(candidate) if holds else self._larger(candidate)

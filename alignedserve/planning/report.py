@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from math import floor
 from typing import Any
 
 from alignedserve.planning.candidates import Candidate
@@ -65,7 +66,8 @@ def attained_words(plan: Plan, one: Tried) -> str:
     if one.outcome.error is not None:
         return "failed"
     if one.outcome.is_abandoned:
-        return f"below {percent(plan.goals.share if plan.groups else min(plan.goals.share, HOPELESS))}"
+        is_exact = plan.groups and one.outcome.is_whole
+        return f"below {percent(plan.goals.share if is_exact else min(plan.goals.share, HOPELESS))}"
     behind = "" if one.outcome.keeps_up else ", falls behind"
     return f"{one.outcome.attained:.1%}{behind}"
 
@@ -77,7 +79,7 @@ def played_words(outcome: Outcome) -> str:
     num_played, num_chosen = outcome.windows
     if num_played == num_chosen:
         return f"{num_chosen} windows"
-    return "busiest window" if num_played == 1 else f"{num_played} busiest"
+    return "busiest window" if num_played == 1 else f"{num_played} of {num_chosen} windows"
 
 
 def summary(plan: Plan) -> list[str]:
@@ -194,10 +196,13 @@ def _legend(plan: Plan) -> str:
 def frontier_plot(report: PlanReport) -> str:
     """Plot what is attained against the cost."""
     plan = report.plan
-    shown_ones = [one for one in plan.tried if not one.outcome.is_abandoned and one.outcome.error is None]
+    known = [one for one in plan.tried if not one.outcome.is_abandoned and one.outcome.error is None]
+    shown_ones = sorted(known, key=lambda one: one is plan.nearest)  # drawn last, above its equals
     costs = [one.candidate.cost for one in shown_ones]
+    least = min((one.outcome.attained for one in shown_ones), default=0.0)
+    shares = Scale(max(floor(10.0 * min(least, plan.goals.share) - 1e-9), 0) / 10.0, 1.0)
     label = "price per hour" if report.unit == "per hour" else report.unit
-    frame = Frame(from_zero(costs), Scale(0.0, 1.0), label, "requests within objectives", width=900, height=340)
+    frame = Frame(from_zero(costs), shares, label, "requests within objectives", width=900, height=340)
     groups, goal = _groups(plan), plan.goals.share
     ends = [frame.at(0.0, goal), frame.at(frame.x.high, goal)]
     frontier = [frame.at(one.candidate.cost, one.outcome.attained) for one in plan.frontier()]

@@ -23,7 +23,7 @@ from alignedserve.sim.sweep import Case, WorkloadLine, part_of
 from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.requests import Window, Workload
 
-HOPELESS = 0.75  # attained of a whole that is too short for windows: what cannot reach it is abandoned
+HOPELESS = 0.75  # attained, of a window or of a short workload: what cannot reach it is abandoned
 _MAX_BACKLOG = 0.05  # of the requests of a class without objectives, beside those just under way
 _FEW = 2  # requests that are left by chance
 
@@ -148,7 +148,7 @@ def case_of(candidate: Candidate, run: Run, machines: Machines, traffic: Traffic
 
 
 class WindowsPlayed(NamedTuple):
-    """Windows that a plan was simulated on, the busiest first, of those chosen."""
+    """Windows that a plan was simulated on, of those chosen."""
 
     num_played: int
     num_chosen: int

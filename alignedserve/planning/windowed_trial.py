@@ -1,8 +1,9 @@
-"""A plan on one window after another, the busiest first, until it is known whether it holds.
+"""A plan on one window after another until it is known whether it holds.
 
-It fails as soon as the windows played miss more than the whole may have, group by group, with a margin for chance. It
-holds as soon as two windows are played and none misses more than the share allowed: lighter ones miss less. In between
-all windows are played. They start empty, which flatters a plan that is overloaded for longer than a window.
+The busiest window comes first. A plan that holds it plays the next busy one, and is taken to hold once two windows are
+played and none misses more than the share allowed: lighter ones miss less. One that does not plays the windows that
+stand for most, and fails as soon as the windows played miss more than the whole may, group by group, with a margin for
+chance. Windows start empty, which flatters a plan that is overloaded for longer than a window.
 
 Pure: results in, windows to play out.
 """
@@ -11,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from math import floor, sqrt
 from typing import NamedTuple
 
-from alignedserve.planning.trials import Goals, Outcome, WindowsPlayed, attained_of, backlog_of
+from alignedserve.planning.trials import HOPELESS, Goals, Outcome, WindowsPlayed, attained_of, backlog_of
 from alignedserve.planning.windows import Group
 from alignedserve.sim.result import SimulationResult
 
 _MARGIN_DEVIATIONS = 1.64  # by which an estimate may fall short of the goal
 _LEAST_MARGIN = 0.002
 _LEAST_PLAYED = 2  # windows, before the lighter ones are taken for granted
-_SIDE_BY_SIDE = 2  # windows after the first
 
 
 class _Played(NamedTuple):
@@ -26,7 +26,7 @@ class _Played(NamedTuple):
 
     group: Group
     result: SimulationResult
-    missing: dict[str, float]  # share of each class with objectives
+    missing: dict[str, float]  # share of each class with objectives; at least, where it was abandoned
     backlog: float  # of all classes without, for all windows of the group
 
     def total(self, name: str) -> float:
@@ -50,22 +50,17 @@ class WindowedTrial:
         """Return the windows to play next, side by side; none: enough is known."""
         if self._is_settled():
             return []
-        num_played = len(self._played)
-        return list(self._groups[num_played : num_played + (_SIDE_BY_SIDE if num_played else 1)])
+        played = {one.group.window for one in self._played}
+        left = [group for group in self._groups if group.window not in played]
+        if self._is_thorough and self._played:
+            return left
+        return left[:1] if self._is_well() else [max(left, key=lambda group: group.num_windows)]
 
-    def limits(self, group: Group) -> dict[str, int] | None:
-        """Return the misses beyond which a window need not be played to its end: the plan has failed then.
-
-        But half of its requests at least are to miss, so that what is attained of it can be told.
-        """
-        if self._is_thorough:
-            return None
-        found = {}
-        for name, number in group.num_requests.items():
-            if name in self._goals.num_requests and number:
-                left = self._allowed(name) - self._missed(name)
-                found[name] = max(floor(left * number / group.total_requests[name] + 1e-9), number // 2)
-        return found
+    def limits(self, group: Group) -> dict[str, int]:
+        """Return the misses of a window beyond which it is not played to its end."""
+        missing = 1.0 - min(HOPELESS, self._goals.share)
+        wanted = ((name, number) for name, number in group.num_requests.items() if name in self._goals.num_requests)
+        return {name: floor(number * missing + 1e-9) for name, number in wanted}
 
     def take(self, group: Group, result: SimulationResult | None, error: str | None) -> None:
         """Take the result of a window; in the order of `next_windows`."""
@@ -103,10 +98,12 @@ class WindowedTrial:
         if self._error is not None or len(self._played) == len(self._groups):
             return True
         if self._is_thorough:
-            return False
-        return self._is_failing() or self._is_holding()
+            return any(one.result.is_abandoned for one in self._played)
+        return self._is_failing() or (len(self._played) >= _LEAST_PLAYED and self._is_well())
 
     def _is_failing(self) -> bool:
+        if self._is_refuted():
+            return True
         has_played_all = len(self._played) == len(self._groups)
         for name in self._goals.bounded:
             if name not in self._goals.num_requests and not has_played_all:
@@ -115,9 +112,8 @@ class WindowedTrial:
                 return True
         return False
 
-    def _is_holding(self) -> bool:
-        if len(self._played) < _LEAST_PLAYED:
-            return False
+    def _is_well(self) -> bool:
+        """Return whether no window misses more than the share allowed."""
         allowed = 1.0 - self._goals.share + 1e-9
         return all(max(one.missing.values(), default=0.0) <= allowed and one.backlog <= 0.0 for one in self._played)
 

@@ -156,8 +156,9 @@ def compare(
     outstanding: Mapping[str, int],
     machine: SimulatedMachine,
     think_s: Mapping[str, float] = NO_PAUSES,
+    num_runs: int = NUM_RUNS,
 ) -> list[Comparison]:
-    """Simulate the rounds NUM_RUNS times, with different jitter, and compare the means of each class's measures.
+    """Simulate the rounds so many times, with different jitter, and compare the means of each class's measures.
 
     Each round is a run by itself, with nothing before it; a measure is of all of them together. Raises ConfigError if
     the configuration cannot work.
@@ -165,13 +166,13 @@ def compare(
     workloads = [workload_of(requests, outstanding, think_s) for requests in rounds]
     real = measures_of(rounds)
     simulated = []
-    for seed in range(0, NUM_RUNS * len(rounds), len(rounds)):
+    for seed in range(0, num_runs * len(rounds), len(rounds)):
         runs = [simulated_requests(workload, machine, seed + number) for number, workload in enumerate(workloads)]
         simulated.append(_measures(_together(runs)))
     return [
         Comparison(*key, value, statistics.fmean(values))
         for key, value in real.items()
-        if len(values := [run[key] for run in simulated if key in run]) == NUM_RUNS
+        if len(values := [run[key] for run in simulated if key in run]) == num_runs
     ]
 
 

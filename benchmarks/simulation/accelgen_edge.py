@@ -48,8 +48,8 @@ POLICY, TOPOLOGY, WORKER = "accelgen", "colocated", "decode-0"
 OUTSTANDING = 64  # of BEST_EFFORT
 TPOT_S = 0.2  # of REAL_TIME
 WINDOW = "window.json"
-NUM_DRAWS = 3
-PERCENTS = (-20, -10, -5, -2, -1, 1, 2, 5, 10, 20)
+NUM_DRAWS = 2
+PERCENTS = (-40, -30, -20, -10, -1, 1, 10, 25, 50)
 
 
 class Run(NamedTuple):
@@ -75,7 +75,7 @@ def read(folder: Path) -> Run:
     checks, run = replay_folder(folder)
     assert all(check.difference is None for check in checks), "recorded with another policy"
     begin_s, end_s, duration_s = json.loads((folder / WINDOW).read_text())
-    metadata, observed = read_run_metadata(folder), run.within(begin_s, end_s)
+    metadata, observed = read_run_metadata(folder), run.within((begin_s, end_s))
     return Run(observed, fitted_machine(metadata, fit_machine(observed, metadata.layout.block_bytes)), duration_s)
 
 
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=40.0)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where recordings stay")
+    parser.add_argument("--suffix", default="", help="of the result's name: the state of the machine")
     parser.add_argument("--only-record", action="store_true", help="simulate later, with the same --folder")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {"duration_s": arguments.duration, "real_time": REAL_TIME, "best_effort": BEST_EFFORT}
@@ -217,7 +218,9 @@ def main() -> None:
                 figures[run.name] = examine(read(run))
                 print(run.name, json.dumps(figures[run.name], indent=1), flush=True)
     if not arguments.only_record:
-        print(write_result("accelgen_edge", figures))
+        command = f"--runs {arguments.runs} --duration {arguments.duration:g}"  # not where the recordings lie
+        command = f"python -m benchmarks.simulation.accelgen_edge {command}"
+        print(write_result("accelgen_edge" + arguments.suffix, figures, command=command))
 
 
 if __name__ == "__main__":

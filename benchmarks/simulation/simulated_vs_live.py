@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from alignedserve.config.loading import load_config
 from alignedserve.core.metrics import describe
 from alignedserve.microbench.shapes import OPT_125M
 from alignedserve.replay.fitting import MachineFit, fit_machine
-from alignedserve.replay.observed import ObservedRun
+from alignedserve.replay.observed import ObservedIteration, ObservedRun
 from alignedserve.replay.run_file import read_run_metadata
 from alignedserve.replay.simulated import (
     Comparison,
@@ -46,18 +46,18 @@ from alignedserve.replay.simulated import (
     measures_of,
     requests_of,
     think_times_s,
+    workload_of,
 )
 from alignedserve.runtime.model.built_in import pocket_folder, smollm2_file
+from benchmarks.simulation.recorded_loads import FITTED, JUDGED, LOADS, THROUGHPUT, TIMES
+from benchmarks.simulation.timelines import draw, observed_timeline, simulated_timeline, workers_of
 from benchmarks.support.recording import write_result
 
-RT = "rt: rate={rate}, prompt={prompt}, output=exponential({output}), max_output=200, ttft=0.4, tpot=0.2"
-BE = "be: outstanding={outstanding}, prompt=uniform({shortest},{longest}), output=uniform(32,128), tier=flex"
-FITTED = "fit"
 BE_CLASS = "be"
 RUN, WINDOWS = "run", "windows.json"
+SLICE_S = 5.0
+PICTURED_S = 4.0
 Window = tuple[float, float, float, float]  # begin, end, and the load averages of the machine then
-THROUGHPUT, TIMES = 0.05, 0.10  # what the ratios of throughput and of times may be off
-JUDGED = ("requests/s", "ttft p50, s", "ttft p90, s", "tbt p50, s", "tbt p90, s")
 
 
 def write_opt_125m(folder: Path) -> Path:
@@ -82,30 +82,6 @@ def write_opt_125m(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedLoad:
-    """One load: real-time requests at a rate, best-effort ones in a closed loop."""
-
-    rate: float
-    prompt: str
-    output: int
-    outstanding: int
-    shortest: int
-    longest: int
-
-    @property
-    def line(self) -> str:
-        """Return the workload."""
-        return "; ".join(part.format(**asdict(self)) for part in (RT, BE))
-
-
-LOADS = {
-    FITTED: RecordedLoad(1.5, "lognormal(100,300)", 60, 4, 200, 500),
-    "rate": RecordedLoad(2.25, "lognormal(100,300)", 60, 2, 200, 500),
-    "lengths": RecordedLoad(1.0, "lognormal(200,500)", 30, 3, 400, 700),
-}
 
 
 def record_run(folder: Path, overrides: list[str], tokenizer: Path, num_rounds: int, duration_s: float) -> None:
@@ -184,7 +160,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     runs = {}
     for name, of_load in windows.items():
         rounds = [run.within(window[:2]) for window in of_load]
-        runs[name] = compared(rounds, name, machine, fit, think_s)
+        runs[name] = compared(rounds, name, machine, fit, think_s, num_runs=arguments.draws)
         runs[name]["load_average_before_and_after"] = [window[2:] for window in of_load]
     return {
         "topology": arguments.topology,
@@ -206,6 +182,23 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def picture(arguments: argparse.Namespace, folder: Path) -> str:
+    """Draw some seconds of a recorded round above their simulation."""
+    _, run = replay_folder(folder / RUN)
+    metadata = read_run_metadata(folder / RUN)
+    windows = msgspec.json.decode((folder / WINDOWS).read_bytes(), type=dict[str, list[Window]])
+    fit = fit_machine(run.within(*(window[:2] for window in windows[FITTED])), metadata.layout.block_bytes)
+    think_s = think_time_of([run.within(window[:2]) for window in windows[FITTED]])
+    load, number, begin_s = arguments.pictured
+    part = run.within(windows[load][int(number)][:2])
+    requests = requests_of(part)
+    workload = workload_of(requests, {BE_CLASS: LOADS[load].outstanding}, think_s)
+    machine = fitted_machine(metadata, fit)
+    simulated = simulated_timeline(workload, machine, seed=0, workers=workers_of(part))
+    title = f"{arguments.model}, {arguments.topology} workers, load `{load}`"
+    return draw(title, [observed_timeline(part, requests), simulated], float(begin_s), PICTURED_S)
+
+
 def think_time_of(fitted: Sequence[ObservedRun]) -> dict[str, float]:
     """Return the best-effort client's time between two requests, in the rounds of the fitted load."""
     found = [think_times_s(requests_of(one), {BE_CLASS: LOADS[FITTED].outstanding})[BE_CLASS] for one in fitted]
@@ -213,11 +206,17 @@ def think_time_of(fitted: Sequence[ObservedRun]) -> dict[str, float]:
 
 
 def compared(
-    observed: Sequence[ObservedRun], name: str, machine: SimulatedMachine, fit: MachineFit, think_s: Mapping[str, float]
+    observed: Sequence[ObservedRun],
+    name: str,
+    machine: SimulatedMachine,
+    fit: MachineFit,
+    think_s: Mapping[str, float],
+    *,
+    num_runs: int,
 ) -> dict[str, Any]:
     """Return what was observed of a load, in its rounds, beside its simulation with these costs."""
     rounds = [requests_of(one) for one in observed]
-    comparisons = compare(rounds, {BE_CLASS: LOADS[name].outstanding}, machine, think_s)
+    comparisons = compare(rounds, {BE_CLASS: LOADS[name].outstanding}, machine, think_s, num_runs)
     return {
         "load": LOADS[name].line,
         "num_requests": sum(map(len, rounds)),
@@ -225,6 +224,7 @@ def compared(
         "measures": [asdict(one) | {"ratio": one.ratio} for one in comparisons],
         "odd_by_even_rounds": itself(rounds),
         "iterations": [iterations_of(one, fit) for one in observed],
+        "measured_by_fitted": [slices_of(one, fit) for one in observed],
     }
 
 
@@ -236,14 +236,19 @@ def itself(rounds: Sequence[Sequence[ReplayedRequest]]) -> dict[str, float]:
     return {name: odd[kind, name] / even[kind, name] for kind, name in even if kind == "all" and name in JUDGED}
 
 
+def fitted_s(iteration: ObservedIteration, fit: MachineFit) -> float:
+    """Return the fitted cost of an iteration's work."""
+    is_prefill = fit.prefill is not None and iteration.worker.startswith("prefill")
+    costs = (fit.prefill if is_prefill and fit.prefill else fit.decode).costs
+    return costs.iteration_s(iteration.work)
+
+
 def iterations_of(run: ObservedRun, fit: MachineFit) -> dict[str, Any]:
     """Return how the measured iterations of a run compare with the fitted cost of the same work, by what is in them."""
     kinds: dict[str, list[tuple[float, float]]] = {}
     for one in run.iterations:
-        is_prefill = fit.prefill is not None and one.worker.startswith("prefill")
-        costs = (fit.prefill if is_prefill and fit.prefill else fit.decode).costs
         kind = "decodes" if not one.work.num_chunks else "prompts" if not one.work.num_decodes else "both"
-        kinds.setdefault(kind, []).append((one.ended_s - one.started_s, costs.iteration_s(one.work)))
+        kinds.setdefault(kind, []).append((one.ended_s - one.started_s, fitted_s(one, fit)))
     return {
         kind: {
             "count": len(times),
@@ -252,6 +257,21 @@ def iterations_of(run: ObservedRun, fit: MachineFit) -> dict[str, Any]:
             "ratio_p50": statistics.median(measured / expected for measured, expected in times),
         }
         for kind, times in sorted(kinds.items())
+    }
+
+
+def slices_of(run: ObservedRun, fit: MachineFit) -> dict[str, list[float | None]]:
+    """Return, for every SLICE_S of a run, what iterations took by the fitted cost of the same work."""
+    begin_s = min(one.started_s for one in run.iterations)
+    num_slices = int((max(one.started_s for one in run.iterations) - begin_s) / SLICE_S) + 1
+    sums = {kind: [[0.0, 0.0] for _ in range(num_slices)] for kind in ("decodes", "prompts")}
+    for one in run.iterations:
+        of_slice = sums["prompts" if one.work.num_chunks else "decodes"][int((one.started_s - begin_s) / SLICE_S)]
+        of_slice[0] += one.ended_s - one.started_s
+        of_slice[1] += fitted_s(one, fit)
+    return {
+        kind: [round(measured / fitted, 3) if fitted else None for measured, fitted in slices]
+        for kind, slices in sums.items()
     }
 
 
@@ -279,10 +299,16 @@ def main() -> None:
     parser.add_argument("--policy", default="aligned_slo")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--duration", type=float, default=10.0, help="of a load in a round")
+    parser.add_argument("--draws", type=int, default=2, help="of the jitter, for each round")
     parser.add_argument("--folder", type=Path, help="where recordings stay")
+    parser.add_argument("--picture", type=Path, help="draw some seconds of a load, live and simulated, into this file")
+    parser.add_argument("--pictured", nargs=3, default=("lengths", "0", "2"), help="load, round, second it begins with")
     parser.add_argument("--suffix", default="", help="of the result's name: the state of the machine")
     parser.add_argument("--only-record", action="store_true", help="compare later, with the same --folder")
     arguments = parser.parse_args()
+    if arguments.picture is not None:
+        arguments.picture.write_text(picture(arguments, arguments.folder))
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.folder or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -293,7 +319,10 @@ def main() -> None:
         print(name, {one["measure"]: round(one["ratio"], 3) for one in run["measures"] if one["class_name"] == "all"})
         print("  odd by even rounds", {key: round(ratio, 3) for key, ratio in run["odd_by_even_rounds"].items()})
     parts = ("simulated_vs_live", arguments.model, arguments.topology, arguments.suffix)
-    print(write_result("_".join(filter(None, parts)), figures))
+    named = ("model", "topology", "policy", "rounds", "duration", "draws")  # not where the recording lies
+    command = " ".join(f"--{name} {getattr(arguments, name)}" for name in named)
+    command = f"python -m benchmarks.simulation.simulated_vs_live {command}"
+    print(write_result("_".join(filter(None, parts)), figures, command=command))
 
 
 if __name__ == "__main__":

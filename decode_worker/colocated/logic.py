@@ -131,12 +131,12 @@ class ColocatedLogic:
 
     def _admit(self, message: PrefillRequest, now: float) -> None:
         """Add a request; later, if it might need blocks that are held for requests on their way."""
-        held, request = self._requests, message.request
-        num_left = self._registered.num_blocks - held.num_away
-        if held.num_away and blocks_for(request.max_context_len, self._registered.block_size) > num_left:
-            self._postponed[request.request_id] = message
+        request = message.request
+        context_len = request.prompt_len + len(message.generated_token_ids)
+        if self._requests.has_room_for(request, context_len):
+            self._requests.add(message, now)
         else:
-            held.add(message, now)
+            self._postponed[request.request_id] = message
 
     def _admit_postponed(self, now: float) -> list[ColocatedCommand]:
         # Each as if it came now: an earlier attempt at it may have come from another worker meanwhile.
@@ -173,7 +173,7 @@ class ColocatedLogic:
         commands: list[ColocatedCommand] = [*self._moves.leave(now)] if self._moves is not None else []
         if self._postponed:
             commands += self._admit_postponed(now)
-        if not self._requests:
+        if not self._requests or not self._requests.can_compute:
             return commands
         plan = self._scheduler.plan(self._state, now)
         if not plan.scheduled:

@@ -53,7 +53,8 @@ _LINES = (
     ),
     *(Line("BROS, 10/s", "bros", "10/s", policy) for policy in ("bros", "aligned_slo")),
     *(
-        Line("ALISE, ShareGPT 1.7/s", "alise", "sharegpt 1.7/s", policy, _LATENCY)
+        Line(f"ALISE, {name}", "alise", point, policy, _LATENCY)
+        for name, point in {"Alpaca 20/s": "alpaca 20/s", "ShareGPT 1.7/s": "sharegpt 1.7/s"}.items()
         for policy in ("ALISE", "aligned_slo")
     ),
 )

@@ -124,7 +124,7 @@ def _alise() -> dict[str, list[Compared]]:
         return Compared(*pair, shown, is_more_better=False)
 
     return {
-        "ALISE, s/token: Alpaca 20/s, ShareGPT 1.7/s (three seeds), ten minutes of 1.5/s": [
+        "ALISE, s/token: Alpaca 20/s, ShareGPT 1.7/s, ten minutes of 1.5/s": [
             at(point, "all.normalized_s.mean", digits) for point in points
         ],
         "the same, p99 of the response, s": [at(point, "all.end_to_end_s.p99", count) for point in points],

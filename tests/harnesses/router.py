@@ -19,6 +19,7 @@ from alignedserve.messages.pools import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest
+from router.leans import Leans
 from router.logic import RouterLogic
 from router.placement import Placement
 from router.policies.bypass import UrgentBypass
@@ -47,6 +48,7 @@ class RouterHarness:
             ),
             order=order or LeastSlackOrder(),
             bypass=UrgentBypass(),
+            leans=Leans(),
         )
         self.link(GATEWAY, Role.GATEWAY)
 

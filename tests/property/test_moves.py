@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -107,6 +108,13 @@ def test_moves_stay_within_their_bounds(seed: int) -> None:
 @given(seed=st.integers(0, 10**9))
 def test_requests_that_move_all_the_time_end_once(seed: int) -> None:
     history(seed, is_restless=True)
+
+
+@settings(max_examples=4)
+@given(seed=st.integers(0, 10**9))
+def test_those_that_outgrow_what_was_foreseen_end_once(seed: int) -> None:
+    with patch("decode_worker.held_requests._FORESEEN_TOKENS", 0):
+        history(seed, is_restless=True)
 
 
 @pytest.mark.slow

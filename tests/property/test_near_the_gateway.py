@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.handshake import Role
+from router.leans import Leans
 from router.logic import RouterLogic
 from router.placement import Placement
 from router.policies.bypass import UrgentBypass
@@ -60,7 +61,13 @@ class BoundedCluster(LogicCluster):
         self.placement = BoundedPlacement(
             max_candidate_requests=config.max_candidate_requests, batching=self.shape.batching
         )
-        router = RouterLogic(config=config, placement=self.placement, order=LeastSlackOrder(), bypass=UrgentBypass())
+        router = RouterLogic(
+            config=config,
+            placement=self.placement,
+            order=LeastSlackOrder(),
+            bypass=UrgentBypass(),
+            leans=Leans(),
+        )
         return router, Role.ROUTER
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from alignedserve.messages.events import Send
 from alignedserve.messages.handshake import Role
+from router.leans import Leans
 from router.logic import RouterEvent, RouterLogic
 from router.placement import Placement
 from router.policies.bypass import DirectHandoff, UrgentBypass
@@ -52,6 +53,7 @@ class TwinRouter:
             placement=kind(max_candidate_requests=config.max_candidate_requests, batching=shape.batching),
             order=LeastSlackOrder(),
             bypass=DirectHandoff() if config.direct_handoff else UrgentBypass(),
+            leans=Leans(),
         )
 
 

@@ -20,7 +20,6 @@ from alignedserve.planning.report import (
     candidates_table,
     plan_page,
     plan_values,
-    priced,
     sorted_plans,
     summary,
 )
@@ -78,7 +77,7 @@ def _report(options: PlanOptions, asked: Asked, found: Plan) -> PlanReport:
     if found.chosen is not None:
         candidate = found.chosen.candidate
         remarks = [
-            f"Made by alignedserve plan ({version('alignedserve')}): {candidate.label}, {priced(candidate)}.",
+            f"Made by alignedserve plan ({version('alignedserve')}).",
             *summary(found)[:1],
             f"Workload: {asked.about['workload']}",
         ]

@@ -166,6 +166,14 @@ def test_an_aborted_request_frees_its_blocks(stage: object) -> None:
     assert made.loads[-1].num_free_blocks == 20
 
 
+def test_it_may_leave_whatever_its_own_limit_is() -> None:
+    made = linked()
+    made.begin(request(max_tokens=76), predicted_output_len=8.0)  # all twenty blocks
+    made.follow(Step(r1=4))
+    made.sampled(r1=7)
+    assert made.hear(MoveRequest(R1, 1, WorkerName(OTHER))) == [to_other(ReserveBlocks(R1, 1, 2, may_wait=False))]
+
+
 # --- the receiver
 
 
@@ -273,3 +281,32 @@ def test_what_a_postponed_attempt_replaces_is_not_taken() -> None:
     assert hear(made, WRITTEN) == [to_other(BlocksTaken(R1, 1, is_accepted=False))]
     hear(made, CancelReservation(R3, 1))
     assert made.loads[-1].num_free_blocks == 20
+
+
+def test_limits_that_are_far_away_keep_nothing_from_coming() -> None:
+    made = ColocatedHarness(num_blocks=200, can_move=True)
+    made.do(PeerConnected(Role.DECODE_WORKER, OTHER))
+    hear(made, BUFFER)
+    made.begin(request("r2", prompt_len=4, max_tokens=796))
+    assert hear(made, ReserveBlocks(R1, 1, 8, may_wait=False)) != [to_other(ReservationRefused(R1, 1))]
+    made.begin(request("r3", prompt_len=508, max_tokens=292))  # with 256 tokens more just beside the eight blocks
+    assert made.follow(Step(r3=10))
+    made.begin(request("r4", prompt_len=513, max_tokens=287))
+    assert made.logic._postponed.keys() == {RequestId("r4")}
+
+
+def test_who_outgrows_what_was_foreseen_waits_for_blocks_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_worker.held_requests._FORESEEN_TOKENS", 0)
+    made = linked()
+    made.begin(request("r2", prompt_len=46, max_tokens=34))
+    for num_tokens in (10, 10, 10, 10):
+        made.follow(Step(r2=num_tokens))
+        made.completed()
+    made.follow(Step(r2=6))
+    made.sampled(r2=9)
+    hear(made, ReserveBlocks(R1, 1, 7, may_wait=False))  # 13 blocks are left, for 52 tokens
+    for _ in range(6):
+        assert runs(made.follow(Step(r2=1)))
+        made.sampled(r2=9)
+    assert made.follow(Step(r2=1)) == []
+    assert [one.slices for one in runs(hear(made, CancelReservation(R1, 1)))] == [((RequestId("r2"), 1),)]

@@ -23,7 +23,7 @@ SIZES = WindowSizes(least_s=4.0, lead_in_s=4.0, least_requests=4, least_windows=
 
 
 def request(line: str, seed: int, duration_s: float) -> PlanRequest:
-    """Of up to four workers of a slow machine."""
+    """Ask for a plan of up to four workers of a slow machine."""
     machines = Machines(
         with_fixed_sizes(load_config(None, ())),
         None,
@@ -35,7 +35,7 @@ def request(line: str, seed: int, duration_s: float) -> PlanRequest:
 
 
 def least_cost(asked: PlanRequest) -> float | None:
-    """The cheapest plan that holds, of all of them, each on the whole workload."""
+    """Return the cost of the cheapest plan that holds, of all of them, each on the whole workload."""
     goals = goals_of(asked.traffic.whole(), asked.share)
     members = [member for family in families_of(asked.choices) for member in family.members]
     cases = [case_of(member, Run(), asked.machines, asked.traffic) for member in members]
@@ -44,7 +44,7 @@ def least_cost(asked: PlanRequest) -> float | None:
 
 
 def found_cost(asked: PlanRequest) -> float | None:
-    """The cost of the plan found."""
+    """Return the cost of the plan found."""
     with CasePool(1) as pool:
         plan = make_plan(asked, pool)
     assert plan.groups, "windows were not used"
@@ -52,9 +52,9 @@ def found_cost(asked: PlanRequest) -> float | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("rate", [3.0, 6.0, 9.0, 14.0])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("rate", [4.0, 8.0, 12.0])
 def test_a_plan_is_as_cheap_as_the_best_of_all(rate: float, seed: int) -> None:
     line = f"prompt=uniform(100,800), output=uniform(10,60), rate={rate}, cv=2, ttft=1.5, tpot=0.15"
-    asked = request(line, seed, 120.0)
+    asked = request(line, seed, 50.0)
     assert found_cost(asked) == least_cost(asked)

@@ -48,12 +48,12 @@ def searched(
 
 
 def some_families(rng: random.Random) -> list[Family]:
-    """A few, of different sizes and prices."""
+    """Draw a few families, of different sizes and prices."""
     return [family(number, rng.randrange(1, 9), rng.choice((1.0, 1.5, 2.0))) for number in range(rng.randrange(1, 7))]
 
 
 def least_cost(families: list[Family], attained: dict[str, float]) -> float | None:
-    """The cheapest that holds, of all."""
+    """Return the cost of the cheapest that holds, of all."""
     members = [member for one in families for member in one.members]
     return min((member.cost for member in members if attained[member.label] >= GOAL), default=None)
 

@@ -15,7 +15,7 @@ from tests.harnesses.costs import decodes
 
 
 def observed(arrivals_s: list[float], ends_s: list[float], request_class: RequestClass) -> ObservedRun:
-    """Requests of one token each, which arrive and end at these times."""
+    """Return requests of one token each, which arrive and end at these times."""
     run = ObservedRun()
     for number, (arrival_s, end_s) in enumerate(zip(arrivals_s, ends_s, strict=True)):
         request_id = RequestId(f"r{number}")

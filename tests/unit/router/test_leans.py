@@ -16,8 +16,9 @@ PROMPT = DispatchedPrefill(1, 100)
 
 
 def elastic(name: str, lean: float, num_decodes: int = 0, **facts: Any) -> WorkerRecord:
-    registered = worker(**{"can_prefill": True, "can_move": True, "max_running_requests": 64, **facts})
-    made = WorkerRecord(name, registered, WorkerLoad(lean=lean))
+    known = {"can_prefill": True, "can_move": True, "max_running_requests": 64, "num_blocks": 320}
+    registered = worker(**{**known, **facts})
+    made = WorkerRecord(name, registered, WorkerLoad(lean=lean, num_free_blocks=registered.num_blocks))
     made.decoding = {RequestId(f"{name}-{number}") for number in range(num_decodes)}
     return made
 
@@ -64,13 +65,90 @@ def test_a_worker_with_some_time_gives_only_while_prompts_wait_there() -> None:
     assert moved(Leans(), giver, receiver) == [("a-3", "b")]
 
 
-def test_a_worker_with_prompts_takes_nothing() -> None:
+def test_a_worker_with_prompts_takes_from_one_with_far_more_to_wait_for() -> None:
+    giver, receiver = elastic("a", 0.25, num_decodes=4), elastic("b", 1.0)
+    receiver.start_prefill(RequestId("r9"), PROMPT)
+    assert moved(Leans(), giver, receiver) == []
+    giver.start_prefill(RequestId("r8"), DispatchedPrefill(1, 49))  # a quarter of the time: as long as 196
+    assert moved(Leans(), giver, receiver) == []
+    giver.start_prefill(RequestId("r7"), DispatchedPrefill(1, 1))
+    assert moved(Leans(), giver, receiver) == [("a-3", "b")]
+
+
+def test_a_worker_with_prompts_takes_from_one_whose_decodes_are_late() -> None:
     receiver = elastic("b", 1.0)
     receiver.start_prefill(RequestId("r9"), PROMPT)
-    assert moved(Leans(), elastic("a", 0.0, num_decodes=4), receiver) == []
+    assert moved(Leans(), elastic("a", 0.0, num_decodes=4), receiver) == [("a-3", "b")]
+    assert moved(Leans(), elastic("a", 0.1, num_decodes=4), receiver) == []
 
 
-def test_nor_does_one_that_drains_or_is_full_or_elsewhere() -> None:
+def loaded(name: str, num_free: int, num_prompt_tokens: int, num_decodes: int) -> WorkerRecord:
+    """Of its 320 blocks of four tokens 20 are kept for growth; each of its decodes comes to hold 14."""
+    made = elastic(name, 0.5, num_decodes)
+    made.load = WorkerLoad(lean=0.5, num_free_blocks=num_free, prompt_tokens_per_s=1000)
+    if num_prompt_tokens:
+        made.start_prefill(RequestId(f"{name}-prompt"), DispatchedPrefill(1, num_prompt_tokens))
+    return made
+
+
+def short(num_free: int, num_prompt_tokens: int) -> WorkerRecord:
+    return loaded("a", num_free, num_prompt_tokens, 4)
+
+
+def roomy(num_free: int, num_prompt_tokens: int = 0) -> WorkerRecord:
+    return loaded("b", num_free, num_prompt_tokens, 9)
+
+
+def test_a_worker_short_of_blocks_for_its_prompts_gives_as_many_as_it_lacks() -> None:
+    assert moved(Leans(), short(60, 160), roomy(300)) == []
+    assert moved(Leans(), short(60, 161), roomy(300)) == [("a-3", "b")]
+    assert moved(Leans(), short(45, 160), roomy(300)) == [("a-3", "b"), ("a-2", "b")]
+    assert moved(Leans(), short(0, 0), roomy(300)) == []  # nothing waits for blocks
+
+
+def test_the_smallest_that_frees_enough_leaves_or_the_largest() -> None:
+    giver, receiver = short(60, 160), roomy(300)
+    requests = decoded_by(giver, receiver)
+    for number, length in enumerate((30, 70, 90, 1000)):  # 9, 19, 24 blocks; and 129, as far as is foreseen
+        requests[RequestId(f"a-{number}")].predicted_output_len = float(length)
+
+    def given(num_tokens: int) -> list[str]:
+        giver.start_prefill(RequestId("a-prompt"), DispatchedPrefill(1, num_tokens))
+        return [str(one.tracked.request.request_id) for one in Leans().moves([giver, receiver], requests, 0.0)]
+
+    assert given(160 + 4 * 9) == ["a-0"]
+    assert given(160 + 4 * 10) == ["a-1"]
+    assert given(160 + 4 * 25) == ["a-3"]
+    assert given(160 + 4 * 130) == ["a-3", "a-2"]
+
+
+def test_prompts_that_it_will_not_soon_compute_do_not_count() -> None:
+    assert moved(Leans(), short(4, 100_000), roomy(320)) == [(f"a-{number}", "b") for number in (3, 2, 1, 0)]
+    waiting = short(4, 100_000)
+    assert waiting.load is not None
+    waiting.load = replace(waiting.load, prompt_tokens_per_s=2)
+    assert moved(Leans(), waiting, roomy(320)) == [("a-3", "b"), ("a-2", "b")]
+
+
+def test_the_receiver_keeps_blocks_for_its_prompts() -> None:
+    assert moved(Leans(), short(0, 40), roomy(153, 476)) == [("a-3", "b")]
+    assert moved(Leans(), short(0, 40), roomy(153, 480)) == []
+
+
+def test_the_receiver_has_a_quarter_more_free_blocks_afterwards() -> None:
+    assert moved(Leans(), short(10, 40), roomy(104)) == [("a-3", "b")]
+    assert moved(Leans(), short(10, 40), roomy(103)) == []
+
+
+def test_the_receiver_has_blocks_for_what_it_takes() -> None:
+    giver, receiver = elastic("a", 0.0, num_decodes=8), elastic("b", 1.0)
+    receiver.load = WorkerLoad(lean=1.0, num_free_blocks=34)
+    assert moved(Leans(), giver, receiver) == [("a-7", "b")]
+    receiver.load = WorkerLoad(lean=1.0, num_free_blocks=33)
+    assert moved(Leans(), giver, receiver) == []
+
+
+def test_nothing_goes_to_one_that_drains_or_is_full_or_elsewhere() -> None:
     giver = elastic("a", 0.0, num_decodes=4)
     drains, full = elastic("b", 1.0), elastic("c", 1.0, num_decodes=2, max_running_requests=2)
     drains.is_draining = True

@@ -36,7 +36,7 @@ SEEDS = range(25)
 
 
 def drawn_tables(seed: int) -> tuple[RequestTable, RequestTable]:
-    """The same random requests, for kernels and without them."""
+    """Draw random requests, the same for kernels and without them."""
     tables = (RequestTable(), RequestTable(allow_kernels=False))
     num_rows = int(np.random.default_rng(seed).integers(0, 150))
     for table in tables:
@@ -72,7 +72,7 @@ def _add(table: RequestTable, number: int, rng: np.random.Generator) -> None:
 
 
 def drawn_rows(table: RequestTable, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Some rows in a random order."""
+    """Draw some rows in a random order."""
     rng = np.random.default_rng(seed + 1000)
     return rng.permutation(len(table))[: int(rng.integers(0, len(table) + 1))]
 

@@ -17,7 +17,7 @@ PREFILL_S = 0.010 + 0.001 * 40
 
 
 def ttfts_of(config: SimConfig) -> list[float]:
-    """First tokens of requests that never meet."""
+    """Return the first tokens of requests that never meet."""
     simulation = Simulation(config, workload_of(*(timed(float(number)) for number in range(12))))
     simulation.run()
     return [record.ttft_s for record in simulation.records() if record.ttft_s is not None]

@@ -1,0 +1,16 @@
+"""The table of simulated against live runs is that of the records."""
+
+from benchmarks.simulation.live_table import PAGE, SHAPES, table, with_table
+
+
+def test_the_table_is_that_of_the_records() -> None:
+    text = PAGE.read_text()
+    assert with_table(text) == text, "python -m benchmarks.simulation.live_table writes it"
+    assert table() in text
+
+
+def test_each_recorded_shape_has_its_two_judged_loads() -> None:
+    rows = [row.split(" | ")[:2] for row in table().splitlines()[2:]]
+    assert rows
+    assert [load for _, load in rows] == ["rate", "lengths"] * (len(rows) // 2)
+    assert {shape.strip("| ") for shape, _ in rows} <= {", ".join(shape) for shape in SHAPES}
