@@ -96,6 +96,12 @@ class HeldRequests:
 
     # --- requests that move between workers
 
+    def is_portable(self, request_id: RequestId) -> bool:
+        """Return whether its whole cache is on this device, as keys and values, and only its next token is missing."""
+        table, row = self.state.table, self.state.table.row(request_id)
+        is_whole = not table.is_hidden[row] and not table.num_swapped[row] and table.num_blocks[row] > 0
+        return bool(is_whole and table.is_decoding[row])
+
     def has_room_beside(self, num_blocks: int, leaving: HeldRequest | None = None) -> bool:
         """Return whether every request here could still have what it may soon need, alone, while these are held.
 

@@ -5,10 +5,11 @@ at 1 has nothing but prompts to compute, one at 0 has no time for any. A prompt 
 it first (placement.py), and is decoded there, unless the workers of a node drift apart. Then, on each node, one of two:
 
 - Time: the worker with the least lean, if its decodes fill their gaps or prompts wait there, hands its latest requests
-  over to the one with the most. The receiver has no prompts, or computes its own in half the time.
-- Memory: the worker whose prompts do not find room in its free blocks, or that hardly has any left, hands its latest
-  requests over to the one with the most free blocks.
-No ping-pong: after a move for time the receiver has no more decodes than the giver, after one for memory no fewer free
+  over to the one with the most. The receiver has no prompts, or computes its own in half the time, or the giver's
+  decodes take all the time that they may.
+- Memory: the worker whose next prompts do not find room in its free blocks hands requests over to the one with most to
+  spare: the smallest that frees enough, else the largest.
+No ping-pong: after a move for time the receiver has no more decodes than the giver, after one for memory more free
 blocks than the giver had; a request is handed over `MAX_MOVES` times at most; and a worker that has given or taken is
 left alone for `REST_S`, by when both have told their new loads.
 """
@@ -30,6 +31,7 @@ _SHARE = 0.25  # of the giver's decodes for each 1.0 of difference, moved at a t
 _FASTER = 2.0  # a receiver with prompts of its own computes them in a time so many times shorter
 _KEPT_SHARE = 1 / 16  # of a worker's blocks: for decodes that grow
 _BLOCKS_APART = 0.25  # of all: so many more are still free at the receiver afterwards, as a move holds them twice
+_FORESEEN_LEN = 512  # tokens of an answer at most: the first of a class are predicted to be as long as they may be
 _SOON_S = 2.0  # prompts that a worker computes within this time are to find blocks
 
 Requests = Mapping[RequestId, TrackedRequest]
@@ -124,11 +126,16 @@ def moves_for_memory(
 
 
 def _to_free(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) -> Iterator[TrackedRequest]:
-    """Yield the latest requests with as many blocks as the giver lacks, as far as the receiver can spare them."""
+    """Yield requests with as many blocks as the giver lacks, as far as the receiver can spare them.
+
+    The smallest that has as many, else the largest first: as little as possible is copied.
+    """
     missing, block_size = _missing(giver), receiver.registered.block_size
     apart = int(giver.registered.num_blocks * _BLOCKS_APART)
     spare = min(_spare(receiver), _num_free(receiver) - _num_free(giver) - apart)
-    for tracked in _that_fit(_latest(giver, requests), spare, block_size):
+    sizes = [(_blocks_of(one, block_size), one) for one in _latest(giver, requests)]
+    sizes.sort(key=lambda sized: (sized[0] < missing, abs(sized[0] - missing)))
+    for tracked in _that_fit([one for _, one in sizes], spare, block_size):
         yield tracked
         missing -= _blocks_of(tracked, block_size)
         if missing <= 0:
@@ -161,12 +168,12 @@ def _kept(worker: WorkerRecord) -> int:
 
 
 def _num_free(worker: WorkerRecord) -> int:
-    return worker.load.num_free_blocks if worker.load is not None else 0
+    return worker.load.num_free_blocks if worker.load is not None else worker.registered.num_blocks
 
 
 def _blocks_of(tracked: TrackedRequest, block_size: int) -> int:
-    """Return the blocks that a request will have come to hold."""
-    return blocks_for(tracked.request.prompt_len + int(tracked.predicted_output_len), block_size)
+    """Return the blocks that a request may soon hold: for its prompt, and its answer as far as that is foreseen."""
+    return blocks_for(tracked.request.prompt_len + min(int(tracked.predicted_output_len), _FORESEEN_LEN), block_size)
 
 
 def _latest(giver: WorkerRecord, requests: Requests) -> list[TrackedRequest]:

@@ -22,12 +22,12 @@ _HEAD = "| shape | load | requests | throughput | TTFT p50, p90 | TBT p50, p90 |
 
 
 def table() -> str:
-    """Return the table: a row for each judged load of each shape that is recorded."""
+    """Return the table: a row for each judged load of each shape that was recorded in rounds."""
     recorded = [(*shape, read_figures(f"simulated_vs_live_{'_'.join(shape)}")) for shape in SHAPES]
     rows = [
         f"| {model}, {topology} | {load} | {_cells(figures['runs'][load])} |"
         for model, topology, figures in recorded
-        if figures is not None
+        if figures is not None and "rounds" in figures
         for load in LOADS
         if load != FITTED
     ]

@@ -1,14 +1,13 @@
 """What moves of decodes are worth under load: four A100 with Llama-2-13B, the default policy.
 
-    python -m benchmarks.simulation.moves [--runs 3] [--only documents]
+    python -m benchmarks.simulation.moves [--runs 2] [--only documents]
 
-Every column has the same requests: no moves; moves to workers without prompts alone, as they were; moves for time, to
-workers with prompts as well; and all, for memory too. Loads where workers drift apart:
+Every column has the same requests: no moves; moves to workers without prompts alone, as they were; and all, to workers
+with prompts as well, and for memory. Loads where workers drift apart:
 
+- growing: short prompts with long answers; for the first 12 s there is one worker, then there are four.
 - documents: long prompts with long answers come beside conversations, and clump on workers by chance.
-- back: conversations; a worker is lost 8 s after the first, and comes back empty 6 s later.
-- answers: short prompts with long answers, and a worker that is lost and comes back.
-- mix: from long prompts to long answers at constant work (`shifts`), at nine tenths of what the workers hold.
+- Mooncake: recorded prompts of up to 16 000 tokens, of which a worker's memory holds three or four.
 """
 
 import argparse
@@ -19,45 +18,41 @@ from typing import Any, NamedTuple
 from alignedserve.config.environment import data_dir
 from alignedserve.config.sections import Topology
 from alignedserve.sim.config import SimConfig, SimWorkerLoss
-from alignedserve.sim.policies import simulated_policy
 from alignedserve.sim.result import ALL, SimulationResult
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.requests import Workload
-from benchmarks.simulation.placements import MACHINES, cluster
-from benchmarks.simulation.shifts import shifting
 from benchmarks.simulation.trial_routers import ROUTERS, RoutedSimulation
 from benchmarks.support.recording import write_result
+from benchmarks.support.server_cluster import server_cluster
 
-_COLUMNS = ("no moves", "moves to idle workers", "moves for time", "as it is")
+_COLUMNS = ("no moves", "moves to idle workers", "as it is")
 _NUM_WORKERS = 4
-_LOSS = SimWorkerLoss("decode-0", 8.0, 6.0)
-_CHAT = "chat: azure_conv, arrivals=recorded, start={}, rate={}, ttft=1, tpot=0.06"
-_DOCUMENTS = "documents: prompt=uniform(6000,14000), output=uniform(300,900), rate={}, ttft=6, tpot=0.1"
-_ANSWERS = "answers: prompt=uniform(50,250), output=uniform(300,900), rate={}, ttft=1, tpot=0.06"
+_COME = tuple(SimWorkerLoss(f"decode-{number}", 0.5, 11.5) for number in range(1, _NUM_WORKERS))
+_ANSWERS = "answers: prompt=uniform(50,250), output=uniform(300,900), rate=9, ttft=1, tpot=0.04"
+_CHAT = "chat: azure_conv, arrivals=recorded, start={}, rate=6, ttft=1, tpot=0.06"
+_DOCUMENTS = "documents: prompt=uniform(6000,14000), output=uniform(300,900), rate=0.6, ttft=6, tpot=0.1"
+_MOONCAKE = "mooncake, arrivals=recorded, start={}, rate=1.2, ttft=5, tpot=0.1, max_prompt=16000"
+_APART_S = 300  # beginnings of the runs, in a recording
 
 
 class Load(NamedTuple):
     """Requests, and perhaps the loss of a worker."""
 
     name: str
-    line: str  # "" for the shift of the mix; {}: seconds into the recording
+    line: str  # {}: seconds into the recording
     duration_s: float
     losses: tuple[SimWorkerLoss, ...] = ()
 
     def workload(self, run: int) -> Workload:
         """Return the requests of one run."""
-        if not self.line:
-            return shifting(0.9, run)
-        line = self.line.format(600 * run)
+        line = self.line.format(_APART_S * run)
         return WorkloadLine(line, run, duration_s=self.duration_s, data_dir=data_dir()).build()
 
 
 LOADS = (
-    Load("documents", f"{_CHAT.format('{}', 5)}; {_DOCUMENTS.format(0.5)}", 40.0),
-    Load("documents, more", f"{_CHAT.format('{}', 6)}; {_DOCUMENTS.format(0.7)}", 40.0),
-    Load("back", _CHAT.format("{}", 11), 30.0, (_LOSS,)),
-    Load("answers", _ANSWERS.format(9), 30.0, (_LOSS,)),
-    Load("mix", "", 60.0),
+    Load("growing", _ANSWERS, 25.0, _COME),
+    Load("documents", f"{_CHAT}; {_DOCUMENTS}", 24.0),
+    Load("Mooncake", _MOONCAKE, 60.0),
 )
 
 
@@ -80,7 +75,7 @@ def figures_of(result: SimulationResult) -> dict[str, Any]:
 
 def rows_of(load: Load, run: int, columns: Sequence[str] = _COLUMNS) -> Iterator[dict[str, Any]]:
     """Simulate every column with the requests of one run."""
-    config: SimConfig = simulated_policy(MACHINES, cluster(Topology.ELASTIC, _NUM_WORKERS))
+    config: SimConfig = server_cluster("aligned_slo", Topology.ELASTIC, _NUM_WORKERS)
     config, workload = replace(config, losses=load.losses), load.workload(run)
     for column in columns:
         result = RoutedSimulation(config, workload, ROUTERS[column]).run()
@@ -94,7 +89,7 @@ def _percent(share: float | None) -> float:
 def main() -> None:
     """Simulate, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--only", default="", help="part of a load's name")
     parser.add_argument("--columns", nargs="+", choices=list(ROUTERS), default=list(_COLUMNS))
     parser.add_argument("--name", default="moves", help="of the record")
@@ -108,7 +103,7 @@ def main() -> None:
     means = {
         f"{load.name}: {column}": {
             name: round(sum(row[name] for row in chosen) / len(chosen), 1)
-            for name in ("percent_attained", "tbt_p99_ms", "num_moved", "num_evictions")
+            for name in ("percent_attained", "percent_tpot", "tbt_p99_ms", "num_moved", "num_evictions")
         }
         for load in LOADS
         for column in arguments.columns

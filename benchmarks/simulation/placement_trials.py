@@ -1,26 +1,29 @@
 """Ways to place prompts that were tried, beside the router's own: points of attainment gained and lost.
 
-    python -m benchmarks.simulation.placement_trials [--workers 4 8] [--requests 250] [--runs 2] [--routers ...]
+    python -m benchmarks.simulation.placement_trials [--workers 4 8] [--requests 250] [--runs 2] [--only code]
 
-The points of `benchmarks.simulation.placements`, on elastic workers; every router has the same requests. A further run
-of a point is of other requests of its trace.
+The points of `benchmarks.simulation.placements`, and of long prompts with tight gaps, on elastic workers; every router
+has the same requests. A further run of a point is of other requests of its trace.
 """
 
 import argparse
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
 
 from alignedserve.config.environment import data_dir
 from alignedserve.config.sections import Topology
-from alignedserve.sim.policies import simulated_policy
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.rates import at_rate
-from benchmarks.simulation.placements import BEST_EFFORT, MACHINES, OUTSTANDING, Point, cluster, figures_of, points
+from benchmarks.simulation.placements import BEST_EFFORT, OUTSTANDING, TRACES, Point, Trace, figures_of, points
 from benchmarks.simulation.trial_routers import ROUTERS, RoutedSimulation
 from benchmarks.support.recording import write_result
+from benchmarks.support.server_cluster import server_cluster
 
+# Long prompts beside tight gaps: where workers of one phase alone might gain.
+_TIGHT = Trace("arXiv, 4 s, 30 ms", "arxiv, rate=1, ttft=4, tpot=0.03", (1.0, 1.6), 0.8)
 _BASE = "as it is"
 _LEAST_S = 20.0  # of arrivals
 _APART_S = 600.0  # beginnings of the runs, in a recording
@@ -46,7 +49,7 @@ class Run(NamedTuple):
 
 def rows_of(run: Run, routers: Sequence[str], num_requests: int) -> Iterator[dict[str, Any]]:
     """Simulate every router with the requests of a run."""
-    config = simulated_policy(MACHINES, cluster(Topology.ELASTIC, run.point.num_workers))
+    config = server_cluster("aligned_slo", Topology.ELASTIC, run.point.num_workers)
     workload = run.line(num_requests).build()
     base: dict[str, Any] | None = None
     for name in (_BASE, *(one for one in routers if one != _BASE)):
@@ -88,12 +91,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=250)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
-    parser.add_argument("--only", default="", help="part of a trace's name")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of traces' names")
     parser.add_argument("--name", default="placement_trials", help="of the record")
     arguments = parser.parse_args()
     rows = []
     for number in range(arguments.runs):
-        for point in points(arguments.workers, arguments.only):
+        for point in chain.from_iterable(points(arguments.workers, part, (*TRACES, _TIGHT)) for part in arguments.only):
             for row in rows_of(Run(point, number), arguments.routers, arguments.requests):
                 rows.append(row)
                 print(msgspec.json.encode(row).decode(), flush=True)

@@ -14,16 +14,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from alignedserve.config.environment import data_dir
-from alignedserve.config.sections import ClusterConfig, DecodeWorkerConfig, PrefillWorkerConfig, Topology
-from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.policies import simulated_policy, with_policy
+from alignedserve.config.sections import Topology
 from alignedserve.sim.result import SimulationResult
 from alignedserve.sim.sweep import Case, WorkloadLine, run_cases
 from alignedserve.workload.rates import at_rate
 from benchmarks.support.recording import write_result
+from benchmarks.support.server_cluster import server_cluster
 
-MACHINES = ClusterHardware(WorkerSpec("llama-2-13b", "a100-80g"))
 BEST_EFFORT = "be: prompt=uniform(512,1024), output=uniform(32,128), outstanding={}"
 OUTSTANDING = 16  # best-effort requests per worker
 _LEAST_S = 20.0  # of arrivals
@@ -64,23 +61,12 @@ class Point(NamedTuple):
         return WorkloadLine(text, duration_s=max(num_requests / self.rate, _LEAST_S), data_dir=data_dir())
 
 
-def points(workers: Sequence[int], only: str) -> Iterator[Point]:
+def points(workers: Sequence[int], only: str, traces: Sequence[Trace] = TRACES) -> Iterator[Point]:
     """Return the points of traces whose name has `only` in it."""
-    for trace in TRACES:
+    for trace in traces:
         for count in workers if only in trace.name else ():
             yield from (Point(trace, count, rate * count, is_beside=False) for rate in trace.rates)
             yield Point(trace, count, trace.rate_beside * count, is_beside=True)
-
-
-def cluster(topology: Topology, num_workers: int) -> ClusterConfig:
-    """Configure workers with the sizes of a server."""
-    config = ClusterConfig(
-        prefill=PrefillWorkerConfig(max_num_batched_tokens=2048),
-        decode=DecodeWorkerConfig(
-            count=num_workers, max_running_requests=256, max_num_batched_tokens=2048, swap_space_bytes=16 << 30
-        ),
-    )
-    return with_policy(config, "aligned_slo", topology=topology)
 
 
 def figures_of(result: SimulationResult) -> dict[str, Any]:
@@ -105,7 +91,7 @@ def row_of(point: Point, num_requests: int) -> dict[str, Any]:
         "best_effort": point.is_beside,
     }
     for topology in (Topology.COLOCATED, Topology.ELASTIC):
-        config = simulated_policy(MACHINES, cluster(topology, point.num_workers))
+        config = server_cluster("aligned_slo", topology, point.num_workers)
         (outcome,) = run_cases([Case(f"{point} {topology.value}", config, point.line(num_requests))])
         if outcome.result is None:
             raise SystemExit(f"{outcome.case.name}: {outcome.error}")

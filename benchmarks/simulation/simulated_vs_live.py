@@ -46,14 +46,17 @@ from alignedserve.replay.simulated import (
     measures_of,
     requests_of,
     think_times_s,
+    workload_of,
 )
 from alignedserve.runtime.model.built_in import pocket_folder, smollm2_file
 from benchmarks.simulation.recorded_loads import FITTED, JUDGED, LOADS, THROUGHPUT, TIMES
+from benchmarks.simulation.timelines import draw, observed_timeline, simulated_timeline, workers_of
 from benchmarks.support.recording import write_result
 
 BE_CLASS = "be"
 RUN, WINDOWS = "run", "windows.json"
 SLICE_S = 5.0
+PICTURED_S = 4.0
 Window = tuple[float, float, float, float]  # begin, end, and the load averages of the machine then
 
 
@@ -179,6 +182,23 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def picture(arguments: argparse.Namespace, folder: Path) -> str:
+    """Draw some seconds of a recorded round above their simulation."""
+    _, run = replay_folder(folder / RUN)
+    metadata = read_run_metadata(folder / RUN)
+    windows = msgspec.json.decode((folder / WINDOWS).read_bytes(), type=dict[str, list[Window]])
+    fit = fit_machine(run.within(*(window[:2] for window in windows[FITTED])), metadata.layout.block_bytes)
+    think_s = think_time_of([run.within(window[:2]) for window in windows[FITTED]])
+    load, number, begin_s = arguments.pictured
+    part = run.within(windows[load][int(number)][:2])
+    requests = requests_of(part)
+    workload = workload_of(requests, {BE_CLASS: LOADS[load].outstanding}, think_s)
+    machine = fitted_machine(metadata, fit)
+    simulated = simulated_timeline(workload, machine, seed=0, workers=workers_of(part))
+    title = f"{arguments.model}, {arguments.topology} workers, load `{load}`"
+    return draw(title, [observed_timeline(part, requests), simulated], float(begin_s), PICTURED_S)
+
+
 def think_time_of(fitted: Sequence[ObservedRun]) -> dict[str, float]:
     """Return the best-effort client's time between two requests, in the rounds of the fitted load."""
     found = [think_times_s(requests_of(one), {BE_CLASS: LOADS[FITTED].outstanding})[BE_CLASS] for one in fitted]
@@ -281,9 +301,14 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=10.0, help="of a load in a round")
     parser.add_argument("--draws", type=int, default=2, help="of the jitter, for each round")
     parser.add_argument("--folder", type=Path, help="where recordings stay")
+    parser.add_argument("--picture", type=Path, help="draw some seconds of a load, live and simulated, into this file")
+    parser.add_argument("--pictured", nargs=3, default=("lengths", "0", "2"), help="load, round, second it begins with")
     parser.add_argument("--suffix", default="", help="of the result's name: the state of the machine")
     parser.add_argument("--only-record", action="store_true", help="compare later, with the same --folder")
     arguments = parser.parse_args()
+    if arguments.picture is not None:
+        arguments.picture.write_text(picture(arguments, arguments.folder))
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.folder or Path(name)
         folder.mkdir(parents=True, exist_ok=True)

@@ -98,23 +98,6 @@ def has_room(worker: WorkerRecord, tracked: TrackedRequest) -> bool:
     return load is None or wanted <= load.num_free_blocks - registered.num_blocks // 16
 
 
-class RoomAmongEquals(TrialChoice):
-    """Among workers whose waits are within 50 ms of the least: the one with the most free blocks."""
-
-    def _least_loaded(self, tracked: TrackedRequest) -> Iterator[WorkerRecord]:
-        able = self.able(is_real_time=tracked.is_real_time)
-        if able:
-            least_s = able[0].wait_s(is_real_time=tracked.is_real_time)
-            near = [one for one in able if one.wait_s(is_real_time=tracked.is_real_time) <= least_s + 0.05]
-            yield max(near, key=lambda one: (free_blocks(one), -len(one.decoding), one.name))
-
-
-def free_blocks(worker: WorkerRecord) -> int:
-    """Return the blocks left once its prompts are computed."""
-    num_free = worker.load.num_free_blocks if worker.load is not None else worker.registered.num_blocks
-    return num_free - blocks_for(worker.num_prefill_tokens, worker.registered.block_size)
-
-
 # --- leans that follow forecast work
 
 
@@ -304,7 +287,6 @@ ROUTERS: dict[str, type[TrialRouter]] = {
     "moves for time": router_with(leans=MovesForTime),
     "moves for memory": router_with(leans=MovesForMemory),
     "where there is room": router_with(WhereThereIsRoom),
-    "room among equals": router_with(RoomAmongEquals),
     "forecast leans": LeaningRouter,
     "late binding": router_with(LateBinding),
     "late binding by slack": router_with(EarliestDue),

@@ -211,10 +211,8 @@ class ScheduledBatch:
         self._held.drop(self._held[running.request.request_id])
 
     def can_leave(self, running: WorkerRequest) -> bool:
-        """Return whether its whole cache is on this device, as keys and values, and only its next token is missing."""
-        table, row = self.table, self.table.row(running.request.request_id)
-        is_whole = not table.is_hidden[row] and not table.num_swapped[row] and table.num_blocks[row] > 0
-        return bool(is_whole and table.is_decoding[row])
+        """Return whether it can be copied out: its whole cache is here, and only its next token is missing."""
+        return self._held.is_portable(running.request.request_id)
 
     def num_cached(self, running: WorkerRequest) -> int:
         """Return the tokens of the request whose cache exists."""

@@ -189,14 +189,11 @@ class Departures:
     # --- inside
 
     def _can_leave(self, tracked: HeldRequest) -> bool:
-        """Return whether its whole cache is on this device, as keys and values, and only its next token is missing."""
-        if tracked.is_aborted or tracked.is_finished:
+        """Return whether it decodes, can be copied, and leaves room for the others while its blocks are held."""
+        if tracked.is_aborted or tracked.is_finished or not tracked.is_prefilled:
             return False
-        table = self._held.state.table
-        row = table.row(tracked.request.request_id)
-        is_plain = not table.is_hidden[row] and not table.num_swapped[row]
-        is_decoding = is_plain and tracked.is_prefilled and bool(tracked.block_ids) and bool(table.is_decoding[row])
-        return is_decoding and self._held.has_room_beside(len(tracked.block_ids), leaving=tracked)
+        is_portable = self._held.is_portable(tracked.request.request_id)
+        return is_portable and self._held.has_room_beside(len(tracked.block_ids), leaving=tracked)
 
     def _entry(self, peer: str, request_id: RequestId, attempt: int, stage: DepartureStage) -> Departing | None:
         entry = self._entries.get(request_id)

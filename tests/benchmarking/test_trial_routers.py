@@ -3,12 +3,11 @@
 import pytest
 
 from alignedserve.config.sections import Topology
-from alignedserve.sim.policies import simulated_policy
 from alignedserve.sim.result import ALL
 from alignedserve.sim.sweep import WorkloadLine
 from benchmarks.simulation.placement_trials import summary_of
-from benchmarks.simulation.placements import MACHINES, cluster
 from benchmarks.simulation.trial_routers import ROUTERS, RoutedSimulation
+from benchmarks.support.server_cluster import server_cluster
 
 pytestmark = pytest.mark.slow
 LINE = (
@@ -19,7 +18,7 @@ LINE = (
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_all_requests_end(name: str) -> None:
-    config = simulated_policy(MACHINES, cluster(Topology.ELASTIC, 3))
+    config = server_cluster("aligned_slo", Topology.ELASTIC, 3)
     result = RoutedSimulation(config, WorkloadLine(LINE, duration_s=3.0).build(), ROUTERS[name]).run()
     assert result.classes["rt"].num_by_ending["completed"] == result.classes["rt"].num_sent
     assert result.classes[ALL].num_sent > 20

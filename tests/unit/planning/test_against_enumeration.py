@@ -52,9 +52,9 @@ def found_cost(asked: PlanRequest) -> float | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("rate", [3.0, 6.0, 9.0, 14.0])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("rate", [4.0, 8.0, 12.0])
 def test_a_plan_is_as_cheap_as_the_best_of_all(rate: float, seed: int) -> None:
     line = f"prompt=uniform(100,800), output=uniform(10,60), rate={rate}, cv=2, ttft=1.5, tpot=0.15"
-    asked = request(line, seed, 120.0)
+    asked = request(line, seed, 50.0)
     assert found_cost(asked) == least_cost(asked)

@@ -106,6 +106,22 @@ def test_a_worker_short_of_blocks_for_its_prompts_gives_as_many_as_it_lacks() ->
     assert moved(Leans(), short(0, 0), roomy(300)) == []  # nothing waits for blocks
 
 
+def test_the_smallest_that_frees_enough_leaves_or_the_largest() -> None:
+    giver, receiver = short(60, 160), roomy(300)
+    requests = decoded_by(giver, receiver)
+    for number, length in enumerate((30, 70, 90, 1000)):  # 9, 19, 24 blocks; and 129, as far as is foreseen
+        requests[RequestId(f"a-{number}")].predicted_output_len = float(length)
+
+    def given(num_tokens: int) -> list[str]:
+        giver.start_prefill(RequestId("a-prompt"), DispatchedPrefill(1, num_tokens))
+        return [str(one.tracked.request.request_id) for one in Leans().moves([giver, receiver], requests, 0.0)]
+
+    assert given(160 + 4 * 9) == ["a-0"]
+    assert given(160 + 4 * 10) == ["a-1"]
+    assert given(160 + 4 * 25) == ["a-3"]
+    assert given(160 + 4 * 130) == ["a-3", "a-2"]
+
+
 def test_prompts_that_it_will_not_soon_compute_do_not_count() -> None:
     assert moved(Leans(), short(4, 100_000), roomy(320)) == [(f"a-{number}", "b") for number in (3, 2, 1, 0)]
     waiting = short(4, 100_000)
