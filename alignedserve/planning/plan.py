@@ -283,10 +283,15 @@ class _Planner:
             for one in others
         ]
         outcomes = self._play("the plan under other circumstances", [variant for _, variant in named])
-        for (_, variant), outcome in zip(named, outcomes, strict=True):
-            if variant.candidate is not candidate and holds and not self._has_failed_whole(variant.candidate, outcome):
-                self._keep(variant.candidate, outcome)
-        return [Variation(words, outcome) for (words, _), outcome in zip(named, outcomes, strict=True)]
+        found = []
+        for (words, variant), outcome in zip(named, outcomes, strict=True):
+            if variant.candidate is candidate or not holds:
+                found.append(Variation(words, outcome))
+                continue
+            known = self._failure(variant.candidate) if outcome.holds else None
+            self._keep(variant.candidate, known or outcome)
+            found.append(Variation(words, known or outcome))
+        return found
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
         """Return the plans of one worker less and one more, as far as what they attain is not known yet."""
@@ -302,10 +307,10 @@ class _Planner:
         known = self.tried.get(candidate.label)
         return known is not None and known.outcome.is_representative
 
-    def _has_failed_whole(self, candidate: Candidate, outcome: Outcome) -> bool:
-        """Return whether a plan fails the whole workload, though it holds windows."""
+    def _failure(self, candidate: Candidate) -> Outcome | None:
+        """Return how a plan failed the whole workload, which says more than windows that it holds; None: it did not."""
         known = self.tried.get(candidate.label)
-        return outcome.holds and known is not None and known.outcome.is_whole and not known.outcome.holds
+        return known.outcome if known is not None and known.outcome.is_whole and not known.outcome.holds else None
 
     @staticmethod
     def _larger(candidate: Candidate) -> list[Candidate]:

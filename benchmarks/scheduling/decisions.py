@@ -126,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", nargs="+", choices=sorted(POLICIES), default=sorted(POLICIES))
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--name", default="decisions", help="of the record")
     given = parser.parse_args()
     rows = []
     for policy in given.policy:
@@ -135,7 +136,7 @@ def main() -> None:
                     continue
                 rows.append(measure(policy, num_requests, situation, given.rounds))
                 print(rows[-1])
-    write_result("decisions", rows)
+    write_result(given.name, rows)
 
 
 if __name__ == "__main__":
