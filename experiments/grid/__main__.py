@@ -26,7 +26,7 @@ from experiments.common import write_record
 from experiments.grid.picture import PICTURES
 from experiments.grid.points import LOADS, MIXED, TRACES, Point, all_points
 from experiments.grid.record import PATH, Record, Run, append_run
-from experiments.grid.search import repeat_point, search_point, simulate
+from experiments.grid.search import repeat_point, search_task, simulate
 from experiments.grid.summary import points_apart, show, summary_of
 from experiments.grid.systems import DEFAULT, HARDWARE, MODEL, UNION
 
@@ -83,16 +83,11 @@ def run(points: Sequence[Point], path: Path, *, processes: int, again: Sequence[
     tasks = [(point, path) for point in points]
     if processes <= 1:
         for task in track(tasks, "points", transient=True):
-            _search(task)
+            search_task(task)
         return
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for _ in track(pool.imap_unordered(_search, tasks), "points", total=len(tasks), transient=True):
+        for _ in track(pool.imap_unordered(search_task, tasks), "points", total=len(tasks), transient=True):
             pass
-
-
-def _search(task: tuple[Point, Path]) -> None:
-    point, path = task
-    search_point(point, Record(path), simulate)
 
 
 def _repeat(path: Path) -> None:

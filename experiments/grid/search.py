@@ -13,6 +13,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
+from pathlib import Path
 
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Workload
@@ -76,6 +77,12 @@ def search_point(point: Point, record: Record, simulated: Simulate) -> None:
     field = search.best_of(field_families(point.accelerators), None if is_contested else own)
     assert field is not None, "the first is simulated to its end"
     search.best_of([splits], max(own, field))
+
+
+def search_task(task: tuple[Point, Path]) -> None:
+    """Search a point in a process of its own, by the record of this path."""
+    point, path = task
+    search_point(point, Record(path), simulate)
 
 
 def is_searched(point: Point, record: Record) -> bool:
