@@ -31,6 +31,7 @@ _SHARE = 0.25  # of the giver's decodes for each 1.0 of difference, moved at a t
 _FASTER = 2.0  # a receiver with prompts of its own computes them in a time so many times shorter
 _KEPT_SHARE = 1 / 16  # of a worker's blocks: for decodes that grow
 _BLOCKS_APART = 0.25  # of all: so many more are still free at the receiver afterwards, as a move holds them twice
+_LEAST_LEN = 32  # tokens of an answer with a mean gap to hold: a shorter one cannot make up for the pause of its move
 _FORESEEN_LEN = 512  # tokens of an answer at most: the first of a class are predicted to be as long as they may be
 _SOON_S = 2.0  # prompts that a worker computes within this time are to find blocks
 
@@ -183,4 +184,6 @@ def _latest(giver: WorkerRecord, requests: Requests) -> list[TrackedRequest]:
 
 
 def _is_movable(tracked: TrackedRequest) -> bool:
+    if tracked.request.slo.tpot_s is not None and tracked.predicted_output_len < _LEAST_LEN:
+        return False
     return tracked.stage is Stage.DECODING and tracked.destination is None and tracked.num_moves < MAX_MOVES

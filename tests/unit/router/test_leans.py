@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
+from alignedserve.core.request import Slo
 from alignedserve.messages.workers import WorkerLoad
 from router.leans import MAX_MOVES, REST_S, Leans
 from router.state import DispatchedPrefill, TrackedRequest, WorkerRecord
@@ -80,6 +81,18 @@ def test_a_worker_with_prompts_takes_from_one_whose_decodes_are_late() -> None:
     receiver.start_prefill(RequestId("r9"), PROMPT)
     assert moved(Leans(), elastic("a", 0.0, num_decodes=4), receiver) == [("a-3", "b")]
     assert moved(Leans(), elastic("a", 0.1, num_decodes=4), receiver) == []
+
+
+def test_a_short_answer_with_a_gap_to_hold_stays_as_it_could_not_make_up_for_the_pause() -> None:
+    giver, receiver = elastic("a", 0.0, num_decodes=4), elastic("b", 1.0)
+    requests = decoded_by(giver)
+    for tracked in requests.values():
+        tracked.predicted_output_len = 20.0
+        tracked.request = changed(tracked.request, slo=Slo(ttft_s=1.0, tpot_s=0.05))
+    assert Leans().moves((giver, receiver), requests, 0.0) == []
+    requests[RequestId("a-1")].request = changed(requests[RequestId("a-1")].request, slo=Slo())
+    (planned,) = Leans().moves((giver, receiver), requests, 0.0)
+    assert planned.tracked.request.request_id == "a-1"
 
 
 def loaded(name: str, num_free: int, num_prompt_tokens: int, num_decodes: int) -> WorkerRecord:
