@@ -114,12 +114,11 @@ def moves_for_memory(
     `able`: those that may take.
     """
     told = [one for one in near if one.load is not None]
-    givers = sorted(
-        (one for one in told if one.prefilling and _missing(one) > 0), key=lambda one: (-_missing(one), one.name)
-    )
     receiver = max((one for one in able if one in told), key=lambda one: (_spare(one), one.name), default=None)
-    for giver in givers if receiver is not None else ():
-        assert receiver is not None, "no receiver"
+    if receiver is None:
+        return []
+    short = [one for one in told if one.prefilling and _missing(one) > 0]
+    for giver in sorted(short, key=lambda one: (-_missing(one), one.name)):
         planned = [PlannedMove(one, receiver) for one in _to_free(giver, receiver, requests)]
         if planned:
             return planned
