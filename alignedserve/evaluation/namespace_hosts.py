@@ -37,6 +37,7 @@ kept=0
 for folder in $KEPT; do mkdir -p "$BASE/kept/$kept"; mount --bind "$folder" "$BASE/kept/$kept"; kept=$((kept+1)); done
 mount -t tmpfs -o mode=1777 tmpfs /tmp
 mount -t tmpfs -o mode=1777,size=2g tmpfs /dev/shm
+mkdir -p "$HOME"
 mount --bind "$BASE/$NAME" "$HOME"
 kept=0
 for folder in $KEPT; do mkdir -p "$folder"; mount --bind "$BASE/kept/$kept" "$folder"; kept=$((kept+1)); done

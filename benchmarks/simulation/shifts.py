@@ -32,7 +32,7 @@ from benchmarks.support.recording import write_result
 from benchmarks.support.server_cluster import MACHINES, WORKER, server_cluster
 
 _SLO = Slo(ttft_s=1.0, tpot_s=0.06)
-_HALF_S, _STEP_S, _BATCH = 30.0, 2.0, 24
+HALF_S, STEP_S, _BATCH = 30.0, 2.0, 24
 _LOST_AT_S, _BACK_AFTER_S = 15.0, 6.0
 NUM_WORKERS = 4
 
@@ -82,8 +82,8 @@ def shifting(load: float, seed: int = 0) -> Workload:
     """Return a half of each shape, at the rates that take `load` of all workers' time."""
     rng, requests = random.Random(seed), []
     for half, shape in enumerate(SHAPES):
-        rate, now = load * NUM_WORKERS / seconds_of(shape), half * _HALF_S
-        while (now := now + rng.expovariate(rate)) < (half + 1) * _HALF_S:
+        rate, now = load * NUM_WORKERS / seconds_of(shape), half * HALF_S
+        while (now := now + rng.expovariate(rate)) < (half + 1) * HALF_S:
             prompt_len, output_len = (max(1, round(rng.uniform(0.5, 1.5) * length)) for length in shape)
             requests.append(TimedRequest(now, prompt_len, output_len, None, f"half {half + 1}", slo=_SLO))
     return Workload(WorkloadDescription("a shift of the mix", seed), tuple(requests))
@@ -92,9 +92,9 @@ def shifting(load: float, seed: int = 0) -> Workload:
 def share_by_arrival(records: Sequence[RequestRecord]) -> list[float | None]:
     """Return the percentage attained of the requests that came in each step."""
     begin_s = min(record.arrival_s for record in records)
-    steps: list[list[bool]] = [[] for _ in range(round(2 * _HALF_S / _STEP_S))]
+    steps: list[list[bool]] = [[] for _ in range(round(2 * HALF_S / STEP_S))]
     for record in records:
-        steps[min(int((record.arrival_s - begin_s) / _STEP_S), len(steps) - 1)].append(record.has_met_slo)
+        steps[min(int((record.arrival_s - begin_s) / STEP_S), len(steps) - 1)].append(record.has_met_slo)
     return [round(100 * sum(step) / len(step), 1) if step else None for step in steps]
 
 
@@ -104,10 +104,10 @@ def absorbed_after_s(shares: Sequence[float | None], margin: float = 5.0) -> flo
     Those 14 s are where it settles: a split that is wrong for the second half settles low.
     """
     known = [share if share is not None else 100.0 for share in shares]
-    shift, settled = round(_HALF_S / _STEP_S), round(14.0 / _STEP_S)
+    shift, settled = round(HALF_S / STEP_S), round(14.0 / STEP_S)
     level = sum(known[-settled:]) / settled
     late = [step for step in range(shift, len(known) - settled) if known[step] < level - margin]
-    return (late[-1] + 1 - shift) * _STEP_S if late else 0.0
+    return (late[-1] + 1 - shift) * STEP_S if late else 0.0
 
 
 def mix_rows(load: float) -> Iterator[dict[str, Any]]:
@@ -131,7 +131,7 @@ def mix_rows(load: float) -> Iterator[dict[str, Any]]:
 def loss_rows(rate: float) -> Iterator[dict[str, Any]]:
     """Simulate the loss of a worker that decodes in every column."""
     line = f"azure_conv, arrivals=recorded, rate={rate}, ttft=1, tpot=0.06"
-    workload = WorkloadLine(line, duration_s=_HALF_S).build()
+    workload = WorkloadLine(line, duration_s=HALF_S).build()
     for column in COLUMNS:
         lost = SimWorkerLoss("decode-0", _LOST_AT_S, _BACK_AFTER_S)
         for losses in ((), (lost,)):
@@ -148,7 +148,7 @@ def loss_rows(rate: float) -> Iterator[dict[str, Any]]:
                 "num_at_loss": len(at_loss),
                 "longest_pause_s": round(pauses[-1], 2),
                 "p75_pause_s": round(percentile(pauses, 75), 2),
-                "shares": share_by_arrival(records)[: round(_HALF_S / _STEP_S)],
+                "shares": share_by_arrival(records)[: round(HALF_S / STEP_S)],
             }
 
 
@@ -170,7 +170,7 @@ def main() -> None:
         f"rate of half {half}": round(arguments.load * NUM_WORKERS / seconds_of(s), 2)
         for half, s in enumerate(SHAPES, 1)
     }
-    print(write_result("shifts", {"load": arguments.load, "step_s": _STEP_S, "rates_per_s": rates, "rows": rows}))
+    print(write_result("shifts", {"load": arguments.load, "step_s": STEP_S, "rates_per_s": rates, "rows": rows}))
 
 
 if __name__ == "__main__":
