@@ -34,6 +34,21 @@ def table() -> str:
     return "\n".join([_HEAD, "|---" * (_HEAD.count("|") - 1) + "|", *rows]) + "\n"
 
 
+def range_of(*measures: str) -> tuple[float, float]:
+    """Return the least and the largest ratio of these measures of all requests, over all rows of the table."""
+    recorded = [read_figures(f"simulated_vs_live_{'_'.join(shape)}") for shape in SHAPES]
+    found = [
+        one["ratio"]
+        for figures in recorded
+        if figures is not None and "rounds" in figures
+        for load, run in figures["runs"].items()
+        if load != FITTED
+        for one in run["measures"]
+        if one["class_name"] == "all" and one["measure"] in measures
+    ]
+    return round(min(found), 2), round(max(found), 2)
+
+
 def with_table(page: str) -> str:
     """Return the page with the table as the records have it now."""
     return _PLACE.sub(lambda _: table(), page)

@@ -1,6 +1,7 @@
 """The table of simulated against live runs is that of the records."""
 
-from benchmarks.simulation.live_table import PAGE, SHAPES, table, with_table
+from alignedserve.planning.confidence import THROUGHPUT_RATIOS, TPOT_RATIOS, TTFT_RATIOS
+from benchmarks.simulation.live_table import PAGE, SHAPES, range_of, table, with_table
 
 
 def test_the_table_is_that_of_the_records() -> None:
@@ -14,3 +15,9 @@ def test_each_recorded_shape_has_its_two_judged_loads() -> None:
     assert rows
     assert [load for _, load in rows] == ["rate", "lengths"] * (len(rows) // 2)
     assert {shape.strip("| ") for shape, _ in rows} <= {", ".join(shape) for shape in SHAPES}
+
+
+def test_plans_say_how_far_the_records_are_off() -> None:
+    assert range_of("requests/s") == THROUGHPUT_RATIOS
+    assert range_of("ttft p50, s", "ttft p90, s") == TTFT_RATIOS
+    assert range_of("tpot p50, s", "tpot p90, s") == TPOT_RATIOS
