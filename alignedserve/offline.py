@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from alignedserve.config.sections import DecodeWorkerConfig, EngineConfig, ModelSectionConfig, SchedulingConfig
+from alignedserve.config.sections import (
+    DecodeWorkerConfig,
+    EngineConfig,
+    ModelSectionConfig,
+    PrefixCacheConfig,
+    SchedulingConfig,
+)
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
@@ -22,6 +28,7 @@ from alignedserve.messages.gateways import TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import PrefillRequest, WorkerRegistered
+from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.device.devices import worker_devices
 from alignedserve.runtime.device.dtypes import has_native_bfloat16
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
@@ -45,6 +52,7 @@ class RequestOutput:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0  # of the prompt, that were not computed again
 
 
 class LLM:
@@ -63,8 +71,12 @@ class LLM:
         max_running: int = 64,
         memory_bytes: int = 256 * 2**20,
         device: str = "auto",
+        prefix_cache: bool = True,
     ) -> None:
-        """Load the model onto `device`; this and `kv_cache_dtype` are given like those of engine."""
+        """Load the model onto `device`; this and `kv_cache_dtype` are given like those of engine.
+
+        `prefix_cache`: prompts that begin like earlier ones are computed from where they differ.
+        """
         engine = EngineConfig(device=device, kv_cache_dtype=kv_cache_dtype)
         (worker_device,) = worker_devices(engine.device, 1)
         section = with_local_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization))
@@ -99,7 +111,9 @@ class LLM:
             config=config,
             scheduling=SchedulingConfig(policy="fcfs"),
             eos_token_ids=self._executor.eos_token_ids,
+            prefix_cache=PrefixCacheConfig(enabled=prefix_cache),
         )
+        self._root = prefix_root(b"", tenant="", salt="", form=b"")  # of one model, for one user
         self._perform(self._logic.on_event(PeerConnected(Role.ROUTER, _ROUTER), 0.0), {})
 
     def generate(self, prompts: Sequence[str], sampling: SamplingParams | None = None) -> list[RequestOutput]:
@@ -140,7 +154,8 @@ class LLM:
         wanted = replace(wanted, max_tokens=min(wanted.max_tokens, max_tokens))
         if blocks_for(len(prompt) + wanted.max_tokens, _BLOCK_SIZE) > self._executor.num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
-        return Request(RequestId(secrets.token_hex(8)), tuple(prompt), wanted, reply_to="", arrival_s=0.0)
+        request_id = RequestId(secrets.token_hex(8))
+        return Request(request_id, tuple(prompt), wanted, reply_to="", arrival_s=0.0, prefix_root=self._root)
 
     def _perform(self, commands: Sequence[ColocatedCommand], outputs: dict[RequestId, RequestOutput]) -> None:
         """Perform commands until none is left. Messages to the router are dropped."""
@@ -159,3 +174,4 @@ def _collect(message: TokensEmitted, outputs: dict[RequestId, RequestOutput]) ->
         output = outputs[delta.request_id]
         output.token_ids += delta.token_ids
         output.finish_reason = delta.finish_reason or output.finish_reason
+        output.num_cached_tokens += delta.num_cached_tokens

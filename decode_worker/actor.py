@@ -5,7 +5,13 @@ from typing import NamedTuple
 
 import ray
 
-from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, EngineConfig, SchedulingConfig
+from alignedserve.config.sections import (
+    BatchingConfig,
+    DecodeWorkerConfig,
+    EngineConfig,
+    PrefixCacheConfig,
+    SchedulingConfig,
+)
 from alignedserve.runtime.engine.model_executor import ModelExecutor, engine_sizes, hidden_block_tokens
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
@@ -14,6 +20,7 @@ from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
+from alignedserve.scheduling.policies import wants_shared_blocks
 from alignedserve.worker_core.registration import registration_of
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import (
@@ -103,9 +110,11 @@ class ColocatedWorkerActor(ActorHost):
         engine_config: EngineConfig,
         served: ServedModel,
         lending: Lending | None,
+        prefix_cache: PrefixCacheConfig,
         process_spec: ProcessSpec,
     ) -> None:
         """`lending`: None: requests do not move between workers."""
+        pool_at = process_spec.pool_name if prefix_cache.pool_bytes else None
         layout = served.block_layout(engine_config.block_size)
         transport = engine_config.kv_transport
         block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
@@ -115,6 +124,9 @@ class ColocatedWorkerActor(ActorHost):
             max_held(config),
             has_int8_swaps=config.has_int8_swaps,
             hidden_block_tokens=block_tokens,
+            wants_shared_blocks=wants_shared_blocks(
+                scheduling, can_move=lending is not None, has_int8_swaps=config.has_int8_swaps
+            ),
         )
 
         async def build() -> ColocatedWorker:
@@ -125,21 +137,35 @@ class ColocatedWorkerActor(ActorHost):
                     layout,
                     executor.num_blocks,
                     config,
-                    pool_name=process_spec.pool_name if lending is not None else None,
+                    pool_name=process_spec.pool_name,
+                    can_move=lending is not None,
                     node=process_spec.addresses.node,
                 ),
-                memory=memory_of(config, layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens),
+                memory=memory_of(
+                    config,
+                    layout,
+                    num_blocks=executor.num_blocks,
+                    hidden_block_tokens=block_tokens,
+                    has_shared_blocks=executor.has_shared_blocks,
+                ),
                 config=config,
                 scheduling=scheduling,
                 eos_token_ids=executor.eos_token_ids,
                 measured=executor.measure_iterations(engine_config.calibration_s, config.max_num_batched_tokens),
+                prefix_cache=prefix_cache,
+                prefix_pool=pool_at,
             )
             memory = None
             if lending is not None:
                 budget = BufferBudget(layout.blocks_in(lending.buffer_bytes), lending.peers, may_grow=True)
                 memory = CandidateMemory(layout, budget, process_spec, transport=transport)
             worker = ColocatedWorker(
-                make=make, executor=executor, process_spec=process_spec, memory=memory, transport=transport
+                make=make,
+                executor=executor,
+                process_spec=process_spec,
+                memory=memory,
+                pool_at=pool_at,
+                transport=transport,
             )
             await worker.start(router_at=ROUTER, listen_at=process_spec.name if lending is not None else None)
             return worker

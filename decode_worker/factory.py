@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import msgspec
 
-from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, SchedulingConfig
+from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.factory import admission_share, limits_of, make_decode_scheduler, make_scheduler
 from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import DeviceMemory
@@ -76,21 +77,30 @@ def max_held(config: DecodeWorkerConfig) -> int:
 
 
 def colocated_registration(
-    layout: BlockLayout, num_blocks: int, config: DecodeWorkerConfig, *, pool_name: str | None = None, node: str = ""
+    layout: BlockLayout,
+    num_blocks: int,
+    config: DecodeWorkerConfig,
+    *,
+    pool_name: str = "",
+    can_move: bool = False,
+    node: str = "",
 ) -> WorkerRegistered:
-    """Build the registration of a colocated worker. `pool_name`: it is elastic, on the node of this name."""
+    """Build the registration of a colocated worker. `pool_name`: of its node. `can_move`: it is elastic."""
     return msgspec.structs.replace(
-        registration_of(
-            layout, num_blocks, max_held(config), pool_name or "", node=node, can_prefill=True, can_decode=True
-        ),
-        can_move=pool_name is not None,
+        registration_of(layout, num_blocks, max_held(config), pool_name, node=node, can_prefill=True, can_decode=True),
+        can_move=can_move,
     )
 
 
 def memory_of(
-    config: DecodeWorkerConfig, layout: BlockLayout, *, num_blocks: int, hidden_block_tokens: int | None = None
+    config: DecodeWorkerConfig,
+    layout: BlockLayout,
+    *,
+    num_blocks: int,
+    hidden_block_tokens: int | None = None,
+    has_shared_blocks: bool = False,
 ) -> DeviceMemory:
-    """Return the empty device memory of a live worker; whole caches can be swapped.
+    """Return the empty device memory of a live worker; caches can be swapped.
 
     `hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches.
     """
@@ -102,6 +112,7 @@ def memory_of(
         layout.block_size,
         host_tokens,
         hidden_ratio=None if hidden_block_tokens is None else layout.block_size / hidden_block_tokens,
+        has_shared_blocks=has_shared_blocks,
         swap_width=copy_bytes / layout.block_bytes,
     )
 
@@ -115,11 +126,21 @@ def make_colocated_logic(
     eos_token_ids: frozenset[int],
     costs: CostModel | None = None,
     measured: tuple[Sample, ...] = (),
+    prefix_cache: PrefixCacheConfig | None = None,
+    prefix_pool: str | None = None,
 ) -> ColocatedLogic:
-    """Build the logic of one colocated worker; the rest as for `make_logic`."""
+    """Build the logic of one colocated worker; the rest as for `make_logic`. `prefix_cache`: None: it has none.
+    `prefix_pool`: the pool of its node, if that keeps prefix blocks.
+
+    Blocks that hold layer inputs, or tokens of two requests, are not cached: a worker that may have such has no cache.
+    """
+    is_plain = memory.hidden_ratio is None and not memory.has_shared_blocks
+    has_cache = prefix_cache is not None and prefix_cache.enabled and is_plain
     return ColocatedLogic(
         registered=registered,
         memory=memory,
         scheduler=make_scheduler(scheduling, limits_of(config), costs, measured),
         eos_token_ids=eos_token_ids,
+        prefixes=PrefixCache(memory.block_size) if has_cache else None,
+        prefix_pool=prefix_pool if has_cache else None,
     )

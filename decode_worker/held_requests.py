@@ -1,13 +1,17 @@
 """Requests of a worker where a policy decides: their rows in its table and their blocks, always changed together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from alignedserve.core.block_allocator import BlockAllocator, blocks_for
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
-from alignedserve.core.request import Request
+from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.fields import NO_BATCH
+from alignedserve.messages.iterations import BlockCopied, BlockReplacement
 from alignedserve.messages.workers import PrefillRequest
+from alignedserve.prefix_cache.cached_blocks import CachedBlock
+from alignedserve.prefix_cache.caching_allocator import CachingAllocator
+from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
 from alignedserve.worker_core.request import WorkerRequest
@@ -24,18 +28,32 @@ class HeldRequest(WorkerRequest):
     is_on_host: bool = False  # the engine keeps a host copy of it
     is_finished: bool = False  # it has had its last token, or has failed
     batch_id: BatchId = NO_BATCH  # that it came in, on a decode worker
+    context: CachedContext | None = None  # None: it shares nothing
+
+    @property
+    def num_shareable(self) -> int:
+        """Number of its first blocks that are in the prefix cache."""
+        return 0 if self.context is None else len(self.context.held)
 
 
 class HeldRequests:
     """Requests by id, in order of arrival; and what the engine is to be told of those that have left."""
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        """`memory`: empty."""
+    def __init__(self, memory: DeviceMemory, prefixes: PrefixCache | None = None) -> None:
+        """`memory`: empty. `prefixes`: the prefix cache in it, empty; None: requests share nothing."""
         self.state = SchedulerState(memory)
-        self.allocator = BlockAllocator(memory.num_blocks)
+        self.allocator = CachingAllocator(memory.num_blocks, None if prefixes is None else prefixes.blocks)
+        self._prefixes = prefixes
+        self._shareable: dict[RequestId, list[CachedBlock]] = {}  # of the rows, blocks that may have other users
+        if prefixes is not None:
+            self.state.held_blocks = self._shareable
+        self._has_exact_swaps = memory.swap_width >= 1.0
+        self._replacements: list[BlockReplacement] = []  # for the engine, with the next iteration
+        self._to_copy: list[tuple[HeldRequest, CachedBlock]] = []  # for requests that enter
         self.num_away = 0  # blocks of requests that are leaving or coming, in no row
-        self.is_copying_out = False  # the engine copies blocks to the host that are free already: none may be loaded
-        self._block_size = memory.block_size
+        self.is_copying_out = False  # the engine copies from blocks that may be free already: none may be loaded
+        self.block_size = memory.block_size
+        self._has_shared_blocks = memory.has_shared_blocks
         self._requests: dict[RequestId, HeldRequest] = {}
         self._removals: list[RequestId] = []  # for the engine, with the next iteration
         self._forgotten: list[RequestId] = []
@@ -62,6 +80,15 @@ class HeldRequests:
         """Return the request of this row."""
         return self._requests[self.state.table.request_ids[row]]
 
+    def num_cached(self, tracked: HeldRequest) -> int:
+        """Return the tokens whose cache a request has, on the device or on the host."""
+        table = self.state.table
+        return int(table.num_cached[table.row(tracked.request.request_id)])
+
+    def is_reversed(self, tracked: HeldRequest) -> bool:
+        """Return whether a request fills its blocks from the right, as best-effort ones do where blocks are shared."""
+        return self._has_shared_blocks and tracked.request.request_class is RequestClass.BEST_EFFORT
+
     def of_parts(self, scheduled: Sequence[ScheduledRequest]) -> tuple[HeldRequest, ...]:
         """Return the requests of these parts of a plan."""
         requests, request_ids = self._requests, self.state.table.request_ids
@@ -70,22 +97,29 @@ class HeldRequests:
     def add(self, message: PrefillRequest, now: float) -> None:
         """Add a request without any cache."""
         request, generated = message.request, list(message.generated_token_ids)
-        self._requests[request.request_id] = HeldRequest(request, message.attempt, generated, granted_s=now)
+        tracked = HeldRequest(request, message.attempt, generated, granted_s=now)
+        self._requests[request.request_id] = tracked
         self.state.add(request, now, predicted_len=message.predicted_output_len, num_generated=len(generated))
+        tracked.context = self._context_of(tracked)
+        self._wait(tracked)
 
     def drop(self, tracked: HeldRequest) -> None:
-        """Remove a request and free its blocks."""
+        """Remove a request and free its blocks; those that are cached stay so until they are needed."""
         request_id = tracked.request.request_id
         del self._requests[request_id]
-        self.allocator.free(tracked.block_ids)
+        shares_last = self.state.shared.partner(request_id) is not None
         self.state.remove(request_id)
+        self._leave_blocks(tracked, 0, shares_last=shares_last)
+        self._shareable.pop(request_id, None)
         self.leave_engine(tracked)
         self.forget_host_copy(tracked)
 
     def leave_engine(self, tracked: HeldRequest) -> None:
         """Remove it from the engine with the next iteration."""
         if tracked.is_in_engine:
-            self._removals.append(tracked.request.request_id)
+            request_id = tracked.request.request_id
+            self._removals.append(request_id)
+            self._replacements = [one for one in self._replacements if one.request_id != request_id]
             tracked.is_in_engine = False
 
     def forget_host_copy(self, tracked: HeldRequest) -> None:
@@ -94,13 +128,105 @@ class HeldRequests:
             self._forgotten.append(tracked.request.request_id)
             tracked.is_on_host = False
 
+    # --- the prefix cache
+
+    def foresee_hits(self) -> None:
+        """Tell the table what requests without blocks would find cached now; to be called before every plan."""
+        if self._prefixes is not None:
+            for context in self._prefixes.take_changed():
+                self.state.foresee(context.request_id, self._prefixes.num_foreseen(context))
+
+    def share_cached(self, tracked: HeldRequest) -> None:
+        """Give a request that enters the blocks that were foreseen; before any block is allocated for others."""
+        context, prefixes = tracked.context, self._prefixes
+        if context is None or prefixes is None or not context.is_waiting:
+            return
+        run = prefixes.enter(context, tracked.context_len)
+        tracked.block_ids = [block.block_id for block in run.held]
+        request_id = tracked.request.request_id
+        self._shareable[request_id] = run.held
+        self.state.share(self.state.table.row(request_id), len(run.held))
+        self.state.settle(self.allocator.num_free)
+        if run.copied is not None:
+            self._to_copy.append((tracked, run.copied))
+        if not tracked.is_prefilled:
+            tracked.num_hit_tokens = run.num_tokens
+
+    def begin_copies(self) -> tuple[BlockCopied, ...]:
+        """Return the copies that requests begin blocks of their own with, once these are allocated.
+
+        What they are copied from may leave the cache meanwhile: nothing but the iteration itself writes there, after
+        the copies, as none may be loaded (`is_copying_out`).
+        """
+        copies = [
+            BlockCopied(source.block_id, tracked.block_ids[tracked.num_shareable]) for tracked, source in self._to_copy
+        ]
+        self._to_copy.clear()
+        return tuple(copies)
+
+    def store_filled(self, failed: Container[RequestId]) -> None:
+        """Cache the blocks that were filled by the iteration that has just ended, but those of failed requests."""
+        if not self._shareable:
+            return
+        for row in self.state.filling_rows():
+            tracked = self.of_row(row)
+            if tracked.request.request_id not in failed:
+                self._store(tracked, int(self.state.table.num_cached[row]) // self.block_size)
+        self.state.settle(self.allocator.num_free)
+
+    def leave_blocks(self, tracked: HeldRequest, num_kept: int, *, is_swapped: bool, shares_last: bool) -> None:
+        """Free all but the first blocks of a request that is evicted. `shares_last`: the last is another's as well."""
+        self._leave_blocks(tracked, num_kept, shares_last=shares_last)
+        if tracked.context is not None:
+            tracked.context.is_closed = is_swapped and not self._has_exact_swaps
+        if not is_swapped:
+            self._wait(tracked)
+
+    def _context_of(self, tracked: HeldRequest) -> CachedContext | None:
+        """Return the context of a request that shares; one that wants scores of its prompt has to compute all of it."""
+        request = tracked.request
+        if self._prefixes is None or not request.prefix_root or request.sampling.num_prompt_logprobs is not None:
+            return None
+        token_ids = tracked.tokens_between(0, tracked.context_len)
+        return self._prefixes.add(request.request_id, request.prefix_root, token_ids)
+
+    def _wait(self, tracked: HeldRequest) -> None:
+        """Foresee what a request without blocks will find cached.
+
+        A token is left to compute; two where there are tokens already, so that it does not look like a decode.
+        """
+        if tracked.context is not None and self._prefixes is not None:
+            num_left = 2 if tracked.generated_token_ids else 1
+            self._shareable.pop(tracked.request.request_id, None)
+            self._prefixes.wait(tracked.context, tracked.context_len - num_left)
+
+    def _store(self, tracked: HeldRequest, num_full: int) -> None:
+        context, prefixes = tracked.context, self._prefixes
+        if context is None or prefixes is None:
+            return
+        for adopted in prefixes.store(context, num_full, tracked.block_ids, tracked.tokens_between):
+            self.allocator.free((adopted.freed,))
+            if tracked.is_in_engine:
+                request_id = tracked.request.request_id
+                self._replacements.append(BlockReplacement(request_id, adopted.place, adopted.block_id))
+
+    def _leave_blocks(self, tracked: HeldRequest, num_kept: int, *, shares_last: bool = False) -> None:
+        """Free all but its first blocks, as far as they are its own; the others stay cached."""
+        own = tracked.block_ids[max(num_kept, tracked.num_shareable) :]
+        self.allocator.free(own[:-1] if shares_last else own)
+        if tracked.context is not None and self._prefixes is not None:
+            self._prefixes.leave(tracked.context, num_kept)
+        del tracked.block_ids[num_kept:]
+        self.state.settle(self.allocator.num_free)
+
     # --- requests that move between workers
 
     def is_portable(self, request_id: RequestId) -> bool:
         """Return whether its whole cache is on this device, as keys and values, and only its next token is missing."""
         table, row = self.state.table, self.state.table.row(request_id)
         is_whole = not table.is_hidden[row] and not table.num_swapped[row] and table.num_blocks[row] > 0
-        return bool(is_whole and table.is_decoding[row])
+        is_alone = self.state.shared.partner(request_id) is None  # in its blocks
+        return bool(is_whole and is_alone and table.is_decoding[row])
 
     def has_room_beside(self, num_blocks: int, leaving: HeldRequest | None = None) -> bool:
         """Return whether every request here could still have what it may soon need, alone, while these are held.
@@ -112,16 +238,16 @@ class HeldRequests:
     def has_room_for(self, request: Request, context_len: int, num_held: int = 0) -> bool:
         """Return whether a request could have what it may soon need, alone, beside blocks on their way and these."""
         soon = min(context_len + _FORESEEN_TOKENS, request.max_context_len)
-        return blocks_for(soon, self._block_size) <= self.allocator.num_blocks - self.num_away - num_held
+        return blocks_for(soon, self.block_size) <= self.allocator.num_blocks - self.num_away - num_held
 
     @property
     def can_compute(self) -> bool:
-        """Whether any request here could be alone in the next iteration, which policies count on.
+        """Return whether any request here could be alone in the next iteration, which policies count on.
 
         False only while a request that has grown far needs blocks that are on their way.
         """
         left = self.allocator.num_blocks - self.num_away
-        return not self.num_away or all(blocks_for(one.context_len, self._block_size) <= left for one in self)
+        return not self.num_away or all(blocks_for(one.context_len, self.block_size) <= left for one in self)
 
     def hold(self, num_blocks: int) -> tuple[BlockId, ...]:
         """Take free blocks for a request that comes."""
@@ -137,12 +263,30 @@ class HeldRequests:
         self.state.hold(-len(block_ids))
         self.num_away -= len(block_ids)
 
+    def cache_held(self, num_blocks: int) -> None:
+        """Note that blocks which were held for a load are cached now, and free until a request uses them."""
+        self.num_away -= num_blocks
+        self.state.settle(self.allocator.num_free)
+
+    @property
+    def num_promised(self) -> int:
+        """Blocks that requests which have begun will need for what is known of them, and for a token more each."""
+        needs = (blocks_for(one.context_len + 1, self.block_size) - len(one.block_ids) for one in self)
+        return sum(max(need, 0) for one, need in zip(self, needs, strict=True) if one.block_ids)
+
     def detach(self, tracked: HeldRequest) -> Progress:
         """Take a request whose cache is on the device out of the scheduler and the engine; its blocks stay held."""
         self.leave_engine(tracked)
-        del self._requests[tracked.request.request_id]
+        request_id = tracked.request.request_id
+        del self._requests[request_id]
+        self._shareable.pop(request_id, None)
         self.num_away += len(tracked.block_ids)
-        return self.state.detach(tracked.request.request_id)
+        return self.state.detach(request_id)
+
+    def free_detached(self, tracked: HeldRequest) -> None:
+        """Free the blocks of a request that was detached and has left; what is cached of it stays."""
+        self.num_away -= len(tracked.block_ids)
+        self._leave_blocks(tracked, 0)
 
     def attach(self, tracked: HeldRequest, progress: Progress, now: float) -> None:
         """Add a request with its cache, in blocks that were held."""
@@ -150,6 +294,10 @@ class HeldRequests:
         self._requests[tracked.request.request_id] = tracked
         self.num_away -= progress.num_blocks
         self.state.attach(tracked.request, now, progress)
+        if tracked.context is None:
+            tracked.context = self._context_of(tracked)
+        if tracked.context is not None:
+            self._shareable[tracked.request.request_id] = tracked.context.held
 
     # --- what the engine is told
 
@@ -157,6 +305,13 @@ class HeldRequests:
         """Return requests that the engine is to remove, each once."""
         removals, self._removals = tuple(self._removals), []
         return removals
+
+    def take_replacements(self) -> tuple[BlockReplacement, ...]:
+        """Return blocks in whose place the engine is to read others, each once."""
+        if not self._replacements:
+            return ()
+        replacements, self._replacements = tuple(self._replacements), []
+        return replacements
 
     def take_forgotten(self) -> tuple[RequestId, ...]:
         """Return requests whose cache on the host is to be freed, each once."""

@@ -1,12 +1,12 @@
 """Performs a policy's plan on the requests of a worker: blocks are freed and allocated, and the engine is told."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
 from alignedserve.scheduling.iteration_scheduler import Slices
-from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, PlannedShare, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import AllocationResult
 from decode_worker.held_requests import HeldRequest, HeldRequests
 
@@ -16,6 +16,13 @@ class _Entered(NamedTuple):
 
     additions: tuple[Addition, ...]
     extensions: tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
+
+
+class _Swaps(NamedTuple):
+    """Copies to and from the host, for the engine."""
+
+    outs: list[Swap]
+    ins: list[Swap]
 
 
 class _LatestSlices(NamedTuple):
@@ -37,15 +44,19 @@ class PlanPerformer:
 
     def perform(self, plan: IterationPlan, members: tuple[HeldRequest, ...], now: float) -> RunIteration:
         """Allocate and free blocks by the plan; return the command for the engine. `members`: the scheduled ones."""
-        outs = self.evict(plan.evictions, now)
-        self._held.is_copying_out = bool(outs)
-        ins: list[Swap] = []
-        entered = self._enter(plan.scheduled, members, ins)
+        swaps = _Swaps(list(self.evict(plan.evictions, now)), [])
+        for tracked in members:
+            if not tracked.is_in_engine:
+                self._held.share_cached(tracked)
+        joined = {part.row: self._share(part) for part in plan.shares}
+        entered = self._enter(plan.scheduled, members, joined, swaps)
         for row in plan.uploads:
-            self._bring_in(self._held.of_row(row), self._state.upload(row), ins)
+            self._bring_in(self._held.of_row(row), self._state.upload(row), (), swaps)
         removals, forgotten = self._held.take_removals(), self._held.take_forgotten()
-        swaps = Swaps(forgotten, outs, tuple(ins)) if forgotten or outs or ins else None
-        return RunIteration(removals, *entered, self._slices(plan.scheduled, members), swaps)
+        moves = Swaps(forgotten, tuple(swaps.outs), tuple(swaps.ins)) if forgotten or swaps.outs or swaps.ins else None
+        slices, copies = self._slices(plan.scheduled, members), self._held.begin_copies()
+        self._held.is_copying_out = bool(swaps.outs or copies)
+        return RunIteration(removals, *entered, slices, moves, self._held.take_replacements(), copies)
 
     def completed(self) -> None:
         """Note the end of the iteration: its copies are made."""
@@ -55,9 +66,19 @@ class PlanPerformer:
         """Free the blocks of these requests; return the copies to the host that the engine has to make first."""
         return tuple(swap for part in evictions if (swap := self._evict(part, now)) is not None)
 
+    def _share(self, part: PlannedShare) -> tuple[BlockId, ...]:
+        """Let a request share the last block of another; return that block."""
+        self._state.share_last_block(part)
+        return tuple(self._held.of_row(part.partner).block_ids[-1:])
+
     def _enter(
-        self, scheduled: Sequence[ScheduledRequest], members: Sequence[HeldRequest], ins: list[Swap]
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        members: Sequence[HeldRequest],
+        joined: Mapping[int, tuple[BlockId, ...]],
+        swaps: _Swaps,
     ) -> _Entered:
+        """Give the scheduled requests their blocks; `joined`: the blocks of others, by the rows that share them now."""
         additions: list[Addition] = []
         extensions: list[tuple[RequestId, tuple[BlockId, ...]]] = []
         table = self._state.table
@@ -65,10 +86,12 @@ class PlanPerformer:
             if tracked.is_in_engine and not grows:  # as most decodes, in most iterations
                 continue
             request_id, num_cached = tracked.request.request_id, int(table.num_cached[part.row])
-            block_ids = self._bring_in(tracked, self._state.enter(part), ins)
+            shared = joined.get(part.row, ())
+            block_ids = self._bring_in(tracked, self._state.enter(part), shared, swaps)
             if not tracked.is_in_engine:
                 generated, is_hidden = tuple(tracked.generated_token_ids), bool(table.is_hidden[part.row])
-                additions.append(Addition(tracked.request, generated, tuple(tracked.block_ids), num_cached, is_hidden))
+                block_ids, is_reversed = tuple(tracked.block_ids), self._held.is_reversed(tracked)
+                additions.append(Addition(tracked.request, generated, block_ids, num_cached, is_hidden, is_reversed))
                 tracked.is_in_engine = True
             elif block_ids:
                 extensions.append((request_id, block_ids))
@@ -86,26 +109,40 @@ class PlanPerformer:
             self._latest = latest = _LatestSlices(scheduled, members, slices)
         return latest.slices
 
-    def _bring_in(self, tracked: HeldRequest, entered: AllocationResult, ins: list[Swap]) -> tuple[BlockId, ...]:
-        """Allocate the request's new blocks; its cache on the host is swapped in with the iteration."""
-        block_ids = self._held.allocator.allocate(entered.num_blocks)
-        assert block_ids is not None, "a plan that does not fit"
+    def _bring_in(
+        self, tracked: HeldRequest, entered: AllocationResult, shared: tuple[BlockId, ...], swaps: _Swaps
+    ) -> tuple[BlockId, ...]:
+        """Allocate the request's new blocks, `shared` behind them; its cache on the host is swapped in with the
+        iteration, and what it has in a block that it leaves to another moves with it."""
+        allocated = self._held.allocator.allocate(entered.num_blocks)
+        assert allocated is not None, "a plan that does not fit"
+        block_ids, num_brought = allocated + shared, entered.num_swapped + entered.num_moved
+        first_token = self._held.num_cached(tracked) - num_brought
+        if entered.num_moved:
+            left = (tracked.block_ids.pop(),)
+            swaps.outs.append(self._swap(tracked, entered.num_moved, left, first_token))
+            self._held.leave_engine(tracked)
         tracked.block_ids += block_ids
-        if entered.num_swapped:
-            ins.append(Swap(tracked.request.request_id, entered.num_swapped, tuple(tracked.block_ids)))
+        if num_brought:
+            swaps.ins.append(self._swap(tracked, num_brought, tuple(tracked.block_ids), first_token))
             tracked.is_on_host = False
         return block_ids
 
     def _evict(self, part: PlannedEviction, now: float) -> Swap | None:
         tracked = self._held.of_row(part.row)
         left = self._state.evict(part, now)
-        num_kept = len(tracked.block_ids) - left.num_blocks
-        leaving, tracked.block_ids = tuple(tracked.block_ids[num_kept:]), tracked.block_ids[:num_kept]
-        self._held.allocator.free(leaving)
+        num_kept, is_swapped = len(tracked.block_ids) - left.num_blocks, part.how is EvictionMode.SWAP
+        first_token = self._held.num_cached(tracked) - int(self._state.table.num_swapped[part.row])
+        holding = tuple(tracked.block_ids[first_token // self._held.block_size :])
+        self._held.leave_blocks(tracked, num_kept, is_swapped=is_swapped, shares_last=left.is_last_shared)
         self.num_preemptions += 1
         self._held.leave_engine(tracked)
-        if part.how is EvictionMode.SWAP:
+        if is_swapped:
             tracked.is_on_host = True
-            return Swap(tracked.request.request_id, left.num_swapped, leaving)
+            return self._swap(tracked, left.num_swapped, holding, first_token)
         self._held.forget_host_copy(tracked)
         return None
+
+    def _swap(self, tracked: HeldRequest, num_tokens: int, block_ids: tuple[BlockId, ...], first_token: int) -> Swap:
+        is_reversed = self._held.is_reversed(tracked)
+        return Swap(tracked.request.request_id, num_tokens, block_ids, first_token, is_reversed)

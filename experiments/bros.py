@@ -1,4 +1,4 @@
-"""BROS (Wan et al., 2025), Figures 10, 11 and 13: real-time and best-effort requests on one worker.
+"""BROS (Wan et al., 2025), Figures 10 to 13: real-time and best-effort requests on one worker.
 
     python -m experiments.bros [--quick] [--processes 2] [--policies NAME ...] [--parts NAME ...]
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.config import SimMechanisms
 from experiments.common import (
     ColocatedWorkerSpec,
     LabelledCase,
@@ -46,6 +45,7 @@ COMPARED = ("fcfs", "round_robin", "bros", "aligned_slo")
 ALL = (*COMPARED, "sarathi", "accelgen")
 WAVE = 64  # best-effort requests that come at once, when those before have ended; the paper does not say how many
 RECOMPUTING = "bros, recomputing"  # without shared blocks and swapping (section 7.4.1)
+WHOLE = "bros, whole caches"  # without shared blocks: whole caches are swapped
 WAITING = "bros, long prompts wait"  # for the end of all decodes: the letter of Algorithm 1 (docs/policies/bros.md)
 FIGURES = "figures 10, 11"
 READINGS = "readings"
@@ -64,6 +64,7 @@ COLUMNS: Mapping[str, str] = {
     "rt.attainment": "both",
     "rt.ttft_s.p99": "p99 TTFT",
     "be.loaded_requests_per_s": "BE/s",
+    "rt.loaded_requests_per_s": "served RT/s",
 }
 COMPARISON: Mapping[str, str] = {
     "latency": "s/token, by how much",
@@ -97,9 +98,11 @@ class BrosLoad:
     costs: str = "roofline"
 
     def line(self) -> str:
-        """Return the workload line (docs/workloads.md)."""
+        """Return the workload line (docs/workloads.md); without best-effort requests in waves of none."""
         limits = f"max_tokens={_CONTEXT}"
         real_time = f"rt: {LENGTHS[self.lengths]}, max_total={_CONTEXT}, {limits}, rate={self.rate}, ttft=0.4, tpot=0.2"
+        if not self.wave:
+            return real_time
         return f"{real_time}; be: prompt=uniform(512,1024), output=uniform(32,128), {limits}, wave={self.wave}"
 
     def worker(self) -> ColocatedWorkerSpec:
@@ -110,7 +113,7 @@ class BrosLoad:
         return replace(on, source=self.costs, worker=replace(on.worker, hardware="a100-80g"))
 
     def case(self, part: str, policy: str, seed: int, duration_s: float) -> LabelledCase:
-        """Return the case under this policy, RECOMPUTING or WAITING."""
+        """Return the case under this policy, RECOMPUTING, WHOLE or WAITING."""
         labels: dict[str, str | float] = {
             "part": part,
             "model": self.model,
@@ -123,11 +126,12 @@ class BrosLoad:
         workload = line(self.line(), seed, duration_s=duration_s)
         if policy == WAITING:
             return colocated_case(labels, "bros", self.worker(), workload, {"long_prompts_wait": True})
-        if policy != RECOMPUTING:
-            return colocated_case(labels, policy, self.worker(), workload)
-        labelled = colocated_case(labels, "bros", replace(self.worker(), swap_space_bytes=0), workload)
-        config = replace(labelled.case.config, mechanisms=SimMechanisms())
-        return labelled._replace(case=replace(labelled.case, config=config))
+        if policy == WHOLE:
+            return colocated_case(labels, "bros", self.worker(), workload, {"share_blocks": False})
+        if policy == RECOMPUTING:
+            on = replace(self.worker(), swap_space_bytes=0)
+            return colocated_case(labels, "bros", on, workload, {"share_blocks": False})
+        return colocated_case(labels, policy, self.worker(), workload)
 
 
 # --- parts
@@ -159,9 +163,17 @@ def other_costs(duration_s: float) -> list[LabelledCase]:
 
 
 def figure_13(duration_s: float, seeds: Sequence[int]) -> list[LabelledCase]:
-    """Return BROS with shared blocks, and with recomputing in their place; at the paper's rate, with memory short."""
+    """Return BROS with shared blocks, and with swapping or recomputing in their place; at the paper's rate, with memory
+    short."""
     load = BrosLoad("opt-30b", 10.0, wave=2 * WAVE)
-    return [load.case("figure 13", policy, seed, duration_s) for policy in ("bros", RECOMPUTING) for seed in seeds]
+    policies = ("bros", WHOLE, RECOMPUTING)
+    return [load.case("figure 13", policy, seed, duration_s) for policy, seed in product(policies, seeds)]
+
+
+def figure_12(duration_s: float) -> list[LabelledCase]:
+    """Return real-time requests alone, without shared blocks, at rates from few to more than can be served."""
+    loads = [BrosLoad("opt-13b", rate, wave=0) for rate in (10.0, 20.0, 30.0, 40.0)]
+    return [load.case("figure 12", policy, 1, duration_s) for load in loads for policy in ("fcfs", WHOLE)]
 
 
 def other_reading(duration_s: float) -> list[LabelledCase]:
@@ -231,6 +243,7 @@ def cases_of(*, is_quick: bool) -> list[LabelledCase]:
         *figures_10_and_11(60.0),
         *other_waves(60.0),
         *other_costs(60.0),
+        *figure_12(30.0),
         *figure_13(60.0, (1, 2)),
         *other_reading(60.0),
     ]

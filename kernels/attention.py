@@ -10,6 +10,8 @@ Scores, softmax and sums are float32 whatever the dtype. Every slot that is gath
 engine zeroes a block before its first use); which of them count is up to the mask.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,6 +21,13 @@ from kernels.int8_rows import dequantise_rows, int8_row_width
 # With fewer query rows per key head than this, 16-bit products run slower on a CPU than converting to float32 first:
 # 64 sequences x 64 tokens x 12 heads: 3.2 ms as bfloat16, 1.45 ms converted (two cores, Zen 4).
 _MIN_GROUP_16_BIT = 4
+
+
+class RunSelection(NamedTuple):
+    """Blocks' runs of slots that are gathered one after another."""
+
+    ids: Tensor  # [runs] int64: rows of BlockStorage.key_runs
+    reversed_at: Tensor | None = None  # int64: places in `ids` of runs whose last slot is read first; None: of none
 
 
 class GatherBuffers:
@@ -41,21 +50,21 @@ class GatherBuffers:
 
 
 def attend_decode(
-    queries: Tensor, key_runs: Tensor, value_runs: Tensor, run_ids: Tensor, mask: Tensor, buffers: GatherBuffers
+    queries: Tensor, key_runs: Tensor, value_runs: Tensor, runs: RunSelection, mask: Tensor, buffers: GatherBuffers
 ) -> Tensor:
     """Compute attention of one query token for each of `sequences` sequences.
 
     queries    [sequences, kv_heads, group, head_dim]
     key_runs   [runs, block_size * kv_heads * head_dim], or int8 [runs, block_size * row_width] (`kernels.int8_rows`);
                value_runs alike
-    run_ids    [sequences * blocks] int64: the runs of each sequence's blocks, padded to the same number
+    runs       of each sequence's blocks [sequences * blocks], padded to the same number
     mask       [sequences, 1, 1, blocks * block_size] float32: 0 where a slot counts, -inf elsewhere
     returns    [sequences, kv_heads, group, head_dim], dtype of queries
     """
     count, kv_heads, group, head_dim = queries.shape
     dtype = queries.dtype
-    keys = _gather(key_runs, run_ids, (kv_heads, head_dim), dtype, "keys", buffers)
-    values = _gather(value_runs, run_ids, (kv_heads, head_dim), dtype, "values", buffers)
+    keys = _gather(key_runs, runs, (kv_heads, head_dim), dtype, "keys", buffers)
+    values = _gather(value_runs, runs, (kv_heads, head_dim), dtype, "values", buffers)
     if dtype != torch.float32 and queries.device.type == "cpu" and group < _MIN_GROUP_16_BIT:
         keys = _as_float32(keys, "keys", buffers)
         values = _as_float32(values, "values", buffers)
@@ -91,34 +100,38 @@ def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 
 
 def gather_context(
-    runs: Tensor,
-    run_ids: Tensor,
+    cached: Tensor,
+    runs: RunSelection,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     name: str,
     buffers: GatherBuffers,
 ) -> Tensor:
-    """Gather the first slots of the runs `run_ids` as `shape` (context_len, kv_heads, head_dim) into a buffer.
+    """Gather the first slots of the selected runs as `shape` (context_len, kv_heads, head_dim) into a buffer.
 
     `dtype`: of the result; also that of the runs, unless they are int8.
     """
     context_len, kv_heads, head_dim = shape
-    gathered = _gather(runs, run_ids, (kv_heads, head_dim), dtype, name, buffers)
+    gathered = _gather(cached, runs, (kv_heads, head_dim), dtype, name, buffers)
     return gathered.view(-1, kv_heads, head_dim)[:context_len]
 
 
 def _gather(
-    runs: Tensor, run_ids: Tensor, heads: tuple[int, int], dtype: torch.dtype, name: str, buffers: GatherBuffers
+    cached: Tensor, runs: RunSelection, heads: tuple[int, int], dtype: torch.dtype, name: str, buffers: GatherBuffers
 ) -> Tensor:
-    """Gather runs [num_runs, slots * kv_heads * head_dim]. `heads`: kv_heads and head_dim."""
-    gathered = buffers.take(name, run_ids.shape[0], runs.shape[1], runs.dtype)
-    torch.index_select(runs, 0, run_ids, out=gathered)
-    if runs.dtype != torch.int8:
-        return gathered
+    """Gather some of the runs [num_runs, slots * kv_heads * head_dim] in `cached`. `heads`: kv_heads and head_dim."""
+    gathered = buffers.take(name, len(runs.ids), cached.shape[1], cached.dtype)
+    torch.index_select(cached, 0, runs.ids, out=gathered)
     kv_heads, head_dim = heads
+    if runs.reversed_at is not None:
+        width = int8_row_width(kv_heads, head_dim) if cached.dtype == torch.int8 else kv_heads * head_dim
+        slots = gathered.view(len(gathered), -1, width)
+        slots[runs.reversed_at] = slots[runs.reversed_at].flip(1)
+    if cached.dtype != torch.int8:
+        return gathered
     rows = gathered.view(-1, int8_row_width(kv_heads, head_dim))
     values = buffers.take(name, len(rows), kv_heads * head_dim, dtype)
-    return dequantise_rows(rows, kv_heads, values).view(len(run_ids), -1)
+    return dequantise_rows(rows, kv_heads, values).view(len(runs.ids), -1)
 
 
 def _as_float32(gathered: Tensor, name: str, buffers: GatherBuffers) -> Tensor:

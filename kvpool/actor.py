@@ -16,13 +16,21 @@ class KvPoolActor(ActorHost):
     """Actor started, restarted and placed by Ray; all other communication uses its links."""
 
     def __init__(
-        self, config: PoolConfig, batching: BatchingConfig, layout: BlockLayout, process_spec: ProcessSpec
+        self,
+        config: PoolConfig,
+        batching: BatchingConfig,
+        layout: BlockLayout,
+        takes_requests: bool,
+        process_spec: ProcessSpec,
     ) -> None:
+        """`takes_requests`: on their way between workers; False: it keeps prefix blocks alone."""
+
         async def build() -> KvPool:
             pool = KvPool(
                 config=config,
                 batching=batching,
                 layout=layout,
+                takes_requests=takes_requests,
                 arena_path=arena_path(process_spec.cluster_id, process_spec.name),
                 process_spec=process_spec,
             )

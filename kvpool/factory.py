@@ -15,6 +15,7 @@ def make_logic(
     block_size: int,
     first_lease: int,
     link_wait_s: float = LINK_WAIT_S,
+    takes_requests: bool = True,
 ) -> PoolLogic:
     """Build the logic; `first_lease` should differ after each restart. Raises ConfigError naming the field."""
     former = make_batch_former(
@@ -27,4 +28,5 @@ def make_logic(
         lease_s=config.lease_s,
         first_lease=first_lease,
         link_wait_s=link_wait_s,
+        takes_requests=takes_requests,
     )

@@ -17,7 +17,7 @@ class LeaseTable:
     """
 
     def __init__(self, num_blocks: int, first_lease: int) -> None:
-        self._allocator = BlockAllocator(num_blocks)
+        self.allocator = BlockAllocator(num_blocks)
         self._leases: dict[LeaseId, Lease] = {}
         self._of_request: dict[RequestId, dict[LeaseId, Lease]] = {}
         self._reserved: dict[LeaseId, Lease] = {}
@@ -29,17 +29,22 @@ class LeaseTable:
     @property
     def num_blocks(self) -> int:
         """Number of blocks in the pool."""
-        return self._allocator.num_blocks
+        return self.allocator.num_blocks
 
     @property
     def num_used(self) -> int:
         """Number of blocks under any lease."""
-        return self._allocator.num_used
+        return self.allocator.num_used
 
     @property
     def num_kept(self) -> int:
         """Number of blocks of kept copies, which can be evicted."""
         return self._num_kept_blocks
+
+    def take_number(self) -> LeaseId:
+        """Return the number of a lease that is not in this table; it is never used again."""
+        number, self._next_lease = LeaseId(self._next_lease), self._next_lease + 1
+        return number
 
     def get(self, lease_id: LeaseId) -> Lease | None:
         """Return the lease, or None if it is closed."""
@@ -59,12 +64,12 @@ class LeaseTable:
 
     def can_allocate(self, num_blocks: int) -> bool:
         """Return True if `num_blocks` are free, or would be without the kept copies."""
-        return num_blocks <= self._allocator.num_free + self._num_kept_blocks
+        return num_blocks <= self.allocator.num_free + self._num_kept_blocks
 
     def copies_to_evict(self, num_blocks: int) -> list[Lease]:
         """Return the kept copies to evict until `num_blocks` are free, in order; the caller must close them all."""
         evicted: dict[LeaseId, Lease] = {}
-        num_free = self._allocator.num_free
+        num_free = self.allocator.num_free
         while num_free < num_blocks and self._kept:
             lease = self._leases.get(heapq.heappop(self._kept)[-1])
             if lease is not None and lease.stage is LeaseStage.KEPT and lease.lease_id not in evicted:
@@ -74,10 +79,10 @@ class LeaseTable:
 
     def open(self, reservation: Reservation, deadline_s: float) -> Lease:
         """Open a lease on free blocks; as many as reserved must be free."""
-        block_ids = self._allocator.allocate(reservation.num_blocks)
+        block_ids = self.allocator.allocate(reservation.num_blocks)
         assert block_ids is not None, "a lease on blocks that are not free"
         lease = Lease(
-            LeaseId(self._next_lease),
+            self.take_number(),
             reservation.request_id,
             reservation.attempt,
             block_ids,
@@ -86,7 +91,6 @@ class LeaseTable:
             deadline_s,
             reservation.is_copy,
         )
-        self._next_lease += 1
         self._leases[lease.lease_id] = self._reserved[lease.lease_id] = lease
         self._of_request.setdefault(lease.request_id, {})[lease.lease_id] = lease
         return lease
@@ -105,7 +109,7 @@ class LeaseTable:
     def close(self, lease: Lease) -> tuple[BlockId, ...]:
         """Remove a lease, free its blocks and return them."""
         self._leave_stage(lease)
-        self._allocator.free(lease.block_ids)
+        self.allocator.free(lease.block_ids)
         del self._leases[lease.lease_id]
         leases = self._of_request[lease.request_id]
         del leases[lease.lease_id]

@@ -14,14 +14,12 @@ A lease whose holder is lost or late is revoked. A lost pool entry is a miss, ne
 """
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import chain
 
 from msgspec.structs import replace
 
 from alignedserve.core.attempts import is_same_epoch, next_step
-from alignedserve.core.block_allocator import blocks_for
-from alignedserve.core.ids import BatchId, BlockId, RequestId
+from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.messages.caches import (
     ArenaOffered,
     BatchGranted,
@@ -52,25 +50,22 @@ from alignedserve.messages.pools import (
     PoolRegistered,
     RequestPooled,
 )
+from alignedserve.messages.prefixes import (
+    FindPrefix,
+    PrefixBlocksChanged,
+    PrefixBlocksWritten,
+    PrefixReleased,
+    StorePrefixBlocks,
+)
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import SetPredictedLength
 from kvpool.lease_table import LeaseTable
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
-from kvpool.state import Lease, LeaseStage, PooledRequest, Reservation
+from kvpool.prefix_store import PrefixStore, StoreCommand
+from kvpool.state import NO_GENERATION, Lease, LeaseStage, PooledRequest, Reservation, SetBlockGeneration
 from kvpool.waiting_forms import LINK_WAIT_S, WaitingForms
 
-NO_GENERATION = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SetBlockGeneration:
-    """Command: write this generation into the arena's table for each of these blocks."""
-
-    block_ids: tuple[BlockId, ...]
-    generation: int
-
-
-PoolCommand = Send | SetBlockGeneration
+PoolCommand = StoreCommand
 
 
 class PoolLogic:
@@ -85,13 +80,21 @@ class PoolLogic:
         lease_s: float,
         first_lease: int = NO_GENERATION + 1,
         link_wait_s: float = LINK_WAIT_S,
+        takes_requests: bool = True,
     ) -> None:
-        """`link_wait_s`: time that a batch waits for the link of its worker; 0: links that are not there never come."""
+        """`link_wait_s`: time that a batch waits for the link of its worker; 0: links that are not there never come.
+
+        `takes_requests`: it registers with routers; False: it keeps prefix blocks alone.
+        """
+        self._takes_requests = takes_requests
         self._arena = arena
         self._block_size = block_size
         self._former = batch_former
         self._lease_s = lease_s
         self._lease_table = LeaseTable(arena.num_blocks, first_lease)
+        self._prefixes = PrefixStore(
+            self._lease_table.allocator, block_size, take_lease=self._lease_table.take_number, lease_s=lease_s
+        )
         self._pooled: dict[RequestId, Lease] = {}
         self._reservations: deque[Reservation] = deque()
         self._router: str | None = None
@@ -124,6 +127,10 @@ class PoolLogic:
             asked = [self._form(form, now) for form in self._waiting_forms.linked(peer)]
             return [Send(peer, self._arena), *chain(*asked)]
         self._router = peer
+        names = self._prefixes.all_names()
+        kept = [Send(peer, PrefixBlocksChanged(names, is_complete=True))] if names else []
+        if not self._takes_requests:
+            return [*kept]
         self._reported = None
         # What a router knew of this pool ended with its link: it recomputes those requests, so their blocks are freed.
         self._reservations.clear()
@@ -131,6 +138,7 @@ class PoolLogic:
         commands = [command for lease in self._lease_table.all() for command in self._invalidate(lease)]
         return [
             Send(peer, PoolRegistered(self._lease_table.num_blocks, self._arena.layout_digest, self._known_attempt)),
+            *kept,
             *commands,
             *self._serve_reservations(now),
         ]
@@ -142,7 +150,7 @@ class PoolLogic:
         self._workers.pop(peer, None)
         self._pace_s.pop(peer, None)
         self._reservations = deque(entry for entry in self._reservations if entry.worker != peer)
-        commands: list[PoolCommand] = []
+        commands: list[PoolCommand] = self._prefixes.lose(peer)
         for lease in self._lease_table.all():
             if lease.holder != peer:
                 continue
@@ -181,6 +189,9 @@ class PoolLogic:
                 return self._fetch_copy(peer, message, now)
             case DropRequest():
                 return self._drop(message.request_id, message.attempt, None, now)
+            case StorePrefixBlocks() | PrefixBlocksWritten() | FindPrefix() | PrefixReleased():
+                commands = self._prefixes.on_message(peer, message, now, may_write=not self._reservations)
+                return commands + self._serve_reservations(now)
             case _:
                 raise AssertionError(f"the pool does not take {type(message).__name__}")
 
@@ -190,7 +201,7 @@ class PoolLogic:
         request_id, attempt, num_blocks = message.request_id, message.attempt, message.num_blocks
         self._known_attempt = max(self._known_attempt, attempt)
         is_hopeless = num_blocks > self._lease_table.num_blocks or attempt < self._latest_attempt(request_id)
-        must_wait = bool(self._reservations) or not self._lease_table.can_allocate(num_blocks)
+        must_wait = bool(self._reservations) or not self._can_allocate(num_blocks)
         if is_hopeless or (must_wait and not message.may_wait):
             return [Send(peer, ReservationRefused(request_id, attempt))]
         # A retried request must not be pooled or written twice; a copy stays until there is a better one.
@@ -206,8 +217,9 @@ class PoolLogic:
 
     def _serve_reservations(self, now: float) -> list[PoolCommand]:
         commands: list[PoolCommand] = []
-        while self._reservations and self._lease_table.can_allocate(self._reservations[0].num_blocks):
+        while self._reservations and self._can_allocate(self._reservations[0].num_blocks):
             reservation = self._reservations.popleft()
+            commands += self._prefixes.make_room(reservation.num_blocks)
             for lease in self._lease_table.copies_to_evict(reservation.num_blocks):
                 commands += self._end(lease)
             lease = self._lease_table.open(reservation, now + self._lease_s)
@@ -216,9 +228,12 @@ class PoolLogic:
             commands += [SetBlockGeneration(lease.block_ids, number), Send(lease.holder, reserved)]
         return commands
 
+    def _can_allocate(self, num_blocks: int) -> bool:
+        return self._lease_table.can_allocate(num_blocks - self._prefixes.num_unused)
+
     def _written(self, peer: str, written: BlocksWritten, now: float) -> list[PoolCommand]:
         lease = self._lease_table.get(written.lease_id)
-        is_accepted = lease is not None and self._describes(lease, peer, written)
+        is_accepted = lease is not None and lease.is_described_by(peer, written, self._block_size)
         taken = Send(peer, BlocksTaken(written.request.request_id, written.attempt, is_accepted))
         if lease is None or not is_accepted:
             return [taken]  # stale or malformed: its blocks are not believed
@@ -230,20 +245,6 @@ class PoolLogic:
         self._lease_table.move(lease, LeaseStage.KEPT)
         kept = self._to_router(CopyKept(lease.request_id, lease.attempt))
         return [taken, *earlier, *kept, *self._serve_reservations(now)]
-
-    def _describes(self, lease: Lease, peer: str, written: BlocksWritten) -> bool:
-        copy = written.copy
-        if copy.num_blocks != len(lease.block_ids):
-            return False  # checked before the runs are expanded: they may claim anything
-        covered = tuple(run.first_block + offset for run in copy.runs for offset in range(run.num_blocks))
-        return (
-            lease.stage is LeaseStage.RESERVED
-            and lease.holder == peer
-            and copy.generation == lease.lease_id
-            and (written.request.request_id, written.attempt) == (lease.request_id, lease.attempt)
-            and covered == lease.block_ids
-            and blocks_for(copy.context_len, self._block_size) == len(lease.block_ids)
-        )
 
     def _index(self, lease: Lease, now: float) -> list[PoolCommand]:
         """Index the request, which waits for a batch from now on, one step further than it was."""
@@ -365,7 +366,7 @@ class PoolLogic:
     def _end_expired(self, now: float) -> list[PoolCommand]:
         overdue = [lease for lease in self._lease_table.reserved() if lease.deadline_s < now]
         commands = [command for lease in overdue for command in self._end(lease)]
-        return commands + self._serve_reservations(now)
+        return [*commands, *self._prefixes.end_expired(now), *self._serve_reservations(now)]
 
     def _end(self, lease: Lease) -> list[PoolCommand]:
         if lease.stage is LeaseStage.POOLED:
@@ -382,10 +383,11 @@ class PoolLogic:
         return [Send(self._router, message)] if self._router is not None else []
 
     def _report(self) -> list[PoolCommand]:
-        load = PoolLoad(
-            self._lease_table.num_used, len(self._pooled), len(self._reservations), self._lease_table.num_kept
-        )
-        if load == self._reported or self._router is None:
-            return []
+        num_kept = self._lease_table.num_kept + self._prefixes.num_unused
+        load = PoolLoad(self._lease_table.num_used, len(self._pooled), len(self._reservations), num_kept)
+        changed = self._prefixes.take_names() if self._router is not None else None
+        commands = self._to_router(changed) if changed is not None else []
+        if load == self._reported or self._router is None or not self._takes_requests:
+            return commands
         self._reported = load
-        return self._to_router(load)
+        return [*commands, *self._to_router(load)]

@@ -17,7 +17,7 @@ from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from kvpool.factory import make_logic
-from kvpool.logic import SetBlockGeneration
+from kvpool.state import SetBlockGeneration
 
 _BEYOND_NODE = "tcp"  # the transport to other nodes
 _MAX_FIRST_LEASE = 1 << 39  # half of what a message can carry
@@ -34,13 +34,16 @@ class KvPool:
         layout: BlockLayout,
         arena_path: Path,
         process_spec: ProcessSpec,
+        takes_requests: bool = True,
     ) -> None:
+        """`takes_requests`: on their way between workers; False: it keeps prefix blocks alone."""
+        setting = "pool.memory_bytes" if takes_requests else "prefix_cache.host_bytes"
         num_blocks = layout.blocks_in(config.memory_bytes)
         if num_blocks < 1:
             raise NotEnoughMemory(
-                f"pool.memory_bytes is {config.memory_bytes}, but one block of this model takes {layout.block_bytes}"
+                f"{setting} is {config.memory_bytes}, but one block of this model takes {layout.block_bytes}"
             )
-        self._arena = Arena.create(arena_path, layout, num_blocks)
+        self._arena = Arena.create(arena_path, layout, num_blocks, setting=setting)
         try:
             self._server = _serve_beyond_node(self._arena, process_spec)
         except OSError:
@@ -62,6 +65,7 @@ class KvPool:
             arena=offered,
             block_size=layout.block_size,
             first_lease=1 + secrets.randbelow(_MAX_FIRST_LEASE),
+            takes_requests=takes_requests,
         )
         self._driver: LogicDriver[CommonEvent, SetBlockGeneration] = LogicDriver(
             make(), process_spec, Codec(PoolInbound), self._perform, process_spec.recorder(make)

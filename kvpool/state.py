@@ -3,10 +3,21 @@
 import enum
 from dataclasses import dataclass
 
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import BlocksWritten
 from alignedserve.messages.fields import NO_BATCH
+
+NO_GENERATION = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SetBlockGeneration:
+    """Command: write this generation into the arena's table for each of these blocks."""
+
+    block_ids: tuple[BlockId, ...]
+    generation: int
 
 
 class LeaseStage(enum.Enum):
@@ -41,6 +52,21 @@ class Lease:
         assert self.content is not None, "a copy of nothing"
         request = self.content.request
         return request.request_class is RequestClass.REAL_TIME, -request.arrival_s, self.lease_id
+
+    def is_described_by(self, peer: str, written: BlocksWritten, block_size: int) -> bool:
+        """Return whether this peer may say so of the lease, and says it of exactly these blocks."""
+        copy = written.copy
+        if copy.num_blocks != len(self.block_ids):
+            return False  # checked before the runs are expanded: they may claim anything
+        covered = tuple(run.first_block + offset for run in copy.runs for offset in range(run.num_blocks))
+        return (
+            self.stage is LeaseStage.RESERVED
+            and self.holder == peer
+            and (copy.generation, copy.num_before) == (self.lease_id, 0)
+            and (written.request.request_id, written.attempt) == (self.request_id, self.attempt)
+            and covered == self.block_ids
+            and blocks_for(copy.context_len, block_size) == len(self.block_ids)
+        )
 
 
 @dataclass(frozen=True, slots=True)

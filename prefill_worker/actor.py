@@ -4,7 +4,7 @@ from functools import partial
 
 import ray
 
-from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, SchedulingConfig
+from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.runtime.engine.model_executor import ModelExecutor, engine_sizes
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
@@ -30,6 +30,7 @@ class PrefillWorkerActor(ActorHost):
         decoders: tuple[str, ...],
         num_far_decoders: int,
         served: ServedModel,
+        prefix_cache: PrefixCacheConfig,
         process_spec: ProcessSpec,
     ) -> None:
         """`decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have, at first."""
@@ -62,6 +63,7 @@ class PrefillWorkerActor(ActorHost):
                 measured=executor.measure_iterations(
                     calibration_s(engine_config, scheduling), config.max_num_batched_tokens
                 ),
+                prefix_cache=prefix_cache,
             )
             worker = PrefillWorker(
                 make=make,

@@ -1,8 +1,8 @@
 """The candidate buffers that decode workers have in this worker's memory (AlignedServe, sections 3.2 and 3.4).
 
 The decode worker allocates the blocks of its buffer. This worker opens it, copies candidates into it from the pool
-ahead of need, and returns evicted requests from it to the pool. One such copy runs at a time, so that plans can change
-for all others; offloads of computed prompts do not wait for them.
+ahead of need, and returns evicted requests from it to the pool. One such copy runs at a time for each buffer, so that
+plans can change for all others; copies of other buffers and offloads of computed prompts do not wait for it.
 
 A request on its way back to the pool:
 1. ReturnRequest: the pool is asked for blocks. 2. BlocksReserved: copied from the buffer to the arena, BlocksWritten.
@@ -45,7 +45,7 @@ class CandidateBuffers:
         self._offered: dict[str, None] = {}  # those that have a buffer
         self._num_link_epochs = 0
         self._waiting: deque[tuple[str, RelayBlocks]] = deque()  # (decode worker, copy), in order
-        self._relaying: tuple[str, int, RelayBlocks] | None = None
+        self._relaying: dict[str, tuple[int, RelayBlocks]] = {}  # by decode worker: the link epoch it began in
         self._returning: dict[RequestId, ReturningRequest] = {}
 
     def has_buffer(self, peer: str) -> bool:
@@ -178,9 +178,9 @@ class CandidateBuffers:
 
     def relayed(self, event: BlocksRelayed) -> list[BufferCommand]:
         """Report a finished copy and start the next."""
-        assert self._relaying is not None, "a copy ended that was not started"
-        peer, link_epoch, relay = self._relaying
-        self._relaying = None
+        peer = event.command.source if event.command.target == self._pool_name else event.command.target
+        assert peer in self._relaying, "a copy ended that was not started"
+        link_epoch, relay = self._relaying.pop(peer)
         is_there = self._link_epochs.get(peer) == link_epoch
         if relay.target == self._pool_name:
             commands = self._returned(relay, event, is_there=is_there)
@@ -215,11 +215,16 @@ class CandidateBuffers:
         return [Send(self._pool_name, written)]
 
     def _next(self) -> list[BufferCommand]:
-        if self._relaying is not None or not self._waiting:
-            return []
-        peer, relay = self._waiting.popleft()
-        self._relaying = (peer, self._link_epochs[peer], relay)
-        return [relay]
+        """Start the first waiting copy of every buffer that has none under way."""
+        started: list[BufferCommand] = []
+        waiting, self._waiting = self._waiting, deque()
+        for peer, relay in waiting:
+            if peer in self._relaying:
+                self._waiting.append((peer, relay))
+            else:
+                self._relaying[peer] = (self._link_epochs[peer], relay)
+                started.append(relay)
+        return started
 
     # --- ends
 
@@ -229,10 +234,8 @@ class CandidateBuffers:
 
     def _is_under_way(self, request_id: RequestId) -> bool:
         """Return whether this request is being copied to the pool now; it is handled when that is done."""
-        if self._relaying is None:
-            return False
-        relay = self._relaying[2]
-        return relay.target == self._pool_name and relay.request_id == request_id
+        relays = (relay for _, relay in self._relaying.values())
+        return any(relay.target == self._pool_name and relay.request_id == request_id for relay in relays)
 
     def _fail_return(self, request_id: RequestId) -> list[BufferCommand]:
         entry = self._returning[request_id]

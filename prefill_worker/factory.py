@@ -1,10 +1,11 @@
 """Construction of a prefill worker's logic, for live workers and for simulated ones."""
 
-from alignedserve.config.sections import PrefillWorkerConfig, SchedulingConfig
+from alignedserve.config.sections import PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.factory import limits_of, make_iteration_scheduler
 from prefill_worker.logic import PrefillLogic
 
@@ -22,14 +23,16 @@ def make_logic(
     eos_token_ids: frozenset[int],
     costs: CostModel | None = None,
     measured: tuple[Sample, ...] = (),
+    prefix_cache: PrefixCacheConfig | None = None,
 ) -> PrefillLogic:
     """Build the logic of one prefill worker. Without `costs` it learns them, beginning with `measured` iterations.
 
-    Raises ConfigError naming what is unknown.
+    `prefix_cache`: None: it has none. Raises ConfigError naming what is unknown.
     """
     return PrefillLogic(
         registered=registered,
         max_running_requests=config.max_running_requests,
         scheduler=make_iteration_scheduler(scheduling, limits_of(config), costs, measured),
         eos_token_ids=eos_token_ids,
+        prefixes=PrefixCache(registered.block_size) if prefix_cache is not None and prefix_cache.enabled else None,
     )

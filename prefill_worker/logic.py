@@ -2,8 +2,8 @@
 
 The life of a request on a prefill worker:
 1. PrefillRequest: it waits, in the router's order (real-time first if a policy schedules iterations), until blocks for
-   its whole context are free. A retry then asks the pool: a copy of an earlier attempt is loaded, and only the tokens
-   after it are computed.
+   its whole context are free. What it begins with may be cached here from others before it. A retry asks the pool
+   instead: a copy of an earlier attempt is loaded. Only the tokens after that are computed.
 2. Iterations compute it in chunks under the token budget; the last chunk samples the next token.
 3. The token goes to the gateway at once. If it completes the answer, the blocks are freed: RequestFinished.
 4. Otherwise PrefillCompleted goes to the router and ReserveBlocks to the pool; or, when it is urgent, to the decode
@@ -15,7 +15,6 @@ worker that is lost before it acknowledged them are preempted (RequestPreempted:
 were departing to a lost pool reserve again when it is back. Candidate buffers are in candidate_buffers.py.
 """
 
-from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.messages.caches import (
     ArenaOffered,
@@ -53,11 +52,13 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
+from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.iteration_scheduler import IterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.candidate_buffers import CandidateBuffers
 from prefill_worker.departure import Departure, DepartureStep, JobEnd
+from prefill_worker.job_blocks import JobBlocks
 from prefill_worker.state import JobStage, PrefillJob, waiting_jobs
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
@@ -76,12 +77,14 @@ class PrefillLogic:
         max_running_requests: int,
         scheduler: IterationScheduler,
         eos_token_ids: frozenset[int],
+        prefixes: PrefixCache | None = None,
     ) -> None:
-        """`max_running_requests`: jobs that hold blocks. `pacing`: which of them compute how much in an iteration."""
+        """`max_running_requests`: jobs that hold blocks. `scheduler`: which of them compute how much in an iteration.
+        `prefixes`: the prefix cache in the worker's blocks, empty; None: there is none."""
         self._registered = registered
         self._max_running_requests = max_running_requests
         self._scheduler = scheduler
-        self._allocator = BlockAllocator(registered.num_blocks)
+        self._blocks = JobBlocks(registered.num_blocks, registered.block_size, prefixes)
         self._jobs: dict[RequestId, PrefillJob] = {}
         self._buffers = CandidateBuffers(registered.pool_name)
         self._additions: dict[RequestId, Addition] = {}  # entering with the next iteration
@@ -131,6 +134,8 @@ class PrefillLogic:
         if role is not Role.ROUTER:
             return []
         commands: list[PrefillCommand] = [*self._router.connected(peer)]
+        if (cached := self._blocks.all_cached()) is not None:
+            commands += self._router.send(cached)
         for request_id in list(self._jobs):
             commands += self._abort(request_id)
         return commands
@@ -181,7 +186,7 @@ class PrefillLogic:
         # What an earlier attempt left here is stale: its receiver's acknowledgement is still on the way.
         commands = self._abort(request.request_id, message.attempt - 1)
         job = PrefillJob.of(message)
-        if self._num_blocks(job.context_len) > self._registered.num_blocks:
+        if self._blocks.count_for(job.context_len) > self._registered.num_blocks:
             # It would wait for ever, and all jobs behind it.
             reason = "its context needs more cache blocks than a prefill worker has"
             return [*commands, *self._router.failed(message, FailureKind.UNSERVABLE, reason)]
@@ -216,7 +221,7 @@ class PrefillLogic:
         if job is None or job.attempt != message.attempt or job.stage is not JobStage.ASKING:
             return self._release(handoff.lease_id)
         # A copy of more blocks than the job has would not fit into them.
-        does_fit = self._num_blocks(handoff.copy.context_len) <= len(job.block_ids)
+        does_fit = self._blocks.count_for(handoff.copy.context_len) <= len(job.block_ids)
         if not does_fit or not job.num_usable(handoff):
             self._enter(job, 0, now)
             return self._release(handoff.lease_id)
@@ -268,20 +273,15 @@ class PrefillLogic:
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in waiting_jobs(self._jobs.values(), real_time_first=self._scheduler.prioritizes_real_time):
             is_full = num_holding >= self._max_running_requests
-            block_ids = None if is_full else self._allocator.allocate(self._num_blocks(job.context_len))
-            if block_ids is None:
+            if is_full or not self._blocks.allocate(job):
                 break
             num_holding += 1
-            job.block_ids = block_ids
             if job.has_copy and self._pool is not None:
                 job.stage = JobStage.ASKING
                 requests.append(Send(self._pool, FetchCopy(job.request.request_id, job.attempt)))
             else:
-                self._enter(job, 0, now)
+                self._enter(job, job.num_hit_tokens, now)
         return requests
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return blocks_for(num_tokens, self._registered.block_size)
 
     def _enter(self, job: PrefillJob, num_cached: int, now: float) -> None:
         job.stage = JobStage.COMPUTING
@@ -296,9 +296,13 @@ class PrefillLogic:
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[PrefillCommand]:
         self._scheduler.completed(now, self._iterations.end(event, now))
         for token in event.sampled:
-            if not self._jobs[token.request_id].generated_token_ids:
-                self._jobs[token.request_id].first_token_s = now
-        commands = self._iterations.outcome(event, self._jobs)
+            job = self._jobs[token.request_id]
+            self._blocks.store(job)
+            if not job.generated_token_ids:
+                job.first_token_s = now
+        changed = self._blocks.changes()
+        told = self._router.send(changed) if changed is not None else []
+        commands = [*told, *self._iterations.outcome(event, self._jobs)]
         for job in [job for job in self._jobs.values() if job.is_aborted and not job.is_copying]:
             commands += self._end(job)
         return commands
@@ -348,7 +352,7 @@ class PrefillLogic:
 
     def _forget(self, job: PrefillJob) -> list[PrefillCommand]:
         self._scheduler.leave(job.request.request_id)
-        self._allocator.free(job.block_ids)
+        self._blocks.free(job)
         del self._jobs[job.request.request_id]
         return self._begin(job.successor) if job.successor is not None else []
 
@@ -362,8 +366,10 @@ class PrefillLogic:
         load = WorkerLoad(
             num_waiting=num_waiting,
             num_running=len(self._jobs) - num_waiting,
-            num_free_blocks=self._allocator.num_free,
+            num_free_blocks=self._blocks.num_free,
             num_reused_tokens=self._num_reused_tokens,
             num_recomputed_tokens=self._num_recomputed_tokens,
+            num_prefix_query_tokens=self._blocks.num_query_tokens,
+            num_prefix_hit_tokens=self._blocks.num_hit_tokens,
         )
         return self._router.load(load)

@@ -8,6 +8,7 @@ from alignedserve.core.ids import BlockId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import Handoff, ReturnRequest
 from alignedserve.messages.workers import PrefillRequest
+from alignedserve.prefix_cache.contexts import CachedContext
 from alignedserve.worker_core.request import WorkerRequest
 
 
@@ -35,6 +36,7 @@ class PrefillJob(WorkerRequest):
     is_taken: bool = False  # by a decode worker: what leaves for the pool now is a copy
     is_copying: bool = False  # the transfer thread reads its blocks: they must not be freed
     is_written: bool = False  # offered to its target, which may have taken it already
+    context: CachedContext | None = None  # None: it shares nothing
     first_token_s: float | None = None  # when it was sampled here; None: not yet, or elsewhere
 
     @classmethod

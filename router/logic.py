@@ -43,6 +43,7 @@ from alignedserve.messages.pools import (
     PoolRegistered,
     RequestPooled,
 )
+from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
@@ -69,7 +70,7 @@ from router.policies.prefill_order import PrefillOrder
 from router.prefill_choice import PrefillChoice
 from router.prefill_queue import PrefillQueue
 from router.request_registry import RequestRegistry
-from router.state import DispatchedPrefill, DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord
+from router.state import DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord, dispatched
 from router.status import QueueForecast, RouterCounters, status_of
 
 RouterEvent = CommonEvent | LengthPredicted | DrainRequested
@@ -108,6 +109,9 @@ class RouterLogic:
         elif isinstance(event.message, PoolLoad):  # changes no decision, and is frequent
             self._placement.update_load(event.peer, event.message)
             return []
+        elif isinstance(event.message, PrefixBlocksChanged):  # nor does this let a prompt go anywhere
+            self._placement.update_prefixes(event.peer, event.message)
+            return []
         else:
             commands = self._on_message(event.peer, event.message, now)
         if len(self._registry.queue):
@@ -127,6 +131,8 @@ class RouterLogic:
             case PeerConnected(role, peer):
                 if role is Role.GATEWAY:
                     self._gateways[peer] = ""
+                elif role is Role.KV_POOL:
+                    self._placement.prefixes.add_pool(peer)
                 return []
             case PeerDisconnected(_, peer):
                 return self._on_disconnected(peer)
@@ -142,7 +148,7 @@ class RouterLogic:
             case WorkerLoad():
                 self._placement.update_load(peer, message)
             case SubmitRequest():
-                return self._submit(peer, message.request)
+                return self._submit(peer, message)
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():
@@ -192,11 +198,11 @@ class RouterLogic:
         workers = self._placement.workers.values()
         return announce_all(worker, workers) + announce_prefiller(worker, workers)
 
-    def _submit(self, gateway: str, request: Request) -> list[Send]:
-        rejection = self._rejection(request)
+    def _submit(self, gateway: str, message: SubmitRequest) -> list[Send]:
+        rejection = self._rejection(message.request)
         if rejection is not None:
             return [Send(gateway, rejection)]
-        self._track(gateway, request, ())
+        self._track(gateway, message.request, (), message.block_names)
         return []
 
     def _rejection(self, request: Request) -> RequestRejected | RequestFailed | None:
@@ -214,8 +220,8 @@ class RouterLogic:
         retry_after_s = self._drain.seconds_for(self._registry.queue.num_tokens)
         return RequestRejected(request.request_id, "the queue is full", retry_after_s)
 
-    def _track(self, gateway: str, request: Request, generated_token_ids: tuple[int, ...]) -> None:
-        tracked = TrackedRequest(request, gateway, self._lengths.predict(request))
+    def _track(self, gateway: str, request: Request, generated_token_ids: tuple[int, ...], block_names: bytes) -> None:
+        tracked = TrackedRequest(request, gateway, self._lengths.predict(request), block_names=block_names)
         tracked.set_generated(generated_token_ids)
         self._registry.accept(tracked)
 
@@ -224,12 +230,13 @@ class RouterLogic:
         if tracked is None:  # accepted by a router before this one, or finished with tokens that never arrived
             if message.latest_attempt:  # what an earlier attempt left somewhere must be older than the next one
                 self._last_attempt = max(self._last_attempt, beyond_unreported(message.latest_attempt))
-            self._track(gateway, message.request, message.generated_token_ids)
+            self._track(gateway, message.request, message.generated_token_ids, message.block_names)
             return []
         # A request still being served needs nothing, unless tokens that it builds on were lost with a worker.
         has_gap = len(message.generated_token_ids) < tracked.num_emitted
         if tracked.gateway != gateway or (tracked.stage is not Stage.QUEUED and not has_gap):
             return []
+        tracked.block_names = message.block_names
         return self._registry.resume_from(tracked, message.generated_token_ids)
 
     def _abort(self, request_id: RequestId) -> list[Send]:
@@ -297,6 +304,7 @@ class RouterLogic:
         self._gateways.pop(peer, None)
         orphans = [tracked for tracked in self._registry.requests.values() if tracked.gateway == peer]
         commands = [command for tracked in orphans for command in self._registry.abort(tracked)]
+        self._placement.prefixes.remove_pool(peer)
         if peer not in self._placement:
             return commands
         lost = [tracked for tracked in self._registry.requests.values() if self._placement.depends_on(tracked, peer)]
@@ -330,23 +338,23 @@ class RouterLogic:
         commands: list[Send] = []
         self._placement.note_late_prompts(now)
         while (chosen := self._prefill_choice.next(self._gateways)) is not None:
-            tracked, worker = chosen
+            tracked, worker, hit = chosen
             request_id = tracked.request.request_id
             tracked.move(Stage.PREFILLING, worker.name)
             tracked.is_prediction_late = False  # it comes with the prompt
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
             tracked.pool_epoch = pool.epoch if pool is not None else None
-            prefill = DispatchedPrefill(
-                tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time, tracked.first_due_s
-            )
-            self._placement.start_prefill(worker, request_id, prefill)
-            commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
+            far_pool = self._placement.prefixes.far_pool(tracked, worker)  # before it is counted as computed there
+            self._placement.start_prefill(worker, request_id, dispatched(tracked, hit))
+            commands.append(Send(worker.name, self._prefill_request(tracked, worker, far_pool)))
             if tracked.destination is not None:
                 commands += need_prefiller(worker, self._placement.workers[tracked.destination])
         return commands
 
-    def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
+    def _prefill_request(
+        self, tracked: TrackedRequest, worker: WorkerRecord, far_pool: WorkerName | None
+    ) -> PrefillRequest:
         pool = self._placement.copy_of(tracked)
         decoder = None
         for able in self._placement.free_by_distance(worker):
@@ -361,6 +369,7 @@ class RouterLogic:
             has_copy=pool is not None and pool == worker.registered.pool_name,
             bypass_to=WorkerName(tracked.destination) if tracked.destination is not None else None,
             predicted_output_len=expected_len(tracked),
+            prefix_pool=far_pool,
         )
 
     def _form_batches(self, now: float) -> list[Send]:

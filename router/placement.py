@@ -5,17 +5,19 @@ orders up to date: workers that can prefill by load, those with a free slot, tho
 concerns a pool looks at the workers of its node.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
+from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from router.batching.batch_requests import BatchRequests
 from router.late_prompts import LatePrompts
 from router.prefillers import Prefillers, is_as_free, requests_at
+from router.prefix_index import PrefixIndex
 from router.ranking import Ranking
 from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
 
@@ -38,6 +40,7 @@ class Placement:
         self._at_full_pools = Prefillers()  # those whose pool has no room for what they have computed
         self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
+        self.prefixes = PrefixIndex()
         self._draining: frozenset[str] = frozenset()  # workers and pools, registered or not; membership only
         self.links = LearnedLinks()  # to decode workers from pools of other nodes
         self._refused: dict[str, WorkerRecord] = {}  # perhaps more than have `refused_kinds`
@@ -91,6 +94,7 @@ class Placement:
         pool = self.pools.pop(peer, None)
         if pool is None:
             return
+        self.prefixes.forget(peer)
         self._num_pooled -= pool.num_pooled
         self._batch_requests.pool_lost(peer)
         self._rank_node(peer)
@@ -98,6 +102,9 @@ class Placement:
 
     def _remove_worker(self, worker: WorkerRecord) -> None:
         name, pool = worker.name, worker.registered.pool_name
+        for prefill in worker.prefilling.values():
+            self.prefixes.settle(name, prefill.block_names)
+        self.prefixes.forget(name)
         del self._nodes[pool][name]
         if not self._nodes[pool]:
             del self._nodes[pool]
@@ -185,7 +192,9 @@ class Placement:
 
     def start_prefill(self, worker: WorkerRecord, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         """Add a prefill that the worker is given."""
+        self._end_prefill(worker, request_id)
         worker.start_prefill(request_id, prefill)
+        self.prefixes.expect(worker.name, prefill.block_names)
         if worker.registered.can_move:
             self._late_prompts.add(worker.name, request_id, prefill)
         self._rank(worker)
@@ -200,9 +209,34 @@ class Placement:
 
     def complete_prefill(self, worker: WorkerRecord, request_id: RequestId, attempt: int) -> bool:
         """Remove a prefill that the worker has completed; return False if the report is stale."""
-        is_current = worker.complete_prefill(request_id, attempt)
+        completed = worker.complete_prefill(request_id, attempt)
+        if completed is not None:
+            self.prefixes.settle(worker.name, completed.block_names)
         self._rank(worker)
-        return is_current
+        return completed is not None
+
+    def _end_prefill(self, worker: WorkerRecord, request_id: RequestId) -> None:
+        ended = worker.end_prefill(request_id)
+        if ended is not None:
+            self.prefixes.settle(worker.name, ended.block_names)
+
+    # --- prefix cache
+
+    def update_prefixes(self, peer: str, changed: PrefixBlocksChanged) -> None:
+        """Take what a worker or pool tells of the blocks that it has cached."""
+        if peer in self or self.prefixes.has_pool(peer):
+            self.prefixes.update(peer, changed)
+
+    def prefix_runs(self, tracked: TrackedRequest) -> dict[str, int]:
+        """Return how many of a request's blocks, from its first on, workers and pools have or will have."""
+        return self.prefixes.runs(tracked.block_names) if tracked.block_names else {}
+
+    def prefix_holders(self, runs: Mapping[str, int], least: int) -> Iterator[WorkerRecord]:
+        """Yield the workers that have, or whose node's pool has, more blocks than `least`."""
+        for name, run in runs.items():
+            if run > least:
+                worker = self.workers.get(name)
+                yield from self._nodes.get(name, {}).values() if worker is None else (worker,)
 
     # --- owners of requests
 
@@ -242,7 +276,7 @@ class Placement:
         request_id: RequestId = tracked.request.request_id
         worker = self.workers.get(tracked.holder or "")
         if worker is not None:
-            worker.end_prefill(request_id)
+            self._end_prefill(worker, request_id)
             worker.decoding.discard(request_id)
             self._clear_refusal(worker)
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
@@ -296,6 +330,10 @@ class Placement:
             requests_at(one, self._nodes[one.registered.pool_name].values(), self.pools) for one in (near, least)
         )
         return is_as_free(near.num_prefill_tokens, near_requests, least.num_prefill_tokens, requests)
+
+    def can_prefill_now(self, worker: WorkerRecord) -> bool:
+        """Return whether the worker can have another prompt now, and what it computes has room in its pool."""
+        return self._can_prefill_now(worker) and not self._is_pool_full(worker)
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
         """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""

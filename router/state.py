@@ -10,6 +10,7 @@ from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.lifecycle import Stage, advance
 from alignedserve.core.request import Request, RequestClass
+from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 
 
@@ -34,6 +35,7 @@ class TrackedRequest:
     pooled_s: float = 0.0  # when it entered the pool
     num_retries: int = 0  # after lost holders and refused handoffs
     num_moves: int = 0  # ordered, between workers that decode it
+    block_names: bytes = b""  # of its full blocks, by which it is placed where they are cached (prefix_index.py)
 
     def move(self, stage: Stage, holder: str | None = None) -> None:
         """Take a legal step of the lifecycle; raise AssertionError for any other."""
@@ -92,9 +94,27 @@ class DispatchedPrefill:
     """A prefill given to a worker and not yet reported as completed."""
 
     attempt: int
-    num_tokens: int
+    num_tokens: int  # to compute there: without those that the worker has cached, as far as that is known here
     is_real_time: bool = False
     due_s: float = math.inf  # when its first token is late
+    block_names: bytes = b""  # of the blocks that it computes and then has cached
+
+
+class PrefixHit(NamedTuple):
+    """Part of a request that a worker need not compute."""
+
+    num_tokens: int = 0  # those that it loads from its node's pool count less
+    num_blocks: int = 0  # that it has itself
+
+
+NO_HIT = PrefixHit()
+
+
+def dispatched(tracked: TrackedRequest, hit: PrefixHit) -> DispatchedPrefill:
+    """Return the prefill of a request on a worker that has this part of it cached."""
+    names = tracked.block_names[hit.num_blocks * BLOCK_NAME_BYTES :]
+    num_tokens = tracked.num_prefill_tokens - hit.num_tokens
+    return DispatchedPrefill(tracked.attempt, num_tokens, tracked.is_real_time, tracked.first_due_s, names)
 
 
 @dataclass(slots=True)
@@ -131,16 +151,15 @@ class WorkerRecord:
         self.num_prefill_tokens += prefill.num_tokens
         self.num_real_time_tokens += prefill.num_tokens if prefill.is_real_time else 0
 
-    def complete_prefill(self, request_id: RequestId, attempt: int) -> bool:
-        """Remove a prefill that the worker has completed; return False if the report is stale."""
+    def complete_prefill(self, request_id: RequestId, attempt: int) -> DispatchedPrefill | None:
+        """Remove and return a prefill that the worker has completed; None: the report is stale."""
         prefill = self.prefilling.get(request_id)
         if prefill is None or not is_same_epoch(prefill.attempt, attempt):
-            return False
-        self.end_prefill(request_id)
-        return True
+            return None
+        return self.end_prefill(request_id)
 
-    def end_prefill(self, request_id: RequestId) -> None:
-        """Remove a prefill, completed or not, if the worker has it."""
+    def end_prefill(self, request_id: RequestId) -> DispatchedPrefill | None:
+        """Remove and return a prefill, completed or not, if the worker has it."""
         prefill = self.prefilling.pop(request_id, None)
         if prefill is not None:
             self.num_prefill_tokens -= prefill.num_tokens
@@ -148,6 +167,7 @@ class WorkerRecord:
             if request_id in self.late:
                 del self.late[request_id]
                 self.num_late_tokens -= prefill.num_tokens
+        return prefill
 
     def note_late(self, request_id: RequestId, attempt: int) -> None:
         """Note that the first token of a real-time request is late, if this attempt has still to compute it."""
@@ -165,8 +185,12 @@ class WorkerRecord:
         Workers that do not tell their speed are not elastic: theirs are compared by tokens.
         """
         num_before = self.num_real_time_tokens - self.num_late_tokens if is_real_time else self.num_prefill_tokens
-        load = self.load
-        return num_before / (load.prompt_tokens_per_s or 1) if load is not None else float(num_before)
+        return num_before / self.prompt_tokens_per_s
+
+    @property
+    def prompt_tokens_per_s(self) -> int:
+        """Speed at which it computes prompts with all of its time; 1 as long as it does not tell."""
+        return (self.load.prompt_tokens_per_s or 1) if self.load is not None else 1
 
     def has_room(self, num_tokens: int, allowance: int, *, is_apart: bool) -> bool:
         """Return whether it may be given a prompt of that many tokens; one above the allowance waits for all others.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import RequestClass
-from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals, WorkerLean
+from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals, PrefixTotals, WorkerLean
 from alignedserve.messages.iteration_log import IterationLogTotals
 from router.placement import Placement
 from router.policies.prefill_order import first_token_s
@@ -89,6 +89,7 @@ def status_of(
 ) -> ClusterStatus:
     """Return the current counts of the cluster."""
     workers, pools = placement.workers.values(), placement.pools.values()
+    loads = [worker.load for worker in workers if worker.load is not None]
     stages = _num_by_stage(requests)
     return ClusterStatus(
         num_queued=stages[Stage.QUEUED],
@@ -102,15 +103,21 @@ def status_of(
         num_worker_blocks=sum(worker.registered.num_blocks for worker in workers),
         num_worker_blocks_used=sum(worker.num_blocks_used for worker in workers),
         num_preemptions=counters.num_preemptions,
-        num_handoffs_verified=sum(worker.load.num_handoffs_verified for worker in workers if worker.load is not None),
+        num_handoffs_verified=sum(load.num_handoffs_verified for load in loads),
         num_handoffs_refused=counters.num_handoffs_refused,
-        num_evictions=sum(worker.load.num_evictions for worker in workers if worker.load is not None),
-        num_reused_tokens=sum(worker.load.num_reused_tokens for worker in workers if worker.load is not None),
-        num_recomputed_tokens=sum(worker.load.num_recomputed_tokens for worker in workers if worker.load is not None),
+        num_evictions=sum(load.num_evictions for load in loads),
+        num_reused_tokens=sum(load.num_reused_tokens for load in loads),
+        num_recomputed_tokens=sum(load.num_recomputed_tokens for load in loads),
         num_pool_blocks_kept=sum(pool.num_blocks_kept for pool in pools),
         iteration_log=counters.iteration_log,
         lengths=counters.lengths,
         latest_attempt=latest_attempt,
         demand=demand_of(requests, placement, queue),
         leans=tuple(WorkerLean(one.name, one.lean) for one in workers if one.registered.can_move),
+        prefixes=PrefixTotals(
+            sum(load.num_prefix_query_tokens for load in loads),
+            sum(load.num_prefix_hit_tokens for load in loads),
+            sum(load.num_prefix_blocks for load in loads),
+            sum(load.num_prefix_evictions for load in loads),
+        ),
     )

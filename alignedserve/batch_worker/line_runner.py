@@ -45,8 +45,8 @@ class ClusterLineRunner:
             body = await collect_body(generation)
         except GenerationError as error:
             return _failure(error, has_started=generation.has_started)
-        usage = generation.usage()
-        return LineResponse(200, body, usage["prompt_tokens"], usage["completion_tokens"])
+        num_prompt_tokens, num_cached_tokens = request.num_prompt_tokens, generation.num_cached_tokens
+        return LineResponse(200, body, num_prompt_tokens, generation.num_generated_tokens, num_cached_tokens)
 
     def cluster_totals(self) -> ClusterTotals | None:
         """Return the totals of the cluster; see LineRunner."""
@@ -60,7 +60,7 @@ class ClusterLineRunner:
         """Return the line's request. Raises InvalidRequest: the line can never be run."""
         check_shape(line.body, self._services.config.max_json_depth)
         headers = {} if line.deadline_s is None else {DEADLINE_HEADER: f"{line.deadline_s * 1000.0:.3f}"}
-        arrival = Arrival(line.request_id, headers)
+        arrival = Arrival(line.request_id, headers, line.owner)
         if line.endpoint is Endpoint.CHAT:
             chat = _at_best_effort(parse_chat(line.body))
             request = await build_chat_request(chat, arrival, self._services)

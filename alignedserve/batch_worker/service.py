@@ -15,6 +15,7 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.quotas import QuotaPool
 from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
 from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.services import build_services
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.process.background_tasks import start_background
@@ -47,8 +48,9 @@ class BatchService:
         location: BatchLocation,
         max_in_flight: int,
         state: StateServing | None = None,
+        prefix_hasher: PrefixHasher | None = None,
     ) -> None:
-        """`state`: None: no gateway needs what is kept here."""
+        """`state`: None: no gateway needs what is kept here. `prefix_hasher`: None: the prefix cache is off."""
         self._links = links
         self._model = model
         # A line may have many choices; only the number of lines in flight bounds this process.
@@ -61,6 +63,7 @@ class BatchService:
         self._location = location
         self._max_in_flight = max_in_flight
         self._state = state
+        self._prefix_hasher = prefix_hasher
         self._state_server: StateServer | None = None
         self._backend: ClusterBackend | None = None
         self._stores: DriverStores | None = None
@@ -71,13 +74,14 @@ class BatchService:
         tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder, self._model.vocab_size)
         self._stores = open_driver_stores(self._location)
         await self._start_state_server(self._stores)
-        self._backend = ClusterBackend(self._links, self._config)
+        self._backend = ClusterBackend(self._links, self._config, self._prefix_hasher)
         services = build_services(
             backend=self._backend,
             tokenizer=tokenizer,
             model=self._model,
             config=self._config,
             reply_to=self._links.own_address,
+            prefix_hasher=self._prefix_hasher,
         )
         await self._backend.start()
         driver = BatchDriver(

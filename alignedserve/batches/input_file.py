@@ -55,6 +55,10 @@ class InputFile:
         assert self._reader is not None, "the input file is not open"
         return parse_line(self._reader.read_at(*self._validator.index.span(line)))
 
+    def order(self) -> Sequence[int]:
+        """Return the lines in the order in which they should run (common_beginnings.py)."""
+        return self._validator.index.beginnings.order()
+
     def line_bytes(self, line: int) -> int:
         """Return the length of a line."""
         return self._validator.index.span(line)[1]

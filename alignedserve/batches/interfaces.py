@@ -112,6 +112,7 @@ class LineRequest:
     endpoint: Endpoint
     request_id: str
     body: dict[str, Any] = field(repr=False)  # the line's `body`; the runner may change it
+    owner: str  # of the batch: the client whose key it was created with
     deadline_s: float | None = None  # from now
 
 
@@ -123,6 +124,7 @@ class LineResponse:
     body: bytes = field(repr=False)
     input_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0  # of `input_tokens`, from the prefix cache
 
     @property
     def is_success(self) -> bool:

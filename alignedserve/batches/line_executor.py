@@ -92,7 +92,7 @@ class LineExecutor:
         started_s, batch_id = time.monotonic(), self._record.batch_id
         request_id = f"{batch_id.removeprefix('batch_')}{line:06x}-{secrets.token_hex(6)}"
         custom_id, body = self._input_file.line(line)
-        request = LineRequest(self._record.endpoint, request_id, body, self._deadline_s())
+        request = LineRequest(self._record.endpoint, request_id, body, self._record.owner, self._deadline_s())
         try:
             response = await self._context.runner.run(request)
         except LineRejected as rejection:

@@ -2,7 +2,7 @@
 that was leased and never settled is simply not done."""
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -18,7 +18,11 @@ class LineTracker:
         num_attempts: Mapping[int, int] | None = None,
         *,
         max_attempts: int,
+        order: Sequence[int] | None = None,
     ) -> None:
+        """`order`: in which lines begin; None: that of their numbers."""
+        self._order = range(num_lines) if order is None else order
+        assert len(self._order) == num_lines, "an order of other lines"
         self._num_lines = num_lines
         self._is_settled = bytearray(num_lines)
         self.num_settled = 0
@@ -46,13 +50,13 @@ class LineTracker:
         return self.num_left == 0
 
     def lease(self, now: float) -> int | None:
-        """Lease the next line: one whose retry is due, else the first untouched one; None: none is due now."""
+        """Lease the next line: one whose retry is due, else the first untouched one of the order; None: none is due."""
         if self._retries and self._retries[0][0] <= now:
             line = heapq.heappop(self._retries)[1]
         else:
             if not self._has_untouched():
                 return None
-            line, self._next = self._next, self._next + 1
+            line, self._next = self._order[self._next], self._next + 1
         self._leases.add(line)
         return line
 
@@ -83,7 +87,7 @@ class LineTracker:
 
     def _has_untouched(self) -> bool:
         """Skip the lines that already had a record when the tracker was made."""
-        while self._next < self._num_lines and self._is_settled[self._next]:
+        while self._next < self._num_lines and self._is_settled[self._order[self._next]]:
             self._next += 1
         return self._next < self._num_lines
 

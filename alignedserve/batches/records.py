@@ -106,6 +106,7 @@ class Usage(StoredRecord, frozen=True):
 
     input_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0  # of `input_tokens`, from the prefix cache
 
 
 class Risk(enum.Enum):

@@ -183,7 +183,7 @@ class BatchRun:
             self.record,
             self._context,
             input_file=self._input_file,
-            tracker=LineTracker(*known, max_attempts=self._context.config.max_attempts),
+            tracker=LineTracker(*known, max_attempts=self._context.config.max_attempts, order=self._input_file.order()),
             writer=ResultWriter(log, recovered.totals),
         )
         self._is_dirty = True

@@ -145,19 +145,21 @@ class ActorFactory:
                 RouterActor, Role.ROUTER, ROUTER, (config.router, config.batching, self._served, state_folder)
             )
         yield from self._workers(node)
+        prefixes = (config.prefix_cache, config.engine.block_size)
         for name, port in node.share.gateways:
-            gateway = (config.gateway, port, self._served, api_keys(), state)
+            gateway = (config.gateway, port, self._served, api_keys(), state, *prefixes)
             yield _Process(self._actor_classes.gateway, Role.GATEWAY, name, gateway)
         if state.batches is not None and max_lines is not None:
             serving = (state.gateways, max(1, len(api_keys())), self._spec(node, Role.STATE_SERVER, STATE))
-            driver = (config.gateway, self._served, state.batches, max_lines, *serving)
+            driver = (config.gateway, self._served, state.batches, max_lines, *serving, *prefixes)
             yield _Process(self._actor_classes.batches, Role.GATEWAY, BATCHES, driver)
 
     def _workers(self, node: PreparedNode) -> Iterator[_Process]:
         config, share = node.config, node.share
-        if share.num_workers and config.chosen_topology.is_separate:
+        if share.num_workers and config.node_pool is not None:
             layout = self._served.block_layout(config.engine.block_size)
-            yield _Process(KvPoolActor, Role.KV_POOL, share.pool_name, (config.pool, config.batching, layout))
+            pool = (config.node_pool, config.batching, layout, config.chosen_topology.is_separate)
+            yield _Process(KvPoolActor, Role.KV_POOL, share.pool_name, pool)
         for name, engine in engines_of(share, config.engine, node.capacity).items():
             yield self._worker(node, name, engine)
 
@@ -168,11 +170,11 @@ class ActorFactory:
             if config.chosen_topology is Topology.ELASTIC:
                 peers = tuple(other for other in share.decode if other != name)
                 lending = Lending(config.prefill.candidate_buffer_bytes, peers)
-            colocated = (config.decode, config.scheduling, engine, served, lending)
+            colocated = (config.decode, config.scheduling, engine, served, lending, config.prefix_cache)
             return _Process(ColocatedWorkerActor, Role.DECODE_WORKER, name, colocated)
         if name in share.prefill:
             prefill = (config.prefill, config.scheduling, engine, share.decode, node.num_far_decode, served)
-            return _Process(PrefillWorkerActor, Role.PREFILL_WORKER, name, prefill)
+            return _Process(PrefillWorkerActor, Role.PREFILL_WORKER, name, (*prefill, config.prefix_cache))
         decode = (config.decode, config.batching, config.scheduling, engine, served)
         return _Process(DecodeWorkerActor, Role.DECODE_WORKER, name, decode)
 

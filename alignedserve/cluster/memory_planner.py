@@ -29,7 +29,7 @@ _SYSTEM_BYTES = 512 * MIB  # gateway, router, Ray
 _PROCESS_BYTES = 300 * MIB  # a worker's libraries and intermediate results
 _OBJECT_STORE_BYTES = 96 * MIB  # Ray's, in the pool's folder
 _GPU_SHARE = 0.85  # of a GPU's memory, for weights and blocks
-SIZED = ("prefill", "decode", "pool")  # sections with memories
+SIZED = ("prefill", "decode", "pool", "prefix_cache")  # sections with memories
 _MEMORY_FIELDS = ("kv_cache_bytes", "candidate_buffer_bytes", "swap_space_bytes", "memory_bytes")
 
 
@@ -145,7 +145,7 @@ class MemoryPlanner:
         machine = self.machine
         free = max(machine.available_bytes // kept, self._overhead())
         limits = {Place.HOST: machine.available_bytes - free - self._host_weights()}
-        if self.topology is not Topology.COLOCATED:
+        if self.topology is not Topology.COLOCATED or self._keeps_prefixes:
             shared = machine.shared_bytes * 9 // 10
             limits[Place.SHARED] = max(shared - _OBJECT_STORE_BYTES, shared // 2)
         if machine.gpu_bytes:
@@ -172,12 +172,14 @@ class MemoryPlanner:
         )
         swap = max(wanted // 2, config.decode.swap_space_bytes)
         swapped = self._memory("decode", "swap_space_bytes", 0, swap, {Place.HOST: config.decode.count})
+        prefixes = [self._prefixes(wanted)] if self._keeps_prefixes else []
         if not self.topology.is_separate:
             if self.topology is Topology.COLOCATED or config.decode.count == 1:  # lends no other anything
-                return [decode, swapped]
+                return [decode, swapped, *prefixes]
             lent = max(wanted // 4, config.prefill.candidate_buffer_bytes)
             lent_places = {Place.HOST: config.decode.count, Place.SHARED: config.decode.count}
-            return [decode, swapped, self._memory("prefill", "candidate_buffer_bytes", 0, lent, lent_places)]
+            lending = self._memory("prefill", "candidate_buffer_bytes", 0, lent, lent_places)
+            return [decode, swapped, lending, *prefixes]
         pool = max(self._wanted(config.decode) * config.decode.count, one, config.pool.memory_bytes)
         buffers = max(wanted * config.decode.count // config.prefill.count // 4, config.prefill.candidate_buffer_bytes)
         in_pool, in_buffers = ({Place.HOST: n, Place.SHARED: n} for n in (1, config.prefill.count))
@@ -189,7 +191,21 @@ class MemoryPlanner:
             self._memory("prefill", "kv_cache_bytes", one, prefill, prefill_places),
             self._memory("prefill", "candidate_buffer_bytes", 0, buffers, in_buffers),
             self._memory("pool", "memory_bytes", one, pool, in_pool),
+            *prefixes,
         ]
+
+    @property
+    def _keeps_prefixes(self) -> bool:
+        """Return whether the pool of the node keeps prefix blocks: where that is set, or workers could share them."""
+        cache = self.config.prefix_cache
+        if not isinstance(cache.host_bytes, DefaultSize):
+            return cache.pool_bytes > 0
+        return cache.enabled and not self.topology.is_separate and self.config.decode.count > 1
+
+    def _prefixes(self, wanted: int) -> Memory:
+        """Describe the memory for prefix blocks: as much as all workers have."""
+        wanted *= self.config.decode.count
+        return self._memory("prefix_cache", "host_bytes", 0, wanted, {Place.HOST: 1, Place.SHARED: 1})
 
     def _wanted(self, worker: PrefillWorkerConfig | DecodeWorkerConfig) -> int:
         """Return the bytes of a full batch of ordinary requests."""

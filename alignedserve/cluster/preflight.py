@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.runtime.device.devices import CUDA, worker_devices
@@ -16,7 +16,7 @@ from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.scheduling.factory import resolve_policy
-from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms
+from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms, wants_shared_blocks
 from alignedserve.scheduling.policy import Mechanism
 from kvpool.policies import make_batch_former
 from router.policies import make_prefill_order
@@ -72,8 +72,11 @@ def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
             f"decode.swap_format=int8 is for keys and values, and policy {config.scheduling.policy!r} keeps layer "
             "inputs and swaps nothing; leave it out"
         )
+    has_int8_swaps, can_move = config.decode.has_int8_swaps, config.chosen_topology is not Topology.COLOCATED
     mechanisms = engine_mechanisms(
-        has_int8_swaps=config.decode.has_int8_swaps, has_hidden_cache=block_tokens is not None
+        has_int8_swaps=has_int8_swaps,
+        has_hidden_cache=block_tokens is not None,
+        has_shared_blocks=wants_shared_blocks(config.scheduling, can_move=can_move, has_int8_swaps=has_int8_swaps),
     )
     require_policy(config.scheduling, config.chosen_topology, mechanisms)
 
@@ -136,19 +139,19 @@ def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int 
 def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
     is_separate = config.chosen_topology.is_separate
     weights = served.weight_bytes
-    pool = config.pool.memory_bytes if is_separate else 0
+    pool = config.node_pool.memory_bytes if config.node_pool is not None else 0
     workers = 0
     if not config.engine.device.startswith(CUDA):  # on GPUs each worker checks its own memory
         workers = config.decode.count * (weights + config.decode.kv_cache_bytes)
         workers += config.prefill.count * (weights + config.prefill.kv_cache_bytes) if is_separate else 0
-    if is_separate:
+    if pool:
         folder = arena_folder()
         stats = os.statvfs(folder)
         free = stats.f_bavail * stats.f_frsize
         if pool > free:
             raise NotEnoughMemory(
                 f"the KV pool needs {pool // _MIB} MiB in {folder}, where {free // _MIB} MiB are free; "
-                "set pool.memory_bytes lower"
+                f"set {'pool.memory_bytes' if is_separate else 'prefix_cache.host_bytes'} lower"
             )
     available = psutil.virtual_memory().available
     if workers + pool > available:

@@ -51,6 +51,8 @@ class SizeChoice:
         is_separate = config.chosen_topology.is_separate
         worker = "decode worker" if is_separate else "worker"
         parts += [f"context {served.max_context_len}", f"{_spelt(cache)} of cache per {worker} ({tokens} tokens)"]
+        if config.prefix_cache.pool_bytes:
+            parts.append(f"{_spelt(config.prefix_cache.pool_bytes)} for prefixes that workers share")
         chunk = config.decode.max_num_batched_tokens
         settings = "decode.kv_cache_bytes=..., "
         if is_separate:

@@ -330,6 +330,24 @@ class ScalingConfig(Section, frozen=True):
         self._require(is_later, "down_after_s", "must be between scaling.up_after_s and 86400")
 
 
+class PrefixCacheConfig(Section, frozen=True):
+    """Blocks of contexts that later requests with the same beginning reuse instead of computing them again."""
+
+    enabled: bool = True
+    # Memory of a node, beside that of its workers, for blocks that they share and that outlive one; 0: none. When unset
+    # as much as its workers have, from what is free, where there are several.
+    host_bytes: int = 0
+    shared_between_keys: bool = False  # API keys share each other's blocks; False: each key its own only
+
+    def __post_init__(self) -> None:
+        self._require(self.host_bytes >= 0, "host_bytes", "must be at least 0")
+
+    @property
+    def pool_bytes(self) -> int:
+        """Return the memory of a node's pool for prefix blocks; 0: it keeps none."""
+        return int(self.host_bytes) if self.enabled else 0
+
+
 class ClusterConfig(Section, frozen=True):
     """The whole file. Only the CLI and the cluster builder see it whole."""
 
@@ -347,11 +365,22 @@ class ClusterConfig(Section, frozen=True):
     recording: RecordingConfig = msgspec.field(default_factory=RecordingConfig)
     batches: BatchesConfig = msgspec.field(default_factory=BatchesConfig)
     scaling: ScalingConfig = msgspec.field(default_factory=ScalingConfig)
+    prefix_cache: PrefixCacheConfig = msgspec.field(default_factory=PrefixCacheConfig)
 
     @property
     def chosen_topology(self) -> Topology:
         """Return the topology; elastic while it is unset and the policy has not been asked."""
         return self.topology or Topology.ELASTIC
+
+    @property
+    def node_pool(self) -> PoolConfig | None:
+        """Return the pool of each node, with the memory for all that it keeps; None: it keeps nothing.
+
+        It keeps requests on their way between separate workers, prefix blocks, or both.
+        """
+        requests_bytes = self.pool.memory_bytes if self.chosen_topology.is_separate else 0
+        memory_bytes = requests_bytes + self.prefix_cache.pool_bytes
+        return msgspec.structs.replace(self.pool, memory_bytes=memory_bytes) if memory_bytes else None
 
     @property
     def num_workers(self) -> int:

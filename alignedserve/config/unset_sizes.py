@@ -15,6 +15,7 @@ SIZES = {
     "gateway": ("count",),
     "pool": ("memory_bytes",),
     "prefill": ("count", "kv_cache_bytes", "candidate_buffer_bytes", "max_running_requests", "max_num_batched_tokens"),
+    "prefix_cache": ("host_bytes",),
     "decode": ("count", "kv_cache_bytes", "swap_space_bytes", "max_running_requests", "max_num_batched_tokens"),
 }
 

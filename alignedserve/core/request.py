@@ -10,6 +10,7 @@ from alignedserve.core.ids import RequestId
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS_ENTRIES = 300
+PREFIX_ROOT_BYTES = 16
 
 
 class RequestClass(enum.Enum):
@@ -95,9 +96,12 @@ class Request:
     request_class: RequestClass = RequestClass.REAL_TIME
     slo: Slo = Slo()
     priority: int = 0  # smaller goes first among equals
+    # The root of its block hashes (prefix_cache/block_hashes.py); empty: it neither reads nor leaves anything cached.
+    prefix_root: bytes = b""
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_token_ids) > 0, "prompt", "must hold at least one token")
+        _require(len(self.prefix_root) in (0, PREFIX_ROOT_BYTES), "prefix_root", "must be a block hash, or empty")
 
     @property
     def prompt_len(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from alignedserve.evaluation.batch_alignment import Alignment
 from alignedserve.evaluation.pocket_calls import CONTEXT_LEN, MAX_PROMPT_LEN, MIN_PROMPT_LEN, SPARE_LEN, TEMPLATE_LEN
+from alignedserve.evaluation.repeated_answers import RepeatedAnswers
 from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass
 from alignedserve.loadgen.prompts import CountTokens
 from alignedserve.loadgen.summary import LoadReport
@@ -135,6 +136,7 @@ class DemoReport:
     num_readings: int
     alignment: Alignment | None = None  # None: the server does not say
     num_faults: int = 0  # processes that were killed or stopped meanwhile
+    repeated: RepeatedAnswers | None = None  # None: without faults nothing is asked again but wrong answers
     problems: tuple[str, ...] = field(default=(), kw_only=True)
 
     def count(self, cause: WrongAnswerCause) -> int:
@@ -155,6 +157,10 @@ def find_problems(report: DemoReport) -> tuple[str, ...]:
         problems.append(f"{num_lost} requests were lost")
     if corrupted := report.count(WrongAnswerCause.CORRUPTED):
         problems.append(f"{corrupted} answers were corrupted")
+    if report.repeated is not None and report.repeated.num_other_words:
+        problems.append(f"{report.repeated.num_other_words} answers had other words than alone")
+    if report.repeated is not None and report.repeated.num_other_logprobs:
+        problems.append(f"{report.repeated.num_other_logprobs} answers had other log-probabilities than alone")
     if report.blocks_leaked is None:
         problems.append(f"the server's /metrics lacks {' or '.join(BLOCKS_USED)}")
     elif report.blocks_leaked:

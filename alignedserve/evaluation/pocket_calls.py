@@ -2,6 +2,7 @@
 
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from alignedserve.evaluation.questions import Question
 from alignedserve.loadgen.client import CompletionApi, CompletionCall
@@ -19,13 +20,17 @@ def pocket_tokenizer() -> CountTokens:
     return load_tokenizer(Path(str(resources.files("alignedserve.pocket"))) / "model")
 
 
-def task_call(task: PocketTask | Question, model: str, count_tokens: CountTokens) -> CompletionCall:
+def task_call(
+    task: PocketTask | Question, model: str, count_tokens: CountTokens, *, has_logprobs: bool = False
+) -> CompletionCall:
     """Return the task as a greedy chat completion of a few tokens more than its answer needs."""
     num_left = CONTEXT_LEN - TEMPLATE_LEN - count_tokens(task.prompt)
-    body = {
+    body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": task.prompt}],
         "temperature": 0,
         "max_tokens": max(1, min(count_tokens(task.answer) + SPARE_LEN, num_left)),
     }
+    if has_logprobs:
+        body["logprobs"] = True
     return CompletionCall(CompletionApi.CHAT, body)

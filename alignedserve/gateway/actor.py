@@ -6,9 +6,10 @@ import msgspec
 import ray
 
 from alignedserve.batches.location import SharedState
-from alignedserve.config.sections import GatewayConfig
+from alignedserve.config.sections import GatewayConfig, PrefixCacheConfig
 from alignedserve.gateway.backend.cluster import ClusterLinks
 from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.model.served_model import ServedModel
@@ -45,8 +46,12 @@ class GatewayActor(ActorHost):
         served: ServedModel,
         keys: tuple[str, ...],
         state: SharedState,
+        prefix_cache: PrefixCacheConfig,
+        block_size: int,
         process_spec: ProcessSpec,
     ) -> None:
+        """`block_size`: of the workers' blocks, which requests may share."""
+
         async def build() -> _Hosted:
             server = GatewayServer(
                 links=ClusterLinks.of(process_spec),
@@ -55,6 +60,9 @@ class GatewayActor(ActorHost):
                 api_keys=keys,
                 state=state,
                 is_first_process=not (state.have_run or ray.get_runtime_context().was_current_actor_reconstructed),
+                prefix_hasher=PrefixHasher.of(
+                    served, prefix_cache, block_size=block_size, key=process_spec.prefix_key()
+                ),
             )
             await server.start()
             return _Hosted(server)

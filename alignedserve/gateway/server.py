@@ -18,6 +18,7 @@ from alignedserve.gateway.app import build_app
 from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.messages.gateways import ClusterStatus
@@ -45,14 +46,19 @@ class GatewayServer:
         api_keys: Sequence[str] = (),
         state: SharedState | None = None,
         is_first_process: bool = True,
+        prefix_hasher: PrefixHasher | None = None,
     ) -> None:
-        """`state`: None: it shares nothing with other gateways. `is_first_process`: none of its name ran before."""
+        """`state`: None: it shares nothing with other gateways. `is_first_process`: none of its name ran before.
+
+        `prefix_hasher`: None: the prefix cache is off.
+        """
         self._links = links
         self._model = model
         self._config = config
         self._api_keys = tuple(api_keys)
         self._state = state or SharedState()
         self._is_first_process = is_first_process
+        self._prefix_hasher = prefix_hasher
         self._client: StateClient | None = None
         self._quotas: RequestQuotas | None = None
         self._stores: BatchStores | None = None
@@ -84,7 +90,7 @@ class GatewayServer:
         logger.info("gateway %s serves %s at %s", self._links.identity.name, self._model.name, self.url)
 
     async def _start(self, tokenizer: Tokenizer) -> None:
-        self._backend = ClusterBackend(self._links, self._config)
+        self._backend = ClusterBackend(self._links, self._config, self._prefix_hasher)
         self._open_shared_state()
         batches = self._state.batches
         services = build_services(
@@ -96,6 +102,7 @@ class GatewayServer:
             reply_to=self._links.own_address,
             files_api=FilesApi(self._stores, batches.config) if batches and self._stores else None,
             quotas=self._quotas,
+            prefix_hasher=self._prefix_hasher,
         )
         self._http = HttpServer(services, bind(self._config.host, self._config.port))
         await self._backend.start()

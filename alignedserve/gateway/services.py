@@ -11,6 +11,7 @@ from alignedserve.gateway.errors import Overloaded, UnknownModel
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.runtime.model.tokenizer import Tokenizer
 
@@ -49,6 +50,11 @@ class Services:
     limiter: RequestLimiter
     readiness_probe: ReadinessProbe
     files_api: FilesApi | None = None  # None: files and batches are not served
+    prefix_hasher: PrefixHasher | None = None  # None: the prefix cache is off
+
+    def prefix_root(self, tenant: str, salt: str | None) -> bytes:
+        """Return the root of the block hashes of a client's request; empty: it shares nothing."""
+        return self.prefix_hasher.root(tenant, salt) if self.prefix_hasher is not None else b""
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModel unless this is the served model; None means that one."""
@@ -66,6 +72,7 @@ def build_services(
     reply_to: str = "",
     files_api: FilesApi | None = None,
     quotas: RequestQuotas | None = None,
+    prefix_hasher: PrefixHasher | None = None,
 ) -> Services:
     """Build the shared objects around one backend. `quotas`: None: this process alone counts requests."""
     keys = ApiKeys(api_keys)
@@ -82,4 +89,5 @@ def build_services(
         limiter=RequestLimiter(config.max_concurrent_requests),
         readiness_probe=ReadinessProbe(backend, token_id=probe_token_id, reply_to=reply_to),
         files_api=files_api,
+        prefix_hasher=prefix_hasher,
     )

@@ -83,8 +83,10 @@ class CompletionOutcome:
     ended_s: float = 0.0
     token_times_s: list[float] = field(default_factory=list)  # one entry per token; equal for tokens of one chunk
     text_parts: list[str] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)  # JSON of each token's, where they were asked for
     finish_reason: str | None = None
     num_prompt_tokens: int | None = None  # the server's own count
+    num_cached_tokens: int = 0  # of the prompt, the server's own count
     num_output_tokens: int | None = None  # the server's own count
     failure: ClientFailure | None = None
 
@@ -231,10 +233,11 @@ def _take_event(event: SseEvent, outcome: CompletionOutcome, now: float, on_text
         outcome.failure = ClientFailure(ClientFailureKind.ERROR_EVENT, chunk.error)
         return False
     if chunk.has_token:
-        count = chunk.num_logprobs or 1
+        count = len(chunk.logprobs) or 1
         if chunk.usage is not None:
             count = max(1, chunk.usage.completion_tokens - len(outcome.token_times_s))
         outcome.token_times_s.extend([now] * count)
+        outcome.logprobs.extend(bytes(one) for one in chunk.logprobs)
     if chunk.text:
         outcome.text_parts.append(chunk.text)
         if on_text is not None:
@@ -243,5 +246,6 @@ def _take_event(event: SseEvent, outcome: CompletionOutcome, now: float, on_text
         outcome.finish_reason = chunk.finish_reason
     if chunk.usage is not None:
         outcome.num_prompt_tokens = chunk.usage.prompt_tokens
+        outcome.num_cached_tokens = chunk.usage.cached_tokens
         outcome.num_output_tokens = chunk.usage.completion_tokens
     return True

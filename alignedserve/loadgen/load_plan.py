@@ -138,6 +138,8 @@ def _traffic_class(spec: ClassSpec) -> TrafficClass:
         "priority": spec.priority != 0,
         "max_tokens": spec.max_tokens is not ClientLimit.CONTEXT,
         "predict": spec.prediction is not None,
+        "turns": spec.turns > 1,
+        "instruction": spec.instruction is not None,
     }
     for key, is_set in unsent.items():
         if is_set:

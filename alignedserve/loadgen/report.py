@@ -43,6 +43,8 @@ def print_counts(console: Console, report: LoadReport, *, title: str) -> None:
         table.add_row(f"failed: {label}", *(str(numbers.failures.get(label, 0)) for numbers in shown))
     table.add_row("requests/s", *(f"{numbers.requests_per_s:.3f}" for numbers in shown))
     table.add_row("input tokens/s", *(f"{numbers.input_tokens_per_s:.1f}" for numbers in shown))
+    if report.total.cached_tokens:
+        table.add_row("input tokens cached", *(_cached(numbers) for numbers in shown))
     table.add_row("output tokens/s", *(f"{numbers.output_tokens_per_s:.1f}" for numbers in shown))
     if report.total.slo_attainment is not None:
         table.add_row("objectives", *(_slo(numbers.slo) for numbers in shown))
@@ -98,6 +100,10 @@ def _milliseconds(found: Distribution | None) -> list[str]:
         return ["-"] * 7
     values = (found.mean, found.p50, found.p90, found.p95, found.p99, found.max)
     return [f"{value * 1000:.1f}" for value in values] + [str(found.count)]
+
+
+def _cached(numbers: ClassReport) -> str:
+    return f"{numbers.cached_tokens / max(numbers.input_tokens, 1) * 100:.1f} %"
 
 
 def _slo(slo: Slo) -> str:

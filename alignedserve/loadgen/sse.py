@@ -1,5 +1,6 @@
 """Server-sent events and the JSON chunks in them, parsed by hand: measuring must cost less than what it measures."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -53,11 +54,23 @@ class SseParser:
 # --- OpenAI's chunks -------------------------------------------------------------------------------------------------
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Parts of a prompt's tokens."""
+
+    cached_tokens: int | None = None
+
+
 class StreamUsage(msgspec.Struct, frozen=True):
     """Token counts as the server states them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens from the server's prefix cache; 0 where it does not tell."""
+        return (self.prompt_tokens_details.cached_tokens or 0) if self.prompt_tokens_details is not None else 0
 
 
 class _Delta(msgspec.Struct):
@@ -99,7 +112,7 @@ class StreamChunk(NamedTuple):
 
     text: str = ""
     has_token: bool = False  # text, thoughts or logprobs came with it
-    num_logprobs: int = 0  # tokens that its logprobs tell of; 0: it has none
+    logprobs: Sequence[msgspec.Raw] = ()  # of each token, as it came; none if it has none
     finish_reason: str | None = None
     usage: StreamUsage | None = None
     error: str | None = None
@@ -128,10 +141,10 @@ def _from_choice(choice: _ChoiceJson, usage: StreamUsage | None) -> StreamChunk:
     text, thoughts = choice.text or "", ""
     if choice.delta is not None:
         text, thoughts = choice.delta.content or "", choice.delta.reasoning_content or ""
-    num_logprobs = 0
+    logprobs: Sequence[msgspec.Raw] = ()
     if choice.logprobs is not None:
-        num_logprobs = len(choice.logprobs.content or choice.logprobs.tokens or ())
-    return StreamChunk(text, bool(text or thoughts or num_logprobs), num_logprobs, choice.finish_reason, usage)
+        logprobs = choice.logprobs.content or choice.logprobs.tokens or ()
+    return StreamChunk(text, bool(text or thoughts or logprobs), logprobs, choice.finish_reason, usage)
 
 
 def error_message(body: bytes) -> str:

@@ -25,6 +25,7 @@ class ClassReport:
     num_completed: int
     failures: dict[str, int]  # by kind, most frequent first
     input_tokens: int  # of completed requests: the server's count, else as planned
+    cached_tokens: int  # of `input_tokens`, from the server's prefix cache, as it tells
     output_tokens: int  # of all requests, failed ones too: they were received
     requests_per_s: float  # completed
     input_tokens_per_s: float
@@ -95,6 +96,7 @@ def _class_report(name: str, members: Sequence[SentRequest], slos: dict[str, Slo
         num_completed=len(completed),
         failures=dict(failures.most_common()),
         input_tokens=input_tokens,
+        cached_tokens=sum(sent.outcome.num_cached_tokens for sent in completed),
         output_tokens=output_tokens,
         requests_per_s=metrics.per_second(len(completed), run.duration_s),
         input_tokens_per_s=metrics.per_second(input_tokens, run.duration_s),

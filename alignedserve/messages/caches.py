@@ -16,7 +16,9 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True):
 
     first_block: Count
     num_blocks: Count
-    checksum: int  # XXH3-64 of the run's bytes, seeded with the number of blocks before it; unsigned
+    checksum: (
+        int  # of its blocks' digests and their places (`num_before` of BlockCopy, runtime.kv.block_checksums); unsigned
+    )
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -25,6 +27,7 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
     generation: Count  # stamped on each of the blocks before and after they are read
     context_len: Count  # tokens whose cache is in the blocks
     runs: tuple[BlockRun, ...]  # in the order of the request's blocks
+    num_before: Count = 0  # blocks of a prefix before the first of these: those of `runs` follow them
 
     @property
     def num_blocks(self) -> int:

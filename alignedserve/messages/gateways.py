@@ -6,6 +6,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.messages.fields import Attempt, Count, FailureKind, NonNegative, Seconds, Share, Text, TokenIds
 from alignedserve.messages.iteration_log import IterationLogTotals
+from alignedserve.messages.prefixes import BlockNames
 from alignedserve.messages.wire import Message
 
 
@@ -19,6 +20,7 @@ class SubmitRequest(Message, frozen=True):
     """Gateway to router: serve this request. Answered by tokens from a worker, RequestRejected or RequestFailed."""
 
     request: Request
+    block_names: BlockNames = b""  # of the full blocks of its prompt, where they may be shared
 
 
 class AbortRequest(Message, frozen=True):
@@ -56,6 +58,7 @@ class ResumeRequest(Message, frozen=True):
     request: Request
     generated_token_ids: TokenIds
     latest_attempt: Attempt = 0  # as last reported by a router, perhaps one that is lost; 0: by none yet
+    block_names: BlockNames = b""  # of the full blocks of prompt and tokens, where they may be shared
 
 
 class LengthTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +95,20 @@ class WorkerLean(msgspec.Struct, frozen=True, array_like=True):
     lean: Share
 
 
+class PrefixTotals(msgspec.Struct, frozen=True, array_like=True):
+    """The prefix caches of all workers together."""
+
+    num_query_tokens: Count = 0  # of contexts that were looked up, since the workers started, like the next
+    num_hit_tokens: Count = 0  # of those, taken from the cache
+    num_blocks: Count = 0  # cached now
+    num_evictions: Count = 0  # blocks that left for others, since the workers started
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens that were looked up and found."""
+        return self.num_hit_tokens / self.num_query_tokens if self.num_query_tokens else 0.0
+
+
 class ClusterStatus(Message, frozen=True):
     """Router to every gateway, about once a second: counts for /metrics and /ready."""
 
@@ -117,6 +134,7 @@ class ClusterStatus(Message, frozen=True):
     latest_attempt: Attempt = 0  # that it gave out
     demand: Demand = Demand()
     leans: tuple[WorkerLean, ...] = ()  # of elastic workers
+    prefixes: PrefixTotals = PrefixTotals()
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -127,6 +145,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     token_ids: TokenIds
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token when asked for
     finish_reason: FinishReason | None = None  # set on the last delta; with STOP the last token is the stop token
+    num_cached_tokens: Count = 0  # of the prompt, that came from the prefix cache; set on the first delta
 
 
 class TokensEmitted(Message, frozen=True):

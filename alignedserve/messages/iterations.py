@@ -4,6 +4,7 @@ Those made once per iteration are structs: they take a fifth of a frozen datacla
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,6 +25,7 @@ class Addition:
     block_ids: tuple[BlockId, ...]
     num_cached: int = 0
     is_hidden: bool = False  # its cache is of layer inputs, not of keys and values
+    is_reversed: bool = False  # it fills its blocks from the last slot to the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,9 @@ class Swap:
 
     request_id: RequestId
     num_tokens: int  # to move; on the way out, the last ones on the device
-    block_ids: tuple[BlockId, ...]  # to leave, or all that the request has once they are back
+    block_ids: tuple[BlockId, ...]  # those that hold them, or all that the request has once they are back
+    first_token: int = 0  # of its context, of those to move: where only a part is moved
+    is_reversed: bool = False  # as in Addition
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +48,33 @@ class Swaps:
     ins: tuple[Swap, ...]  # into blocks that `outs` may have left
 
 
+@dataclass(frozen=True, slots=True)
+class BlockReplacement:
+    """A block of a sequence in whose place it reads another from now on, with the same tokens and keys and values."""
+
+    request_id: RequestId
+    place: int  # in its block table
+    block_id: BlockId
+
+
+class BlockCopied(NamedTuple):
+    """A copy of one block of the worker's storage to another, read before the iteration writes anything."""
+
+    source: BlockId
+    target: BlockId
+
+
 class RunIteration(msgspec.Struct, frozen=True):
-    """Command: one iteration: swaps, removals, additions, extensions, in this order, then one forward pass."""
+    """Command: one iteration: copies are read, then swaps, copies written, replacements, removals, additions,
+    extensions, in this order, then one forward pass."""
 
     removals: tuple[RequestId, ...]
     additions: tuple[Addition, ...]
     extensions: tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
     slices: tuple[tuple[RequestId, int], ...]  # tokens to compute per request
     swaps: Swaps | None = None
+    replacements: tuple[BlockReplacement, ...] = ()
+    copies: tuple[BlockCopied, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +154,7 @@ class OffloadBlocks:
     target_block_ids: tuple[BlockId, ...]
     generation: int
     lease_id: LeaseId | None = None
+    num_before: int | None = None  # they follow so many blocks of a prefix, and each is summed by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +227,15 @@ class BufferOpened:
     offered: ArenaOffered | None
 
 
-def delta_of(request: Request, token: SampledToken, index: int, eos_token_ids: frozenset[int]) -> TokenDelta:
+def delta_of(
+    request: Request, token: SampledToken, index: int, eos_token_ids: frozenset[int], num_cached_tokens: int = 0
+) -> TokenDelta:
     """Build the delta for an answer's token number `index`; without a token if only the prompt was to be scored."""
     if request.sampling.max_tokens == 0:
-        return TokenDelta(request.request_id, index, (), (), FinishReason.LENGTH)
+        return TokenDelta(request.request_id, index, (), (), FinishReason.LENGTH, num_cached_tokens)
     finished = finish_reason(request, token.token_id, index + 1, eos_token_ids)
     logprobs = (token.logprob,) if token.logprob is not None else ()
-    return TokenDelta(request.request_id, index, (token.token_id,), logprobs, finished)
+    return TokenDelta(request.request_id, index, (token.token_id,), logprobs, finished, num_cached_tokens)
 
 
 def group_by_gateway(deltas: list[tuple[str, TokenDelta]]) -> list[SendTo]:

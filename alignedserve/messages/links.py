@@ -54,6 +54,15 @@ from alignedserve.messages.pools import (
     PoolRegistered,
     RequestPooled,
 )
+from alignedserve.messages.prefixes import (
+    FindPrefix,
+    PrefixBlocksChanged,
+    PrefixBlocksReserved,
+    PrefixBlocksWritten,
+    PrefixFound,
+    PrefixReleased,
+    StorePrefixBlocks,
+)
 from alignedserve.messages.workers import (
     AttemptFailed,
     BlocksFetched,
@@ -87,6 +96,7 @@ RouterInbound = (
     | RequestStayed
     | WorkerLoad
     | IterationLogReport
+    | PrefixBlocksChanged
     | BlocksFetched
     | PoolRegistered
     | RequestPooled
@@ -111,6 +121,10 @@ PoolInbound = (
     | FormBatch
     | SetPredictedLength
     | DropRequest
+    | StorePrefixBlocks
+    | PrefixBlocksWritten
+    | FindPrefix
+    | PrefixReleased
     | RegistrationRefused
     | Ping
 )
@@ -145,6 +159,8 @@ DecodeWorkerInbound = (
     | ReservationRefused
     | BlocksTaken
     | MoveRequest
+    | PrefixBlocksReserved
+    | PrefixFound
     | PeersChanged
     | PeerNeeded
     | RegistrationRefused

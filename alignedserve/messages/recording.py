@@ -15,7 +15,8 @@ import xxhash
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import RecordingError
-from alignedserve.messages.events import Received
+from alignedserve.messages.events import Received, Send
+from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor
 
 VERSION = 3  # 3: policies decide otherwise, so recordings of before would not replay
@@ -78,6 +79,10 @@ def _plain_number(value: Any) -> Any:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
 
 
+def _tells_names(command: Any) -> bool:
+    return type(command) is Send and type(command.message) is PrefixBlocksChanged
+
+
 class Digester:
     """Encodes commands in a form that does not depend on tokens, and digests it."""
 
@@ -85,8 +90,12 @@ class Digester:
         self._without_tokens = Redactor(KeepLengths())
 
     def encode(self, commands: Sequence[Any]) -> bytes:
-        """Encode commands as MessagePack of (class, command) in order."""
-        return _ENCODER.encode([(type(command).__name__, self._without_tokens(command)) for command in commands])
+        """Encode commands as MessagePack of (class, command) in order, without names of blocks.
+
+        Which blocks are told of depends on their hashes, and these on the tokens.
+        """
+        kept = [command for command in commands if not _tells_names(command)]
+        return _ENCODER.encode([(type(command).__name__, self._without_tokens(command)) for command in kept])
 
     @staticmethod
     def digest(encoded: bytes) -> int:

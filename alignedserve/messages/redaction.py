@@ -1,7 +1,8 @@
 """Removes the tokens of prompts and answers from recorded events and commands.
 
-A logic uses token ids for three things only: their number, whether one ends an answer, and whether two attempts at a
-request generated the same. Redacted copies keep just that, so that the same decisions follow.
+A logic uses token ids for four things only: their number, whether one ends an answer, whether two attempts at a request
+generated the same, and where contexts that may share cached blocks stop being equal (token_chains.py). Redacted copies
+keep just that, so that the same decisions follow.
 """
 
 import dataclasses
@@ -12,47 +13,71 @@ from typing import Any, Protocol
 
 import msgspec
 
+from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SampledToken, TokenLogprob
 from alignedserve.messages.gateways import TokenDelta
+from alignedserve.messages.prefixes import HASH_BYTES, FindPrefix, PrefixBlock, PrefixFound, PrefixPart
+from alignedserve.messages.token_chains import TokenChains
 from alignedserve.messages.wire import Message
 
 _GENERATED = "generated_token_ids"
 _NO_LOGPROB = TokenLogprob(0, 0.0)
 _ONE_TOKEN = (0,)
 _HASHED_BYTES = 4
+_DIGEST_BYTES = 32
 _MAX_TOKEN = (1 << 31) - 1
+# Classes with tokens; those of blocks are packed.
+_HOLDERS = (Request, SampledToken, TokenLogprob, TokenDelta, PrefixBlock, PrefixPart, FindPrefix, PrefixFound)
 
 
 class RedactionPolicy(Protocol):
     """Replaces token ids."""
 
-    def observe(self, request: Request) -> None:
-        """Take note of a request whose tokens may follow."""
+    def prompt(self, request: Request) -> tuple[int, ...]:
+        """Return a replacement for the prompt of a request, whose other tokens may follow."""
 
-    def generated(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return a replacement for the tokens of an answer so far."""
+    def generated(self, request_id: RequestId | None, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return a replacement for the tokens of an answer so far; with an id, of the request whose prompt came last.
 
-    def sampled(self, token_id: int) -> int:
+        That prompt and these tokens are its whole context.
+        """
+
+    def sampled(self, request_id: RequestId, token_id: int) -> int:
         """Return a replacement for one new token."""
+
+    def packed(self, request_id: RequestId | None, blocks: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Return replacements for the packed tokens of consecutive blocks, of a request's context if there is an id."""
+
+    def hashes(self, hashes: bytes) -> bytes:
+        """Return a replacement for hashes of blocks, one after the other."""
 
 
 class KeepLengths:
     """Keeps the number of tokens and nothing else."""
 
-    def observe(self, request: Request) -> None:
+    def prompt(self, request: Request) -> tuple[int, ...]:
         """See RedactionPolicy."""
+        return (0,) * request.prompt_len
 
-    def generated(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def generated(self, request_id: RequestId | None, token_ids: Sequence[int]) -> tuple[int, ...]:
         """See RedactionPolicy."""
         return (0,) * len(token_ids)
 
-    def sampled(self, token_id: int) -> int:
+    def sampled(self, request_id: RequestId, token_id: int) -> int:
         """See RedactionPolicy."""
         return 0
 
+    def packed(self, request_id: RequestId | None, blocks: Sequence[bytes]) -> tuple[bytes, ...]:
+        """See RedactionPolicy."""
+        return tuple([bytes(len(tokens)) for tokens in blocks])
+
+    def hashes(self, hashes: bytes) -> bytes:
+        """See RedactionPolicy."""
+        return bytes(len(hashes))
+
 
 class KeepDecisions:
-    """Keeps what decisions depend on: tokens that end answers, and the equality of answers.
+    """Keeps what decisions depend on: tokens that end answers, and the equality of answers and of beginnings.
 
     `secret`: the key of the hashes; discard it, or answers could be guessed and compared.
     """
@@ -61,22 +86,47 @@ class KeepDecisions:
         self._kept = set(eos_token_ids)
         self._secret = secret
         self._other = -1  # in place of every other token: an id that no model has
+        self._chains = TokenChains(secret, eos_token_ids)  # of requests that may share cached blocks
 
-    def observe(self, request: Request) -> None:
+    def prompt(self, request: Request) -> tuple[int, ...]:
         """See RedactionPolicy. Tokens that end one answer are kept in all."""
+        if request.prefix_root:
+            return self._chains.begin(request)
         stops = request.sampling.stop_token_ids
         if stops:
             self._kept.update(stops)
             while self._other in self._kept:
                 self._other -= 1
+        return (0,) * request.prompt_len
 
-    def generated(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def generated(self, request_id: RequestId | None, token_ids: Sequence[int]) -> tuple[int, ...]:
         """See RedactionPolicy. Hashes each id with its position, as only the beginning of some answers is compared."""
+        chained = self._chains.extend(request_id, token_ids)
+        if chained is not None:
+            return chained
         return tuple(self._hashed(index, token_id) for index, token_id in enumerate(token_ids))
 
-    def sampled(self, token_id: int) -> int:
+    def sampled(self, request_id: RequestId, token_id: int) -> int:
         """See RedactionPolicy."""
+        chained = self._chains.sampled(request_id, token_id)
+        if chained is not None:
+            return chained
         return token_id if token_id in self._kept else self._other
+
+    def packed(self, request_id: RequestId | None, blocks: Sequence[bytes]) -> tuple[bytes, ...]:
+        """See RedactionPolicy. Equal blocks stay equal, and blocks of a request's context equal to its tokens."""
+        chained = self._chains.packed(request_id, blocks) if request_id is not None else None
+        return chained if chained is not None else tuple([self._digest_of(tokens) for tokens in blocks])
+
+    def hashes(self, hashes: bytes) -> bytes:
+        """See RedactionPolicy. Who has a block's hash and the one before it could try out what the block holds."""
+        parts = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        return b"".join([self._digest_of(part) for part in parts])
+
+    def _digest_of(self, content: bytes) -> bytes:
+        """Return a digest of the same length."""
+        digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES, key=self._secret).digest()
+        return (digest * (len(content) // _DIGEST_BYTES + 1))[: len(content)]
 
     def _hashed(self, index: int, token_id: int) -> int:
         place = index.to_bytes(8, "little") + token_id.to_bytes(8, "little", signed=True)
@@ -94,6 +144,10 @@ class Redactor:
             SampledToken: self._sampled,
             TokenLogprob: lambda _: _NO_LOGPROB,
             TokenDelta: self._delta,
+            PrefixBlock: self._prefix_block,
+            PrefixPart: self._prefix_part,
+            FindPrefix: self._find_prefix,
+            PrefixFound: self._prefix_found,
             tuple: self._all,
         }
 
@@ -118,7 +172,10 @@ class Redactor:
         part = getattr(value, name)
         if not is_redacted:
             return part
-        return self._policy.generated(part) if name == _GENERATED else self(part)
+        if name != _GENERATED:
+            return self(part)
+        request = getattr(value, "request", None)  # redacted before: it stands before the tokens
+        return self._policy.generated(request.request_id if request is not None else None, part)
 
     def _all(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Copy a tuple, whose values are all of one class, or hold no tokens."""
@@ -128,20 +185,35 @@ class Redactor:
         return tuple([copy(value) for value in values])
 
     def _request(self, request: Request) -> Request:
-        self._policy.observe(request)
+        prompt, root = self._policy.prompt(request), self._policy.hashes(request.prefix_root)
         sampling = request.sampling
         if sampling.logit_bias:
             sampling = dataclasses.replace(sampling, logit_bias=())
-        return dataclasses.replace(request, prompt_token_ids=(0,) * request.prompt_len, sampling=sampling)
+        return dataclasses.replace(request, prompt_token_ids=prompt, sampling=sampling, prefix_root=root)
 
     def _sampled(self, token: SampledToken) -> SampledToken:
         logprob = None if token.logprob is None else _NO_LOGPROB
-        return SampledToken(token.request_id, self._policy.sampled(token.token_id), logprob)
+        return SampledToken(token.request_id, self._policy.sampled(token.request_id, token.token_id), logprob)
 
     def _delta(self, delta: TokenDelta) -> TokenDelta:
         token_ids = _ONE_TOKEN if len(delta.token_ids) == 1 else (0,) * len(delta.token_ids)
         logprobs = (_NO_LOGPROB,) * len(delta.logprobs) if delta.logprobs else ()
-        return TokenDelta(delta.request_id, delta.first_index, token_ids, logprobs, delta.finish_reason)
+        ending = delta.finish_reason, delta.num_cached_tokens
+        return TokenDelta(delta.request_id, delta.first_index, token_ids, logprobs, *ending)
+
+    def _prefix_block(self, block: PrefixBlock) -> PrefixBlock:
+        (packed,) = self._policy.packed(None, (block.packed_tokens,))
+        return PrefixBlock(self._policy.hashes(block.block_hash), packed)
+
+    def _prefix_part(self, part: PrefixPart) -> PrefixPart:
+        return PrefixPart(part.num_before, self._policy.hashes(part.parent), self(part.blocks))
+
+    def _find_prefix(self, message: FindPrefix) -> FindPrefix:
+        return msgspec.structs.replace(message, hashes=self._policy.hashes(message.hashes))
+
+    def _prefix_found(self, message: PrefixFound) -> PrefixFound:
+        packed = self._policy.packed(message.request_id, message.packed_tokens)
+        return msgspec.structs.replace(message, packed_tokens=packed)
 
 
 def _itself(value: Any) -> Any:
@@ -166,7 +238,7 @@ def _reaches_tokens(annotation: Any, above: frozenset[type]) -> bool:
         return any(_reaches_tokens(argument, above) for argument in typing.get_args(annotation))
     if not isinstance(annotation, type) or annotation in above:
         return False
-    if annotation in (Request, SampledToken, TokenLogprob, TokenDelta, Message):
+    if annotation in (*_HOLDERS, Message):
         return True
     return any(
         name == _GENERATED or _reaches_tokens(_annotation(annotation, name), above | {annotation})

@@ -60,6 +60,7 @@ class PrefillRequest(Message, frozen=True):
     has_copy: bool = False  # the pool may keep a copy of an earlier attempt: send it FetchCopy first
     bypass_to: WorkerName | None = None  # urgent: offer it to this decode worker first, and to the pool only as a copy
     predicted_output_len: PredictedLen | None = None  # never above max_tokens; SetPredictedLength may replace it
+    prefix_pool: WorkerName | None = None  # of another node, which keeps more of its prefix than worker and own pool
 
 
 class SetPredictedLength(Message, frozen=True):
@@ -154,6 +155,10 @@ class WorkerLoad(Message, frozen=True):
     running: JoinedBatch | None = None  # None: no batch runs, or one of unaligned lengths
     lean: Share = 1.0  # of its time, what its decodes leave for prompts; told by workers that hand requests over
     prompt_tokens_per_s: Count = 0  # that it computes with all of its time; 0: not told
+    num_prefix_query_tokens: Count = 0  # of contexts that were looked up in the prefix cache, since it started
+    num_prefix_hit_tokens: Count = 0  # of those, taken from it
+    num_prefix_blocks: Count = 0  # cached now, those that requests use included
+    num_prefix_evictions: Count = 0  # blocks that left the cache for others, since it started
 
 
 class BlocksFetched(Message, frozen=True):

@@ -26,11 +26,11 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, RequestFinished
 from alignedserve.replay.component_replay import Decided
 from alignedserve.scheduling.policy import DeviceMemory
-from alignedserve.sim.engine import SimulatedEngine
+from alignedserve.sim.engine import SimulatedAnswer, SimulatedEngine
 from router.state import LengthPredicted
 
 _MATCHED = (PrefillRequest, PrefillCompleted, RequestFinished)  # messages that come once for each attempt
-_ENDLESS = 1 << 40
+_ENDLESS = SimulatedAnswer(1 << 40)
 _ANY_MEMORY = DeviceMemory(1, 1, 1, 0)  # copies to the host count in whole tokens
 
 
@@ -171,7 +171,7 @@ class ComponentObserver:
         self._name = name
         self._pool = pool
         self._recording_costs = _RecordingCosts()
-        self._engine = SimulatedEngine(self._recording_costs, _UnknownLengths(), _ANY_MEMORY, keeps_timeline=False)
+        self._engine = SimulatedEngine(self._recording_costs, _UnknownAnswers(), _ANY_MEMORY, keeps_timeline=False)
         self._started_s = 0.0
         self._begun_s: dict[object, float] = {}  # copies under way
 
@@ -237,8 +237,8 @@ class _RecordingCosts:
         return 0.0
 
 
-class _UnknownLengths(dict[RequestId, int]):
-    """Answer lengths, which are not needed here."""
+class _UnknownAnswers(dict[RequestId, SimulatedAnswer]):
+    """Answers, which are not needed here."""
 
-    def __missing__(self, request_id: RequestId) -> int:
+    def __missing__(self, request_id: RequestId) -> SimulatedAnswer:
         return _ENDLESS

@@ -1,11 +1,19 @@
 """Packs an iteration request by request and accounts for blocks, tokens, places and predicted time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest, WorkerView
+from alignedserve.scheduling.block_users import LeavingUsers
+from alignedserve.scheduling.policy import (
+    EvictionMode,
+    IterationPlan,
+    PlannedEviction,
+    PlannedShare,
+    ScheduledRequest,
+    WorkerView,
+)
 from alignedserve.scheduling.table import Bools, Ints
 from alignedserve.scheduling.table_operations import fitting_decodes
 
@@ -29,10 +37,10 @@ class Packer:
         self._num_blocks: _IntOf = table.num_blocks.item
         self._num_swapped: _IntOf = table.num_swapped.item
         self._is_hidden: _BoolOf = table.is_hidden.item
-        self._is_real_time: _BoolOf = table.is_real_time.item
         self._scheduled: dict[int, ScheduledRequest] = {}
         self._evictions: dict[int, PlannedEviction] = {}
         self._uploads: list[int] = []
+        self._leaving = LeavingUsers(view.held_blocks) if view.held_blocks else None
         self.num_free = view.memory.num_free  # blocks
         self.num_free_host = view.memory.num_free_host  # tokens
         self.num_tokens_left = view.limits.max_tokens
@@ -66,7 +74,6 @@ class Packer:
         wanted = self._memory.blocks_for(
             num_tokens + (0 if is_evicted else self._num_cached(row)),
             is_hidden=is_hidden or (self._is_hidden(row) and not is_evicted),
-            is_real_time=self._is_real_time(row),
         )
         return max(wanted - (0 if is_evicted else self._num_blocks(row)), 0)
 
@@ -127,7 +134,7 @@ class Packer:
         if self._is_hidden(row) and not is_evicted:
             return 0  # a hidden cache is not extended in parts
         num_cached, held = (0, 0) if is_evicted else (self._num_cached(row), self._num_blocks(row))
-        num_slots = self._memory.slots_in(held + self.num_free, is_real_time=self._is_real_time(row))
+        num_slots = self._memory.slots_in(held + self.num_free)
         return max(min(num_slots - num_cached, most), 0)
 
     def unchunked(self, row: int) -> int:
@@ -157,10 +164,18 @@ class Packer:
             self.num_free_host -= leaving
             self.work.swap_out_tokens += self._copied(row, leaving)
         self._evictions[row] = PlannedEviction(row, how, None if leaving == on_device else num_tokens)
-        kept = self._memory.blocks_for(
-            on_device - leaving, is_hidden=self._is_hidden(row), is_real_time=self._is_real_time(row)
-        )
-        self.num_free += self._num_blocks(row) - (kept if leaving < on_device else 0)
+        kept = self._memory.blocks_for(on_device - leaving, is_hidden=self._is_hidden(row))
+        self.num_free += self._freed(self._leaving, row, kept if leaving < on_device else 0)
+
+    def num_freed_by(self, rows: Iterable[int]) -> int:
+        """Return how many blocks would become free if these requests were dropped as well, one after the other."""
+        trial = self._leaving.copy() if self._leaving is not None else None
+        return sum(self._freed(trial, row, 0) for row in rows)
+
+    def _freed(self, leaving: LeavingUsers | None, row: int, num_kept: int) -> int:
+        """Return the blocks that a request frees as it leaves all but its first ones."""
+        num_left = self._num_blocks(row) - num_kept
+        return num_left if leaving is None else num_left - leaving.leave(self._view.table.request_ids[row], num_kept)
 
     def upload(self, row: int) -> bool:
         """Swap in what this request has on the host, without computing; return False if blocks are lacking."""
@@ -178,7 +193,7 @@ class Packer:
     def withdraw(self, row: int) -> int:
         """Remove a scheduled request from the plan; return its tokens."""
         part = self._scheduled.pop(row)
-        self.num_free += self.blocks_needed(row, part.num_tokens, is_hidden=part.is_hidden)
+        self.num_free += self._taken_by(part)
         self.num_tokens_left += part.num_tokens
         self.num_places_left += 1
         withdrawn = IterationWork()
@@ -188,16 +203,24 @@ class Packer:
             self.work.max_decode_context_len = self._longest_decode()
         return part.num_tokens
 
+    def _taken_by(self, part: ScheduledRequest) -> int:
+        """Return the free blocks that a scheduled request, just withdrawn, had taken."""
+        return self.blocks_needed(part.row, part.num_tokens, is_hidden=part.is_hidden)
+
     def predicted_s(self) -> float:
         """Return the predicted seconds of the iteration as packed so far."""
         return self._view.costs.iteration_s(self.work)
 
     def plan(self) -> IterationPlan:
         """Return the finished plan."""
-        scheduled, work = tuple(self._scheduled.values()), self.work
+        scheduled, work, shares = tuple(self._scheduled.values()), self.work, self._shares()
         if self._evictions or self._uploads or work.swap_in_tokens or work.swap_out_tokens:
-            return IterationPlan(scheduled, tuple(self._evictions.values()), tuple(self._uploads))
-        return IterationPlan(scheduled, work=work)
+            return IterationPlan(scheduled, tuple(self._evictions.values()), tuple(self._uploads), shares)
+        return IterationPlan(scheduled, shares=shares, work=work)
+
+    def _shares(self) -> tuple[PlannedShare, ...]:
+        """Return the blocks that scheduled requests take a share in."""
+        return ()
 
     def _copied(self, row: int, num_tokens: int) -> float:
         return self._memory.copy_tokens(num_tokens, is_hidden=self._is_hidden(row)) if num_tokens else 0

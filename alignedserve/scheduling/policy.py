@@ -12,6 +12,8 @@ import numpy as np
 
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.block_users import HeldBlocks, num_shared
+from alignedserve.scheduling.shared_blocks import SharedBlocks
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
 
 
@@ -56,18 +58,27 @@ class ScheduledRequest(NamedTuple):
     is_hidden: bool = False  # begin a hidden cache (with no cache yet, or after a PlannedEviction of this plan)
 
 
+class PlannedShare(NamedTuple):
+    """Part of a plan: a scheduled request takes the last block of one of the other class as the last of its own."""
+
+    row: int
+    partner: int  # its row; neither shares a block yet
+
+
 @dataclass(frozen=True, slots=True)
 class IterationPlan:
     """A policy's answer: evictions, then scheduled requests get their cache back from the host, then the pass.
 
     Uploaded requests get their cache back from the host as well, but compute nothing yet. `DeviceMemory.blocks_needed`
-    of the scheduled requests is within the free blocks and those that the evictions free. No row is both scheduled and
+    of the scheduled requests is within the free blocks and those that the evictions free (`SharingPacker.blocks_needed`
+    where blocks are shared: once all have computed, the slots of no pair may meet). No row is both scheduled and
     evicted, except to change the kind of its cache. With an empty plan the worker is idle until the next event.
     """
 
     scheduled: tuple[ScheduledRequest, ...] = ()
     evictions: tuple[PlannedEviction, ...] = ()
     uploads: tuple[int, ...] = ()  # rows neither scheduled nor evicted; only beside scheduled ones
+    shares: tuple[PlannedShare, ...] = ()  # blocks fewer for as many of the scheduled ones
     work: IterationWork | None = field(default=None, compare=False)  # of the scheduled ones, where it is added up
 
 
@@ -80,7 +91,7 @@ class DeviceMemory:
     block_size: int  # token slots per block
     num_free_host: int = 0  # tokens, as stored on the host, that still fit there; 0: no swapping
     hidden_ratio: float | None = None  # bytes of a hidden cache by bytes of keys and values; None: cannot be had
-    has_shared_blocks: bool = False
+    has_shared_blocks: bool = False  # two requests may share a block (scheduling/shared_blocks.py)
     swap_width: float = 1.0  # bytes of a token on the host by its bytes on the device; below 1: int8
 
     def with_free(self, num_free: int, num_free_host: int) -> "DeviceMemory":
@@ -100,43 +111,33 @@ class DeviceMemory:
         assert not is_hidden or self.hidden_ratio is not None, "a hidden cache where there is none"
         return num_tokens * self.swap_width * ((self.hidden_ratio or 1.0) if is_hidden else 1.0)
 
-    def blocks_for(self, num_tokens: int, *, is_hidden: bool = False, is_real_time: bool = True) -> int:
-        """Return the blocks that hold a cache of this many tokens.
-
-        With shared blocks the last, partly filled block of a best-effort request is filled up by a real-time one from
-        the other end, and counted there (BROS, section 5.1).
-        """
+    def blocks_for(self, num_tokens: int, *, is_hidden: bool = False) -> int:
+        """Return the blocks that hold a cache of this many tokens."""
         slots = num_tokens
         if is_hidden:
             assert self.hidden_ratio is not None, "a hidden cache where there is none"
             slots = int(-(-num_tokens * self.hidden_ratio // 1))
-        if self.has_shared_blocks and not is_real_time:
-            return slots // self.block_size
         return -(-slots // self.block_size)
 
-    def slots_in(self, num_blocks: int, *, is_real_time: bool = True) -> int:
+    def slots_in(self, num_blocks: int) -> int:
         """Return the most tokens whose keys and values these blocks hold: the inverse of `blocks_for`."""
-        if self.has_shared_blocks and not is_real_time:
-            return (num_blocks + 1) * self.block_size - 1
         return num_blocks * self.block_size
 
-    def blocks_for_each(self, num_tokens: Ints, *, is_hidden: Bools, is_real_time: Bools) -> Ints:
+    def blocks_for_each(self, num_tokens: Ints, *, is_hidden: Bools) -> Ints:
         """Return `blocks_for` of many caches at once."""
         slots = num_tokens
         if is_hidden.any():
             assert self.hidden_ratio is not None, "a hidden cache where there is none"
             slots = np.where(is_hidden, np.ceil(num_tokens * self.hidden_ratio).astype(np.int64), num_tokens)
         whole: Ints = -(-slots // self.block_size)
-        return np.where(is_real_time, whole, slots // self.block_size) if self.has_shared_blocks else whole
+        return whole
 
     def blocks_needed(self, table: RequestTable, part: ScheduledRequest, *, is_evicted: bool = False) -> int:
         """Return the free blocks for the tokens that a request computes and for its cache on the host."""
         row = part.row
         num_cached = 0 if is_evicted else int(table.num_cached[row])
         is_hidden = part.is_hidden or (bool(table.is_hidden[row]) and not is_evicted)
-        wanted = self.blocks_for(
-            num_cached + part.num_tokens, is_hidden=is_hidden, is_real_time=bool(table.is_real_time[row])
-        )
+        wanted = self.blocks_for(num_cached + part.num_tokens, is_hidden=is_hidden)
         held = 0 if is_evicted else int(table.num_blocks[row])
         return max(wanted - held, 0)
 
@@ -183,6 +184,17 @@ class WorkerView:
     costs: CostModel
     now: float
     can_evict: bool = True  # False on prefill and decode workers: each request holds its blocks
+    shared_blocks: SharedBlocks | None = None  # None: there are none
+    held_blocks: HeldBlocks | None = None  # of requests that may share some; None: none does
+
+    def own_blocks(self, rows: Ints) -> Ints:
+        """Return the blocks that each of these rows, if it alone left, would free: those that no other uses."""
+        num_blocks: Ints = self.table.num_blocks[rows]
+        if not self.held_blocks:
+            return num_blocks
+        held, request_ids = self.held_blocks, self.table.request_ids
+        shared = [num_shared(held.get(request_ids[row], ())) for row in rows.tolist()]
+        return num_blocks - np.array(shared, np.int64)
 
 
 class IterationPolicy(Protocol):

@@ -119,15 +119,15 @@ class PriorityPacking:
 
     def _displace(self, candidates: list[int], missing: int) -> bool:
         """Evict from the end of `candidates` until enough blocks are free; none if all of them are too few."""
-        num_blocks = self._view.table.num_blocks
-        if missing > 0 and (not self._view.can_evict or int(num_blocks[candidates].sum()) < missing):
+        packer = self._packer
+        if missing > 0 and (not self._view.can_evict or packer.num_freed_by(candidates) < missing):
             return False
         how = EvictionMode.SWAP if self._preemption is Preemption.SWAP else EvictionMode.DROP
         while missing > 0:
-            row = candidates.pop()
-            self._packer.evict(row, how)
+            row, num_free = candidates.pop(), packer.num_free
+            packer.evict(row, how)
             self._evicted.add(row)
-            missing -= int(num_blocks[row])
+            missing -= packer.num_free - num_free
         return True
 
     def _copy_ahead(self) -> None:

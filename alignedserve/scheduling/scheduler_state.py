@@ -12,6 +12,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.costmodel.model import CostModel, LearningCostModel
 from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.block_users import HeldBlocks
 from alignedserve.scheduling.policy import (
     DeviceMemory,
     EvictionMode,
@@ -20,9 +21,11 @@ from alignedserve.scheduling.policy import (
     IterationPlan,
     IterationPolicy,
     PlannedEviction,
+    PlannedShare,
     ScheduledRequest,
     WorkerView,
 )
+from alignedserve.scheduling.shared_blocks import SharedBlocks
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
 from alignedserve.scheduling.table_operations import growing_rows, note_completed, note_decodes
 
@@ -30,8 +33,9 @@ from alignedserve.scheduling.table_operations import growing_rows, note_complete
 class EvictionResult(NamedTuple):
     """Blocks and tokens that an eviction moved."""
 
-    num_blocks: int  # freed, the last ones of the request
+    num_blocks: int  # that it leaves, its last ones
     num_swapped: int  # tokens copied to the host
+    is_last_shared: bool = False  # the last of those blocks is another's as well, and so not free
 
 
 class AllocationResult(NamedTuple):
@@ -39,6 +43,8 @@ class AllocationResult(NamedTuple):
 
     num_blocks: int  # allocated, after those that the request has
     num_swapped: int  # tokens swapped in from the host
+    joined: RequestId | None = None  # its last block is this one's last as well, after those allocated
+    num_moved: int = 0  # tokens in the block that it shared, which is the other's now: the first allocated replaces it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +70,27 @@ class SchedulerState:
     def __init__(self, memory: DeviceMemory) -> None:
         """`memory`: empty."""
         self.table = RequestTable()
+        self.shared = SharedBlocks(self.table, memory.block_size)
         self.history = IterationHistory()
+        self.held_blocks: HeldBlocks | None = None  # where requests may share some
         self._memory = self._seen = memory
         self.num_free = memory.num_free
         self.num_free_host = memory.num_free_host
         self.work = IterationWork()  # of the iteration in flight, like these; no row is removed meanwhile
         self._rows: Ints = np.zeros(0, np.int64)
         self._num_tokens: Ints = np.zeros(0, np.int64)
+        self._tokens_of: dict[int, int] = {}  # tokens that rows compute in it, where blocks are shared
+        self._joins: dict[int, RequestId] = {}  # rows that are to take a share of the last block of another
 
     def view(self, *, limits: IterationLimits, costs: CostModel, now: float) -> WorkerView:
         """Build the policy's view."""
         memory = self._seen
         if memory.num_free != self.num_free or memory.num_free_host != self.num_free_host:
             self._seen = memory = memory.with_free(self.num_free, self.num_free_host)
-        return WorkerView(self.table, memory, limits, self.history, costs, now)
+        shared = self.shared if memory.has_shared_blocks else None
+        return WorkerView(
+            *(self.table, memory, limits, self.history, costs, now), shared_blocks=shared, held_blocks=self.held_blocks
+        )
 
     def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> None:
         """Add a request without any cache."""
@@ -88,19 +101,45 @@ class SchedulerState:
         self.table.predicted_len[self.table.row(request_id)] = max(predicted_len, 1.0)
 
     def remove(self, request_id: RequestId) -> int:
-        """Remove a request that has ended; return the blocks that it held."""
+        """Remove a request that has ended; return the blocks that are free now."""
         row = self.table.row(request_id)
-        num_blocks = int(self.table.num_blocks[row])
+        num_blocks = int(self.table.num_blocks[row]) - (self.shared.part(request_id) is not None)
         self.num_free += num_blocks
         self.num_free_host += int(self.table.num_swapped[row])
         self.table.remove(request_id)
         return num_blocks
+
+    # --- blocks that requests share
+
+    def foresee(self, request_id: RequestId, num_cached: int) -> None:
+        """Set the tokens that a request without blocks will find cached when it enters, as things are."""
+        row = self.table.row(request_id)
+        assert not self.table.num_blocks[row], "foresees what a request has"
+        self.table.num_cached[row] = num_cached
+
+    def share(self, row: int, num_blocks: int) -> None:
+        """Give a request the blocks of the tokens that were foreseen; `settle` follows."""
+        assert not self.table.num_blocks[row], "shares blocks in place of its own"
+        self.table.num_blocks[row] = num_blocks
+
+    def filling_rows(self) -> list[int]:
+        """Return the rows that filled a block in the iteration that has just been completed."""
+        num_cached, size = self.table.num_cached[self._rows], self._memory.block_size
+        filling: list[int] = self._rows[num_cached // size > (num_cached - self._num_tokens) // size].tolist()
+        return filling
+
+    def settle(self, num_free: int) -> None:
+        """Set the number of free blocks, where requests share some: what each holds does not add up."""
+        self.num_free = num_free
 
     def begin(self, plan: IterationPlan) -> None:
         """Note the iteration that begins; call it before any part of its plan is applied."""
         self._rows = np.array([part.row for part in plan.scheduled], np.int64)
         self._num_tokens = np.array([part.num_tokens for part in plan.scheduled], np.int64)
         self.work = plan.work if plan.work is not None else work_of(self.table, plan, self._memory)
+        if self._memory.has_shared_blocks:
+            self._tokens_of = {part.row: part.num_tokens for part in plan.scheduled}
+            self._joins = {part.row: self.table.request_ids[part.partner] for part in plan.shares}
 
     # --- requests that move between workers
 
@@ -113,6 +152,7 @@ class SchedulerState:
         """Remove a request whose cache is on the device; its blocks stay held."""
         table, row = self.table, self.table.row(request_id)
         assert not table.num_swapped[row], "part of its cache is on the host"
+        assert self.shared.partner(request_id) is None, "its last block is another's as well"
         values = {name: getattr(table, name)[row].item() for name in _MOVED}
         table.remove(request_id)
         return Progress(**values)
@@ -156,18 +196,30 @@ class SchedulerState:
             left = EvictionResult(int(table.num_blocks[row]) - kept, leaving)
             table.num_swapped[row] += leaving
             self.num_free_host -= leaving
-        self.num_free += left.num_blocks
+        if left.num_blocks and self.shared.part(table.request_ids[row]) is not None:
+            left = left._replace(is_last_shared=True)
+        self.num_free += left.num_blocks - left.is_last_shared
         table.num_blocks[row] -= left.num_blocks
         table.num_preemptions[row] += 1
         table.waits_since_s[row] = now
         return left
 
+    def share_last_block(self, part: PlannedShare) -> None:
+        """Let two requests share the last block of one of them; after evictions, before any request enters."""
+        request_ids = self.table.request_ids
+        self.shared.share(request_ids[part.row], request_ids[part.partner])
+
     def grows(self) -> list[bool]:
-        """Return which requests of the iteration take blocks or come back from the host, in order; after evictions.
+        """Return which requests of the iteration may take blocks or come back from the host, in order; after evictions
+        and shares.
 
         For all others `enter` changes nothing.
         """
-        return growing_rows(self.table, self._memory, self._rows, self._num_tokens)
+        grows = growing_rows(self.table, self._memory, self._rows, self._num_tokens)
+        if self.shared:
+            sharing = self.shared.partner_rows()
+            return [grown or row in sharing for row, grown in zip(self._rows.tolist(), grows, strict=True)]
+        return grows
 
     def enter(self, part: ScheduledRequest) -> AllocationResult:
         """Allocate blocks for the tokens that the request computes and for its cache on the host."""
@@ -176,33 +228,55 @@ class SchedulerState:
         assert not part.is_hidden or not table.num_cached[row], "a cache changes its kind without being dropped"
         table.is_hidden[row] |= part.is_hidden
         wanted = self._blocks_for(row, int(table.num_cached[row]) + part.num_tokens)
+        num_moved = self._leave_shared(row, part.num_tokens)
         num_blocks = max(wanted - int(table.num_blocks[row]), 0)
-        return self._bring_in(row, num_blocks)
+        return self._bring_in(row, num_blocks, num_moved)
 
     def upload(self, row: int) -> AllocationResult:
         """Allocate blocks for the request's cache on the host, though it computes nothing yet."""
         wanted = self._blocks_for(row, int(self.table.num_cached[row]))
-        return self._bring_in(row, max(wanted - int(self.table.num_blocks[row]), 0))
+        num_moved = self._leave_shared(row, 0)
+        return self._bring_in(row, max(wanted - int(self.table.num_blocks[row]), 0), num_moved)
 
     def completed(self, *, now: float, duration_s: float) -> Bools:
         """Note its end; return which of its requests computed all that was left, and so sampled a token."""
         self.history.note(duration_s)
         return note_completed(self.table, self._rows, self._num_tokens, now=now, duration_s=duration_s)
 
-    def _bring_in(self, row: int, num_blocks: int) -> AllocationResult:
-        assert num_blocks <= self.num_free, "a plan that does not fit"
-        table, entered = self.table, AllocationResult(num_blocks, int(self.table.num_swapped[row]))
-        self.num_free -= num_blocks
+    def _bring_in(self, row: int, num_blocks: int, num_moved: int) -> AllocationResult:
+        joined = self._joins.pop(row, None)
+        num_new = num_blocks - (joined is not None)
+        assert 0 <= num_new <= self.num_free, "a plan that does not fit"
+        table, entered = self.table, AllocationResult(num_new, int(self.table.num_swapped[row]), joined, num_moved)
+        self.num_free -= num_new
         self.num_free_host += entered.num_swapped
         table.num_blocks[row] += num_blocks
         table.num_swapped[row] = 0
         return entered
 
+    def _leave_shared(self, row: int, num_tokens: int) -> int:
+        """Take a best-effort request that has no room beside its partner out of the block that it shares; return the
+        tokens that it has there, which move to a block of its own."""
+        table, block_size = self.table, self._memory.block_size
+        request_id = table.request_ids[row]
+        other = self.shared.partner(request_id)
+        if other is None or table.is_real_time[row] or row in self._joins:
+            return 0
+        beside = table.row(other)
+        slots = self.shared.used_slots(beside, self._tokens_of.get(beside, 0))
+        num_used = self.shared.used_slots(row)
+        in_block = num_used + int(table.num_swapped[row]) + num_tokens
+        if in_block <= block_size - slots:
+            return 0
+        self.shared.part(request_id)
+        table.num_blocks[row] -= 1
+        self.work.swap_out_tokens += self._memory.copy_tokens(num_used)
+        self.work.swap_in_tokens += self._memory.copy_tokens(num_used)
+        return num_used
+
     def _blocks_for(self, row: int, num_tokens: int) -> int:
         table = self.table
-        return self._memory.blocks_for(
-            num_tokens, is_hidden=bool(table.is_hidden[row]), is_real_time=bool(table.is_real_time[row])
-        )
+        return self._memory.blocks_for(num_tokens, is_hidden=bool(table.is_hidden[row]))
 
 
 class PromptCapacity(NamedTuple):

@@ -35,9 +35,7 @@ def fitting_decodes(
         return native.fitting_decodes(
             table.columns, len(table), rows, at_most=at_most, num_free=num_free, sizes=_sizes(memory)
         )
-    wanted = memory.blocks_for_each(
-        table.num_cached[rows] + 1, is_hidden=table.is_hidden[rows], is_real_time=table.is_real_time[rows]
-    )
+    wanted = memory.blocks_for_each(table.num_cached[rows] + 1, is_hidden=table.is_hidden[rows])
     taken = np.cumsum(np.maximum(wanted - table.num_blocks[rows], 0))
     count = max(min(int(np.searchsorted(taken, num_free, side="right")), at_most), 0)
     num_blocks = int(taken[count - 1]) if count else 0
@@ -51,9 +49,7 @@ def growing_rows(table: RequestTable, memory: DeviceMemory, rows: Ints, num_toke
         assert grows is not None, "computes tokens that are not known yet"
         return grows
     assert (num_tokens <= table.num_remaining[rows]).all(), "computes tokens that are not known yet"
-    wanted = memory.blocks_for_each(
-        table.num_cached[rows] + num_tokens, is_hidden=table.is_hidden[rows], is_real_time=table.is_real_time[rows]
-    )
+    wanted = memory.blocks_for_each(table.num_cached[rows] + num_tokens, is_hidden=table.is_hidden[rows])
     has_grown: Bools = (wanted > table.num_blocks[rows]) | (table.num_swapped[rows] > 0)
     grown: list[bool] = has_grown.tolist()
     return grown
@@ -77,4 +73,4 @@ def note_completed(table: RequestTable, rows: Ints, num_tokens: Ints, *, now: fl
 
 
 def _sizes(memory: DeviceMemory) -> BlockSizes:
-    return BlockSizes(memory.block_size, memory.hidden_ratio or 0.0, memory.has_shared_blocks)
+    return BlockSizes(memory.block_size, memory.hidden_ratio or 0.0)

@@ -165,5 +165,5 @@ class SimConfig:
 
     @property
     def can_move(self) -> bool:
-        """True if such workers hand requests over as well; one whose blocks are shared with another cannot move."""
-        return self.cluster.chosen_topology is Topology.ELASTIC and not self.mechanisms.has_shared_blocks
+        """True if such workers hand requests over as well."""
+        return self.cluster.chosen_topology is Topology.ELASTIC

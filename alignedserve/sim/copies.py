@@ -47,11 +47,17 @@ class SimulatedArena:
                 return False
         return True
 
-    def write(self, block_ids: Sequence[BlockId], generation: int) -> tuple[BlockRun, ...] | None:
-        """Write blocks; return the runs written, or None if the blocks no longer belong to the writer."""
+    def write(
+        self, block_ids: Sequence[BlockId], generation: int, *, is_by_block: bool = False
+    ) -> tuple[BlockRun, ...] | None:
+        """Write blocks; return the runs written (`is_by_block`: of one block each).
+
+        None: the blocks no longer belong to the writer.
+        """
         if self._stamps_on_write:
             self.stamp(block_ids, generation)
-        runs = tuple(BlockRun(first, count, _NOT_SUMMED) for first, count in contiguous_runs(block_ids))
+        written = [(block_id, 1) for block_id in block_ids] if is_by_block else contiguous_runs(block_ids)
+        runs = tuple(BlockRun(first, count, _NOT_SUMMED) for first, count in written)
         return runs if self.holds(BlockCopy(generation, 0, runs)) else None
 
 
@@ -116,7 +122,10 @@ class SimulatedCopier:
     def offloaded(self, command: OffloadBlocks) -> BlocksOffloaded:
         """Return the outcome of a complete offload."""
         arena = self.arenas.get(command.target)
-        runs = arena.write(command.target_block_ids, command.generation) if arena is not None else None
+        if arena is None:
+            return BlocksOffloaded(command, None)
+        is_by_block = command.num_before is not None
+        runs = arena.write(command.target_block_ids, command.generation, is_by_block=is_by_block)
         return BlocksOffloaded(command, runs)
 
     def relayed(self, command: RelayBlocks) -> BlocksRelayed:

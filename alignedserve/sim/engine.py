@@ -18,6 +18,13 @@ EOS = 0
 TOKEN = 1  # every other one
 
 
+class SimulatedAnswer(NamedTuple):
+    """Answer of the simulated model: a number of tokens, the last of which stops it."""
+
+    num_tokens: int
+    token_id: int = TOKEN  # every one but the last
+
+
 class SimulatedIteration(NamedTuple):
     """Duration and tokens of an iteration that begins now."""
 
@@ -40,13 +47,13 @@ class _Sequence:
 
     __slots__ = ("is_hidden", "num_blocks", "num_computed", "num_left", "num_tokens", "token")
 
-    def __init__(self, addition: Addition, output_len: int) -> None:
+    def __init__(self, addition: Addition, answer: SimulatedAnswer) -> None:
         self.num_tokens = addition.request.prompt_len + len(addition.generated_token_ids)
         self.num_computed = addition.num_cached
-        self.num_left = output_len - len(addition.generated_token_ids)  # tokens of its answer still to come
+        self.num_left = answer.num_tokens - len(addition.generated_token_ids)  # tokens of its answer still to come
         self.num_blocks = len(addition.block_ids)
         self.is_hidden = addition.is_hidden
-        self.token = SampledToken(addition.request.request_id, TOKEN)  # every token but the last
+        self.token = SampledToken(addition.request.request_id, answer.token_id)  # every token but the last
 
 
 class _SteadyIteration:
@@ -87,12 +94,12 @@ class _SteadyIteration:
 
 
 class SimulatedEngine:
-    """One worker's sequences. `output_lens`: of every possible request, by id. `memory`: gives the width of copies."""
+    """One worker's sequences. `answers`: to every possible request, by id. `memory`: gives the width of copies."""
 
     def __init__(
         self,
         costs: CostModel,
-        output_lens: Mapping[RequestId, int],
+        answers: Mapping[RequestId, SimulatedAnswer],
         memory: DeviceMemory,
         *,
         keeps_timeline: bool,
@@ -103,7 +110,7 @@ class SimulatedEngine:
             set()
         )  # requests with part of their cache there; membership only, as in the next
         self._hidden: set[RequestId] = set()  # requests with a hidden cache, in the engine or on the host
-        self._output_lens = output_lens
+        self._answers = answers
         self._sequences: dict[RequestId, _Sequence] = {}
         self._latest = _SteadyIteration((), IterationWork(), (), 0)
         self._timeline = _Timeline() if keeps_timeline else None
@@ -174,7 +181,7 @@ class SimulatedEngine:
         for addition in command.additions:
             request_id = addition.request.request_id
             assert request_id not in self._sequences, "added twice"
-            self._sequences[request_id] = _Sequence(addition, self._output_lens[request_id])
+            self._sequences[request_id] = _Sequence(addition, self._answers[request_id])
             self._num_blocks += len(addition.block_ids)
             (self._hidden.add if addition.is_hidden else self._hidden.discard)(request_id)
 

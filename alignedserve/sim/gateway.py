@@ -19,8 +19,9 @@ from alignedserve.messages.gateways import (
 )
 from alignedserve.messages.handshake import Role
 from alignedserve.sim.components import Network
-from alignedserve.sim.engine import TOKEN
+from alignedserve.sim.engine import SimulatedAnswer
 from alignedserve.sim.event_queue import EventQueue
+from alignedserve.sim.prompts import SimulatedTexts
 from alignedserve.sim.records import Ending, GapSample, OpenRequest, RequestRecord
 from alignedserve.sim.routers import RouterChoice
 from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
@@ -37,26 +38,6 @@ class _SentRequest(OpenRequest):
     router: str
 
 
-class _Prompts:
-    """Shares one tuple among all open prompts of one length."""
-
-    def __init__(self) -> None:
-        self._of_length: dict[int, tuple[int, ...]] = {}
-        self._num_users: dict[int, int] = {}
-
-    def borrow(self, length: int) -> tuple[int, ...]:
-        self._num_users[length] = self._num_users.get(length, 0) + 1
-        prompt = self._of_length.get(length)
-        if prompt is None:
-            prompt = self._of_length[length] = (TOKEN,) * length
-        return prompt
-
-    def give_back(self, length: int) -> None:
-        self._num_users[length] -= 1
-        if not self._num_users[length]:
-            del self._of_length[length], self._num_users[length]
-
-
 class SimulatedGateway:
     """Sends requests and receives tokens. `on_idle` is called when all requests are sent and have ended."""
 
@@ -67,6 +48,7 @@ class SimulatedGateway:
         network: Network,
         routers: RouterChoice,
         *,
+        texts: SimulatedTexts,
         max_context_len: int,
         on_idle: Callable[[], None],
     ) -> None:
@@ -84,8 +66,8 @@ class SimulatedGateway:
         self._has_begun_all = False  # of the open loops
         self.loaded_tokens_per_s: dict[str, float] = {}  # by class; empty before the end of sending, or without one
         self._open: dict[RequestId, _SentRequest] = {}
-        self._prompts = _Prompts()
-        self.output_lens: dict[RequestId, int] = {}  # of open requests
+        self._texts = texts
+        self.answers: dict[RequestId, SimulatedAnswer] = {}  # to open requests
         self.gaps: dict[str, GapSample] = {}  # by class
         self.records: list[RequestRecord] = []
         self.statuses: dict[str, ClusterStatus] = {}  # the latest of each router
@@ -133,6 +115,8 @@ class SimulatedGateway:
                 self.num_repeated += 1
                 continue
             assert delta.first_index == len(sent.token_times_s), "a token that is not the next"
+            if not sent.token_times_s:
+                sent.num_cached_tokens = delta.num_cached_tokens
             sent.token_times_s.append(time_s)
             if delta.finish_reason is not None:
                 self._end(delta.request_id, Ending.COMPLETED, time_s)
@@ -175,21 +159,22 @@ class SimulatedGateway:
         now = self._event_queue.now
         request = Request(
             request_id,
-            self._prompts.borrow(timed.prompt_len),
+            self._texts.prompt(timed),
             SamplingParams(max_tokens=self._limit(timed)),
             GATEWAY,
             now,
             timed.request_class,
             timed.slo,
             timed.priority,
+            prefix_root=self._texts.root(timed),
         )
         router = self._routers.choose(request_id)
         self._open[request_id] = _SentRequest(self._num_sent, timed, now, array("d"), request, router)
         self.max_open = max(self.max_open, len(self._open))
-        self.output_lens[request_id] = timed.output_len
+        self.answers[request_id] = self._texts.answer(timed)
         self._num_sent += 1
         self._num_to_come -= 1
-        self._submit(self._open[request_id], SubmitRequest(request))
+        self._submit(self._open[request_id], SubmitRequest(request, self._texts.block_names(request)))
 
     def _limit(self, timed: TimedRequest) -> int:
         """Return the client's limit; where it sets none, what its prompt leaves of the context."""
@@ -209,8 +194,11 @@ class SimulatedGateway:
     def _resume(self, request_ids: Sequence[RequestId]) -> None:
         """Ask the requests' routers to go on after the tokens that have come."""
         for under_way in [self._open[request_id] for request_id in request_ids if request_id in self._open]:
-            tokens = (TOKEN,) * len(under_way.token_times_s)
-            self._submit(under_way, ResumeRequest(under_way.request, tokens))
+            request = under_way.request
+            tokens = (self.answers[request.request_id].token_id,) * len(under_way.token_times_s)
+            self._submit(
+                under_way, ResumeRequest(request, tokens, block_names=self._texts.block_names(request, tokens))
+            )
 
     # --- ends
 
@@ -224,20 +212,24 @@ class SimulatedGateway:
         self.loaded_tokens_per_s = {name: number / seconds for name, number in num_tokens.items()}
 
     def _end(self, request_id: RequestId, ending: Ending, time_s: float) -> None:
-        class_name = self._close(request_id, ending, time_s)
-        self._plan_all(self._loops.next_after(class_name, time_s - self._origin_s))
+        timed = self._close(request_id, ending, time_s)
+        finished_s = time_s - self._origin_s
+        if ending is Ending.COMPLETED:
+            self._plan_all(self._loops.after(timed, finished_s))
+        else:
+            self._plan_all(self._loops.next_after(timed.class_name, finished_s))
         self._note_idle()
 
     def _note_idle(self) -> None:
         if not (self._open or self._num_to_come):
             self._on_idle()
 
-    def _close(self, request_id: RequestId, ending: Ending, time_s: float) -> str:
-        """Record how the request ended; return its class."""
+    def _close(self, request_id: RequestId, ending: Ending, time_s: float) -> TimedRequest:
+        """Record how the request ended; return it."""
         under_way = self._open.pop(request_id)
-        del self.output_lens[request_id]
+        del self.answers[request_id]
         timed = under_way.timed
-        self._prompts.give_back(timed.prompt_len)
+        self._texts.give_back(timed)
         gaps = self.gaps.setdefault(timed.class_name, GapSample())
         self.records.append(under_way.close(ending, time_s, gaps))
-        return timed.class_name
+        return timed

@@ -9,11 +9,16 @@ import msgspec
 from alignedserve.config.sections import ClusterConfig, SchedulingConfig, Topology
 from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.scheduling.factory import resolve_policy
-from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms
+from alignedserve.scheduling.policies import (
+    policy_entry,
+    require_policy,
+    wanted_mechanisms,
+    wants_shared_blocks,
+)
 from alignedserve.scheduling.policy import Mechanism
 from alignedserve.sim.cluster_hardware import ClusterHardware, simulated_as_profiled, simulated_on
 from alignedserve.sim.config import SimConfig, SimMechanisms
-from alignedserve.workload.requests import RequestSource, TimedRequest, Workload
+from alignedserve.workload.requests import RequestSource, TimedRequest, Workload, in_every_turn
 
 
 def with_policy(
@@ -47,22 +52,26 @@ def simulated_policy(cluster_hardware: ClusterHardware | MachineProfile, cluster
         swap_space_bytes=cluster.decode.swap_space_bytes if Mechanism.SWAP in wanted else 0,
         swap_format="int8" if Mechanism.INT8_SWAP in wanted else cluster.decode.swap_format,
     )
-    config = replace(
-        config,
-        cluster=changed(config.cluster, decode=decode),
-        mechanisms=mechanisms_for(scheduling, hidden_ratio=shape.hidden_ratio),
+    mechanisms = mechanisms_for(
+        scheduling,
+        hidden_ratio=shape.hidden_ratio,
+        can_move=cluster.chosen_topology is not Topology.COLOCATED,
+        has_int8_swaps=decode.has_int8_swaps,
     )
+    config = replace(config, cluster=changed(config.cluster, decode=decode), mechanisms=mechanisms)
     require_policy(scheduling, cluster.chosen_topology, config.available | {Mechanism.KNOWN_LENGTHS})
     return config
 
 
-def mechanisms_for(scheduling: SchedulingConfig, *, hidden_ratio: float) -> SimMechanisms:
+def mechanisms_for(
+    scheduling: SchedulingConfig, *, hidden_ratio: float, can_move: bool = False, has_int8_swaps: bool = False
+) -> SimMechanisms:
     """Return the mechanisms for this policy. `hidden_ratio`: the model's; from 1 on there is no hidden cache."""
     wanted = wanted_mechanisms(scheduling)
     has_hidden = Mechanism.HIDDEN_CACHE in wanted and hidden_ratio < 1.0
     return SimMechanisms(
         hidden_ratio=hidden_ratio if has_hidden else None,
-        has_shared_blocks=Mechanism.SHARED_BLOCKS in wanted,
+        has_shared_blocks=wants_shared_blocks(scheduling, can_move=can_move, has_int8_swaps=has_int8_swaps),
     )
 
 
@@ -74,7 +83,8 @@ def as_predicted_for(scheduling: SchedulingConfig, workload: Workload) -> Worklo
     if Mechanism.KNOWN_LENGTHS not in wanted_mechanisms(scheduling):
         return workload
     loops = tuple(replace(loop, stream=_KnownStream(loop.stream)) for loop in workload.closed_loops)
-    return replace(workload, requests=tuple(map(_known, workload.requests)), closed_loops=loops)
+    requests = tuple(in_every_turn(request, _known) for request in workload.requests)
+    return replace(workload, requests=requests, closed_loops=loops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +94,7 @@ class _KnownStream:
     stream: RequestSource
 
     def __getitem__(self, number: int) -> TimedRequest:
-        return _known(self.stream[number])
+        return in_every_turn(self.stream[number], _known)
 
 
 def _known(request: TimedRequest) -> TimedRequest:

@@ -4,7 +4,7 @@ import enum
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alignedserve.core.metrics import meets_slo, percentile, tbt_s, tpot_s, ttft_s
 from alignedserve.core.request import Slo
@@ -45,6 +45,7 @@ class RequestRecord:
     )
     num_timely_tokens: int = 0  # of those, met theirs
     has_met_p99: bool = False  # as `has_met_slo`, with the 99th percentile of the gaps for their mean
+    num_cached_tokens: int = 0  # of the prompt, that came from the prefix cache
 
     @property
     def end_to_end_s(self) -> float:
@@ -65,6 +66,7 @@ class OpenRequest:
     timed: TimedRequest
     arrival_s: float
     token_times_s: "array[float]"
+    num_cached_tokens: int = field(default=0, kw_only=True)  # of its prompt
 
     def close(self, ending: Ending, now: float, gaps: "GapSample") -> RequestRecord:
         """Build the record of the request and add its gaps to the sample."""
@@ -97,6 +99,7 @@ class OpenRequest:
             is_complete and has_met(Slo(tpot_s=timed.slo.tpot_s)),
             *_timely(timed.slo, ttft, ascending),
             is_complete and has_met(timed.slo, p99_tbt),
+            self.num_cached_tokens,
         )
 
 

@@ -58,6 +58,13 @@ class ClassResult:
     normalized_s: Measure | None  # end-to-end time by output tokens, of completed requests
     parts: tuple[PartResult, ...] = ()  # of the time of sending, NUM_PARTS of equal length
     loaded_tokens_per_s: float | None = None  # that came during a workload's given time of sending: without the tail
+    num_prompt_tokens: int = 0  # of requests that got a token
+    num_cached_tokens: int = 0  # of those, that came from the prefix cache
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the prompts' tokens that came from the prefix cache; None without prompts."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +191,8 @@ def _class_of(records: Sequence[RequestRecord], gaps: Sequence[GapSample], span:
         end_to_end_s=_measure(record.end_to_end_s for record in completed),
         normalized_s=_measure(record.normalized_s for record in completed),
         parts=_parts_of(records, span),
+        num_prompt_tokens=sum(record.prompt_len for record in records if record.num_tokens),
+        num_cached_tokens=sum(record.num_cached_tokens for record in records),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from alignedserve.config.sections import PoolConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
@@ -21,9 +22,9 @@ from alignedserve.messages.gateways import ClusterStatus, Demand
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.scheduling.factory import calibration_s, limits_of, resolve_policy
-from alignedserve.scheduling.policies import require_policy
-from alignedserve.scheduling.policy import IterationLimits, Mechanism
+from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.sim.calibration import calibrated, points_of
+from alignedserve.sim.checks import check_fit, check_losses, check_policy
 from alignedserve.sim.components import AnyLogic, Network, SharedMemory, SimulatedComponent, SimulatedWorker
 from alignedserve.sim.config import SimConfig, SimWorkerLoss
 from alignedserve.sim.copies import MemoryLinks, SimulatedCopier
@@ -31,6 +32,7 @@ from alignedserve.sim.engine import EOS, SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.gateway import GATEWAY, SimulatedGateway
 from alignedserve.sim.misses import MissWatch
+from alignedserve.sim.prompts import SimulatedTexts
 from alignedserve.sim.records import GapSample, RequestRecord
 from alignedserve.sim.result import RouterResult, SimulationResult, classes_of, worker_of
 from alignedserve.sim.routers import RouterChoice, SimulatedRouter
@@ -39,7 +41,7 @@ from alignedserve.worker_core.registration import registration_of
 from alignedserve.workload.requests import Workload
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
-from kvpool.logic import SetBlockGeneration
+from kvpool.state import SetBlockGeneration
 from prefill_worker import factory as prefill_factory
 from router import factory as router_factory
 
@@ -59,8 +61,8 @@ class Simulation:
     def __init__(self, config: SimConfig, workload: Workload) -> None:
         self._config = config = replace(config, cluster=resolve_policy(config.cluster))
         self._random = random.Random(config.seed)  # noqa: S311
-        _check_fit(config, workload)
-        _check_policy(config, workload)
+        check_fit(config, workload)
+        check_policy(config, workload)
         self._event_queue = EventQueue()
         self._network = Network(self._event_queue, config.links, config.seed)
         self._routers: dict[str, SimulatedRouter] = {}
@@ -71,6 +73,7 @@ class Simulation:
             self._event_queue,
             self._network,
             choice,
+            texts=SimulatedTexts(config.layout.block_size if config.cluster.prefix_cache.enabled else None),
             max_context_len=config.max_context_len,
             on_idle=self._settle,
         )
@@ -85,7 +88,7 @@ class Simulation:
         cores = SharedCores(self._event_queue, config.slowdowns) if any(config.slowdowns) else None
         self._memory = SharedMemory(block_bytes=config.layout.block_bytes, buffer_blocks=buffer_blocks, cores=cores)
         self._build(names)
-        _check_losses(config.losses, self._workers)
+        check_losses(config.losses, self._workers)
 
     def run(self, progress: Progress | None = None) -> SimulationResult:
         """Simulate from the first request to the last; may be called once."""
@@ -132,11 +135,12 @@ class Simulation:
             self._network.link(GATEWAY, name)
         for node in range(self._config.num_pools):
             decoders = range(node, cluster.decode.count, self._config.num_pools)
+            if cluster.node_pool is not None:
+                self._add_pool(node, cluster.node_pool)
             if self._config.is_colocated:
                 self._add_node(node, [], [self._add_decode_worker(number, node) for number in decoders])
                 continue
             prefillers = range(node, cluster.prefill.count, self._config.num_pools)
-            self._add_pool(node)
             self._add_node(
                 node,
                 [self._add_prefill_worker(number, node) for number in prefillers],
@@ -157,19 +161,20 @@ class Simulation:
         self._components.append(component)
         return component
 
-    def _add_pool(self, node: int) -> None:
+    def _add_pool(self, node: int, pool: PoolConfig) -> None:
         config, layout = self._config, self._config.layout
-        num_blocks = layout.blocks_in(config.cluster.pool.memory_bytes)
+        num_blocks = layout.blocks_in(pool.memory_bytes)
         if num_blocks < 1:
             raise ConfigError(f"pool.memory_bytes holds no block of {layout.block_bytes} bytes")
         arena = self._memory.make_pool(_pool(node), num_blocks, layout.digest().hex())
         logic = pool_factory.make_logic(
-            config=config.cluster.pool,
+            config=pool,
             batching=config.cluster.batching,
             arena=arena,
             block_size=layout.block_size,
             first_lease=self._random.randrange(1, _MAX_FIRST_LEASE),
             link_wait_s=0.0,  # nodes are not joined here
+            takes_requests=not config.is_colocated,
         )
         component = self._add_component(_pool(node), Role.KV_POOL, logic)
         stamp = self._memory.arenas[arena.path].stamp
@@ -191,6 +196,7 @@ class Simulation:
             eos_token_ids=_EOS_TOKEN_IDS,
             costs=self._known(costs),
             measured=self._measured(name, costs, num_blocks, limits_of(config)),
+            prefix_cache=self._config.cluster.prefix_cache,
         )
         return self._add_worker(name, Role.PREFILL_WORKER, make, _pool(node), costs)
 
@@ -206,7 +212,7 @@ class Simulation:
             make = partial(
                 decode_factory.make_colocated_logic,
                 registered=decode_factory.colocated_registration(
-                    layout, num_blocks, config, pool_name=_pool(node) if self._config.can_move else None
+                    layout, num_blocks, config, pool_name=_pool(node), can_move=self._config.can_move
                 ),
                 memory=self._config.decode_memory,
                 config=config,
@@ -214,6 +220,8 @@ class Simulation:
                 eos_token_ids=_EOS_TOKEN_IDS,
                 costs=costs,
                 measured=measured,
+                prefix_cache=cluster.prefix_cache,
+                prefix_pool=_pool(node) if cluster.prefix_cache.pool_bytes else None,
             )
         else:
             make = partial(
@@ -249,7 +257,7 @@ class Simulation:
     def _add_worker(self, name: str, role: Role, make: Callable[[], AnyLogic], pool: str, costs: CostModel) -> str:
         keeps_timeline = name == self._config.timeline_of
         engine = SimulatedEngine(
-            costs, self._gateway.output_lens, self._config.decode_memory, keeps_timeline=keeps_timeline
+            costs, self._gateway.answers, self._config.decode_memory, keeps_timeline=keeps_timeline
         )
         copier = SimulatedCopier(name, pool, self._memory_links, is_through_host=self._config.can_move)
         component = self._add_component(name, role, make())
@@ -270,10 +278,11 @@ class Simulation:
             self._network.link(prefiller, _pool(node))
         for one, other in combinations(decoders if self._config.can_move else (), 2):
             self._network.link(one, other)
+        pools = [_pool(node)] if self._config.cluster.node_pool is not None else []
         for decoder in decoders:
-            for peer in ([_pool(node)] if prefillers else []) + prefillers:
+            for peer in pools + prefillers:
                 self._network.link(decoder, peer)
-        for name in ([_pool(node)] if prefillers else []) + prefillers + decoders:
+        for name in pools + prefillers + decoders:
             self._network.link(name, _router(node % self._config.routers.count, self._config.routers.count))
 
     # --- losses
@@ -340,37 +349,6 @@ class Simulation:
             num_events=num_events,
             timeline=tuple(line for lines in timelines for line in lines),
         )
-
-
-def _check_fit(config: SimConfig, workload: Workload) -> None:
-    """Raise ConfigError for a request that could never be served as it is; live it would fail or be cut short.
-
-    One with a limit of its own is to fit a decode worker's memory at its longest; one without, the context.
-    """
-    for number, timed in enumerate(workload.requests):
-        if timed.max_tokens is None:
-            holds, words, limit = timed.final_context_len, "comes to hold", config.max_context_len
-        else:
-            holds, words, limit = timed.prompt_len + timed.max_tokens, "may come to hold", config.memory_tokens
-        if holds > limit:
-            what = "a decode worker's memory holds" if limit == config.memory_tokens else "the model's context is"
-            raise ConfigError(f"request {number} of the workload {words} {holds} tokens; {what} {limit}")
-
-
-def _check_losses(losses: Sequence[SimWorkerLoss], workers: Collection[str]) -> None:
-    """Raise ConfigError for a loss of a worker that there is not, or of one twice."""
-    names = [loss.worker for loss in losses]
-    for name in names:
-        if name not in workers or names.count(name) > 1:
-            known = ", ".join(workers)
-            raise ConfigError(f"losses: {name} is lost twice or no worker of this cluster; it has {known}")
-
-
-def _check_policy(config: SimConfig, workload: Workload) -> None:
-    """Raise ConfigError for a policy that needs true predictions without them; those of closed loops count as true."""
-    are_known = all(timed.predicted_len == timed.output_len for timed in workload.requests)
-    known = frozenset({Mechanism.KNOWN_LENGTHS}) if are_known else frozenset()
-    require_policy(config.cluster.scheduling, config.cluster.chosen_topology, config.available | known)
 
 
 def _total(statuses: Collection[ClusterStatus]) -> ClusterStatus:

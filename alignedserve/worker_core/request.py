@@ -20,6 +20,7 @@ class WorkerRequest:
     granted_s: float = field(default=0.0, kw_only=True)  # when it came to this worker
     predicted_output_len: float | None = field(default=None, kw_only=True)
     is_prefilled: bool = field(default=False, kw_only=True)  # the router knows that its prompt is computed
+    num_hit_tokens: int = field(default=0, kw_only=True)  # of its context, taken from the prefix cache as it entered
     is_aborted: bool = field(default=False, kw_only=True)  # but something still reads or writes its blocks
     successor: PrefillRequest | None = field(default=None, kw_only=True)
     context_len: int = field(init=False)  # prompt and generated tokens; the next iteration reads or computes all
@@ -32,10 +33,20 @@ class WorkerRequest:
 
     def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
         """Add the token sampled from its whole context, and return the message part for its gateway."""
-        delta = delta_of(self.request, token, len(self.generated_token_ids), eos_token_ids)
+        index = len(self.generated_token_ids)
+        num_cached_tokens = 0 if index else self.num_hit_tokens
+        delta = delta_of(self.request, token, index, eos_token_ids, num_cached_tokens)
         self.generated_token_ids += delta.token_ids
         self.context_len += len(delta.token_ids)
         return delta
+
+    def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
+        """Return known tokens of its context."""
+        prompt, prompt_len = self.request.prompt_token_ids, self.request.prompt_len
+        if start >= prompt_len:
+            return tuple(self.generated_token_ids[start - prompt_len : stop - prompt_len])
+        generated = self.generated_token_ids[max(start - prompt_len, 0) : max(stop - prompt_len, 0)]
+        return prompt[start:stop] + tuple(generated)
 
     def is_up_to(self, attempt: int | None) -> bool:
         """Return whether this is the given attempt or an earlier one; None stands for any attempt."""

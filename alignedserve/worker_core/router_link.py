@@ -29,6 +29,11 @@ class RouterLink:
         self._reported: WorkerLoad | None = None
         self._latest_attempt = 0
 
+    @property
+    def is_connected(self) -> bool:
+        """True once there was a router, which is told of everything."""
+        return self._router is not None
+
     def connected(self, router: str) -> list[Send]:
         """Register with a router that is new or back, and so knows nothing of this worker."""
         self._router = router
@@ -46,8 +51,8 @@ class RouterLink:
     # --- requests
 
     def prefilled(self, one: WorkerRequest) -> list[Send]:
-        """Report that all but the token sampled last is computed."""
-        num_tokens = one.request.prompt_len + max(len(one.generated_token_ids) - 1, 0)
+        """Report that all but the token sampled last is computed, as far as it was not cached."""
+        num_tokens = one.request.prompt_len + max(len(one.generated_token_ids) - 1, 0) - one.num_hit_tokens
         return self.send(PrefillCompleted(one.request.request_id, one.attempt, num_tokens))
 
     def finished(self, one: WorkerRequest) -> list[Send]:

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 
 import numpy as np
 from numpy.random import Generator
@@ -21,9 +21,10 @@ from alignedserve.workload.arrivals import GapDistribution, Renewal
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.distributions import FloatArray, ValueDistribution
 from alignedserve.workload.grammar import RECORDED, ClassSpec, ClientLimit, parse_classes
-from alignedserve.workload.lengths import DrawnLengths, IntArray, Lengths
+from alignedserve.workload.lengths import DrawnLengths, IntArray, Lengths, whole
+from alignedserve.workload.prompt_texts import after_instruction, conversation
 from alignedserve.workload.recordings import Extract, RecordedSource, Recording
-from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
+from alignedserve.workload.requests import ClosedLoop, TextRun, TimedRequest, Workload, WorkloadDescription
 from alignedserve.workload.traces import Terms
 
 DEFAULT_NUM_REQUESTS = 100
@@ -35,6 +36,8 @@ class _Purpose(enum.IntEnum):
     LENGTHS = 1
     OBJECTIVES = 2
     PREDICTIONS = 3
+    INSTRUCTIONS = 4
+    INSTRUCTION_LENGTHS = 5
 
 
 def build_workload(
@@ -126,7 +129,14 @@ class _ClassTraffic:
     def _recorded_requests(self, duration_s: float | None) -> list[TimedRequest]:
         recording = self._recorded(duration_s)
         requests = self._timed(recording.arrival_s.tolist(), recording.lengths)
-        return [_on_terms(request, terms) for request, terms in zip(requests, recording.terms, strict=True)]
+        is_as_recorded = self.spec.prompt is None  # a prompt of another length has another text
+        instructions = chain.from_iterable(map(self._instructions, count()))
+        return [
+            after_instruction(_on_terms(replace(request, runs=runs if is_as_recorded else ()), terms), instruction)
+            for request, terms, runs, instruction in zip(
+                requests, recording.terms, recording.runs, instructions, strict=False
+            )
+        ]
 
     def _recorded(self, duration_s: float | None) -> Recording:
         spec = self.spec
@@ -156,8 +166,30 @@ class _ClassTraffic:
     # --- requests
 
     def _block(self, number: int, arrival_s: Sequence[float]) -> list[TimedRequest]:
-        """Return as many requests of a block as there are arrivals."""
-        return self._timed(arrival_s, self._lengths(number), number)
+        """Return as many requests of a block as there are arrivals; of conversations the first turns."""
+        spec, instructions = self.spec, self._instructions(number)
+        if spec.turns == 1:
+            timed = self._timed(arrival_s, self._lengths(number), number)
+            return list(map(after_instruction, timed, instructions))
+        pauses = [spec.think_s] * len(arrival_s)
+        turns = [
+            self._timed(pauses if turn else arrival_s, self._lengths(block), block)
+            for turn, block in enumerate(range(number * spec.turns, (number + 1) * spec.turns))
+        ]
+        return [
+            conversation(spoken, f"{spec.name}/{number * _BLOCK + place}", instructions[place])
+            for place, spoken in enumerate(zip(*turns, strict=True))
+        ]
+
+    def _instructions(self, block: int) -> Sequence[TextRun | None]:
+        """Return the instructions before the requests, or conversations, of a block."""
+        spec = self.spec
+        if spec.instruction is None:
+            return [None] * _BLOCK
+        lens = whole(spec.instruction.draw(self._generator(_Purpose.INSTRUCTION_LENGTHS), spec.instructions)).tolist()
+        texts = [TextRun(f"{spec.name}/instruction {number}", length) for number, length in enumerate(lens)]
+        chosen = self._generator(_Purpose.INSTRUCTIONS, block).integers(len(texts), size=_BLOCK)
+        return [texts[number] for number in chosen.tolist()]
 
     def _lengths(self, block: int) -> Lengths:
         return self.spec.limits.draw(self._drawn, self._generator(_Purpose.LENGTHS, block), _BLOCK)

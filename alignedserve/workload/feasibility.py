@@ -1,7 +1,9 @@
 """Feasibility of a workload, checked before a simulation instead of found out after an hour of it."""
 
+from itertools import chain
+
 from alignedserve.core.errors import ConfigError
-from alignedserve.workload.requests import Workload
+from alignedserve.workload.requests import Workload, turns_of
 
 _PROBED = 512  # requests of a closed loop that are looked at
 
@@ -15,7 +17,8 @@ def require_feasible(
     `memory_tokens`: whose cache one worker holds; None: no limit.
     """
     probed = [loop.stream[number] for loop in workload.closed_loops for number in range(_PROBED)]
-    longest = max((*workload.requests, *probed), key=lambda request: request.final_context_len, default=None)
+    turns = chain.from_iterable(map(turns_of, (*workload.requests, *probed)))
+    longest = max(turns, key=lambda request: request.final_context_len, default=None)
     limits = (
         (max_context_len, "the model's context is"),
         (memory_tokens, "the memory of one worker holds"),

@@ -25,6 +25,8 @@ from alignedserve.workload.prediction import PredictionModel, parse_prediction
 
 RECORDED = "recorded"
 MAX_OUTSTANDING = 10_000
+MAX_TURNS = 64
+MAX_INSTRUCTIONS = 10_000
 _NAME = re.compile(r"\s*([A-Za-z][\w-]*)\s*:(.*)", re.DOTALL)
 _SOURCE = re.compile(r"[\w./~-]+")
 
@@ -45,6 +47,10 @@ class ClassSpec:
     source: str | None = None  # of prompt and output lengths
     prompt: ValueDistribution | None = None  # in place of the source's
     output: ValueDistribution | None = None
+    turns: int = 1  # of a conversation: `prompt` is then what the user says in one, `rate` that of conversations
+    think_s: float = 0.0  # from an answer to the next turn
+    instruction: ValueDistribution | None = None  # tokens before everything else
+    instructions: int = 1  # different ones, each as likely as the others
     arrivals: str = GapDistribution.GAMMA.value  # or weibull, recorded, or the name of a rate profile
     rate: float | None = None  # requests per second
     cv: float = 1.0
@@ -152,11 +158,16 @@ def _whole_number(key: str, value: str) -> int:
     return int(number)
 
 
-def _in_the_air(key: str, value: str) -> int:
-    number = parse_number(key, value)
-    if number != int(number) or not 1 <= number <= MAX_OUTSTANDING:
-        raise ConfigError(f"{key} must be a whole number from 1 to {MAX_OUTSTANDING}")
-    return int(number)
+def _up_to(limit: int) -> Callable[[str, str], int]:
+    """Return a reader of whole numbers from 1 to a limit."""
+
+    def read(key: str, value: str) -> int:
+        number = parse_number(key, value)
+        if number != int(number) or not 1 <= number <= limit:
+            raise ConfigError(f"{key} must be a whole number from 1 to {limit}")
+        return int(number)
+
+    return read
 
 
 def _priority(key: str, value: str) -> int:
@@ -198,8 +209,12 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "cv": _not_negative,
     "start": _not_negative,
     "repeat": _yes,
-    "outstanding": _in_the_air,
-    "wave": _in_the_air,
+    "outstanding": _up_to(MAX_OUTSTANDING),
+    "wave": _up_to(MAX_OUTSTANDING),
+    "turns": _up_to(MAX_TURNS),
+    "think": _not_negative,
+    "instruction": _law,
+    "instructions": _up_to(MAX_INSTRUCTIONS),
     "class": _request_class,
     "be_share": _share,
     "ttft": _law,
@@ -214,6 +229,7 @@ _LIMITS = ("max_prompt", "max_output", "max_total")
 _FIELD_OF_KEY = {
     "lengths": "source",
     "start": "start_s",
+    "think": "think_s",
     "repeat": "is_repeated",
     "class": "request_class",
     "ttft": "ttft_s",
@@ -258,5 +274,10 @@ def _check_arrivals(settings: dict[str, object]) -> None:
     ):
         if key in settings and not is_meant:
             raise ConfigError(f"{key}= has no meaning beside {closed[0] if closed else 'these arrivals'}")
+    if is_recorded and "turns" in settings:
+        raise ConfigError("turns= has no meaning beside these arrivals: a recording has every turn's own")
+    for key, needed in (("think", "turns"), ("instructions", "instruction")):
+        if key in settings and needed not in settings:
+            raise ConfigError(f"{key}= has no meaning without {needed}=")
     if settings.get("class") is RequestClass.BEST_EFFORT and settings.get("be_share"):
         raise ConfigError("be_share= has no meaning in a best-effort class")

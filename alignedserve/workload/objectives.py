@@ -1,14 +1,16 @@
 """Objectives that depend on what the servers can do, so that no specification can hold them."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from alignedserve.core.request import RequestClass
 from alignedserve.workload.distributions import ValueDistribution
-from alignedserve.workload.requests import TimedRequest, Workload
+from alignedserve.workload.requests import TimedRequest, Workload, in_every_turn, turns_of
 
 PROMPT_GROUP = 512  # tokens
 
@@ -22,12 +24,12 @@ def with_ttft_from_prefill(
     times a scale drawn per request (the paper: uniform(0.5,1.5)).
     """
     groups: defaultdict[int, list[float]] = defaultdict(list)
-    for request in workload.requests:
+    for request in chain.from_iterable(map(turns_of, workload.requests)):
         groups[_group(request)].append(prefill_s(request.prompt_len))
     means = {group: sum(seconds) / len(seconds) for group, seconds in groups.items()}
     scales = scale.draw(np.random.default_rng(seed), len(workload.requests)).tolist()
     requests = tuple(
-        _with_ttft(request, means[_group(request)] * factor)
+        in_every_turn(request, partial(_with_ttft, means=means, factor=factor))
         for request, factor in zip(workload.requests, scales, strict=True)
     )
     return replace(workload, requests=requests)
@@ -37,7 +39,7 @@ def _group(request: TimedRequest) -> int:
     return (request.prompt_len - 1) // PROMPT_GROUP
 
 
-def _with_ttft(request: TimedRequest, ttft_s: float) -> TimedRequest:
+def _with_ttft(request: TimedRequest, means: Mapping[int, float], factor: float) -> TimedRequest:
     if request.request_class is RequestClass.BEST_EFFORT:
         return request
-    return replace(request, slo=replace(request.slo, ttft_s=ttft_s))
+    return replace(request, slo=replace(request.slo, ttft_s=means[_group(request)] * factor))

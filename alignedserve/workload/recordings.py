@@ -12,6 +12,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.workload import traces
 from alignedserve.workload.distributions import FloatArray
 from alignedserve.workload.lengths import IntArray, Lengths
+from alignedserve.workload.requests import TextRun
 from alignedserve.workload.servegen import ClientDay
 from alignedserve.workload.traces import Terms, TraceRow
 
@@ -33,10 +34,13 @@ class Recording:
     arrival_s: FloatArray
     lengths: Lengths
     terms: Sequence[Terms | None]
+    runs: Sequence[tuple[TextRun, ...]]  # of texts that the prompts begin with
 
     def take(self, rows: IntArray) -> "Recording":
         """Return these rows."""
-        return Recording(self.arrival_s[rows], self.lengths.take(rows), [self.terms[row] for row in rows.tolist()])
+        places = rows.tolist()
+        terms, runs = [self.terms[place] for place in places], [self.runs[place] for place in places]
+        return Recording(self.arrival_s[rows], self.lengths.take(rows), terms, runs)
 
 
 @runtime_checkable
@@ -85,6 +89,7 @@ def _columns(rows: Sequence[TraceRow]) -> Recording:
         arrival_s=np.array([row.arrival_s for row in rows]),
         lengths=Lengths(lengths[:, 0], lengths[:, 1]),
         terms=[row.terms for row in rows],
+        runs=[row.runs for row in rows],
     )
 
 
@@ -108,4 +113,4 @@ class ClientDaySource:
             raise ConfigError(f"no client sends anything in the {duration_s:g} s after {extract.start_s:g} s")
         factor = 1.0 if extract.rate is None else extract.rate / rate
         arrival_s, lengths = self.day.generate(rng, start_s=extract.start_s, duration_s=duration_s, factor=factor)
-        return Recording(arrival_s, lengths, [None] * len(arrival_s))
+        return Recording(arrival_s, lengths, [None] * len(arrival_s), [()] * len(arrival_s))

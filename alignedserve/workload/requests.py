@@ -1,7 +1,7 @@
 """A workload: requests with the moments at which they come, and loops whose next request waits for an earlier one."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -9,6 +9,13 @@ from alignedserve.core.request import RequestClass, Slo
 
 NO_SLO = Slo()
 LEAD_IN = " (lead-in)"  # after the class name of a request that is played and not counted
+
+
+class TextRun(NamedTuple):
+    """A number of tokens of a text; equal texts have equal tokens, two different ones differ from the first on."""
+
+    text: int | str
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +31,9 @@ class TimedRequest:
     slo: Slo = NO_SLO
     priority: int = 0  # smaller goes first among equals
     predicted_len: int | None = None  # of the answer; None: no prediction
+    runs: tuple[TextRun, ...] = ()  # of texts that the prompt begins with; the rest of it is its own (prompt_texts.py)
+    answer: int | str | None = None  # text of the answer, where later prompts may repeat it
+    follow_up: "TimedRequest | None" = None  # the next turn; its arrival counts from the end of this one
 
     @property
     def final_context_len(self) -> int:
@@ -98,24 +108,46 @@ def window_of(workload: Workload, window: Window) -> Workload:
 
     begins_s, requests = window.begins_s, workload.requests
     places = [bisect_left(requests, time_s, key=arrival_s) for time_s in (begins_s, window.start_s, window.end_s)]
-    led_in = (replace(one, class_name=one.class_name + LEAD_IN) for one in requests[places[0] : places[1]])
+    led_in = (in_every_turn(one, _in_lead_in) for one in requests[places[0] : places[1]])
     moved = (replace(one, arrival_s=one.arrival_s - begins_s) for one in (*led_in, *requests[places[1] : places[2]]))
     ends_s = window.end_s if workload.ends_s is None else min(workload.ends_s, window.end_s)
     return replace(workload, requests=tuple(moved), ends_s=ends_s - begins_s)
 
 
+def turns_of(request: TimedRequest) -> Iterator[TimedRequest]:
+    """Yield a request and, of a conversation, the turns after it."""
+    turn: TimedRequest | None = request
+    while turn is not None:
+        yield turn
+        turn = turn.follow_up
+
+
+def in_every_turn(request: TimedRequest, change: Callable[[TimedRequest], TimedRequest]) -> TimedRequest:
+    """Return the request, and the turns after it, changed one by one."""
+    changed = [change(turn) for turn in turns_of(request)]
+    first = changed.pop()
+    while changed:
+        first = replace(changed.pop(), follow_up=first)
+    return first
+
+
+def _in_lead_in(request: TimedRequest) -> TimedRequest:
+    return replace(request, class_name=request.class_name + LEAD_IN)
+
+
 def sped_up(workload: Workload, factor: float) -> Workload:
-    """Return the workload with arrivals `factor` times as fast; closed loops stay as they are."""
+    """Return the workload with arrivals `factor` times as fast; closed loops and later turns stay as they are."""
     requests = tuple(replace(request, arrival_s=request.arrival_s / factor) for request in workload.requests)
     ends_s = None if workload.ends_s is None else workload.ends_s / factor
     return replace(workload, requests=requests, ends_s=ends_s)
 
 
 class ClosedLoopRun:
-    """The closed loops of one run: tells a driver what to send when something ends.
+    """The closed loops and conversations of one run: tells a driver what to send when something ends.
 
         arrivals += run.first()                                        # at time 0
-        arrivals += run.next_after(request.class_name, finished_s)     # whenever a request ends or is refused
+        arrivals += run.after(request, finished_s)                     # whenever a request was answered
+        arrivals += run.next_after(request.class_name, finished_s)     # whenever one failed or was refused
 
     The n-th request of a loop is the same in every run over the same workload, whatever the server's order. A driver
     that refuses a request lets some time pass before it says so, or a server that refuses all is asked for ever.
@@ -132,8 +164,18 @@ class ClosedLoopRun:
         """Return the requests to send at the start."""
         return [request for loop in self._loops.values() for request in self._take(loop, loop.size, 0.0)]
 
+    def after(self, request: TimedRequest, finished_s: float) -> list[TimedRequest]:
+        """Return the next turn of an answered request's conversation; after the last one as `next_after`."""
+        turn = request.follow_up
+        if turn is None:
+            return self.next_after(request.class_name, finished_s)
+        arrival_s = finished_s + turn.arrival_s
+        if self._ends_s is not None and arrival_s >= self._ends_s:
+            return self.next_after(request.class_name, finished_s)
+        return [replace(turn, arrival_s=arrival_s)]
+
     def next_after(self, class_name: str, finished_s: float) -> list[TimedRequest]:
-        """Return the requests to send because one of this class ended; none for classes of the open loop."""
+        """Return the requests to send because all of one of this class ended; none for classes of the open loop."""
         loop = self._loops.get(class_name)
         if loop is None:
             return []

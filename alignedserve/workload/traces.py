@@ -7,7 +7,10 @@ Plain or gzipped, told apart by their first line:
 - our own JSONL: the same names as fields of an object per line;
 - Azure CSV: `TIMESTAMP,ContextTokens,GeneratedTokens`; the time stamp is a date and time, or seconds;
 - BurstGPT CSV: `Timestamp,Model,Request tokens,...`; failed requests (no tokens at all) are left out;
-- Mooncake JSONL: `{"timestamp": milliseconds, "input_length": ..., "output_length": ...}`; other fields are ignored.
+- Mooncake JSONL: `{"timestamp": milliseconds, "input_length": ..., "output_length": ..., "hash_ids": [...]}`; other
+  fields are ignored.
+
+`hash_ids`, which our JSONL may have too, name the blocks of 512 tokens that a prompt begins with (prompt_texts.py).
 """
 
 import itertools
@@ -22,6 +25,8 @@ import msgspec
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
+from alignedserve.workload.prompt_texts import in_repetition, runs_of
+from alignedserve.workload.requests import TextRun
 from alignedserve.workload.text_lines import MAX_LENGTH, Columns, parsed_lines, read_lines
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -49,16 +54,22 @@ class TraceRow:
     output_len: int
     terms: Terms | None = None
     model: str | None = None  # that answered; its tokenizer counted the lengths
+    runs: tuple[TextRun, ...] = ()  # of texts that the prompt begins with
 
     def at(self, arrival_s: float) -> "TraceRow":
         """Return the same request at another moment."""
         return replace(self, arrival_s=arrival_s)
+
+    def again(self, arrival_s: float, number: int) -> "TraceRow":
+        """Return the request of a repetition of its trace, 0 for the trace itself."""
+        return replace(self, arrival_s=arrival_s, runs=in_repetition(self.runs, number))
 
 
 class _MooncakeRow(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
+    hash_ids: tuple[int, ...] = ()
 
 
 class _OwnRow(msgspec.Struct, forbid_unknown_fields=True, rename={"request_class": "class"}):
@@ -71,6 +82,7 @@ class _OwnRow(msgspec.Struct, forbid_unknown_fields=True, rename={"request_class
     deadline_s: float | None = None
     priority: int | None = None
     model: str | None = None
+    hash_ids: tuple[int, ...] = ()
 
 
 def read_trace(path: Path) -> list[TraceRow]:
@@ -145,7 +157,7 @@ def _time(seconds: float) -> float:
 
 def _mooncake_row(line: str) -> TraceRow:
     row = msgspec.json.decode(line, type=_MooncakeRow)
-    return TraceRow(_time(row.timestamp / 1000.0), row.input_length, row.output_length)
+    return _with_runs(TraceRow(_time(row.timestamp / 1000.0), row.input_length, row.output_length), row.hash_ids)
 
 
 def _burstgpt_parser(header: str) -> Callable[[str], TraceRow | None]:
@@ -196,9 +208,13 @@ def _own_row(row: _OwnRow) -> TraceRow:
     request_class = RequestClass(row.request_class) if row.request_class else None
     slo = Slo(row.ttft_s, row.tpot_s, row.deadline_s)
     terms = Terms(request_class, None if slo == Slo() else slo, row.priority)
-    return TraceRow(
-        _time(row.arrival_s), row.prompt_len, row.output_len, None if terms == Terms() else terms, row.model
-    )
+    terms_or_none = None if terms == Terms() else terms
+    made = TraceRow(_time(row.arrival_s), row.prompt_len, row.output_len, terms_or_none, row.model)
+    return _with_runs(made, row.hash_ids)
+
+
+def _with_runs(row: TraceRow, hash_ids: Sequence[int]) -> TraceRow:
+    return replace(row, runs=runs_of(hash_ids, row.prompt_len)) if hash_ids else row
 
 
 def _in_order(parse: Callable[[str], TraceRow]) -> Callable[[str], TraceRow]:
@@ -274,4 +290,4 @@ def _endless(rows: Sequence[TraceRow]) -> Iterator[TraceRow]:
     if not mean_rate(rows):
         raise ConfigError("a trace whose requests all come at once cannot be repeated")
     span_s = len(rows) / mean_rate(rows)
-    return (row.at(row.arrival_s + number * span_s) for number in itertools.count() for row in rows)
+    return (row.again(row.arrival_s + number * span_s, number) for number in itertools.count() for row in rows)

@@ -19,10 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from alignedserve.microbench.engine.workloads import W4, parse_workload
 from benchmarks.compare.contender_process import ROOT, Contender
 from benchmarks.compare.shapes import TRANSFORMERS_CONFIGS
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import read_figures, write_result
 
 ENVIRONMENT = ROOT / ".venv-compare"
 PACKAGES = ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")
@@ -56,14 +58,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--environment", type=Path, default=ENVIRONMENT)
     parser.add_argument("--name", default="compare", help="of the file under benchmarks/results")
+    parser.add_argument("--add", action="store_true", help="keep the recorded rows of other cases")
     arguments = parser.parse_args()
     if OPENVINO.intersection(arguments.contenders):
         make_environment(arguments.environment)
-    rows = []
+    recorded = read_figures(arguments.name) if arguments.add else None
+    rows = [] if recorded is None else recorded["rows"]
     for shape in arguments.shape:
         for workload in arguments.workload:
             for dtype in arguments.dtype:
-                rows.append(compare(ComparedCase(shape, workload, dtype), arguments))
+                case = ComparedCase(shape, workload, dtype)
+                rows = [row for row in rows if any(row[name] != value for name, value in case._asdict().items())]
+                rows.append(compare(case, arguments))
                 print(line_of(rows[-1]), flush=True)
                 write_result(arguments.name, {"rounds": arguments.rounds, "openvino": PACKAGES[1], "rows": rows})
 
@@ -94,7 +100,8 @@ def compare(case: ComparedCase, arguments: argparse.Namespace) -> dict[str, Any]
     rates = {name: num_tokens / statistics.median(values) for name, values in seconds.items()}
     ours = next((name for name in names if name in OURS), None)
     ratios = {name: rates[ours] / rate for name, rate in rates.items() if ours is not None and name != ours}
-    return {**case._asdict(), "output_tokens_per_s": rates, "ratio_to": ratios, "seconds": seconds}
+    times = {"seconds": seconds, "load_1min": psutil.getloadavg()[0]}
+    return {**case._asdict(), "output_tokens_per_s": rates, "ratio_to": ratios, **times}
 
 
 def command_of(name: str, case: ComparedCase, environment: Path) -> list[str]:

@@ -24,7 +24,7 @@ from alignedserve.worker_core.iteration_log import IterationLog
 from benchmarks.engine.iteration_gap import NUM_REQUESTS, serve_peer
 from benchmarks.support.recording import write_result
 from decode_worker.state import RunningRequest
-from kernels.attention import GatherBuffers, attend_decode
+from kernels.attention import GatherBuffers, RunSelection, attend_decode
 
 NUM_ITERATIONS = 20_000
 ITERATIONS_PER_REPORT = 100
@@ -117,7 +117,7 @@ def attention_s(count: int, widths: tuple[int, ...]) -> list[float]:
         # Other blocks every time: those of a layer are cold when its turn comes.
         run_ids = torch.randint(0, NUM_STORED, (count * widths[which],))
         began = time.perf_counter()
-        attend_decode(queries, runs, runs, run_ids, masks[which], buffers)
+        attend_decode(queries, runs, runs, RunSelection(run_ids), masks[which], buffers)
         seconds[which].append(time.perf_counter() - began)
     return [statistics.quantiles(times, n=4)[0] for times in seconds]
 

@@ -1,12 +1,16 @@
 """The routers' decisions alone: processor time and memory by the number of nodes, requests in flight and routers.
 
-    python -m benchmarks.scheduling.router_decisions
+    python -m benchmarks.scheduling.router_decisions [--sharing]
 
 Each case runs in a process of its own, on one thread: `RouterLogic` without links, codec and length predictor, between
 nodes that answer at once, as many routers as the case says with an equal share of the nodes each. Every node decodes
 an equal part of the requests in flight; one ends, another one comes. A request has 512 tokens. `lost_ms` is the time
 for which one router decides nothing else when a node is lost, `resumed_s` the time in which a router that was lost and
 restarted takes its requests again.
+
+`--sharing`: what the prefix cache costs the router. Requests name their blocks, and prefill workers tell of each that
+they store, and of as many that leave; `own`: no two requests share any, `common`: they begin with 256 tokens of one of
+eight instructions. Beside `none`, in turn, three times.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import itertools
 import multiprocessing
 import time
 from collections import deque
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +31,7 @@ from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconn
 from alignedserve.messages.gateways import RequestInterrupted, ResumeRequest, SubmitRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import BatchFormed, BatchReceived, FormBatch, PoolRegistered, RequestPooled
+from alignedserve.messages.prefixes import PrefixBlocksChanged, names_told
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     PrefillCompleted,
@@ -49,12 +55,20 @@ class Case(NamedTuple):
     nodes: int
     in_flight: int
     routers: int = 1
+    sharing: str = "none"  # or own, common: of prompts
 
 
 CASES = (
     *(Case(nodes, 10_000) for nodes in (8, 32, 128, 1000)),
     *(Case(1000, 100_000, routers) for routers in (1, 4)),
 )
+SHARING_CASES = tuple(
+    Case(nodes, 10_000, sharing=sharing)
+    for _ in range(3)
+    for nodes in (8, 128)
+    for sharing in ("none", "own", "common")
+)
+BLOCK_SIZE, NUM_CACHED, NUM_INSTRUCTIONS = 16, 4096, 8  # blocks cached in each prefill worker
 
 
 class Decoding(NamedTuple):
@@ -68,8 +82,10 @@ class Decoding(NamedTuple):
 class RouterNodes:
     """One router and its nodes, which answer at once; the time of the router's decisions is measured."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], sharing: str) -> None:
         self._names = names
+        self._sharing = sharing
+        self._cached: dict[str, dict[bytes, None]] = {name: {} for name in names}  # the oldest first
         self._now = 1.0
         self.decided_s = 0.0
         self.num_events = 0
@@ -100,7 +116,7 @@ class RouterNodes:
     def submit(self, request: Request) -> None:
         """Send a new request."""
         self._requests[request.request_id] = request
-        self.hear(GATEWAY, SubmitRequest(request))
+        self.hear(GATEWAY, SubmitRequest(request, b"".join(self._block_names(request))))
 
     def finish(self) -> None:
         """End the request that has decoded longest."""
@@ -145,6 +161,29 @@ class RouterNodes:
         self.settle()
         return self.decided_s - before_s
 
+    def _block_names(self, request: Request) -> list[bytes]:
+        if self._sharing == "none":
+            return []
+        number, num_blocks = int(request.request_id.rpartition("-")[2]), PROMPT_LEN // BLOCK_SIZE
+        num_common = num_blocks // 2 if self._sharing == "common" else 0
+        common = 1 << 40 | number % NUM_INSTRUCTIONS
+        firsts = [common] * num_common + [number] * (num_blocks - num_common)
+        hashes = (blake2b((first << 8 | place).to_bytes(8, "big"), digest_size=8) for place, first in enumerate(firsts))
+        return [one.digest() for one in hashes]
+
+    def _store(self, node: str, request: Request) -> None:
+        """Tell of a prompt's blocks that were not cached, and of as many of the oldest that leave for them."""
+        cached, names = self._cached[node], self._block_names(request)
+        stored = [name for name in names if name not in cached]
+        for name in names:
+            cached.pop(name, None)
+        cached.update(dict.fromkeys(names))
+        removed = list(itertools.islice(cached, max(0, len(cached) - NUM_CACHED)))
+        for name in removed:
+            del cached[name]
+        if stored or removed:
+            self.hear(f"prefill-{node}", PrefixBlocksChanged(names_told(stored), names_told(removed)))
+
     def _load(self, node: str) -> None:
         free = NUM_BLOCKS - self._running[node] * PROMPT_LEN // 16
         self.hear(f"decode-{node}", WorkerLoad(num_running=self._running[node], num_free_blocks=free))
@@ -153,6 +192,7 @@ class RouterNodes:
         node = command.peer.partition("-")[2]
         match command.message:
             case PrefillRequest(request, attempt):
+                self._store(node, request)
                 self.hear(command.peer, PrefillCompleted(request.request_id, attempt, PROMPT_LEN))
                 step = next_step(attempt)
                 self._pooled[node].append((request.request_id, step))
@@ -196,7 +236,7 @@ def measure(case: Case, num_requests: int) -> dict[str, Any]:
     """Measure one case, alone in this process."""
     names = [f"router-{number}" for number in range(case.routers)]
     nodes = [f"{number:04d}" for number in range(case.nodes)]
-    shards = {name: RouterNodes(nodes[number :: case.routers]) for number, name in enumerate(names)}
+    shards = {name: RouterNodes(nodes[number :: case.routers], case.sharing) for number, name in enumerate(names)}
     choice, numbers, before_bytes = RouterChoice(names), itertools.count(), _rss_bytes()
     began_s = time.thread_time()
 
@@ -242,13 +282,14 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=4000, help="that end and come while it is measured")
+    parser.add_argument("--sharing", action="store_true", help="with prompts that share blocks, and without")
     arguments = parser.parse_args()
     rows = []
-    for case in CASES:
+    for case in SHARING_CASES if arguments.sharing else CASES:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             rows.append(pool.apply(measure, (case, arguments.requests)))
         print(rows[-1], flush=True)
-    write_result("router_decisions", rows)
+    write_result("router_decisions_sharing" if arguments.sharing else "router_decisions", rows)
 
 
 if __name__ == "__main__":

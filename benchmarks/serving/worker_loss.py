@@ -6,7 +6,7 @@
 Eight streams of the pocket model, in float32, so that a token does not depend on its batch. When all flow, the latest
 worker that decodes gets SIGKILL. A pause is the longest time between two tokens of a stream after that; the streams of
 a worker are told apart by it, as half of them are on each of two. Targets: no pause of 1 s or more with another
-worker alive; no answer changed or cut.
+worker alive; no answer changed or cut. With many requests and a standby: `benchmarks.prefix_cache.standby_takeover`.
 """
 
 import argparse
@@ -78,14 +78,14 @@ async def measure(cluster: KillCluster, options: argparse.Namespace) -> list[dic
     """Return what every loss did."""
     rows: list[dict[str, Any]] = []
     async with OpenAiClient(url=cluster.url) as client:
-        whole = await _settled_blocks(client)
+        whole = await settled_blocks(client)
         for number in range(options.losses):
             asked = calls(options.tokens, number)
             expected, began_s = await stream_all(client, asked)
             outcomes, killed_s = await stream_all(client, asked, cluster)
             rows.append(_row(outcomes, killed_s, expected, began_s))
             print(rows[-1], flush=True)
-            await _restored(client, whole)
+            await restored(client, whole)
     return rows
 
 
@@ -103,26 +103,27 @@ def _row(
     }
 
 
-async def _settled_blocks(client: OpenAiClient) -> int:
+async def settled_blocks(client: OpenAiClient) -> int:
     """Return the blocks of all workers, once none has registered for a while."""
     seen, since_s = 0, time.monotonic()
     while not seen or time.monotonic() - since_s < _SETTLED_S:
-        if (found := await _num_blocks(client)) != seen:
+        if (found := await num_blocks(client)) != seen:
             seen, since_s = found, time.monotonic()
         await asyncio.sleep(0.2)
     return seen
 
 
-async def _restored(client: OpenAiClient, whole: int) -> None:
+async def restored(client: OpenAiClient, whole: int) -> None:
     """Wait until all workers serve again."""
     deadline_s = time.monotonic() + _BACK_S
-    while await _num_blocks(client) < whole:
+    while await num_blocks(client) < whole:
         if time.monotonic() > deadline_s:
             raise TimeoutError("the worker was not back in time")
         await asyncio.sleep(0.2)
 
 
-async def _num_blocks(client: OpenAiClient) -> int:
+async def num_blocks(client: OpenAiClient) -> int:
+    """Return the blocks of all workers that the router knows."""
     page = (await client.get("/metrics")).decode()
     return sum(
         int(float(line.split()[1])) for line in page.splitlines() if line.startswith("alignedserve_worker_blocks ")

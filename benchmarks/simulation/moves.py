@@ -1,4 +1,4 @@
-"""What moves of decodes are worth under load: four A100 with Llama-2-13B, the default policy.
+"""Gain by moves of decodes under load: four A100 with Llama-2-13B, the default policy.
 
     python -m benchmarks.simulation.moves [--runs 2] [--only documents]
 

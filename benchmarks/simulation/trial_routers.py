@@ -19,8 +19,8 @@ from router.logic import RouterLogic
 from router.placement import Placement
 from router.policies import make_prefill_order
 from router.policies.bypass import UrgentBypass
-from router.prefill_choice import PrefillChoice
-from router.state import TrackedRequest, WorkerRecord
+from router.prefill_choice import ChosenPrefill, PrefillChoice
+from router.state import NO_HIT, TrackedRequest, WorkerRecord
 
 
 class TrialRouter(RouterLogic):
@@ -203,7 +203,7 @@ class LateBinding(TrialChoice):
     held_s = 0.1  # the most that a worker has before it
     urgent_s = 0.5
 
-    def next(self, gateways: Mapping[str, str]) -> tuple[TrackedRequest, WorkerRecord] | None:
+    def next(self, gateways: Mapping[str, str]) -> ChosenPrefill | None:
         """See PrefillChoice."""
         queue = self._registry.queue
         if not len(queue):
@@ -221,7 +221,7 @@ class LateBinding(TrialChoice):
         tracked = min(queued, key=partial(self._rank, next(iter(ready.values()))))
         before = len(queue)
         queue.discard(tracked.request.request_id)
-        return (tracked, ready[tracked.is_real_time]) if len(queue) < before else None
+        return ChosenPrefill(tracked, ready[tracked.is_real_time], NO_HIT) if len(queue) < before else None
 
     def _rank(self, worker: WorkerRecord, tracked: TrackedRequest) -> tuple[int, float, str]:
         slack_s = tracked.first_due_s - self.now - prompt_s(worker, tracked)

@@ -217,4 +217,4 @@ class Departures:
 
     def _end(self, entry: Departing) -> None:
         del self._entries[entry.tracked.request.request_id]
-        self._held.free_held(entry.tracked.block_ids)
+        self._held.free_detached(entry.tracked)

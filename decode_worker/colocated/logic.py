@@ -4,9 +4,11 @@ The life of a request on a colocated worker:
 1. PrefillRequest: it waits here, in the policy's table. The router keeps no queue of its own for such workers.
 2. Before every iteration the policy chooses which requests compute how many tokens, and whose cache leaves the device:
    dropped, to be computed again, or swapped to host memory. Requests not in the iteration pause and keep their blocks.
+   What a request begins with may be cached from others before it: then it computes only the rest.
 3. A request that has computed its whole context samples a token, which goes straight to its gateway. With the first
    one PrefillCompleted tells the router that its prompt is done.
-4. It ends with its stop token or its limit: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
+4. It ends with its stop token or its limit: blocks freed, or cached for others, RequestFinished. Or the client leaves:
+   AbortRequest.
 Requests are never sent back to the router: a preempted one waits here and resumes with the tokens it has generated.
 Under the elastic topology the router may move one that decodes to another worker: moves.py.
 """
@@ -15,7 +17,7 @@ import msgspec
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import RequestId
-from alignedserve.messages.events import CommonEvent, PeerConnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.events import CommonEvent, HangUp, PeerConnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
@@ -26,18 +28,21 @@ from alignedserve.messages.iterations import (
     IterationCompleted,
     RunIteration,
 )
+from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
+from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.scheduling.scheduler_state import Scheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
+from decode_worker.colocated.pooled_prefixes import PooledPrefixes, PoolEvent
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
 
 ColocatedEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
-ColocatedCommand = SendTo | RunIteration | MoveCommand
+ColocatedCommand = SendTo | RunIteration | MoveCommand | HangUp
 
 _LEAN_STEPS = 32
 
@@ -52,12 +57,16 @@ class ColocatedLogic:
         memory: DeviceMemory,
         scheduler: Scheduler,
         eos_token_ids: frozenset[int],
+        prefixes: PrefixCache | None = None,
+        prefix_pool: str | None = None,
     ) -> None:
-        """`memory`: empty, with as many blocks as the worker has registered."""
+        """`memory`: empty, with as many blocks as the worker has registered. `prefixes`: the prefix cache in it, empty;
+        None: there is none. `prefix_pool`: the pool of its node that keeps prefix blocks, if there is one."""
         assert memory.num_blocks == memory.num_free == registered.num_blocks, "memory that is not the worker's"
         self._registered = registered
         self._scheduler = scheduler
-        self._requests = HeldRequests(memory)
+        self._prefixes = prefixes
+        self._requests = HeldRequests(memory, prefixes)
         self._state = self._requests.state
         self._members: tuple[HeldRequest, ...] = ()  # of the latest iteration
         self._postponed: dict[RequestId, PrefillRequest] = {}  # until blocks that are held for moves are free again
@@ -66,6 +75,9 @@ class ColocatedLogic:
         self._prompt_rate = 0
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
+        self._pooled = None
+        if prefixes is not None and prefix_pool is not None:
+            self._pooled = PooledPrefixes(self._requests, prefixes, prefix_pool, tokens_per_s=self._tokens_per_s)
         self._moves = RequestMoves(self._requests, self._router, registered) if registered.can_move else None
         self._iterations: IterationCycle[HeldRequest, ColocatedCommand] = IterationCycle(
             router=self._router,
@@ -77,6 +89,8 @@ class ColocatedLogic:
     def on_event(self, event: ColocatedEvent, now: float) -> list[ColocatedCommand]:
         """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
         commands = self._handle(event, now)
+        if self._pooled is not None:
+            commands += self._pooled.offer(now)
         # The next iteration first: it computes while the messages about the last one are sent.
         return [*self._start_iteration(now), *commands, *self._report()]
 
@@ -95,12 +109,17 @@ class ColocatedLogic:
             case Ticked():
                 if self._moves is not None:
                     self._measure_lean()
-                return [*self._router.totals(self.iteration_log, now)]
+                return [*self._hang_up_unused(now), *self._router.totals(self.iteration_log, now)]
+            case _ if self._pooled is not None and self._pooled.takes(event):
+                return self._on_pool(self._pooled, event, now)
             case _ if self._moves is not None:
                 return [*self._moves.on_event(event, now)]
             case Received(_, message):
                 raise AssertionError(f"a colocated worker does not take {type(message).__name__}")
         return []
+
+    def _hang_up_unused(self, now: float) -> list[HangUp]:
+        return self._pooled.hang_up_unused(now) if self._pooled is not None else []
 
     # --- peers and messages
 
@@ -109,12 +128,15 @@ class ColocatedLogic:
         for tracked in list(self._requests):
             self._abort(tracked.request.request_id)
         self._postponed.clear()
+        if self._pooled is not None:
+            self._pooled.abort_all()
         if self._moves is not None:
             self._moves.abort_all()
             self._measure_lean()
-        return [*self._router.connected(peer)]
+        return [*self._router.connected(peer), *self._tell_blocks(is_new=True)]
 
-    def _add_candidate(self, message: PrefillRequest, now: float) -> list[ColocatedCommand]:
+    def _add_candidate(self, message: PrefillRequest, now: float, *, may_ask: bool = True) -> list[ColocatedCommand]:
+        """Add a request that comes; `may_ask`: of the pool, for what it could begin with."""
         request, request_id = message.request, message.request.request_id
         self._router.observe(message.attempt)
         if blocks_for(request.max_context_len, self._registered.block_size) > self._registered.num_blocks:
@@ -123,11 +145,25 @@ class ColocatedLogic:
         # What an earlier attempt left here is stale: its abort is on the way, over another link.
         self._abort(request_id, message.attempt - 1)
         earlier = self._requests.get(request_id)
-        if earlier is None:
-            self._admit(message, now)
-        else:
+        if earlier is not None:
             earlier.successor = message
-        return []
+            return []
+        linked, asked = [], None
+        if self._pooled is not None and may_ask:
+            linked, asked = self._pooled.link(message, now), self._pooled.ask(message)
+        if asked is None:
+            self._admit(message, now)
+        return [*linked, *(asked or ())]
+
+    def _on_pool(self, pooled: PooledPrefixes, event: PoolEvent, now: float) -> list[ColocatedCommand]:
+        commands: list[ColocatedCommand] = []
+        outcome = pooled.on_event(event, now)
+        commands += outcome.commands
+        for message in outcome.ready:  # each as if it came now, but that it has asked
+            commands += self._add_candidate(message, now, may_ask=False)
+        for message in outcome.again:
+            commands += self._add_candidate(message, now)
+        return commands
 
     def _admit(self, message: PrefillRequest, now: float) -> None:
         """Add a request; later, if it might need blocks that are held for requests on their way."""
@@ -141,12 +177,14 @@ class ColocatedLogic:
     def _admit_postponed(self, now: float) -> list[ColocatedCommand]:
         # Each as if it came now: an earlier attempt at it may have come from another worker meanwhile.
         postponed, self._postponed = self._postponed, {}
-        return [command for message in postponed.values() for command in self._add_candidate(message, now)]
+        return [one for message in postponed.values() for one in self._add_candidate(message, now, may_ask=False)]
 
     def _set_predicted_length(self, message: SetPredictedLength) -> list[ColocatedCommand]:
         tracked = self._requests.get(message.request_id)
         if tracked is not None and tracked.set_predicted_length(message):
             self._state.set_predicted_length(message.request_id, message.predicted_output_len)
+        if self._pooled is not None:
+            self._pooled.set_predicted_length(message)
         postponed = self._postponed.get(message.request_id)
         if postponed is not None and postponed.attempt == message.attempt:
             predicted_len = message.predicted_output_len
@@ -161,6 +199,8 @@ class ColocatedLogic:
         postponed = self._postponed.get(request_id)
         if postponed is not None and (attempt is None or postponed.attempt <= attempt):
             del self._postponed[request_id]
+        if self._pooled is not None:
+            self._pooled.abort(request_id, attempt)
         if self._moves is not None:
             self._moves.abort(request_id, attempt)
         return []
@@ -175,6 +215,7 @@ class ColocatedLogic:
             commands += self._admit_postponed(now)
         if not self._requests or not self._requests.can_compute:
             return commands
+        self._requests.foresee_hits()
         plan = self._scheduler.plan(self._state, now)
         if not plan.scheduled:
             assert not plan.evictions, "evictions without a scheduled request"
@@ -191,7 +232,8 @@ class ColocatedLogic:
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
         self._performer.completed()
         self._scheduler.completed(self._state, now=now, duration_s=self._iterations.end(event, now))
-        commands = self._iterations.outcome(event, self._requests.by_id)
+        self._requests.store_filled(event.failed)
+        commands = [*self._tell_blocks(), *self._iterations.outcome(event, self._requests.by_id)]
         for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
             self._requests.drop(tracked)
             if tracked.successor is not None:
@@ -206,16 +248,36 @@ class ColocatedLogic:
 
     def _report(self) -> list[Send]:
         num_running = len(self._members) if self._iterations.is_running else 0
+        num_held_back = len(self._postponed) + (len(self._pooled) if self._pooled is not None else 0)
+        prefixes = self._prefixes
         load = WorkerLoad(
-            num_waiting=len(self._requests) + len(self._postponed) - num_running,
+            num_waiting=len(self._requests) + num_held_back - num_running,
             num_running=num_running,
             num_free_blocks=self._state.num_free,
             num_handoffs_verified=self._moves.num_taken if self._moves is not None else 0,
             num_evictions=self._performer.num_preemptions,
             lean=self._lean,
             prompt_tokens_per_s=self._prompt_rate,
+            num_prefix_query_tokens=prefixes.num_query_tokens if prefixes is not None else 0,
+            num_prefix_hit_tokens=prefixes.num_hit_tokens if prefixes is not None else 0,
+            num_prefix_blocks=len(prefixes.blocks) if prefixes is not None else 0,
+            num_prefix_evictions=prefixes.blocks.num_evicted if prefixes is not None else 0,
         )
         return self._router.load(load)
+
+    def _tell_blocks(self, *, is_new: bool = False) -> list[ColocatedCommand]:
+        """Tell the router which blocks have come and gone; all of them if it is new."""
+        if self._prefixes is None or not self._router.is_connected:
+            return []
+        if is_new:
+            all_names = self._prefixes.all_names()  # without any there is nothing to tell a router that is new
+            told = PrefixBlocksChanged(all_names, is_complete=True)
+            return [*self._router.send(told)] if all_names else []
+        names = self._prefixes.take_names()
+        return [] if names is None else [*self._router.send(PrefixBlocksChanged(*names))]
+
+    def _tokens_per_s(self) -> float:
+        return self._scheduler.prompt_capacity(self._state).tokens_per_s
 
     def _measure_lean(self) -> None:
         """Note the share of time that decodes leave for prompts, in coarse steps: it is told whenever it changes."""

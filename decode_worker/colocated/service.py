@@ -26,16 +26,18 @@ class ColocatedWorker:
         executor: ModelExecutor,
         process_spec: ProcessSpec,
         memory: CandidateMemory | None = None,
+        pool_at: str | None = None,
         transport: str = AUTO,
     ) -> None:
         """`make`: makes its logic, out of what can be recorded. `memory`: to lend to others of its node, if requests
-        move between them."""
+        move between them. `pool_at`: the pool of its node, if that keeps prefix blocks."""
         logic = make()
         self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
         self.iteration_log = logic.iteration_log
         self._copies: LendingCopier | None = None
-        if memory is not None:
+        self._pool_at = pool_at
+        if memory is not None or pool_at is not None:
             self._copies = LendingCopier(executor.copier(process_spec.identity(), transport=transport), memory)
         self._driver: LogicDriver[CommonEvent | ColocatedEvent, RunIteration | CopyCommand] = LogicDriver(
             logic, process_spec, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
@@ -46,6 +48,8 @@ class ColocatedWorker:
         if listen_at is not None:
             await self._driver.links.listen(listen_at)
         self._driver.links.dial(router_at)
+        if self._pool_at is not None:
+            self._driver.links.dial(self._pool_at)
 
     async def close(self) -> None:
         """Close the links, stop the threads, free what is lent and write the iteration log."""
@@ -59,5 +63,5 @@ class ColocatedWorker:
         if isinstance(command, RunIteration):
             self._executor.start_iteration(command, self._driver.dispatch)
             return
-        assert self._copies is not None, "a copy on a worker whose requests do not move"
+        assert self._copies is not None, "a copy on a worker that shares no memory"
         self._copies.perform(command, self._driver.dispatch)

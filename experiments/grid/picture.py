@@ -19,7 +19,7 @@ _TOO_LONG = 999.5  # per cent: shown as so many times
 
 
 class _Lead(NamedTuple):
-    """What a picture shows of each point."""
+    """The value of each point that a picture shows."""
 
     title: str
     unit: str

@@ -42,7 +42,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Run(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What made the outcomes that follow it, and which of those before it no longer count."""
+    """The code and machine of the outcomes that follow it, and the outcomes before it that no longer count."""
 
     commit: str = ""
     machine: dict[str, Any] = {}

@@ -30,7 +30,7 @@ _COLUMNS: Mapping[str, str] = {
 
 
 class Held(NamedTuple):
-    """What one system held at a point, of all its seeds."""
+    """The requests that one system held at a point, over all its seeds."""
 
     system: str
     num_sent: int

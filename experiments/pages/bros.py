@@ -150,9 +150,14 @@ def costs() -> str:
 
 
 def figure_13() -> str:
-    """Return shared blocks and swapping against recomputing."""
+    """Return shared blocks against whole caches that are swapped or recomputed."""
     rows = []
-    for policy, name in {"bros": "shared blocks and swapping", "bros, recomputing": "recomputing"}.items():
+    kinds = {
+        "bros": "shared blocks, slots swapped",
+        "bros, whole caches": "whole caches swapped",
+        "bros, recomputing": "recomputing",
+    }
+    for policy, name in kinds.items():
         of = _of("figure 13", policy=policy)
         cells = [
             share(of.mean(_TTFT)),
@@ -162,6 +167,20 @@ def figure_13() -> str:
         ]
         rows.append([name, *cells])
     return table(["OPT-30B, 10 per second, waves of 128", "TTFT held", "TPOT held", "s/token", "BE/s"], rows)
+
+
+def figure_12() -> str:
+    """Return real-time requests alone, by the rate."""
+    rows = []
+    for rate in dict.fromkeys(row["rate"] for row in _of("figure 12").rows):
+        of = [_of("figure 12", rate=rate, policy=policy) for policy in ("fcfs", "bros, whole caches")]
+        cells = [
+            f"{digits(one.mean(_LATENCY))}, {share(one.mean('rt.attainment'))}, "
+            f"{one.mean('rt.loaded_requests_per_s'):.1f}"
+            for one in of
+        ]
+        rows.append([f"{rate:g}", *cells, change(of[1].mean(_LATENCY) / of[0].mean(_LATENCY))])
+    return table(["RT/s: s/token, both held, served/s", "`fcfs`", "`bros`", "latency"], rows)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -174,5 +193,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "waves": waves,
     "readings": readings,
     "costs": costs,
+    "figure 12": figure_12,
     "figure 13": figure_13,
 }

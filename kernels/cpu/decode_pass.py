@@ -63,6 +63,13 @@ class CacheSlots(NamedTuple):
     is_int8: bool
 
 
+class HighestLogits(NamedTuple):
+    """The highest logit of each row."""
+
+    token_ids: Tensor  # [rows] int64: the first of equals; 0 where there is a NaN
+    values: Tensor  # [rows] float32: NaN where there is one
+
+
 class PassTimes(NamedTuple):
     """Seconds that attention and products took, of the time from a step's beginning to its end."""
 
@@ -119,13 +126,15 @@ class DecodePass:
         slots: Tensor,
         cached: CacheSlots,
         logits: Tensor | None = None,
+        highest: HighestLogits | None = None,
     ) -> tuple[Tensor, PassTimes]:
         """Run residual [rows, hidden_size] contiguous, updated in place, through all layers.
 
         attention  of as many rows, over the blocks that `cached` lies in
         rotations  cos, sin [rows, 1, rotary_dim / 2] float32 of every rope
         slots      [rows] int64, all different, see HeadRows; one outside raises ValueError before anything is written
-        logits     [rows, columns of the head] contiguous, to be written; None: the head does not run
+        logits     [rows, columns of the head] contiguous, to be written; None: they are not kept
+        highest    to be written instead of all logits; with neither the head does not run
         returns    what the last layer adds to the residual [rows, hidden_size], already added for logits; the times
         """
         count = residual.shape[0]
@@ -139,11 +148,17 @@ class DecodePass:
             assert logits.shape == (count, num_columns), f"not rows of {num_columns}: {logits.shape}"
             assert logits.dtype == self._dtype, f"rows are {self._dtype}, not {logits.dtype}"
             assert logits.is_contiguous(), "logits are one run of memory"
+        found = (0, 0)
+        if highest is not None:
+            assert self._head is not None, "a pass without a head"
+            assert logits is None, "all logits, or the highest of them"
+            found = (_results(highest.token_ids, count, torch.int64), _results(highest.values, count, torch.float32))
         pending = torch.empty_like(residual)
         times = self._kernel.run(
             residual.data_ptr(),
             pending.data_ptr(),
             0 if logits is None else logits.data_ptr(),
+            found,
             count,
             attention,
             [self._place.angles(rotation, count) for rotation in rotations],
@@ -165,3 +180,12 @@ class DecodePass:
         num_slots = min(len(rows) for rows in (*keys, *values))
         layer_bytes = distances.pop() if distances else 0
         return CacheSlots(keys[0].data_ptr(), values[0].data_ptr(), layer_bytes, num_slots, is_int8.pop())
+
+
+def _results(tensor: Tensor, count: int, dtype: torch.dtype) -> int:
+    """Return the address of a result for each row."""
+    assert tensor.shape == (count,), f"not one for each of {count} rows: {tensor.shape}"
+    assert tensor.dtype == dtype, f"results are {dtype}, not {tensor.dtype}"
+    assert tensor.is_contiguous(), "results are one run of memory"
+    assert tensor.device.type == "cpu", "native kernels run on the CPU"
+    return tensor.data_ptr()

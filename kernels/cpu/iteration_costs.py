@@ -17,14 +17,14 @@ _native: Any = load_native("learn_iteration_costs")
 
 
 class CostSums(NamedTuple):
-    """What is kept of past iterations: a step changes them."""
+    """Sums over past iterations, which a step changes."""
 
     products: Floats  # [features, features]
     targets: Floats  # [features]
 
 
 class Priors(NamedTuple):
-    """What coefficients are without any iteration."""
+    """Coefficients before any iteration."""
 
     coefficients: Sequence[float]  # of those that are 0 none is ever learned
     scale: float  # of this machine

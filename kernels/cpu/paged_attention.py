@@ -21,6 +21,7 @@ from kernels.cpu.native import load_native
 from kernels.int8_rows import SCALE_BYTES, int8_row_width
 
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 # Instruction sets that kernels are compiled for, best first.
 LEVELS = ("avx512bf16", "avx2", "plain")
@@ -77,11 +78,22 @@ class PagedAttention:
         self._cache = _native.Cache(level, blocks.data_ptr(), *sizes, *kinds)
 
     def plan_decode(
-        self, block_tables: Int64Array, rows: Int64Array, lengths: Int64Array, window: int | None, num_threads: int
+        self,
+        block_tables: Int64Array,
+        rows: Int64Array,
+        lengths: Int64Array,
+        window: int | None,
+        num_threads: int,
+        *,
+        is_reversed: BoolArray | None = None,
     ) -> PagedPlan:
         """Divide the work of one step: sequence i reads the first lengths[i] tokens of row rows[i] of `block_tables`
-        (the last `window` of them in windowed layers), which must stay unchanged until the step ends."""
-        plan: PagedPlan = _native.DecodePlan(self._cache, block_tables, rows, lengths, window or 0, num_threads)
+        (the last `window` of them in windowed layers), which must stay unchanged until the step ends.
+
+        `is_reversed` [sequences]: token i of a block lies in slot block_size - 1 - i; None: of none."""
+        directions = np.zeros(len(rows), np.bool_) if is_reversed is None else is_reversed
+        args = (block_tables, rows, directions, lengths, window or 0, num_threads)
+        plan: PagedPlan = _native.DecodePlan(self._cache, *args)
         return plan
 
     def plan_chunks(
@@ -92,10 +104,13 @@ class PagedAttention:
         counts: Int64Array,
         window: int | None,
         num_threads: int,
+        *,
+        is_reversed: BoolArray | None = None,
     ) -> PagedPlan:
         """Divide the work of chunks likewise: the last counts[i] of the first lengths[i] tokens of sequence i each read
         up to themselves. The token rows of a chunk follow those of the one before."""
-        args = (block_tables, rows, lengths, counts, window or 0, num_threads)
+        directions = np.zeros(len(rows), np.bool_) if is_reversed is None else is_reversed
+        args = (block_tables, rows, directions, lengths, counts, window or 0, num_threads)
         plan: PagedPlan = _native.ChunkPlan(self._cache, *args)
         return plan
 

@@ -1,4 +1,4 @@
-"""What a scheduler works out for the requests of its table, by the native kernels where they are built.
+"""Sums, forecasts and orders of the requests in a scheduler's table, by the native kernels where they are built.
 
 Each function takes the table as its three stacks of columns (int64, float64, bool; [columns, capacity]) and the number
 of its rows. Plain forms stand with their callers in `alignedserve.scheduling`, and give the same to the last bit.
@@ -31,7 +31,6 @@ class BlockSizes(NamedTuple):
 
     block_size: int  # tokens
     hidden_ratio: float  # 0.0: no hidden cache
-    has_shared_blocks: bool
 
 
 class DecodeSums(NamedTuple):

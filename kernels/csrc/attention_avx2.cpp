@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <type_traits>
 
 #pragma GCC target("avx2,fma")
 #define LEVEL avx2

@@ -2,7 +2,6 @@
 // after the types of attention_level.h.
 
 typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
-typedef int16_t BytePairs __attribute__((vector_size(WIDTH * 2)));
 
 inline float scale_at(const char* from) {
     float scale;
@@ -54,39 +53,4 @@ struct Int8 {
     static constexpr bool kHasScales = true;
 
     static inline void unit(const char* from, int64_t valid, Floats* out) { *out = widened_bytes(from, valid); }
-};
-
-// Where a packed tile comes from: the type itself, or int8, of which it is the value.
-template <typename Type>
-struct Stored {
-    static constexpr int kBytes = Type::kBytes;
-    static constexpr bool kHasScales = false;
-
-    static inline void unit(const char* from, int64_t valid, float, Floats* out) { Type::unit(from, valid, out); }
-    static inline Words raw(const char* from, int64_t valid, float) { return Type::raw(from, valid); }
-};
-
-template <typename Type>
-struct StoredInt8 {
-    static constexpr int kBytes = 1;
-    static constexpr bool kHasScales = true;
-
-    static inline void unit(const char* from, int64_t valid, float scale, Floats* out) {
-        if constexpr (Type::kVectors == 1) {
-            *out = widened_bytes(from, valid) * scale;
-        } else {
-            BytePairs pairs{};
-            std::memcpy(&pairs, from, valid >= Type::kElements ? sizeof pairs : valid);
-            const Ints both = __builtin_convertvector(pairs, Ints);
-            out[0] = __builtin_convertvector((both << 24) >> 24, Floats) * scale;
-            out[1] = __builtin_convertvector(both >> 8, Floats) * scale;
-        }
-    }
-#if HAS_BF16_DOT
-    static inline Words raw(const char* from, int64_t valid, float scale) {
-        const Floats low = widened_bytes(from, valid);
-        const Floats high = valid > WIDTH ? widened_bytes(from + WIDTH, valid - WIDTH) : Floats{};
-        return (Words)_mm512_cvtne2ps_pbh((__m512)(high * scale), (__m512)(low * scale));
-    }
-#endif
 };

@@ -5,37 +5,19 @@
 // Sums over a wider head could overflow 32 bits.
 constexpr int kWidestIntegerHead = 512;
 
-// A tile of integers. A score times its key's scale is the score; a weight times `value_factors` is rounded, and a sum of
-// products times `value_scale` is the sum of values.
-struct IntegerTile : Tile {
-    alignas(64) float key_scales[kKeys];
-    alignas(64) float value_factors[kKeys];
-    float value_scale;  // NaN where a scale is
+// A tile of integers. A score times its key's scale is the score.
+struct IntegerTile : ScaledTile {
+    ValueWords words;  // of all its keys
 
     IntegerTile(int64_t first, int count, const char* keys, const char* values, const int64_t* offsets)
-        : Tile{first, count} {
-        for (int t = 0; t < kKeys; ++t) {
-            key_scales[t] = scale_at(keys + offsets[t]);
-            value_factors[t] = scale_at(values + offsets[t]);
-        }
-        Floats largest{}, remainders{};
-        for (int t = 0; t < kKeys; t += WIDTH) {
-            const Floats x = load(value_factors + t);
-            largest = larger(largest, x);
-            remainders += x - x;
-        }
-        float factor;
-        value_scale = word_scale(largest, remainders, &factor);
-        for (int t = 0; t < kKeys; t += WIDTH) store(value_factors + t, load(value_factors + t) * factor);
-    }
+        : ScaledTile(first, count, keys, values, offsets), words(value_scales, 0, count) {}
 };
 
 // Keys are packed as pairs of dimensions, as those of bfloat16 are.
 struct WidenedInt8 {
     static constexpr int kBytes = 1;
-    static constexpr bool kHasScales = false;
 
-    static inline Words raw(const char* from, int64_t valid, float) { return (Words)widened_words(from, valid); }
+    static inline Words raw(const char* from, int64_t valid) { return (Words)widened_words(from, valid); }
 };
 
 typedef int16_t Integers __attribute__((vector_size(64)));
@@ -79,21 +61,33 @@ struct Shares {
 // accumulators[N, dim] = accumulators * shares before + weights[N, keys] * values * shares now. `products`: [N, kKeys].
 template <int N>
 inline void add_integer_rows(const float* weights, const float* values, int dim, int steps, Shares& shares,
-                             float value_scale, float* products, float* accumulators) {
+                             float* products, float* accumulators) {
     for (int first = 0; first < dim; first += kColumns * WIDTH) {
         const int columns = dim - first < kColumns * WIDTH ? 2 : kColumns;  // of heads padded to twice WIDTH
         const auto multiply = columns == 2 ? multiply_columns<Product::integers, N, 2>
                                            : multiply_columns<Product::integers, N, kColumns>;
         multiply(weights, kKeys, values + first, dim, steps, products);
-        for (int r = 0; r < N; ++r) {
-            const float before = shares.before(r), now = shares.now(r) * value_scale;
+        for (int r = 0; r < N; ++r)
             for (int c = 0; c < columns; ++c) {
                 float* own = accumulators + size_t(r) * dim + first + c * WIDTH;
                 const Floats sum = (Floats)_mm512_cvtepi32_ps((__m512i)load(products + r * kKeys + c * WIDTH));
-                store(own, load(own) * before + sum * now);
+                store(own, fused(load(own), same(shares.before(r)), sum * shares.now(r)));
             }
-        }
     }
+}
+
+// Scores of one row -> words in `weights`; its sum and its shares. `words`: of all of the tile's values.
+inline void round_row(float* scores, int count, const Span& span, float factor, float most, const IntegerTile& tile,
+                      float* weights, float* sum, float before, float* now) {
+    const auto round = [&](const ValueWords& words) {
+        const float added = round_weights(scores, count, span.first, span.last, factor, most, words.factors, weights);
+        *sum = fused(*sum, before, added * *now);
+        *now *= words.scale;
+    };
+    if (span.first == 0 && span.last == tile.count)
+        round(tile.words);
+    else
+        round(ValueWords(tile.value_scales, span.first, span.last));
 }
 
 template <typename, int N>
@@ -103,7 +97,7 @@ void attend_rows(const Shape& shape, const Scratch& scratch, const QueryRows& ro
     if (!count) return;
     const size_t padded = shape.padded_dim(), own = rows.first + at;
     float* queries = scratch.queries + own * padded;
-    score_rows<Product::integers, N>(queries, padded, scratch.keys, (shape.head_dim + 1) / 2, count, scratch.scores);
+    multiply_keys<Product::integers, N>(queries, padded, scratch.keys, (shape.head_dim + 1) / 2, count, scratch.scores);
     float most[N];
     Shares shares = {};
     for (int r = 0; r < N; ++r) {
@@ -121,15 +115,17 @@ void attend_rows(const Shape& shape, const Scratch& scratch, const QueryRows& ro
     store(shares.both, exact_power_of_two(load(shares.both)));
     for (int r = 0; r < N; ++r) {
         const Span span(rows, at + r, tile, count, count);
-        const float factor = queries[r * padded + padded / 2];
-        const float weights = round_weights(scratch.scores + r * kKeys, count, span.first, span.last, factor, most[r],
-                                            tile.value_factors, scratch.weights + r * kKeys);
-        if (span.first >= span.last) shares.now(r) = 0.0f;
-        float* sum = &scratch.sums[own + r];
-        *sum = *sum * shares.before(r) + weights * shares.now(r);
+        float* weights = scratch.weights + r * kKeys;
+        if (span.first < span.last) {
+            round_row(scratch.scores + r * kKeys, count, span, queries[r * padded + padded / 2], most[r], tile, weights,
+                      &scratch.sums[own + r], shares.before(r), &shares.now(r));
+        } else {
+            std::memset(weights, 0, kKeys * sizeof(float));
+            shares.now(r) = 0.0f;
+        }
     }
-    add_integer_rows<N>(scratch.weights, scratch.values, int(padded), (count + 1) / 2, shares, tile.value_scale,
-                        scratch.scores, scratch.accumulators + own * padded);
+    add_integer_rows<N>(scratch.weights, scratch.values, int(padded), (count + 1) / 2, shares, scratch.scores,
+                        scratch.accumulators + own * padded);
 }
 
 struct IntegerTiles {
@@ -146,7 +142,7 @@ struct IntegerTiles {
     static inline IntegerTile packed(const Shape& shape, const Call& call, const Scratch& scratch, int kv_head,
                                      const int64_t* offsets, int64_t first, int count) {
         const int64_t head = kv_head * shape.head_bytes(), scale = shape.scale_offset(kv_head);
-        pack_keys<BFloat16, WidenedInt8>(shape, call.keys + head, nullptr, offsets, count, scratch.keys);
+        pack_keys<BFloat16, WidenedInt8>(shape, call.keys + head, offsets, count, scratch.keys);
         pack_integer_values(shape, call.values + head, offsets, count, scratch.values);
         return {first, count, call.keys + scale, call.values + scale, offsets};
     }

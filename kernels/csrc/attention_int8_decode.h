@@ -4,15 +4,15 @@
 
 // What is known of each head while a tile is read, in scratch.dots.
 struct TileHeads {
-    float *key_scales, *value_factors;  // [kv_heads, kTile]: see IntegerTile
+    float *key_scales, *value_factors;  // [kv_heads, kKeys]: see ValueWords
     float* value_scales;                // [kv_heads]
     float *most, *before, *now;         // [num_heads]: highest score of the tile; Shares
 
     TileHeads(const Shape& shape, const Scratch& scratch) {
         const int kv_lanes = (shape.kv_heads + WIDTH - 1) / WIDTH * WIDTH, lanes = (shape.num_heads() + WIDTH - 1) / WIDTH * WIDTH;
         key_scales = scratch.dots;
-        value_factors = key_scales + shape.kv_heads * kTile;
-        value_scales = value_factors + shape.kv_heads * kTile;
+        value_factors = key_scales + shape.kv_heads * kKeys;
+        value_scales = value_factors + shape.kv_heads * kKeys;
         most = value_scales + kv_lanes;
         before = most + lanes;
         now = before + lanes;
@@ -21,21 +21,21 @@ struct TileHeads {
 
 inline Floats some_floats(const char* from, __mmask16 which) { return (Floats)_mm512_maskz_loadu_ps(which, from); }
 
-// Scales of WIDTH heads, of the slots at scales + offsets[t], times factors -> to[head, kTile], for `which` heads.
+// Scales of WIDTH heads, of the slots at scales + offsets[t], times factors -> to[head, kKeys], for `which` heads.
 inline void turn_scales(const char* scales, const int64_t* offsets, Floats factors, __mmask16 which, float* to) {
-    for (int first = 0; first < kTile; first += WIDTH) {
+    for (int first = 0; first < kKeys; first += WIDTH) {
         Floats square[WIDTH];
 #pragma GCC unroll 16
         for (int t = 0; t < WIDTH; ++t) square[t] = some_floats(scales + offsets[first + t], which) * factors;
         transpose(square);
-        for (int h = 0; h < WIDTH && (which >> h & 1); ++h) store(to + h * kTile + first, square[h]);
+        for (int h = 0; h < WIDTH && (which >> h & 1); ++h) store(to + h * kKeys + first, square[h]);
     }
 }
 
 inline void read_key_scales(const Shape& shape, const char* slots, const int64_t* offsets, const TileHeads& tile) {
     for (int h = 0; h < shape.kv_heads; h += WIDTH)
         turn_scales(slots + shape.scale_offset(h), offsets, same(1.0f), lanes(0, shape.kv_heads, h),
-                    tile.key_scales + h * kTile);
+                    tile.key_scales + h * kKeys);
 }
 
 inline void read_value_scales(const Shape& shape, const char* slots, const int64_t* offsets, const TileHeads& tile) {
@@ -43,14 +43,14 @@ inline void read_value_scales(const Shape& shape, const char* slots, const int64
         const char* scales = slots + shape.scale_offset(h);
         const __mmask16 which = lanes(0, shape.kv_heads, h);
         Floats largest{}, remainders{};
-        for (int t = 0; t < kTile; ++t) {
+        for (int t = 0; t < kKeys; ++t) {
             const Floats x = some_floats(scales + offsets[t], which);
             largest = larger(largest, x);
             remainders += x - x;
         }
         const Floats factors = largest > 1e-30f ? kLargestWord / largest : Floats{};
-        store(tile.value_scales + h, largest * (1.0f / kLargestWord) + remainders);
-        turn_scales(scales, offsets, factors, which, tile.value_factors + h * kTile);
+        store(tile.value_scales + h, largest / kLargestWord + remainders);
+        turn_scales(scales, offsets, factors, which, tile.value_factors + h * kKeys);
     }
 }
 
@@ -73,19 +73,19 @@ inline Ints score_words(const Shape& shape, const float* query, const char* keys
 
 // Scores of all heads, but for the factors of the queries, and the highest of each, with them.
 template <int kUnits>
-void score_heads(const Shape& shape, const Scratch& scratch, const char* keys, const int64_t* offsets, int count,
+void score_heads(const Shape& shape, const Scratch& scratch, const char* keys, const int64_t* offsets, int lead, int count,
                  Ahead& ahead, const TileHeads& tile) {
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     for (int h = 0; h < num_heads; ++h) {
         const int kv_head = h / shape.group;
         const float* query = scratch.queries + size_t(h) * padded;
         Floats high = same(kLowest);
-        for (int t = 0; t < count; t += WIDTH) {
+        for (int t = lead / WIDTH * WIDTH; t < count; t += WIDTH) {
             for (int i = 0; i < WIDTH; ++i) ahead.fetch();
             const Ints dots = score_words<kUnits>(shape, query, keys + kv_head * shape.head_bytes(), offsets + t);
-            const Floats scores = (Floats)_mm512_cvtepi32_ps((__m512i)dots) * load(tile.key_scales + kv_head * kTile + t);
-            store(scratch.scores + size_t(h) * kTile + t, scores);
-            high = larger(high, (Floats)_mm512_mask_mov_ps((__m512)same(kLowest), lanes(0, count, t), (__m512)scores));
+            const Floats scores = (Floats)_mm512_cvtepi32_ps((__m512i)dots) * load(tile.key_scales + kv_head * kKeys + t);
+            store(scratch.scores + size_t(h) * kKeys + t, scores);
+            high = larger(high, (Floats)_mm512_mask_mov_ps((__m512)same(kLowest), lanes(lead, count, t), (__m512)scores));
         }
         tile.most[h] = highest(high) * query[padded / 2];
     }
@@ -105,7 +105,7 @@ inline void update_maxima(const Shape& shape, const Scratch& scratch, const Tile
 }
 
 // accumulators[kHeads, 32 * kUnits] = accumulators * before + scale * sum over `count` tokens of word * value; of heads that
-// share the values. `words`: [kHeads, 2 * kTile].
+// share the values. `words`: [kHeads, 2 * kKeys].
 template <int kUnits, int kHeads>
 inline void add_words(const float* words, const float* before, const float* scales, const char* values, int64_t valid,
                       const int64_t* offsets, int count, float* accumulators, size_t padded) {
@@ -120,7 +120,7 @@ inline void add_words(const float* words, const float* before, const float* scal
             const __m512i first = _mm512_unpacklo_epi16(a, b), last = _mm512_unpackhi_epi16(a, b);
             for (int h = 0; h < kHeads; ++h) {
                 int32_t pair;
-                std::memcpy(&pair, words + h * kTile + t / 2, sizeof pair);
+                std::memcpy(&pair, words + h * kKeys + t / 2, sizeof pair);
                 low[h][u] = _mm512_dpwssd_epi32(low[h][u], first, _mm512_set1_epi32(pair));
                 high[h][u] = _mm512_dpwssd_epi32(high[h][u], last, _mm512_set1_epi32(pair));
             }
@@ -132,8 +132,8 @@ inline void add_words(const float* words, const float* before, const float* scal
             const Floats last =
                 __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
             float* own = accumulators + h * padded + 2 * WIDTH * u;
-            store(own, load(own) * before[h] + first * scales[h]);
-            store(own + WIDTH, load(own + WIDTH) * before[h] + last * scales[h]);
+            store(own, fused(load(own), same(before[h]), first * scales[h]));
+            store(own + WIDTH, fused(load(own + WIDTH), same(before[h]), last * scales[h]));
         }
 }
 
@@ -150,21 +150,21 @@ inline void add_heads(const Shape& shape, const float* words, const float* befor
 
 // Scores of the heads of one key head -> weights; their sum over values to the accumulators.
 inline void add_values_of(const Shape& shape, const Scratch& scratch, int kv_head, const char* values,
-                          const int64_t* offsets, int count, const TileHeads& tile) {
+                          const int64_t* offsets, int lead, int count, const TileHeads& tile) {
     const size_t padded = shape.padded_dim();
     int h = kv_head * shape.group;
     const int last = h + shape.group;
     for (int i = h; i < last; ++i) {
-        float* scores = scratch.scores + size_t(i) * kTile;  // and then the words
-        const float weights = round_weights(scores, count, 0, count, scratch.queries[i * padded + padded / 2],
-                                            tile.most[i], tile.value_factors + kv_head * kTile, scores);
-        scratch.sums[i] = scratch.sums[i] * tile.before[i] + weights * tile.now[i];
+        float* scores = scratch.scores + size_t(i) * kKeys;  // and then the words
+        const float weights = round_weights(scores, count, lead, count, scratch.queries[i * padded + padded / 2],
+                                            tile.most[i], tile.value_factors + kv_head * kKeys, scores);
+        scratch.sums[i] = fused(scratch.sums[i], tile.before[i], weights * tile.now[i]);
         tile.now[i] *= tile.value_scales[kv_head];
     }
     while (h < last) {
         const int heads = last - h < 4 ? last - h : 4;
         const auto add = heads == 4 ? add_heads<4> : heads == 3 ? add_heads<3> : heads == 2 ? add_heads<2> : add_heads<1>;
-        add(shape, scratch.scores + size_t(h) * kTile, tile.before + h, tile.now + h, values, offsets, count,
+        add(shape, scratch.scores + size_t(h) * kKeys, tile.before + h, tile.now + h, values, offsets, count,
             scratch.accumulators + h * padded);
         h += heads;
     }
@@ -177,29 +177,30 @@ void decode_words(const Shape& shape, const Call& call, const Piece& piece, cons
     begin_rows<RowType>(shape, scratch, 0, num_heads, call.queries + piece.row * call.query_row_bytes);
     IntegerTiles::begin(shape, scratch, num_heads);
     const TileHeads tile(shape, scratch);
-    int64_t tiles[2][kTile];
+    int64_t tiles[2][kKeys];
     int64_t *offsets = tiles[0], *following = tiles[1];
-    int count = slot_offsets<kTile>(shape, call, piece.blocks, piece.first, piece.last, offsets);
-    for (int64_t first = piece.first; count; first += kTile) {
-        Ahead values(shape, call.values, offsets);
+    int64_t first = piece.first / kKeys * kKeys;
+    int count = slot_offsets(shape, call, piece.blocks, piece.is_reversed, first, piece.first, piece.last, offsets);
+    for (; count; first += kKeys) {
+        const int lead = piece.first > first ? int(piece.first - first) : 0;
+        Ahead values(shape, kKeys, {call.keys, offsets, count}, {call.values, offsets, count});
         read_key_scales(shape, call.keys, offsets, tile);
-        score_heads<kUnits>(shape, scratch, call.keys, offsets, count, values, tile);
+        score_heads<kUnits>(shape, scratch, call.keys, offsets, lead, count, values, tile);
         update_maxima(shape, scratch, tile);
         read_value_scales(shape, call.values, offsets, tile);
-        const int following_count = slot_offsets<kTile>(shape, call, piece.blocks, first + kTile, piece.last, following);
-        const bool has_more = following_count || (next && slot_offsets<kTile>(shape, call, next->blocks, next->first,
-                                                                              next->last, following));
-        Ahead keys(shape, call.keys, has_more ? following : offsets);
+        const int following_count =
+            slot_offsets(shape, call, piece.blocks, piece.is_reversed, first + kKeys, piece.first, piece.last, following);
+        const int to_come = following_count ? following_count : next_offsets(shape, call, next, following);
+        Ahead keys(shape, kKeys, {call.values, offsets, count}, {call.keys, following, to_come});
         for (int kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
-            for (int t = 0; has_more && t < kTile * shape.group; ++t) keys.fetch();
-            add_values_of(shape, scratch, kv_head, call.values + kv_head * shape.head_bytes(), offsets, count, tile);
+            for (int t = 0; t < kKeys * shape.group; ++t) keys.fetch();
+            add_values_of(shape, scratch, kv_head, call.values + kv_head * shape.head_bytes(), offsets, lead, count, tile);
         }
         int64_t* done = offsets;
         offsets = following;
         following = done;
         count = following_count;
     }
-    for (int h = 0; h < num_heads; ++h) scratch.maxima[h] *= 0.693147181f;  // as results are merged
     finish_piece<RowType>(shape, call, piece, scratch, partials);
 }
 

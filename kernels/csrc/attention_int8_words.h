@@ -20,10 +20,13 @@ inline void store_words(Floats low, Floats high, float factor, void* to) {
     _mm256_storeu_si256((__m256i*)to + 1, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)(high * factor))));
 }
 
+// The factor by which numbers up to `largest` become words.
+inline float word_factor(float largest) { return largest > 1e-30f ? kLargestWord / largest : 0.0f; }
+
 // The largest magnitude / 32767, NaN where `remainders` are, and in `factor` its inverse (0 of zeros).
 inline float word_scale(Floats largest, Floats remainders, float* factor) {
     const float most = highest(largest);
-    *factor = most > 1e-30f ? kLargestWord / most : 0.0f;
+    *factor = word_factor(most);
     return most / kLargestWord + total(remainders);
 }
 
@@ -48,10 +51,10 @@ inline void round_query(float* query, int padded_dim) {
 inline Floats exact_power_of_two(Floats x) {
     const Floats r = (Floats)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
     Floats y = same(0.0135341675f);
-    y = y * r + 0.0520114639f;
-    y = y * r + 0.241442753f;
-    y = y * r + 0.693003836f;
-    y = y * r + 1.0f;
+    y = fused(y, r, same(0.0520114639f));
+    y = fused(y, r, same(0.241442753f));
+    y = fused(y, r, same(0.693003836f));
+    y = fused(y, r, same(1.0f));
     return (Floats)_mm512_scalef_ps((__m512)y, (__m512)x);
 }
 
@@ -64,12 +67,12 @@ inline __mmask16 lanes(int first, int last, int base) {
 
 // Scores of one row -> rounded weights, 0 outside [first, last); returns their sum before. `factor` makes scores powers of two,
 // `most` is the highest of these. A score that is not a number makes the sum none.
-inline float round_weights(const float* scores, int count, int first, int last, float factor, float most,
-                           const float* value_factors, float* words) {
+__attribute__((noinline)) float round_weights(const float* scores, int count, int first, int last, float factor, float most,
+                                              const float* value_factors, float* words) {
     Floats sums{};
     const bool is_whole = first == 0 && last == count;
     for (int t = 0; t < count; t += WIDTH) {
-        Floats weights = exact_power_of_two(load(scores + t) * factor - most);
+        Floats weights = exact_power_of_two(fused(load(scores + t), same(factor), same(-most)));
         if (!is_whole || t + WIDTH > count)
             weights = (Floats)_mm512_maskz_mov_ps(lanes(first, last, t), (__m512)weights);
         const __m512i rounded = _mm512_cvtps_epi32((__m512)(weights * load(value_factors + t)));
@@ -78,3 +81,22 @@ inline float round_weights(const float* scores, int count, int first, int last, 
     }
     return total(sums);
 }
+
+// How weights of a tile's values are rounded: times these factors they are words, whose sums times `scale` are sums of values.
+struct ValueWords {
+    alignas(64) float factors[kKeys];
+    float scale;  // NaN where a scale of the values is
+
+    // Of values [first, last) alone, whose scales these are.
+    ValueWords(const float* value_scales, int first, int last) {
+        Floats largest{}, remainders{};
+        for (int t = 0; t < kKeys; t += WIDTH) {
+            const Floats x = (Floats)_mm512_maskz_loadu_ps(lanes(first, last, t), value_scales + t);
+            largest = larger(largest, x);
+            remainders += x - x;
+        }
+        float factor;
+        scale = word_scale(largest, remainders, &factor);
+        for (int t = 0; t < kKeys; t += WIDTH) store(factors + t, load(value_scales + t) * factor);
+    }
+};

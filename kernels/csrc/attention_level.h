@@ -10,10 +10,6 @@ namespace {
 
 #include "vectors.h"
 
-constexpr float kLowest = -3.0e38f;
-
-inline float exponential_of(float x) { return exponential(same(x))[0]; }
-
 // How a cache type is read: in units of `kElements`, each `kVectors` vectors of floats. A unit of bfloat16 is taken
 // apart into its even and its odd elements, in which order accumulators and queries are kept as well.
 struct Float32 {
@@ -66,81 +62,52 @@ struct BFloat16 {
 
 #include "attention_int8.h"
 
-#if WIDTH == 16
-template <typename Vector>
-inline Vector sums_of_four(Vector a, Vector b, Vector c, Vector d) {
-    const Vector ab = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                      __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    const Vector cd = __builtin_shufflevector(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                      __builtin_shufflevector(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    return __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-}
-
-// The sum of each of 16 vectors.
-template <typename Vector>
-inline Vector sums(const Vector* x) {
-    const Vector a = sums_of_four(x[0], x[1], x[2], x[3]), b = sums_of_four(x[4], x[5], x[6], x[7]);
-    const Vector c = sums_of_four(x[8], x[9], x[10], x[11]), d = sums_of_four(x[12], x[13], x[14], x[15]);
-    const Vector ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-                      __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    const Vector cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-                      __builtin_shufflevector(c, d, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    return __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-#elif WIDTH == 8
-inline Floats sums_of_four(Floats a, Floats b, Floats c, Floats d) {
-    const Floats ab = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
-                      __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
-    const Floats cd = __builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13) +
-                      __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
-    return __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) +
-           __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
-}
-
-inline Floats sums(const Floats* x) {
-    const Floats a = sums_of_four(x[0], x[1], x[2], x[3]), b = sums_of_four(x[4], x[5], x[6], x[7]);
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
-           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-}
-#else
-inline Floats sums(const Floats* x) {
-    const Floats ab = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5) + __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
-    const Floats cd = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5) + __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
-    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
-}
-#endif
+#include "attention_order.h"
 
 inline void prefetch(const char* from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
-// Slots that will be read, fetched in the order in which they lie in memory: a little with each of the `kTile` tokens of
-// each head that is computed meanwhile, so that all are there when that is done.
+// Slots that are read one after another are fetched so many tokens before: more would drive each other from the cache.
+constexpr int kAhead = 32;
+
+// Some of a tile's slots, as they will be read.
+struct Slots {
+    const char* base;
+    const int64_t* offsets;
+    int count;
+};
+
+// Slots that will be read, fetched in the order in which they lie in memory, a little with each token of each head that is
+// computed meanwhile: those of the tile being read, but for the first `ahead`, then so many of the next.
 class Ahead {
    public:
-    Ahead(const Shape& shape, const char* base, const int64_t* offsets)
-        : base_(base), offsets_(offsets), slot_bytes_(shape.slot_bytes()), left_(kTile) {
+    Ahead(const Shape& shape, int ahead, const Slots& own, const Slots& next) : slot_bytes_(shape.read_bytes()), next_(next) {
         share_ = (slot_bytes_ + shape.num_heads() - 1) / shape.num_heads();
+        next_.count = next.count < ahead ? next.count : ahead;
+        now_ = {own.base, own.offsets + ahead, own.count - ahead};
+        if (now_.count <= 0) turn();
     }
 
     inline void fetch() {
-        if (left_ == 0) return;
-        const char* slot = base_ + *offsets_;
+        if (now_.count == 0) return;
+        const char* slot = now_.base + *now_.offsets;
         for (due_ += share_; at_ < due_; at_ += 64) __builtin_prefetch(slot + at_, 0, 3);
         if (at_ < slot_bytes_) return;
         at_ = due_ = 0;
-        ++offsets_;
-        --left_;
+        ++now_.offsets;
+        if (--now_.count == 0) turn();
     }
 
    private:
-    const char* base_;
-    const int64_t* offsets_;
+    void turn() {
+        now_ = next_;
+        next_.count = 0;
+    }
+
     int64_t slot_bytes_, share_;
     int64_t at_ = 0, due_ = 0;
-    int left_;
+    Slots now_, next_;
 };
 
 #if HAS_BF16_DOT
@@ -164,7 +131,8 @@ inline __attribute__((always_inline)) Floats dot(const Shape& shape, const float
 #endif
         Floats parts[Type::kVectors];
         Type::unit(from, valid, parts);
-        for (int v = 0; v < Type::kVectors; ++v) dot += parts[v] * load(query + (u * Type::kVectors + v) * WIDTH);
+        for (int v = 0; v < Type::kVectors; ++v)
+            dot = fused(parts[v], load(query + (u * Type::kVectors + v) * WIDTH), dot);
     }
     return dot;
 }
@@ -180,19 +148,22 @@ void score_units(const Shape& shape, const Scratch& scratch, const char* keys, c
         for (int h = 0; h < num_heads; ++h) {
             const float* query = scratch.queries + size_t(h) * padded;
             const char* head_keys = keys + h / shape.group * head_bytes;
-            [[maybe_unused]] const char* head_scales = keys + shape.scale_offset(h / shape.group);
             Floats dots[kTogether];
             for (int i = 0; i < kTogether; ++i) {
                 ahead.fetch();
                 dots[i] = dot<Type, kUnits>(shape, query, head_keys + offsets[t + i]);
-                if constexpr (Type::kHasScales) dots[i] *= same(scale_at(head_scales + offsets[t + i]));
             }
             for (int i = 0; i < kTogether; ++i) store(scratch.dots + (size_t(h) * WIDTH + t + i) * WIDTH, dots[i]);
         }
     for (int h = 0; h < num_heads; ++h) {
         Floats dots[WIDTH];
         std::memcpy(dots, scratch.dots + size_t(h) * WIDTH * WIDTH, sizeof dots);
-        store(scores + size_t(h) * kTile, sums(dots) * shape.scale);
+        Floats whole = sums(dots);
+        if constexpr (Type::kHasScales) {
+            const char* scales = keys + shape.scale_offset(h / shape.group);
+            for (int t = 0; t < WIDTH; ++t) whole[t] *= scale_at(scales + offsets[t]);
+        }
+        store(scores + size_t(h) * kKeys, whole);
     }
 }
 
@@ -210,26 +181,48 @@ inline void score_tile(const Shape& shape, const Scratch& scratch, const char* k
     }
 }
 
-// accumulator[units] += sum over tokens of weight (* scale, where the type has scales) * value, for `kUnits` units from `first_unit` on.
+// The words of values of two tokens, taken apart: pairs of even dimensions, pairs of odd ones.
+#if HAS_BF16_DOT
+inline void pair_values(Words a, Words b, Floats* pairs) {
+    pairs[0] = (Floats)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)a, (__m512i)(b << 16));
+    pairs[1] = (Floats)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)(a >> 16), (__m512i)b);
+}
+#endif
+
+// accumulator[units] += sum over tokens of weight (* scale, where the type has scales) * value, for `kUnits` units from
+// `first_unit` on. Weights as `soften` leaves them.
 template <typename Type, int kUnits>
 inline void add_values(const Shape& shape, int first_unit, const float* weights, const char* values, const char* scales,
                        const int64_t* offsets, int count, float* accumulator) {
     constexpr int kVectors = kUnits * Type::kVectors;
     Floats acc[kVectors];
     float* own = accumulator + first_unit * Type::kElements;
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) acc[v] = load(own + v * WIDTH);
     const int64_t skipped = int64_t(first_unit) * Type::kElements;
     const int64_t last_valid = shape.head_dim - skipped - int64_t(kUnits - 1) * Type::kElements;
-    for (int t = 0; t < count; ++t) {
+    for (int t = 0; t < count; t += kDepth<Type>) {
         const char* value = values + offsets[t] + skipped * Type::kBytes;
-        const Floats weight = same(Type::kHasScales ? weights[t] * scale_at(scales + offsets[t]) : weights[t]);
+        Floats weight = everywhere(weights + t / kDepth<Type>);
+        if constexpr (Type::kHasScales) weight = same(weight[0] * scale_at(scales + offsets[t]));
+#pragma GCC unroll 4
         for (int u = 0; u < kUnits; ++u) {
+            const int64_t at = int64_t(u) * Type::kElements * Type::kBytes;
+            const int64_t valid = u + 1 < kUnits ? int64_t(Type::kElements) : last_valid;
             Floats parts[Type::kVectors];
-            Type::unit(value + int64_t(u) * Type::kElements * Type::kBytes,
-                       u + 1 < kUnits ? int64_t(Type::kElements) : last_valid, parts);
-            for (int v = 0; v < Type::kVectors; ++v) acc[u * Type::kVectors + v] += weight * parts[v];
+#if HAS_BF16_DOT
+            if constexpr (kDepth<Type> == 2)
+                pair_values(Type::raw(value + at, valid), Type::raw(value + at + offsets[t + 1] - offsets[t], valid), parts);
+            else
+#endif
+                Type::unit(value + at, valid, parts);
+#pragma GCC unroll 2
+            for (int v = 0; v < Type::kVectors; ++v)
+                acc[u * Type::kVectors + v] =
+                    multiply_add<kProduct<Type>>(acc[u * Type::kVectors + v], weight, parts[v]);
         }
     }
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) store(own + v * WIDTH, acc[v]);
 }
 
@@ -248,46 +241,26 @@ inline void add_all_values(const Shape& shape, const float* weights, const char*
     }
 }
 
-// Scores -> weights relative to the running maximum; corrects what was summed under a lower one. A score that is not
-// finite makes the sum NaN, and so fails its request: its weight would be 0.
-inline void soften(float* scores, int count, float* maximum, float* sum, float* accumulator, int padded_dim) {
-    for (int t = count; t < kTile; ++t) scores[t] = kLowest;
-    Floats high = load(scores);
-    for (int t = WIDTH; t < kTile; t += WIDTH) high = larger(high, load(scores + t));
-    const float most = highest(high);
-    if (most > *maximum) {
-        const float correction = exponential_of(*maximum - most);
-        *maximum = most;
-        *sum *= correction;
-        for (int d = 0; d < padded_dim; d += WIDTH) store(accumulator + d, load(accumulator + d) * correction);
-    }
-    Floats sums{};
-    for (int t = 0; t < kTile; t += WIDTH) {
-        const Floats score = load(scores + t), weight = exponential(score - *maximum);
-        store(scores + t, weight);
-        sums += weight + (score - score);
-    }
-    *sum += total(sums);
-}
-
-// Byte offsets of the slots of tokens [first, first + kSlots), the last valid one repeated past `last`.
-template <int kSlots>
-inline int slot_offsets(const Shape& shape, const Call& call, const int64_t* blocks, int64_t first, int64_t last,
-                        int64_t* offsets) {
-    if (first >= last) return 0;
-    const int64_t left = last - first;
-    const int count = left < kSlots ? int(left) : kSlots;
-    const int64_t slot_bytes = shape.slot_bytes();
-    int64_t block = first / shape.block_size, slot = first % shape.block_size;
-    int64_t base = blocks[block] * call.block_bytes;
-    for (int t = 0; t < count; ++t) {
-        offsets[t] = base + slot * slot_bytes;
+// Byte offsets of the slots of tokens [first, last) of the tile that begins at `tile`, of which they are the only ones read;
+// others are those of the nearest. Returns how many of the tile's tokens come before `last`; 0: none of them is read.
+inline int slot_offsets(const Shape& shape, const Call& call, const int64_t* blocks, bool is_reversed, int64_t tile,
+                        int64_t first, int64_t last, int64_t* offsets) {
+    if (tile >= last) return 0;
+    const int lead = first > tile ? int(first - tile) : 0;
+    const int count = last - tile < kKeys ? int(last - tile) : kKeys;
+    const int64_t step = is_reversed ? -shape.slot_bytes() : shape.slot_bytes();
+    const int64_t origin = is_reversed ? (shape.block_size - 1) * shape.slot_bytes() : 0;
+    int64_t block = (tile + lead) / shape.block_size, slot = (tile + lead) % shape.block_size;
+    int64_t base = blocks[block] * call.block_bytes + origin;
+    for (int t = lead; t < count; ++t) {
+        offsets[t] = base + slot * step;
         if (++slot == shape.block_size && t + 1 < count) {
             slot = 0;
-            base = blocks[++block] * call.block_bytes;
+            base = blocks[++block] * call.block_bytes + origin;
         }
     }
-    for (int t = count; t < kSlots; ++t) offsets[t] = offsets[count - 1];
+    for (int t = 0; t < lead; ++t) offsets[t] = offsets[lead];
+    for (int t = count; t < kKeys; ++t) offsets[t] = offsets[count - 1];
     return count;
 }
 
@@ -318,24 +291,34 @@ inline void write_head(const Shape& shape, const float* accumulator, float sum, 
     }
 }
 
+inline Sums sums_of(const Shape& shape, const Scratch& scratch, int row) {
+    return {scratch.accumulators + size_t(row) * shape.padded_dim(), scratch.maxima + row, scratch.sums + row};
+}
+
+inline Sums sections_of(const Shape& shape, const Scratch& scratch, int row) {
+    return {scratch.sections + size_t(row) * shape.padded_dim(), scratch.section_maxima + row, scratch.section_sums + row};
+}
+
+inline void clear(const Sums& row, int padded_dim) {
+    std::memset(row.accumulator, 0, padded_dim * sizeof(float));
+    *row.maximum = kLowest;
+    *row.sum = 0.0f;
+}
+
 // Scratch rows [first, first + count) for query heads that lie one after another at `query`.
 template <typename Type>
 inline void begin_rows(const Shape& shape, const Scratch& scratch, int first, int count, const char* query) {
-    const size_t padded = shape.padded_dim();
-    std::memset(scratch.accumulators + first * padded, 0, count * padded * sizeof(float));
     for (int i = 0; i < count; ++i) {
-        scratch.maxima[first + i] = kLowest;
-        scratch.sums[first + i] = 0.0f;
-        arrange_query<Type>(shape, query + i * shape.row_head_bytes(), scratch.queries + (first + i) * padded);
+        clear(sums_of(shape, scratch, first + i), shape.padded_dim());
+        arrange_query<Type>(shape, query + i * shape.row_head_bytes(), scratch.queries + size_t(first + i) * shape.padded_dim());
     }
 }
 
-// Scratch rows -> query heads that lie one after another at `to`.
+// What was summed of rows -> query heads that lie one after another at `to`.
 template <typename Type>
-inline void write_rows(const Shape& shape, const Scratch& scratch, int first, int count, char* to) {
+inline void write_rows(const Shape& shape, const Sums& rows, int count, char* to) {
     for (int i = 0; i < count; ++i)
-        write_head<Type>(shape, scratch.accumulators + size_t(first + i) * shape.padded_dim(), scratch.sums[first + i],
-                         to + i * shape.row_head_bytes());
+        write_head<Type>(shape, rows.accumulator + size_t(i) * shape.padded_dim(), rows.sum[i], to + i * shape.row_head_bytes());
 }
 
 // The result of a decode piece: to `out` or, of a part of a context, to the partial results.
@@ -344,8 +327,9 @@ inline void finish_piece(const Shape& shape, const Call& call, const Piece& piec
                          float* partials) {
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     if (piece.partial < 0)
-        return write_rows<Type>(shape, scratch, 0, num_heads, call.out + piece.row * call.out_row_bytes);
-    float* partial = partials + size_t(piece.partial) * num_heads * shape.partial_floats();
+        return write_rows<Type>(shape, sums_of(shape, scratch, 0), num_heads, call.out + piece.row * call.out_row_bytes);
+    const size_t first = (size_t(piece.partial) * shape.slot_heads + shape.first_head) * shape.group;
+    float* partial = partials + first * shape.partial_floats();
     for (int h = 0; h < num_heads; ++h, partial += shape.partial_floats()) {
         std::memcpy(partial, scratch.accumulators + size_t(h) * padded, padded * sizeof(float));
         partial[padded] = scratch.maxima[h];
@@ -353,35 +337,48 @@ inline void finish_piece(const Shape& shape, const Call& call, const Piece& piec
     }
 }
 
+// The first slots of the piece that this thread takes next; returns how many, 0 if there is none.
+inline int next_offsets(const Shape& shape, const Call& call, const Piece* next, int64_t* offsets) {
+    if (!next) return 0;
+    const int64_t tile = next->first / kKeys * kKeys;
+    return slot_offsets(shape, call, next->blocks, next->is_reversed, tile, next->first, next->last, offsets);
+}
+
 // `next`: the piece that this thread takes next, or null. kTogether tokens are read side by side.
 template <typename Type, int kTogether>
 void decode_typed(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
                   float* partials) {
+    constexpr int kBeside = kTogether < kDepth<Type> ? kDepth<Type> : kTogether;
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     const int64_t head_bytes = shape.head_bytes();
     begin_rows<typename Type::Rows>(shape, scratch, 0, num_heads, call.queries + piece.row * call.query_row_bytes);
-    int64_t tiles[2][kTile];
+    int64_t tiles[2][kKeys];
     int64_t *offsets = tiles[0], *following = tiles[1];
-    int count = slot_offsets<kTile>(shape, call, piece.blocks, piece.first, piece.last, offsets);
-    for (int64_t first = piece.first; count; first += kTile) {
-        Ahead values(shape, call.values, offsets);
-        for (int t = 0; t < count; t += WIDTH)
+    int64_t first = piece.first / kKeys * kKeys;
+    int count = slot_offsets(shape, call, piece.blocks, piece.is_reversed, first, piece.first, piece.last, offsets);
+    for (; count; first += kKeys) {
+        const int lead = piece.first > first ? int(piece.first - first) : 0;
+        Ahead values(shape, kAhead, {call.keys, offsets, count}, {call.values, offsets, count});
+        for (int t = lead / WIDTH * WIDTH; t < count; t += WIDTH)
             score_tile<Type, kTogether>(shape, scratch, call.keys, offsets + t, count - t < WIDTH ? count - t : WIDTH, values,
-                             scratch.scores + t);
-        for (int h = 0; h < num_heads; ++h)
-            soften(scratch.scores + size_t(h) * kTile, count, &scratch.maxima[h], &scratch.sums[h],
-                   scratch.accumulators + size_t(h) * padded, padded);
-        const int following_count = slot_offsets<kTile>(shape, call, piece.blocks, first + kTile, piece.last, following);
-        const bool has_more = following_count || (next && slot_offsets<kTile>(shape, call, next->blocks, next->first,
-                                                                              next->last, following));
-        Ahead keys(shape, call.keys, has_more ? following : offsets);
-        for (int t = 0; t < count; t += kTogether)
+                                        scratch.scores + t);
+        const int softened = (count + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH);
+        for (int h = 0; h < num_heads; ++h) {
+            float* scores = scratch.scores + size_t(h) * kKeys;
+            soften<kDepth<Type>>(scores, lead, count, softened, shape.exponent_scale(), scores,
+                                 sums_of(shape, scratch, h), padded);
+        }
+        const int following_count =
+            slot_offsets(shape, call, piece.blocks, piece.is_reversed, first + kKeys, piece.first, piece.last, following);
+        const int to_come = following_count ? following_count : next_offsets(shape, call, next, following);
+        Ahead keys(shape, kAhead, {call.values, offsets, count}, {call.keys, following, to_come});
+        for (int t = lead / kBeside * kBeside; t < count; t += kBeside)
             for (int h = 0; h < num_heads; ++h) {
-                for (int i = 0; has_more && i < kTogether; ++i) keys.fetch();
-                add_all_values<Type>(shape, scratch.scores + size_t(h) * kTile + t,
+                for (int i = 0; i < kBeside; ++i) keys.fetch();
+                add_all_values<Type>(shape, scratch.scores + size_t(h) * kKeys + t / kDepth<Type>,
                                      call.values + h / shape.group * head_bytes,
                                      call.values + shape.scale_offset(h / shape.group), offsets + t,
-                                     count - t < kTogether ? count - t : kTogether,
+                                     count - t < kBeside ? count - t : kBeside,
                                      scratch.accumulators + size_t(h) * padded);
             }
         int64_t* done = offsets;
@@ -389,28 +386,21 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
         following = done;
         count = following_count;
     }
-
     finish_piece<typename Type::Rows>(shape, call, piece, scratch, partials);
 }
 
+// Sections of a context one after another.
 template <typename Type>
 void merge_typed(const Shape& shape, const Call& call, int64_t row, const Scratch& scratch, const float* partials, int64_t count) {
     const int num_heads = shape.num_heads(), padded = shape.padded_dim(), stride = shape.partial_floats();
     char* out = call.out + row * call.out_row_bytes;
-    float* merged = scratch.accumulators;
+    const Sums merged = sections_of(shape, scratch, 0);
     for (int h = 0; h < num_heads; ++h) {
         const float* part = partials + size_t(h) * stride;
-        const size_t step = size_t(num_heads) * stride;
-        float most = kLowest, sum = 0.0f;
-        for (int64_t i = 0; i < count; ++i) most = part[i * step + padded] > most ? part[i * step + padded] : most;
-        std::memset(merged, 0, padded * sizeof(float));
-        for (int64_t i = 0; i < count; ++i) {
-            const float* own = part + i * step;
-            const float share = exponential_of(own[padded] - most);
-            sum += share * own[padded + 1];
-            for (int d = 0; d < padded; d += WIDTH) store(&merged[d], load(&merged[d]) + load(own + d) * share);
-        }
-        write_head<Type>(shape, merged, sum, out + h * shape.row_head_bytes());
+        clear(merged, padded);
+        for (int64_t i = 0; i < count; ++i, part += size_t(num_heads) * stride)
+            add_section(merged, part, part[padded], part[padded + 1], padded);
+        write_rows<Type>(shape, merged, 1, out + h * shape.row_head_bytes());
     }
 }
 

@@ -5,17 +5,6 @@
 // Keys are packed as [word of the head][key], values as [key, or pair of keys][dimension], so that both products are sums
 // of outer products: a vector of keys or dimensions times one word of each of kRows query rows, all sums in registers.
 
-// How words are multiplied: as floats, as pairs of bfloat16 summed in a float, or as pairs of 16-bit integers summed in one
-// of 32 bits.
-enum class Product { floats, bfloat16, integers };
-
-template <typename Type>
-constexpr Product kProduct = HAS_BF16_DOT && Type::kVectors == 2 ? Product::bfloat16 : Product::floats;
-
-// Elements of a word.
-template <typename Type>
-constexpr int kDepth = kProduct<Type> == Product::bfloat16 ? 2 : 1;
-
 // Words of one head as queries and keys are multiplied.
 template <typename Type>
 inline int words_of(const Shape& shape) {
@@ -59,17 +48,9 @@ inline __attribute__((always_inline)) void transpose(Floats* x) {
 #endif
 }
 
-// The scale of what lies in this slot; 1 where the cache has none.
-template <typename Source>
-inline float scale_of(const char* scales, int64_t offset) {
-    if constexpr (Source::kHasScales) return scale_at(scales + offset);
-    return 1.0f;
-}
-
-// Keys at keys + offsets[t], with scales at scales + offsets[t], -> [words, kKeys], of the first `count` keys at least.
+// Keys at keys + offsets[t] -> [words, kKeys], of the first `count` keys at least.
 template <typename Type, typename Source>
-void pack_keys(const Shape& shape, const char* keys, const char* scales, const int64_t* offsets, int count,
-               float* packed) {
+void pack_keys(const Shape& shape, const char* keys, const int64_t* offsets, int count, float* packed) {
     constexpr int kParts = kDepth<Type> == 2 ? 1 : Type::kVectors;
     const int units = (shape.head_dim + Type::kElements - 1) / Type::kElements;
     for (int first = 0; first < count; first += WIDTH)
@@ -78,12 +59,11 @@ void pack_keys(const Shape& shape, const char* keys, const char* scales, const i
             Floats squares[kParts][WIDTH];
             for (int t = 0; t < WIDTH; ++t) {
                 const char* from = keys + offsets[first + t] + skipped * Source::kBytes;
-                const float scale = scale_of<Source>(scales, offsets[first + t]);
                 if constexpr (kDepth<Type> == 2) {
-                    squares[0][t] = (Floats)Source::raw(from, valid, scale);
+                    squares[0][t] = (Floats)Source::raw(from, valid);
                 } else {
                     Floats parts[kParts];
-                    Source::unit(from, valid, scale, parts);
+                    Source::unit(from, valid, parts);
                     for (int p = 0; p < kParts; ++p) squares[p][t] = parts[p];
                 }
             }
@@ -97,24 +77,19 @@ void pack_keys(const Shape& shape, const char* keys, const char* scales, const i
 
 // Values likewise -> [keys or pairs of keys, value_dim], a unit's even dimensions before its odd ones.
 template <typename Type, typename Source>
-void pack_values(const Shape& shape, const char* values, const char* scales, const int64_t* offsets, int count,
-                 float* packed) {
+void pack_values(const Shape& shape, const char* values, const int64_t* offsets, int count, float* packed) {
     const int units = (shape.head_dim + Type::kElements - 1) / Type::kElements;
     for (int t = 0; t < count; t += kDepth<Type>)
         for (int u = 0; u < units; ++u, packed += Type::kVectors * WIDTH) {
             const int64_t skipped = int64_t(u) * Type::kElements, valid = shape.head_dim - skipped;
             const char* from = values + skipped * Source::kBytes;
-            const float scale = scale_of<Source>(scales, offsets[t]);
             Floats parts[Type::kVectors];
-            if constexpr (kDepth<Type> == 2) {
-                const float next_scale = scale_of<Source>(scales, offsets[t + 1]);
-                const Words a = Source::raw(from + offsets[t], valid, scale);
-                const Words b = Source::raw(from + offsets[t + 1], valid, next_scale);
-                parts[0] = (Floats)((a & 0xffffu) | (b << 16));
-                parts[1] = (Floats)((a >> 16) | (b & 0xffff0000u));
-            } else {
-                Source::unit(from + offsets[t], valid, scale, parts);
-            }
+#if HAS_BF16_DOT
+            if constexpr (kDepth<Type> == 2)
+                pair_values(Source::raw(from + offsets[t], valid), Source::raw(from + offsets[t + 1], valid), parts);
+            else
+#endif
+                Source::unit(from + offsets[t], valid, parts);
             for (int v = 0; v < Type::kVectors; ++v) store(packed + v * WIDTH, parts[v]);
         }
 }

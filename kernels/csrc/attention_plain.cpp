@@ -2,6 +2,7 @@
 #include "attention.h"
 
 #include <cstring>
+#include <type_traits>
 
 #define LEVEL plain
 #define WIDTH 4

@@ -10,21 +10,6 @@ namespace {
 // Vectors beside one another in registers: kRows * kColumns sums, one row of factors.
 constexpr int kColumns = WIDTH == 16 ? 4 : 2;
 
-inline Floats everywhere(const float* word) {
-    uint32_t bits;
-    std::memcpy(&bits, word, sizeof bits);
-    return (Floats)(Words{} | bits);
-}
-
-template <Product kKind>
-inline Floats multiply_add(Floats sum, Floats a, Floats b) {
-#if HAS_BF16_DOT
-    if constexpr (kKind == Product::bfloat16) return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-    if constexpr (kKind == Product::integers) return (Floats)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#endif
-    return sum + a * b;
-}
-
 // sums[r][c] = the product of N rows of words, `stride` apart, with kBeside vectors of each of `steps` packed lines.
 template <Product kKind, int N, int kBeside>
 inline __attribute__((always_inline)) void outer_products(Floats (&sums)[N][kBeside], const float* rows, size_t stride,
@@ -54,20 +39,100 @@ __attribute__((noinline)) void multiply_columns(const float* rows, size_t stride
         for (int c = 0; c < kBeside; ++c) store(products + r * kKeys + c * WIDTH, sums[r][c]);
 }
 
+// products[N, kKeys] of the first `count` keys at least, where the order of a sum does not matter.
+template <Product kKind, int N>
+inline void multiply_keys(const float* queries, size_t stride, const float* keys, int words, int count, float* products) {
+    int t = 0;
+    for (; t + (kColumns - 1) * WIDTH < count; t += kColumns * WIDTH)
+        multiply_columns<kKind, N, kColumns>(queries, stride, keys + t, kKeys, words, products + t);
+    for (; t + WIDTH < count; t += 2 * WIDTH)
+        multiply_columns<kKind, N, 2>(queries, stride, keys + t, kKeys, words, products + t);
+    if (t < count) multiply_columns<kKind, N, 1>(queries, stride, keys + t, kKeys, words, products + t);
+}
+
+// The part of a score that four lanes sum, see attention_order.h: lanes first, first + 1, ... of each row of queries with
+// those of kBeside vectors of keys. `kUnits`: words of a lane; 0: as many as there are.
+template <Product kKind, int N, int kBeside, int kUnits>
+inline __attribute__((always_inline)) void score_four(Floats (&sums)[N][kBeside], const float* rows, size_t stride,
+                                                      const float* packed, int words, int first) {
+#pragma GCC unroll 4
+    for (int lane = 0; lane < 4; ++lane) {
+        Floats own[N][kBeside] = {};
+        const int begin = first + lane, end = kUnits ? begin + kUnits * WIDTH : words;
+#pragma GCC unroll 4
+        for (int w = begin; w < end; w += WIDTH) {
+            Floats keys[kBeside];
+#pragma GCC unroll 4
+            for (int c = 0; c < kBeside; ++c) keys[c] = load(packed + size_t(w) * kKeys + c * WIDTH);
+#pragma GCC unroll 6
+            for (int r = 0; r < N; ++r) {
+                const Floats word = everywhere(rows + r * stride + w);
+#pragma GCC unroll 4
+                for (int c = 0; c < kBeside; ++c) own[r][c] = multiply_add<kKind>(own[r][c], word, keys[c]);
+            }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < N; ++r)
+#pragma GCC unroll 4
+            for (int c = 0; c < kBeside; ++c) sums[r][c] = lane ? sums[r][c] + own[r][c] : own[r][c];
+    }
+}
+
+// Where the sums of fours wait for others.
+template <int N, int kBeside>
+struct Fours {
+    Floats sums[N][kBeside];
+
+    inline __attribute__((always_inline)) void add_to(Floats (&others)[N][kBeside]) const {
+#pragma GCC unroll 6
+        for (int r = 0; r < N; ++r)
+#pragma GCC unroll 4
+            for (int c = 0; c < kBeside; ++c) others[r][c] = sums[r][c] + others[r][c];
+    }
+};
+
+// Scores of N rows and kBeside vectors of keys, in the order of attention_order.h -> scores[N, kKeys].
+template <Product kKind, int N, int kBeside, int kUnits>
+__attribute__((noinline)) void score_columns(const float* rows, size_t stride, const float* packed, int words,
+                                             float* scores) {
+    Fours<N, kBeside> waiting[2];
+    Floats sums[N][kBeside];
+#pragma GCC unroll 1
+    for (int first = 0; first < WIDTH; first += 4) {
+        score_four<kKind, N, kBeside, kUnits>(sums, rows, stride, packed, words, first);
+        if (first == 4 || first == 12) waiting[first / 8].add_to(sums);
+        if (first == 12) waiting[0].add_to(sums);
+        if (first + 4 < WIDTH) std::memcpy(waiting[first / 8].sums, sums, sizeof sums);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < N; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < kBeside; ++c) store(scores + r * kKeys + c * WIDTH, sums[r][c]);
+}
+
+template <Product kKind, int N, int kUnits>
+inline void score_all(const float* queries, size_t stride, const float* keys, int words, int count, float* scores) {
+    int t = 0;
+#if WIDTH == 16
+    for (; t + WIDTH < count; t += 2 * WIDTH)
+        score_columns<kKind, N, 2, kUnits>(queries, stride, keys + t, words, scores + t);
+#endif
+    for (; t < count; t += WIDTH) score_columns<kKind, N, 1, kUnits>(queries, stride, keys + t, words, scores + t);
+}
+
 // scores[N, kKeys], not yet scaled, of the first `count` keys at least.
 template <Product kKind, int N>
 inline void score_rows(const float* queries, size_t stride, const float* keys, int words, int count, float* scores) {
-    int t = 0;
-    for (; t + (kColumns - 1) * WIDTH < count; t += kColumns * WIDTH)
-        multiply_columns<kKind, N, kColumns>(queries, stride, keys + t, kKeys, words, scores + t);
-    for (; t + WIDTH < count; t += 2 * WIDTH)
-        multiply_columns<kKind, N, 2>(queries, stride, keys + t, kKeys, words, scores + t);
-    if (t < count) multiply_columns<kKind, N, 1>(queries, stride, keys + t, kKeys, words, scores + t);
+    switch (words % WIDTH ? 0 : words / WIDTH) {
+        case 2: return score_all<kKind, N, 2>(queries, stride, keys, words, count, scores);
+        case 4: return score_all<kKind, N, 4>(queries, stride, keys, words, count, scores);
+        default: return score_all<kKind, N, 0>(queries, stride, keys, words, count, scores);
+    }
 }
 
 template <Product kKind, int N, int kBeside>
-inline void add_columns(const float* weights, const float* values, size_t line, int steps, float* accumulators,
-                        size_t stride) {
+__attribute__((noinline)) void add_columns(const float* weights, const float* values, size_t line, int steps,
+                                           float* accumulators, size_t stride) {
     Floats sums[N][kBeside];
 #pragma GCC unroll 6
     for (int r = 0; r < N; ++r)
@@ -93,67 +158,6 @@ void add_rows(const float* weights, const float* values, int dim, int steps, flo
         add_columns<kKind, N, 1>(weights, values + c * WIDTH, dim, steps, accumulators + c * WIDTH, stride);
 }
 
-// 2^x for x up to about 0, at least 2^-126. Relative error under 5e-5: less than what rounding to bfloat16 adds.
-inline Floats power_of_two(Floats x) {
-    x = larger(x, same(-126.0f));
-    const Floats magic = same(12582912.0f);
-    const Floats shifted = x + magic;
-    const Floats r = x - (shifted - magic);
-    Floats y = same(0.00961812910f);
-    y = y * r + 0.0555041087f;
-    y = y * r + 0.240226507f;
-    y = y * r + 0.693147181f;
-    y = y * r + 1.0f;
-    return (Floats)((Ints)y + (((Ints)shifted) << 23));
-}
-
-// Two vectors of weights relative to `maximum`; returns their sum, NaN where a score is not finite.
-template <int kDepth>
-inline Floats soften_two(const float* scores, float scale, float maximum, float* weights) {
-    const Floats first = load(scores), second = load(scores + WIDTH);
-    const Floats remainders = (first - first) + (second - second);
-#if HAS_BF16_DOT
-    if constexpr (kDepth == 2) {
-        const Floats factor = same(scale * 1.44269504f), shift = same(maximum * 1.44269504f);
-        const Floats a = power_of_two(first * factor - shift);
-        const Floats b = power_of_two(second * factor - shift);
-        const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-        std::memcpy(weights, &pairs, sizeof pairs);
-        return a + b + remainders;
-    }
-#endif
-    const Floats a = exponential(first * scale - maximum);
-    const Floats b = exponential(second * scale - maximum);
-    store(weights, a);
-    store(weights + WIDTH, b);
-    return a + b + remainders;
-}
-
-// One row: scores -> weights, `count` of them (a multiple of two vectors); corrects what was summed before.
-template <int kDepth>
-inline void soften_row(const float* scores, int count, float scale, float* weights, float* maximum, float* sum,
-                       float* accumulator, int dim) {
-    Floats high = load(scores);
-    for (int t = WIDTH; t < count; t += WIDTH) high = larger(high, load(scores + t));
-    const float most = highest(high) * scale;
-    if (most > *maximum) {
-        const float correction = exponential_of(*maximum - most);
-        *maximum = most;
-        *sum *= correction;
-        for (int d = 0; d < dim; d += WIDTH) store(accumulator + d, load(accumulator + d) * correction);
-    }
-    Floats sums{};
-    for (int t = 0; t < count; t += 2 * WIDTH)
-        sums += soften_two<kDepth>(scores + t, scale, *maximum, weights + t / kDepth);
-    *sum += total(sums);
-}
-
-// Only scores [first, last) of `count` stay.
-inline void hide(float* scores, int first, int last, int count) {
-    for (int t = 0; t < first; ++t) scores[t] = kLowest;
-    for (int t = last; t < count; ++t) scores[t] = kLowest;
-}
-
 // Query rows of one key head, `group` for each token; the token of row 0 has this position.
 struct QueryRows {
     int first;  // scratch row
@@ -168,6 +172,23 @@ struct Tile {
     int64_t first;
     int count;
 };
+
+// A tile of a cache of int8, not yet scaled.
+struct ScaledTile : Tile {
+    alignas(64) float key_scales[kKeys];
+    alignas(64) float value_scales[kKeys];
+
+    ScaledTile(int64_t first, int count, const char* keys, const char* values, const int64_t* offsets) : Tile{first, count} {
+        for (int t = 0; t < kKeys; ++t) {
+            key_scales[t] = scale_at(keys + offsets[t]);
+            value_scales[t] = scale_at(values + offsets[t]);
+        }
+    }
+};
+
+inline void multiply_by(const float* factors, int count, float* numbers) {
+    for (int t = 0; t < count; t += WIDTH) store(numbers + t, load(numbers + t) * load(factors + t));
+}
 
 // Keys of the tile that the last of `n` rows from `at` on reads; 0: none of them reads any.
 inline int visible_keys(const QueryRows& rows, int at, int n, const Tile& tile) {
@@ -189,8 +210,9 @@ struct Span {
     }
 };
 
-template <typename Type, int N>
-void attend_rows(const Shape& shape, const Scratch& scratch, const QueryRows& rows, int at, const Tile& tile) {
+template <typename Type, int N, typename AnyTile>
+void attend_rows(const Shape& shape, const Scratch& scratch, const QueryRows& rows, int at, const AnyTile& tile) {
+    constexpr bool kHasScales = std::is_same<AnyTile, ScaledTile>::value;
     const int count = visible_keys(rows, at, N, tile);
     if (!count) return;
     const int dim = value_dim<Type>(shape);
@@ -200,31 +222,47 @@ void attend_rows(const Shape& shape, const Scratch& scratch, const QueryRows& ro
     const int softened = (count + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH);
     for (int r = 0; r < N; ++r) {
         const Span span(rows, at + r, tile, count, softened);
-        float* scores = scratch.scores + r * kKeys;
+        float *scores = scratch.scores + r * kKeys, *weights = scratch.weights + r * kKeys;
         if (span.first >= span.last) {
-            std::memset(scratch.weights + r * kKeys, 0, kKeys * sizeof(float));
+            std::memset(weights, 0, kKeys * sizeof(float));
             continue;
         }
-        if (span.first > 0 || span.last < softened) hide(scores, span.first, span.last, softened);
-        soften_row<kDepth<Type>>(scores, softened, shape.scale, scratch.weights + r * kKeys, &scratch.maxima[own + r],
-                                 &scratch.sums[own + r], scratch.accumulators + (own + r) * padded, dim);
+        if constexpr (kHasScales) multiply_by(tile.key_scales, count, scores);
+        soften<kDepth<Type>>(scores, span.first, span.last, softened, shape.exponent_scale(), weights,
+                             sums_of(shape, scratch, int(own) + r), dim);
+        if constexpr (kHasScales) multiply_by(tile.value_scales, softened, weights);
     }
     add_rows<kProduct<Type>, N>(scratch.weights, scratch.values, dim, (count + kDepth<Type> - 1) / kDepth<Type>,
                                 scratch.accumulators + own * padded, padded);
 }
 
 // Tiles of keys and values as rows of this type are multiplied.
-template <typename Type, typename Source = Stored<Type>>
+template <typename Type>
 struct PackedTiles {
-    static constexpr bool kHasScales = Source::kHasScales;
+    static constexpr bool kHasScales = false;
 
     static inline void begin(const Shape&, const Scratch&, int) {}
     static inline Tile packed(const Shape& shape, const Call& call, const Scratch& scratch, int kv_head,
                               const int64_t* offsets, int64_t first, int count) {
-        const int64_t head = kv_head * shape.head_bytes(), scale = shape.scale_offset(kv_head);
-        pack_keys<Type, Source>(shape, call.keys + head, call.keys + scale, offsets, count, scratch.keys);
-        pack_values<Type, Source>(shape, call.values + head, call.values + scale, offsets, count, scratch.values);
+        const int64_t head = kv_head * shape.head_bytes();
+        pack_keys<Type, Type>(shape, call.keys + head, offsets, count, scratch.keys);
+        pack_values<Type, Type>(shape, call.values + head, offsets, count, scratch.values);
         return {first, count};
+    }
+};
+
+// Tiles of int8, whose elements become floats; scales multiply scores and weights.
+template <typename Type>
+struct ScaledTiles {
+    static constexpr bool kHasScales = true;
+
+    static inline void begin(const Shape&, const Scratch&, int) {}
+    static inline ScaledTile packed(const Shape& shape, const Call& call, const Scratch& scratch, int kv_head,
+                                    const int64_t* offsets, int64_t first, int count) {
+        const int64_t head = kv_head * shape.head_bytes(), scale = shape.scale_offset(kv_head);
+        pack_keys<Type, Int8<Type>>(shape, call.keys + head, offsets, count, scratch.keys);
+        pack_values<Type, Int8<Type>>(shape, call.values + head, offsets, count, scratch.values);
+        return {first, count, call.keys + scale, call.values + scale, offsets};
     }
 };
 
@@ -257,36 +295,56 @@ inline void prefetch_slots(const Call& call, int64_t head, int64_t bytes, const 
     }
 }
 
+// What was summed of these rows is added to their earlier sections; the next one begins.
+inline void end_section(const Shape& shape, const Scratch& scratch, int num_rows) {
+    for (int r = 0; r < num_rows; ++r) {
+        const Sums row = sums_of(shape, scratch, r);
+        add_section(sections_of(shape, scratch, r), row.accumulator, *row.maximum, *row.sum, shape.padded_dim());
+        clear(row, shape.padded_dim());
+    }
+}
+
+template <typename Type>
+inline void begin_chunk(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
+    const int64_t row_bytes = shape.row_head_bytes() * shape.group, head = piece.kv_head * row_bytes;
+    const char* queries = call.queries + piece.row * call.query_row_bytes + head;
+    for (int64_t i = 0; i < piece.num_tokens; ++i) prefetch(queries + i * call.query_row_bytes, row_bytes);
+    for (int64_t i = 0; i < piece.num_tokens; ++i)
+        begin_rows<Type>(shape, scratch, int(i) * shape.group, shape.group, queries + i * call.query_row_bytes);
+    for (int64_t i = 0; i < piece.num_tokens; ++i)
+        for (int64_t at = 0; at < row_bytes; at += 64)
+            __builtin_prefetch(call.out + (piece.row + i) * call.out_row_bytes + head + at, 1);
+}
+
 template <typename Type, typename Tiles = PackedTiles<Type>>
 void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
     const int64_t head_bytes = shape.head_bytes(), head = piece.kv_head * head_bytes;
-    const int64_t row_bytes = shape.row_head_bytes() * shape.group, query = piece.kv_head * row_bytes;
-    for (int64_t i = 0; i < piece.num_tokens; ++i)
-        prefetch(call.queries + (piece.row + i) * call.query_row_bytes + query, row_bytes);
-    for (int64_t i = 0; i < piece.num_tokens; ++i)
-        begin_rows<Type>(shape, scratch, int(i) * shape.group, shape.group,
-                         call.queries + (piece.row + i) * call.query_row_bytes + query);
-    for (int64_t i = 0; i < piece.num_tokens; ++i)
-        for (int64_t at = 0; at < row_bytes; at += 64)
-            __builtin_prefetch(call.out + (piece.row + i) * call.out_row_bytes + query + at, 1);
-    Tiles::begin(shape, scratch, int(piece.num_tokens) * shape.group);
     const QueryRows rows = {0, int(piece.num_tokens) * shape.group, shape.group, piece.position, piece.window};
+    begin_chunk<Type>(shape, call, piece, scratch);
+    Tiles::begin(shape, scratch, rows.count);
     const int64_t last = piece.position + piece.num_tokens;
-    int64_t first = piece.window ? piece.position - piece.window + 1 : 0;
-    if (first < 0) first = 0;
+    const int64_t lowest = piece.window && piece.position >= piece.window ? piece.position - piece.window + 1 : 0;
+    int64_t first = lowest / kKeys * kKeys;
+    const bool has_sections = first / kSection != (last - 1) / kSection;
+    for (int r = 0; has_sections && r < rows.count; ++r) clear(sections_of(shape, scratch, r), shape.padded_dim());
     int64_t offsets[kKeys];
-    int count = slot_offsets<kKeys>(shape, call, piece.blocks, first, last, offsets);
+    int count = slot_offsets(shape, call, piece.blocks, piece.is_reversed, first, lowest, last, offsets);
     while (count) {
         const auto tile = Tiles::packed(shape, call, scratch, piece.kv_head, offsets, first, count);
         first += kKeys;
-        count = slot_offsets<kKeys>(shape, call, piece.blocks, first, last, offsets);
-        prefetch_slots(call, head, head_bytes, offsets, count);
-        if constexpr (Tiles::kHasScales) prefetch_slots(call, shape.scale_offset(piece.kv_head), 1, offsets, count);
+        count = slot_offsets(shape, call, piece.blocks, piece.is_reversed, first, lowest, last, offsets);
+        if (count) prefetch_slots(call, head, head_bytes, offsets, count);
+        if constexpr (Tiles::kHasScales)
+            if (count) prefetch_slots(call, shape.scale_offset(piece.kv_head), 1, offsets, count);
         attend_tile<Type>(shape, scratch, rows, tile);
+        if (has_sections && (!count || first % kSection == 0)) end_section(shape, scratch, rows.count);
     }
-    for (int64_t i = 0; i < piece.num_tokens; ++i)
-        write_rows<Type>(shape, scratch, int(i) * shape.group, shape.group,
+    const int64_t query = piece.kv_head * shape.row_head_bytes() * shape.group;
+    for (int64_t i = 0; i < piece.num_tokens; ++i) {
+        const int row = int(i) * shape.group;
+        write_rows<Type>(shape, has_sections ? sections_of(shape, scratch, row) : sums_of(shape, scratch, row), shape.group,
                          call.out + (piece.row + i) * call.out_row_bytes + query);
+    }
 }
 
 template <typename Type>
@@ -311,24 +369,30 @@ inline void decode_int8(const Shape& shape, const Call& call, const Piece& piece
 
 void decode_piece(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
                   float* partials) {
+    Shape own = shape;
+    own.kv_heads = piece.num_heads;
+    own.first_head = piece.first_head;
+    Call heads = call;
+    heads.keys += piece.first_head * shape.head_bytes();
+    heads.values += piece.first_head * shape.head_bytes();
+    heads.queries += piece.first_head * shape.group * shape.row_head_bytes();
+    heads.out += piece.first_head * shape.group * shape.row_head_bytes();
     const auto decode = shape.is_int8 ? shape.is_bfloat16 ? decode_int8<NaturalBFloat16> : decode_int8<Float32>
                         : shape.is_bfloat16 ? decode_any<BFloat16> : decode_any<Float32>;
-    decode(shape, call, piece, next, scratch, partials);
+    decode(own, heads, piece, next, scratch, partials);
 }
 
-template <typename Type>
+template <typename RowType>
 inline void chunk_int8(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
 #if HAS_BF16_DOT
-    // In bfloat16, whose products are as fast, scaling every key and value once is less work than scaling every score.
-    if constexpr (Type::kVectors == 1)
-        if (shape.head_dim <= kWidestIntegerHead) return chunk_typed<Type, IntegerTiles>(shape, call, piece, scratch);
+    if (shape.head_dim <= kWidestIntegerHead) return chunk_typed<RowType, IntegerTiles>(shape, call, piece, scratch);
 #endif
-    chunk_typed<Type, PackedTiles<Type, StoredInt8<Type>>>(shape, call, piece, scratch);
+    chunk_typed<RowType, ScaledTiles<RowType>>(shape, call, piece, scratch);
 }
 
 void chunk_piece(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
-    const auto chunk = shape.is_bfloat16 ? shape.is_int8 ? chunk_int8<BFloat16> : chunk_typed<BFloat16>
-                       : shape.is_int8 ? chunk_int8<Float32> : chunk_typed<Float32>;
+    const auto chunk = shape.is_int8 ? shape.is_bfloat16 ? chunk_int8<NaturalBFloat16> : chunk_int8<Float32>
+                       : shape.is_bfloat16 ? chunk_typed<BFloat16> : chunk_typed<Float32>;
     chunk(shape, call, piece, scratch);
 }
 

@@ -29,6 +29,12 @@ void bind_blocks(nb::module_& module);  // products with weights in blocks, see 
 
 }  // namespace products
 
+namespace block_copies {
+
+void bind(nb::module_& module);  // of lists of blocks, see block_copies/module.cpp
+
+}  // namespace block_copies
+
 namespace length_prediction {
 
 void bind(nb::module_& module);  // of the router, see length_prediction.cpp
@@ -73,10 +79,10 @@ const std::vector<Level>& levels() {
 
 namespace {
 
-// A context is not divided into pieces shorter than this: each writes a partial result, and all are merged.
-constexpr int64_t kShortestPiece = 128;
-// Pieces per thread, where contexts are long enough: the last one to finish is then late by 1/16 at most.
-constexpr int64_t kPiecesPerThread = 16;
+// Pieces of decodes per thread, where there is enough to do ...
+constexpr int64_t kPiecesPerThread = 4;
+// ... which of fewer tokens there is not.
+constexpr int64_t kFewTokens = 128;
 
 // Pieces of chunks per thread, where there is enough to do.
 constexpr int64_t kChunkPiecesPerThread = 6;
@@ -98,6 +104,7 @@ std::vector<std::string> supported_levels() {
 }
 
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Tables = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // The blocks of one storage. `address` stays valid as long as this object is used: the Python side holds the tensor.
@@ -106,7 +113,8 @@ class Cache {
     Cache(const std::string& level, uintptr_t address, int64_t num_blocks, int num_layers, int block_size,
           int kv_heads, int group, int head_dim, bool is_bfloat16, bool is_int8)
         : level_(level_named(level)),
-          shape_{kv_heads, group, head_dim, block_size, is_bfloat16, is_int8, 1.0f / std::sqrt(float(head_dim))},
+          shape_{kv_heads, group, head_dim, block_size, is_bfloat16, is_int8, 1.0f / std::sqrt(float(head_dim)),
+                 kv_heads, 0},
           base_(reinterpret_cast<const char*>(address)),
           num_blocks_(num_blocks),
           num_layers_(num_layers) {
@@ -172,53 +180,71 @@ struct Merge {
     int64_t row, first, count;
 };
 
+// Contexts divided into their sections, whatever the number of threads: each is summed by itself. So is each head, by which
+// sections are divided where there are few.
 struct Division {
     std::vector<Piece> pieces;
     std::vector<Merge> merges;
     int64_t num_partials = 0;
 
-    void build(const std::vector<Piece>& contexts, int64_t num_threads) {
-        int64_t num_tokens = 0;
-        for (const Piece& context : contexts) num_tokens += context.last - context.first;
-        const int64_t share = num_tokens / (num_threads * kPiecesPerThread);
-        const int64_t longest = num_threads == 1 ? num_tokens : std::max(kShortestPiece, share);
-        for (const Piece& context : contexts) add(context, longest);
-    }
-
-   private:
-    void add(const Piece& context, int64_t longest) {
-        const int64_t length = context.last - context.first;
-        // Up to half as long again is one piece: two short ones cost more than they even out.
-        const int64_t count = length <= longest + longest / 2 ? 1 : (length + longest - 1) / longest;
+    void add(const Piece& context) {
+        const int64_t first = context.first / kSection, count = (context.last - 1) / kSection + 1 - first;
         if (count > 1) merges.push_back({context.row, num_partials, count});
-        for (int64_t i = 0; i < count; ++i) {
+        for (int64_t section = first; section < first + count; ++section) {
             Piece piece = context;
-            piece.first = context.first + length * i / count;
-            piece.last = context.first + length * (i + 1) / count;
+            piece.first = std::max(context.first, section * kSection);
+            piece.last = std::min(context.last, (section + 1) * kSection);
             piece.partial = count > 1 ? num_partials++ : -1;
             pieces.push_back(piece);
         }
+        num_tokens_ += context.last - context.first;
     }
+
+    void split_heads(int num_threads) {
+        if (num_threads == 1 || pieces.empty() || num_tokens_ < kFewTokens) return;
+        const int64_t num_heads = pieces.front().num_heads, wanted = kPiecesPerThread * num_threads;
+        const int64_t parts = std::min(num_heads, (wanted + num_pieces() - 1) / num_pieces());
+        if (parts == 1) return;
+        std::vector<Piece> divided;
+        for (const Piece& whole : pieces)
+            for (int64_t part = 0; part < parts; ++part) {
+                Piece piece = whole;
+                piece.first_head = int(num_heads * part / parts);
+                piece.num_heads = int(num_heads * (part + 1) / parts) - piece.first_head;
+                divided.push_back(piece);
+            }
+        pieces = std::move(divided);
+    }
+
+   private:
+    int64_t num_pieces() const { return pieces.size(); }
+
+    int64_t num_tokens_ = 0;
 };
 
 // One query token for each of some sequences: what each thread reads, the same on every layer. `rows` are rows of
 // `tables`, which stay as they are while the plan is used; lengths[i] tokens of row i are read.
 class DecodePlan : public decode_pass::Attention {
    public:
-    DecodePlan(const Cache& cache, Tables tables, Ids rows, Ids lengths, int64_t window, int num_threads)
+    DecodePlan(const Cache& cache, Tables tables, Ids rows, Flags reversed, Ids lengths, int64_t window,
+               int num_threads)
         : cache_(cache), tables_(tables), num_rows_(rows.shape(0)), num_threads_(num_threads) {
         if (lengths.shape(0) != rows.shape(0)) throw std::invalid_argument("as many lengths as rows");
+        if (reversed.shape(0) != rows.shape(0)) throw std::invalid_argument("as many directions as rows");
         if (num_threads < 1) throw std::invalid_argument("at least one thread");
-        std::vector<Piece> contexts;
         bool is_window_narrow = false;
         for (int64_t i = 0; i < num_rows_; ++i) {
-            contexts.push_back({i, blocks_of(cache, tables, rows(i), lengths(i)), 0, lengths(i), -1});
+            whole_.add({i, blocks_of(cache, tables, rows(i), lengths(i)), 0, lengths(i), reversed(i), -1, 0,
+                        cache.shape().kv_heads});
             is_window_narrow |= window > 0 && lengths(i) > window;
         }
-        whole_.build(contexts, num_threads);
-        if (!is_window_narrow) return;
-        for (Piece& context : contexts) context.first = std::max<int64_t>(0, context.last - window);
-        windowed_.build(contexts, num_threads);
+        whole_.split_heads(num_threads);
+        for (int64_t i = 0; is_window_narrow && i < num_rows_; ++i) {
+            const int64_t first = std::max<int64_t>(0, lengths(i) - window);
+            windowed_.add({i, blocks_of(cache, tables, rows(i), lengths(i)), first, lengths(i), reversed(i), -1, 0,
+                           cache.shape().kv_heads});
+        }
+        windowed_.split_heads(num_threads);
     }
 
     // Addresses of [rows, num_heads, head_dim] tensors, rows `..._stride` elements apart.
@@ -324,9 +350,11 @@ struct ChunkDivision {
 // rows follow one another in this order. Otherwise as DecodePlan.
 class ChunkPlan {
    public:
-    ChunkPlan(const Cache& cache, Tables tables, Ids rows, Ids lengths, Ids counts, int64_t window, int num_threads)
+    ChunkPlan(const Cache& cache, Tables tables, Ids rows, Flags reversed, Ids lengths, Ids counts, int64_t window,
+              int num_threads)
         : cache_(cache), tables_(tables), num_threads_(num_threads) {
         if (lengths.shape(0) != rows.shape(0)) throw std::invalid_argument("as many lengths as rows");
+        if (reversed.shape(0) != rows.shape(0)) throw std::invalid_argument("as many directions as rows");
         if (counts.shape(0) != rows.shape(0)) throw std::invalid_argument("as many counts as rows");
         if (num_threads < 1) throw std::invalid_argument("at least one thread");
         std::vector<ChunkPiece> chunks;
@@ -335,7 +363,7 @@ class ChunkPlan {
             const int64_t count = counts(i), length = lengths(i);
             if (count < 1 || count > length) throw std::invalid_argument("a count outside its length");
             const int64_t* blocks = blocks_of(cache, tables, rows(i), length);
-            chunks.push_back({num_rows_, count, length - count, 0, blocks, 0});
+            chunks.push_back({num_rows_, count, length - count, 0, blocks, reversed(i), 0});
             num_rows_ += count;
             is_window_narrow |= window > 0 && length > window;
         }
@@ -382,17 +410,18 @@ NB_MODULE(_native, module) {
     products::bind(module);
     products::bind_blocks(module);
     decode_pass::bind(module);
+    block_copies::bind(module);
     length_prediction::bind(module);
     request_table::bind(module);
     iteration_costs::bind(module);
     nb::class_<Cache>(module, "Cache")
         .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool>());
     nb::class_<DecodePlan, decode_pass::Attention>(module, "DecodePlan")
-        .def(nb::init<const Cache&, Tables, Ids, Ids, int64_t, int>())
+        .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, int64_t, int>())
         .def_prop_ro("num_rows", &DecodePlan::num_rows)
         .def("run", &DecodePlan::run);
     nb::class_<ChunkPlan>(module, "ChunkPlan")
-        .def(nb::init<const Cache&, Tables, Ids, Ids, Ids, int64_t, int>())
+        .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, Ids, int64_t, int>())
         .def_prop_ro("num_rows", &ChunkPlan::num_rows)
         .def("run", &ChunkPlan::run);
 }

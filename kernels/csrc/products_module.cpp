@@ -193,6 +193,12 @@ class PackedWeight : public decode_pass::Product {
         return (num_rows + rows_per_block() - 1) / rows_per_block() * num_panels_;
     }
 
+    decode_pass::FilledPart filled_by(int64_t part, int64_t num_rows) const override {
+        const Part own = part_at(part, num_rows);
+        const int64_t width = panel_width(weights_.is_gated), column = own.panel * width;
+        return {own.first, own.last - own.first, column, std::min(width, out_width_ - column)};
+    }
+
     void multiply(const decode_pass::ProductCall& call, int64_t part) const override {
         const bool is_int8 = element_ == Element::int8;
         const Call own{is_int8 ? call.rounded : call.x, is_int8 ? num_steps_ * 4 : call.x_row_bytes,
@@ -301,13 +307,16 @@ class PackedWeight : public decode_pass::Product {
                 multiply_part(call, num_rows, part);
     }
 
-    void multiply_part(const Call& call, int64_t num_rows, int64_t index) const {
+    Part part_at(int64_t index, int64_t num_rows) const {
         const int64_t num_blocks = (num_rows + rows_per_block() - 1) / rows_per_block();
         const int64_t block = index / num_panels_, panel = index % num_panels_;
         const int64_t next = panel + 1 < num_panels_ ? panel + 1 : 0;
-        const Part part{num_rows * block / num_blocks, num_rows * (block + 1) / num_blocks, panel,
-                        weights_.panels + next * num_steps_ * kVectors * level_.width * 4};
-        level_.multiply(weights_, call, part);
+        return {num_rows * block / num_blocks, num_rows * (block + 1) / num_blocks, panel,
+                weights_.panels + next * num_steps_ * kVectors * level_.width * 4};
+    }
+
+    void multiply_part(const Call& call, int64_t num_rows, int64_t index) const {
+        level_.multiply(weights_, call, part_at(index, num_rows));
     }
 
     int64_t rows_per_block() const {
@@ -322,7 +331,7 @@ class PackedWeight : public decode_pass::Product {
     const int64_t in_width_;
     const int per_word_;
     const int64_t num_steps_, out_width_, num_panels_;
-    const Memory panels_;
+    const WeightMemory panels_;
     std::vector<float> bias_, scales_;
     std::vector<int32_t> sums_;
     Weights weights_{};

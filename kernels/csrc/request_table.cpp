@@ -111,10 +111,8 @@ nb::tuple real_time_decodes(nb::handle ints, nb::handle floats, nb::handle bools
 struct BlockSizes {
     int64_t block_size;
     double hidden_ratio;  // 0: there is no hidden cache
-    bool has_shared_blocks;
 
-    BlockSizes(int64_t block_size, double hidden_ratio, bool has_shared_blocks)
-        : block_size(block_size), hidden_ratio(hidden_ratio), has_shared_blocks(has_shared_blocks) {
+    BlockSizes(int64_t block_size, double hidden_ratio) : block_size(block_size), hidden_ratio(hidden_ratio) {
         if (block_size < 1) throw std::invalid_argument("blocks of no token");
     }
     int64_t of(const Table& table, int64_t row, int64_t num_tokens) const {
@@ -123,7 +121,6 @@ struct BlockSizes {
             if (!(hidden_ratio > 0.0)) throw std::invalid_argument("a hidden cache where there is none");
             slots = int64_t(std::ceil(double(num_tokens) * hidden_ratio));
         }
-        if (has_shared_blocks && !table[kIsRealTime][row]) return slots / block_size;
         return slots / block_size + (slots % block_size > 0);
     }
 };
@@ -131,10 +128,9 @@ struct BlockSizes {
 // Of these decodes, in order, those whose next tokens fit into the free blocks, `at_most`: their number, the blocks
 // that they take, and their sums.
 nb::tuple fitting_decodes(nb::handle ints, nb::handle floats, nb::handle bools, int64_t num_rows, nb::handle rows,
-                          int64_t at_most, int64_t num_free, int64_t block_size, double hidden_ratio,
-                          bool has_shared_blocks) {
+                          int64_t at_most, int64_t num_free, int64_t block_size, double hidden_ratio) {
     const Table table(ints, floats, bools, num_rows);
-    const BlockSizes blocks(block_size, hidden_ratio, has_shared_blocks);
+    const BlockSizes blocks(block_size, hidden_ratio);
     const Ints chosen(rows, 1);
     check_rows(chosen, num_rows);
     Decodes decodes;
@@ -153,9 +149,9 @@ nb::tuple fitting_decodes(nb::handle ints, nb::handle floats, nb::handle bools, 
 // Of rows that compute so many tokens, those that take blocks or come back from the host; None if one computes more
 // than is known.
 nb::object growing_rows(nb::handle ints, nb::handle floats, nb::handle bools, int64_t num_rows, nb::handle rows,
-                        nb::handle num_tokens, int64_t block_size, double hidden_ratio, bool has_shared_blocks) {
+                        nb::handle num_tokens, int64_t block_size, double hidden_ratio) {
     const Table table(ints, floats, bools, num_rows);
-    const BlockSizes blocks(block_size, hidden_ratio, has_shared_blocks);
+    const BlockSizes blocks(block_size, hidden_ratio);
     const Ints chosen(rows, 1), tokens(num_tokens, 1);
     if (tokens.size() != chosen.size()) throw std::invalid_argument("as many numbers of tokens as rows");
     check_rows(chosen, num_rows);

@@ -68,7 +68,23 @@ struct HighestRows {
     bool is_bfloat16;
 };
 
-// Each works on rows [first, last).
+// Columns of x that are noted at a time, at most.
+constexpr int64_t kChunkColumns = 32;
+
+// x [num_rows, count] at `first_column` of wider rows: compared, lane by lane, with the highest that was noted before. A
+// NaN stays.
+struct HighestChunk {
+    const char* x;
+    int64_t row_bytes;
+    int64_t num_rows;
+    int64_t count;
+    int32_t first_column;
+    bool is_bfloat16;
+    float* values;     // [num_rows, kChunkColumns]
+    int32_t* columns;  // [num_rows, kChunkColumns] the first_column that the value came with: the first of equals
+};
+
+// Each works on rows [first, last), but for the last.
 struct Level {
     const char* name;
     bool (*is_supported)();
@@ -76,6 +92,7 @@ struct Level {
     void (*gate)(const GateRows&, int64_t first, int64_t last);
     void (*place)(const HeadRows&, int64_t first, int64_t last);
     void (*highest)(const HighestRows&, int64_t first, int64_t last);
+    void (*note_highest)(const HighestChunk&);
 };
 
 }  // namespace rows

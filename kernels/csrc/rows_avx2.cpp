@@ -15,7 +15,7 @@ namespace rows {
 static bool is_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 extern const Level avx2_level = {"avx2",     is_supported, avx2::normalise,
-                                 avx2::gate, avx2::place,  avx2::highest};
+                                 avx2::gate, avx2::place,  avx2::highest, avx2::note_highest};
 
 }  // namespace rows
 #endif

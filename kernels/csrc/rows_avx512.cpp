@@ -20,7 +20,7 @@ static bool is_supported() {
 }
 
 extern const Level avx512_level = {"avx512bf16", is_supported,  avx512::normalise,
-                                   avx512::gate, avx512::place, avx512::highest};
+                                   avx512::gate, avx512::place, avx512::highest, avx512::note_highest};
 
 }  // namespace rows
 #endif

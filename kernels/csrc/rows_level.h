@@ -251,6 +251,27 @@ void highest_typed(const HighestRows& call, int64_t first, int64_t last) {
     }
 }
 
+template <typename Type>
+void note_highest_typed(const HighestChunk& chunk) {
+    const Ints column = Ints{} + chunk.first_column;
+    for (int64_t row = 0; row < chunk.num_rows; ++row) {
+        const char* x = chunk.x + row * chunk.row_bytes;
+        for (int64_t i = 0; i < chunk.count; i += WIDTH) {
+            const Floats values = chunk.count - i >= WIDTH ? Type::widened(get<Type>(x + i * Type::kBytes, WIDTH))
+                                                           : some<Type>(x, i, chunk.count);
+            float* best = chunk.values + row * kChunkColumns + i;
+            int32_t* best_column = chunk.columns + row * kChunkColumns + i;
+            const Floats old = load(best);
+            Ints old_column;
+            std::memcpy(&old_column, best_column, sizeof old_column);
+            const Ints is_taken = (values > old) | (values != values) | ((values == old) & (column < old_column));
+            store(best, is_taken ? values : old);
+            const Ints chosen = is_taken ? column : old_column;
+            std::memcpy(best_column, &chosen, sizeof chosen);
+        }
+    }
+}
+
 void normalise(const Norm& norm, const NormRows& call, float* scratch, int64_t first, int64_t last) {
     norm.is_bfloat16 ? normalise_typed<BFloat16>(norm, call, scratch, first, last)
                      : normalise_typed<Float32>(norm, call, scratch, first, last);
@@ -267,6 +288,10 @@ void gate(const GateRows& call, int64_t first, int64_t last) {
 
 void place(const HeadRows& call, int64_t first, int64_t last) {
     call.is_bfloat16 ? place_typed<BFloat16>(call, first, last) : place_typed<Float32>(call, first, last);
+}
+
+void note_highest(const HighestChunk& chunk) {
+    chunk.is_bfloat16 ? note_highest_typed<BFloat16>(chunk) : note_highest_typed<Float32>(chunk);
 }
 
 void highest(const HighestRows& call, int64_t first, int64_t last) {

@@ -130,6 +130,8 @@ class Placer : public decode_pass::Placement {
     int64_t width() const override { return (num_heads_ + 2 * kv_heads_) * head_dim_; }
     bool is_bfloat16() const override { return is_bfloat16_; }
 
+    const Level& level() const override { return level_; }
+
     void place(HeadRows call, int64_t first, int64_t last) const override {
         call.num_heads = num_heads_;
         call.kv_heads = kv_heads_;

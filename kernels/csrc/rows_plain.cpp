@@ -13,6 +13,6 @@ namespace rows {
 static bool always() { return true; }
 
 extern const Level plain_level = {"plain",     always,       plain::normalise,
-                                  plain::gate, plain::place, plain::highest};
+                                  plain::gate, plain::place, plain::highest, plain::note_highest};
 
 }  // namespace rows

@@ -7,6 +7,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <memory>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -46,6 +48,50 @@ class Memory {
 
    private:
     void* at_ = nullptr;
+    size_t bytes_;
+};
+
+// The memory of a packed weight. Weights that are packed one after another lie one after another, on the same huge
+// pages: most weights do not fill theirs, and would have their ends on small ones. What is never written takes none.
+class WeightMemory {
+   public:
+    explicit WeightMemory(size_t bytes) : bytes_(bytes) {
+        static std::mutex mutex;
+        static std::weak_ptr<Run> latest;  // it lives as long as a weight in it
+        const size_t taken = (bytes + kPage - 1) / kPage * kPage;
+        const std::lock_guard<std::mutex> lock(mutex);
+        run_ = latest.lock();
+        if (!run_ || run_->memory.bytes() - run_->num_taken < taken) {
+            run_ = std::make_shared<Run>(std::max(taken, kRunBytes));
+            latest = run_;
+        }
+        at_ = run_->memory.data() + run_->num_taken;
+        run_->num_taken += taken;
+    }
+    ~WeightMemory() {
+#ifdef MADV_DONTNEED
+        madvise(at_, bytes_ / kPage * kPage, MADV_DONTNEED);  // others in the run may live on
+#endif
+    }
+    WeightMemory(const WeightMemory&) = delete;
+    WeightMemory& operator=(const WeightMemory&) = delete;
+
+    char* data() const { return at_; }
+    size_t bytes() const { return bytes_; }
+
+   private:
+    static constexpr size_t kPage = 4096;
+    static constexpr size_t kRunBytes = size_t(64) << 20;
+
+    struct Run {
+        explicit Run(size_t bytes) : memory(bytes) {}
+
+        Memory memory;
+        size_t num_taken = 0;
+    };
+
+    std::shared_ptr<Run> run_;
+    char* at_;
     size_t bytes_;
 };
 

@@ -12,11 +12,12 @@ from alignedserve.core.errors import ConfigError, HandoffRejected, PeerLost
 from alignedserve.microbench.results import TransferReport, TransferResult
 from alignedserve.microbench.transfer import benchmark as transfer
 from alignedserve.microbench.transfer.benchmark import measure_device_transfers, measure_host_transfers
-from alignedserve.microbench.transfer.device_transfers import pinned_rows
+from alignedserve.microbench.transfer.device_transfers import pinned_rows, registered_rows
 from alignedserve.microbench.transfer.host_transfers import host_rows
 from alignedserve.microbench.transfer.peer_process import peer_process
 from alignedserve.microbench.transfer.peer_transfers import PeerWay, peer_rows
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
+from alignedserve.runtime.device.cores import num_cores
 
 SMALL = TransferBenchmarkSpec(("pocket",), (1,), num_rounds=1)
 ROW = TransferResult("pocket", 81920, 12, "pinned", "offload", 1.0, 2.0, 0.5)
@@ -25,10 +26,9 @@ CPU = torch.device("cpu")
 
 def test_every_way_of_the_host_is_measured() -> None:
     rows = list(host_rows(SMALL))
+    in_memory = ("shm", "shm, 2 threads")[: min(num_cores(), 2)]
     assert [(row.transport, row.operation) for row in rows] == [
-        ("shm", "offload"),
-        ("shm", "fetch"),
-        ("shm", "relay"),
+        *((transport, operation) for transport in in_memory for operation in ("offload", "fetch", "relay")),
         ("gloo", "offload"),
         ("gloo", "fetch"),
     ]
@@ -45,6 +45,12 @@ def check(rows: list[TransferResult]) -> None:
 def test_lists_of_blocks_to_the_host_and_back() -> None:
     rows = list(pinned_rows(SMALL, CPU))
     assert [(row.transport, row.operation) for row in rows] == [("pinned", "offload"), ("pinned", "prefetch")]
+    check(rows)
+
+
+def test_lists_of_blocks_to_an_arena_and_back() -> None:
+    rows = list(registered_rows(SMALL, CPU))
+    assert [(row.transport, row.operation) for row in rows] == [("registered", "offload"), ("registered", "prefetch")]
     check(rows)
 
 
@@ -78,7 +84,7 @@ def test_a_cpu_has_none_of_the_device() -> None:
     measure_device_transfers(SMALL, CPU, report)
     assert (report.rows, report.failures) == ([], [])
     (line,) = report.left_out
-    assert line.startswith("pinned copies, cuda_ipc and nccl move blocks of a GPU: ")
+    assert line.startswith("pinned copies, registered arenas, cuda_ipc and nccl move blocks of a GPU: ")
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int, **ways: Any) -> TransferReport:
@@ -86,6 +92,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, **ways: Any) -> TransferRe
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(transfer, "pinned_rows", lambda *_: iter([ROW]))
+    monkeypatch.setattr(transfer, "registered_rows", lambda *_: iter([ROW]))
 
     def rows(_: object, way: PeerWay) -> list[TransferResult]:
         assert way[1:] == ("cuda:0", "cuda:1" if way.transport == "nccl" else "cuda:0")
@@ -103,12 +110,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, **ways: Any) -> TransferRe
 
 def test_one_gpu_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     report = gpus(monkeypatch, 1, cuda_ipc=ROW)
-    assert report == TransferReport([ROW] * 2, ["nccl, which moves blocks between two GPUs: there is one GPU"], [])
+    assert report == TransferReport([ROW] * 3, ["nccl, which moves blocks between two GPUs: there is one GPU"], [])
 
 
 def test_what_does_not_work_costs_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     report = gpus(monkeypatch, 2, cuda_ipc=HandoffRejected("the memory cannot be mapped\nat all"), nccl=ROW)
-    assert report == TransferReport([ROW] * 2, [], ["cuda_ipc: HandoffRejected: the memory cannot be mapped"])
+    assert report == TransferReport([ROW] * 3, [], ["cuda_ipc: HandoffRejected: the memory cannot be mapped"])
 
 
 def test_without_msgspec_it_says_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,22 @@ def test_requests_of_one_call_arrive_in_order(setup: Setup) -> None:
         assert (content(setup.receiver, target) == content(setup.sender, source)).all()
 
 
+def test_blocks_of_a_prefix_are_fetched_in_other_runs_than_they_were_written_in(setup: Setup) -> None:
+    generation, taken = setup.lease(6)
+    first, later = (
+        OffloadRequest(blocks(3, 1), taken[:2], generation, num_before=0),
+        OffloadRequest(blocks(9, 14, 0, 7), taken[2:], generation, num_before=2),
+    )
+    sent = setup.sending.offload([first, later])
+    runs = tuple(run for part in sent for run in part or ())
+    assert [(run.first_block, run.num_blocks) for run in runs] == [(block_id, 1) for block_id in taken]
+    middle = BlockCopy(generation, 3 * BLOCK_SIZE, runs[1:4], num_before=1)
+    rows = setup.fetch(middle, 0, 15, 4)
+    assert rows is not None
+    assert (rows == content(setup.sender, [1, 9, 14])).all()
+    assert setup.fetch(changed(middle, num_before=2), 0, 15, 4) is None  # they stand elsewhere
+
+
 def test_nothing_to_do_is_nothing_done(setup: Setup) -> None:
     assert setup.sending.offload([]) == []
     assert setup.receiving.fetch([]) == []

@@ -135,20 +135,26 @@ def test_a_receiver_of_another_layout_never_gets_to_it(tmp_path: Path) -> None:
 
 
 class InterferingStorage(BlockStorage):
-    """A storage around whose rows something happens to what lies in between."""
+    """A storage around whose blocks something happens to what lies in between."""
 
     interfere: Callable[[], None]
 
-    def rows_to_read(self, block_ids: Any) -> Any:
-        for row in super().rows_to_read(block_ids):
-            yield row
-            self.interfere()
-
-    def rows_to_write(self, block_ids: Any) -> Any:
+    def settled(self, block_ids: Any) -> Any:
         self.interfere()
-        for row in super().rows_to_write(block_ids):
-            yield row
-            self.interfere()
+        return super().settled(block_ids)
+
+    def pieces_to_read(self, block_ids: Any) -> Any:
+        for piece in super().pieces_to_read(block_ids):
+            for place in range(len(piece)):
+                yield piece.part(place, place + 1)
+                self.interfere()
+
+    def pieces_to_write(self, block_ids: Any) -> Any:
+        self.interfere()
+        for piece in super().pieces_to_write(block_ids):
+            for place in range(len(piece)):
+                yield piece.part(place, place + 1)
+                self.interfere()
 
 
 def fetched_while(sent: Sent, interfere: Callable[[], None]) -> bool:

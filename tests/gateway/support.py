@@ -20,6 +20,7 @@ from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.runtime.model import tokenizer as ours
 
@@ -91,19 +92,34 @@ class Gateway:
         return await self.client.post("/v1/completions", json=body, headers=headers)
 
 
-def services_for(backend: ScriptedBackend, config: GatewayConfig, api_keys: tuple[str, ...] = ()) -> Services:
+def services_for(
+    backend: ScriptedBackend,
+    config: GatewayConfig,
+    api_keys: tuple[str, ...] = (),
+    prefix_hasher: PrefixHasher | None = None,
+) -> Services:
     model = ModelCard("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
     return build_services(
-        backend=backend, tokenizer=tokenizer(), model=model, config=config, api_keys=api_keys, reply_to="unix:/nowhere"
+        backend=backend,
+        tokenizer=tokenizer(),
+        model=model,
+        config=config,
+        api_keys=api_keys,
+        reply_to="unix:/nowhere",
+        prefix_hasher=prefix_hasher,
     )
 
 
 @asynccontextmanager
 async def gateway(
-    script: Callable[[Request], Script] | None = None, *, api_keys: tuple[str, ...] = (), **config: Any
+    script: Callable[[Request], Script] | None = None,
+    *,
+    api_keys: tuple[str, ...] = (),
+    prefix_hasher: PrefixHasher | None = None,
+    **config: Any,
 ) -> AsyncIterator[Gateway]:
     backend = ScriptedBackend(script or saying("hello world"))
-    services = services_for(backend, GatewayConfig(**config), api_keys)
+    services = services_for(backend, GatewayConfig(**config), api_keys, prefix_hasher)
     app = build_app(services)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         yield Gateway(client, backend, services, app)

@@ -35,7 +35,7 @@ async def test_the_bytes_of_a_body() -> None:
         '"service_tier":"default","choices":[{"index":0,"message":{"role":"assistant","content":"the dog",'
         '"refusal":null},"logprobs":null,"finish_reason":"stop"}],'
         f'"usage":{{"prompt_tokens":{answer["usage"]["prompt_tokens"]},"completion_tokens":3,'
-        f'"total_tokens":{answer["usage"]["prompt_tokens"] + 3}}}}}'
+        f'"total_tokens":{answer["usage"]["prompt_tokens"] + 3},"prompt_tokens_details":{{"cached_tokens":0}}}}}}'
     )
     assert response.content == expected.encode()
     assert answer["id"] == f"chatcmpl-{response.headers['x-request-id']}"

@@ -25,7 +25,7 @@ from kernels.gpu import (
     head_placement,
     int8_blocks,
     prefill_attention,
-    row_checksums,
+    row_digests,
     row_norm,
     token_sampling,
 )
@@ -112,6 +112,7 @@ SAMPLED = {
     "vocabulary": "i32",
 }
 TILE = {"BLOCK_SIZE": 16, "PADDED_DIM": 128, "TOKENS": 64, "UPCAST": False, **HEADS}
+DIGESTED = {"words": LONG, "keys": LONG, "sums": LONG}
 SLOTS = {"SLOTS": 16, "PADDED": 16, "CHANNELS": 128}
 
 _MOST_STACK_BYTES = 64  # of a thread, some for what is rarely used
@@ -146,7 +147,8 @@ CASES: list[Case] = [
     prefill_case(256, torch.bfloat16, HALF),
     prefill_case(128, torch.float32, FLOAT),
     *(Case(block_copies._copy_words, WORDS, {"IS_GATHER": is_gather, "WORDS": 1024}) for is_gather in (True, False)),
-    Case(row_checksums._sum_words, {"rows": LONG, "keys": LONG, "sums": LONG, "num_words": "i32"}, {"WORDS": 2048}),
+    Case(row_digests._sum_rounds, DIGESTED | {"width": "i32", "num_sums": "i32", "num_words": "i32"}, {"ROUNDS": 8}),
+    Case(row_digests._mix_rounds, {"sums": LONG, "keys": LONG, "first": LONG, "out": LONG, "num_rounds": "i32"}, {}),
     *(Case(kernel, ROUNDED | ROW_SIZES, SLOTS) for kernel in (int8_blocks._quantise, int8_blocks._dequantise)),
     *(
         Case(

@@ -10,10 +10,12 @@ from tests.support.marks import slow
 
 pytest.importorskip("triton")
 
-from kernels.block_checksums import checksum_on_host, row_checksums
+from kernels import block_digests
+from kernels.block_digests import row_digests
+from kernels.cpu.block_copies import all_rows, digest_blocks
+from kernels.gpu import row_digests as gpu_row_digests
 from kernels.gpu.block_copies import gather_blocks, scatter_blocks
 from kernels.gpu.int8_blocks import dequantise_blocks, quantise_blocks
-from kernels.gpu.row_checksums import row_checksums as gpu_row_checksums
 from kernels.int8_blocks import parts_of, plain_dequantise, plain_quantise
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 6e-2, torch.float16: 6e-3}
@@ -79,12 +81,11 @@ def test_what_8_bits_cannot_hold(quantise: Callable[..., None], device: torch.de
     assert back[0, 0, 3, 1] == pytest.approx(255 * 65504.0, rel=1e-3)
 
 
-@pytest.mark.parametrize("width", [8, 4096, 40_008])
+@pytest.mark.parametrize("width", [8, 1024, 4104, 40_008])
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_checksums_of_rows(count: int, width: int, device: torch.device) -> None:
+def test_digests_of_rows(count: int, width: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randint(0, 256, (count, width), dtype=torch.uint8, device=device)
-    keys = torch.randint(-(1 << 62), 1 << 62, (count,), device=device)
-    own = [int(key) % (1 << 64) for key in keys.tolist()]
-    expected = [checksum_on_host(row.cpu().numpy(), key) for row, key in zip(rows, own, strict=True)]
-    assert [int(total) % (1 << 64) for total in gpu_row_checksums(rows, keys).tolist()] == expected
-    assert [int(total) % (1 << 64) for total in row_checksums(rows, keys).tolist()] == expected
+    expected = digest_blocks(all_rows(rows.cpu().numpy())).tolist()
+    assert [digest % (1 << 64) for digest in row_digests(rows).tolist()] == expected
+    monkeypatch.setattr(block_digests, "fused_kernels", lambda *_: gpu_row_digests)
+    assert [digest % (1 << 64) for digest in row_digests(rows).tolist()] == expected

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parent.parent.parent
-NUM_VARIANTS = 24
+NUM_VARIANTS = 25
 
 
 @pytest.mark.slow

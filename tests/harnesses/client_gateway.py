@@ -64,10 +64,18 @@ class ClientGateway:
         async with asyncio.timeout(20):
             await self.linked.wait()
 
-    def submit(self, prompt: list[int], sampling: SamplingParams, slo: Slo | None = None) -> Answer:
+    def submit(
+        self, prompt: list[int], sampling: SamplingParams, slo: Slo | None = None, prefix_root: bytes = b""
+    ) -> Answer:
         request_id = RequestId(f"r{next(self._numbers)}")
         request = Request(
-            request_id, tuple(prompt), sampling, self.address, time.monotonic(), slo=Slo() if slo is None else slo
+            request_id,
+            tuple(prompt),
+            sampling,
+            self.address,
+            time.monotonic(),
+            slo=Slo() if slo is None else slo,
+            prefix_root=prefix_root,
         )
         self._requests[request_id] = request
         self.answers[request_id] = Answer()

@@ -13,6 +13,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration, Swap, Swaps
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, WorkerLoad
+from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy, WorkerView
 from alignedserve.scheduling.scheduler_state import Scheduler
 from decode_worker.colocated.logic import ColocatedCommand, ColocatedLogic
@@ -32,6 +33,8 @@ class ColocatedHarness:
         host_tokens: int = 100,
         policy: IterationPolicy | None = None,
         can_move: bool = False,
+        has_prefix_cache: bool = False,
+        prefix_pool: str | None = None,
         **memory: Any,
     ) -> None:
         self.now = 0.0
@@ -44,6 +47,8 @@ class ColocatedHarness:
             memory=DeviceMemory(num_blocks, num_blocks, 4, host_tokens, **memory),
             scheduler=Scheduler(policy or self.script, EasyCosts(), limits),
             eos_token_ids=frozenset({EOS}),
+            prefixes=PrefixCache(4) if has_prefix_cache else None,
+            prefix_pool=prefix_pool,
         )
         self.do(PeerConnected(Role.ROUTER, ROUTER))
 

@@ -3,7 +3,7 @@
 Slow, and short enough to see that it is right; tests compare the decisions of the router's own with these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.block_allocator import blocks_for
@@ -11,6 +11,7 @@ from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
+from alignedserve.messages.prefixes import PrefixBlocksChanged, is_told, split_names
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad, WorkerRegistered
 from router.batching.far_batches import FarLimits, choose_far_batches, is_spare, num_left
 from router.batching.overdue_pools import (
@@ -23,6 +24,7 @@ from router.batching.overdue_pools import (
     oldest_of,
 )
 from router.placement import Placement
+from router.prefix_index import PrefixIndex
 from router.state import BatchKind, DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
 
 
@@ -32,10 +34,12 @@ class PlainPlacement(Placement):
     def __init__(self, *, max_candidate_requests: int, batching: BatchingConfig) -> None:
         self.workers: dict[str, WorkerRecord] = {}
         self.pools: dict[str, PoolRecord] = {}
+        self._cached: dict[str, set[bytes]] = {}  # names of blocks, by worker or pool
         self._max_candidate_requests = max_candidate_requests
         self._batching = batching
         self._next_batch = 1
         self._num_pool_epochs = 0
+        self.prefixes = PrefixIndex()  # of pools of other nodes, of which there are none
         self.links = LearnedLinks()
 
     # --- registration
@@ -57,6 +61,7 @@ class PlainPlacement(Placement):
     def remove(self, peer: str) -> None:
         """Remove a worker or pool."""
         self.links.forget(peer)
+        self._cached.pop(peer, None)
         self.workers.pop(peer, None)
         if self.pools.pop(peer, None) is None:
             return
@@ -104,7 +109,28 @@ class PlainPlacement(Placement):
 
     def complete_prefill(self, worker: WorkerRecord, request_id: RequestId, attempt: int) -> bool:
         """See Placement."""
-        return worker.complete_prefill(request_id, attempt)
+        return worker.complete_prefill(request_id, attempt) is not None
+
+    def update_prefixes(self, peer: str, changed: PrefixBlocksChanged) -> None:
+        """See Placement."""
+        if peer in self:
+            before = set() if changed.is_complete else self._cached.get(peer, set())
+            self._cached[peer] = (before - set(changed.removed)) | set(changed.stored)
+
+    def prefix_runs(self, tracked: TrackedRequest) -> dict[str, int]:
+        """See Placement."""
+        names, runs = list(split_names(tracked.block_names)), {}
+        for name in (*self.workers, *self.pools):
+            prefilling = self.workers[name].prefilling.values() if name in self.workers else ()
+            given = [list(split_names(one.block_names)) for one in prefilling if one.block_names]
+            runs[name] = _run_of(names, self._cached.get(name, set()), given)
+        return {name: run for name, run in runs.items() if run}
+
+    def prefix_holders(self, runs: Mapping[str, int], least: int) -> Iterator[WorkerRecord]:
+        """See Placement."""
+        for worker in self.workers.values():
+            if max(runs.get(worker.name, 0), runs.get(worker.registered.pool_name, 0)) > least:
+                yield worker
 
     def cancel_batch_request(self, worker: WorkerRecord) -> None:
         """See Placement."""
@@ -333,6 +359,20 @@ class PlainPlacement(Placement):
         batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
         name = WorkerName(worker.name)
         return FormBatch(batch_id, name, max_blocks, max_requests, min(min_requests, max_requests), joins)
+
+
+def _run_of(names: list[bytes], cached: set[bytes], given: list[list[bytes]]) -> int:
+    """Return how many of these blocks a worker has cached or is about to compute, as far as the router is told."""
+    told = [place for place, block in enumerate(names) if is_told(block)]
+    held = [place for place in told if all(names[other] in cached for other in told if other <= place)]
+    reach = told[len(held)] if len(held) < len(told) else len(names)  # nothing before it is known not to be there
+    ends = 0
+    for first in range(len(names)):
+        for expected in given:
+            if expected[0] == names[first] and first <= max(reach, ends):
+                same = [one == other for one, other in zip(names[first:], expected, strict=False)]
+                ends = max(ends, first + (same.index(False) if False in same else len(same)))
+    return max(ends, held[-1] + 1 if held else 0)
 
 
 def _largest_overdue(pool: PoolRecord, worker: WorkerRecord, pooled_before_s: float) -> int:

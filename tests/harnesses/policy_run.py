@@ -80,6 +80,8 @@ class PolicyRun:
         for part in plan.evictions:
             self.state.evict(part, self.now)
             self.courses[str(view.table.request_ids[part.row])].num_preemptions += 1
+        for join in plan.shares:
+            self.state.share_last_block(join)
         for share in plan.scheduled:
             self.state.enter(share)
         for row in plan.uploads:

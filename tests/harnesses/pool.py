@@ -19,10 +19,12 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import FormBatch, PoolLoad
+from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.wire import Message
-from kvpool.logic import PoolCommand, PoolLogic, SetBlockGeneration
+from kvpool.logic import PoolCommand, PoolLogic
 from kvpool.policies.batch_former import BatchFormer
 from kvpool.policies.fcfs import FcfsBatchFormer
+from kvpool.state import SetBlockGeneration
 from tests.support.samples import DECODE, PREFILL, ROUTER, blocks, epoch, request
 
 ARENA = ArenaOffered("/dev/shm/x.arena", 8, 64, "digest")
@@ -39,6 +41,7 @@ class PoolHarness:
         former = batch_former or FcfsBatchFormer()
         self.logic = PoolLogic(arena=ARENA, block_size=4, batch_former=former, lease_s=10.0, **changes)
         self._load: PoolLoad | None = None
+        self.told: list[PrefixBlocksChanged] = []
         self.link(ROUTER, Role.ROUTER)
         self.link(PREFILL, Role.PREFILL_WORKER)
         self.link(DECODE, Role.DECODE_WORKER)
@@ -48,6 +51,8 @@ class PoolHarness:
         for command in self.logic.on_event(event, self.now):
             if isinstance(command, Send) and isinstance(command.message, PoolLoad):
                 self._load = command.message
+            elif isinstance(command, Send) and isinstance(command.message, PrefixBlocksChanged):
+                self.told.append(command.message)
             else:
                 commands.append(command)
         return commands

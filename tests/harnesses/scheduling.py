@@ -19,7 +19,9 @@ from alignedserve.scheduling.policy import (
     ScheduledRequest,
     WorkerView,
 )
+from alignedserve.scheduling.shared_blocks import SharedBlocks
 from alignedserve.scheduling.table import RequestTable
+from tests.harnesses.shared_slots import SlotModel
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def view_of(
     for duration_s in history:
         past.note(duration_s)
     num_free = num_blocks - int(table.num_blocks.sum())
+    has_shared_blocks = memory.get("has_shared_blocks", False)
     return WorkerView(
         table,
         DeviceMemory(num_blocks, num_free, block_size, **memory),
@@ -139,6 +142,7 @@ def view_of(
         costs or EasyCosts(),
         now,
         can_evict,
+        SharedBlocks(table, block_size) if has_shared_blocks else None,
     )
 
 
@@ -168,11 +172,7 @@ def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = T
         leaving = on_device if part.num_tokens is None else part.num_tokens
         assert 0 < leaving <= on_device
         host += leaving if part.how.value == "swap" else 0
-        kept = memory.blocks_for(
-            on_device - leaving,
-            is_hidden=bool(table.is_hidden[part.row]),
-            is_real_time=bool(table.is_real_time[part.row]),
-        )
+        kept = memory.blocks_for(on_device - leaving, is_hidden=bool(table.is_hidden[part.row]))
         num_free += int(table.num_blocks[part.row]) - (kept if leaving < on_device else 0)
     assert host <= memory.num_free_host
     for share in plan.scheduled:
@@ -190,4 +190,7 @@ def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = T
         assert row not in evicted
         assert table.num_swapped[row] > 0
         num_free -= memory.blocks_needed(table, ScheduledRequest(row, 0))
-    assert num_free >= 0
+    if memory.has_shared_blocks:
+        SlotModel(view).apply(plan)
+    else:
+        assert num_free >= 0

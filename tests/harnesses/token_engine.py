@@ -63,16 +63,18 @@ class FakeArena:
         return rows
 
     def write(
-        self, rows: list[tuple[int, ...]], block_ids: Sequence[int], generation: int
+        self, rows: list[tuple[int, ...]], block_ids: Sequence[int], generation: int, *, is_by_block: bool = False
     ) -> tuple[BlockRun, ...] | None:
         if self.is_buffer:
             self.stamps.update(dict.fromkeys(block_ids, generation))
         if any(self.stamps.get(number) != generation for number in block_ids):
             return None
         self.content.update(zip(block_ids, rows, strict=True))
+        numbers = [BlockId(number) for number in block_ids]
+        written = [(number, 1) for number in numbers] if is_by_block else contiguous_runs(numbers)
         return tuple(
             BlockRun(first, count, hash(tuple(self.content[first + offset] for offset in range(count))))
-            for first, count in contiguous_runs([BlockId(number) for number in block_ids])
+            for first, count in written
         )
 
 
@@ -91,8 +93,15 @@ class FakeEngine:
     hidden: set[RequestId] = field(default_factory=set)  # with such a cache: what lies in its blocks is not checked
 
     def run(self, command: RunIteration) -> IterationCompleted:
+        copied = [self.storage[copy.source] for copy in command.copies]
         if command.swaps is not None:
             self._swap(command.swaps)
+        self.storage.update(zip((copy.target for copy in command.copies), copied, strict=True))
+        for one in command.replacements:
+            blocks, known = self.blocks[one.request_id], self.tokens[one.request_id]
+            tokens = tuple(known[one.place * BLOCK_SIZE : (one.place + 1) * BLOCK_SIZE])
+            assert self.storage[one.block_id] == tokens, "replaced by another"
+            blocks[one.place] = one.block_id
         for request_id in command.removals:
             del self.tokens[request_id], self.num_computed[request_id], self.blocks[request_id]
         for addition in command.additions:
@@ -102,15 +111,30 @@ class FakeEngine:
             self.num_computed[request_id] = addition.num_cached
             self.blocks[request_id] = list(addition.block_ids)
             (self.hidden.add if addition.is_hidden else self.hidden.discard)(request_id)
-            cached = [token for block_id in addition.block_ids for token in self.storage.get(block_id, ())]
-            known = self.tokens[request_id][: addition.num_cached]
-            assert addition.is_hidden or cached[: addition.num_cached] == known, "a cache of other tokens"
+            self._check_cached(request_id)
         for request_id, block_ids in command.extensions:
             self.blocks[request_id] += block_ids
-        owned = [block_id for block_ids in self.blocks.values() for block_id in block_ids]
-        assert len(owned) == len(set(owned)), "a block belongs to two sequences"
+        self._check_owners()
         sampled = [self._step(*part) for part in command.slices]
         return IterationCompleted(tuple(token for token in sampled if token is not None))
+
+    def _check_owners(self) -> None:
+        """Check that sequences share full blocks of the same contexts alone."""
+        owners: dict[int, list[tuple[RequestId, int]]] = {}
+        for request_id, block_ids in self.blocks.items():
+            for place, block_id in enumerate(block_ids):
+                owners.setdefault(block_id, []).append((request_id, (place + 1) * BLOCK_SIZE))
+        for uses in owners.values():
+            if len(uses) > 1:
+                assert len({tuple(self.tokens[request_id][:end]) for request_id, end in uses}) == 1, "shared by others"
+                assert all(end <= self.num_computed[request_id] for request_id, end in uses), "shared and being filled"
+
+    def _check_cached(self, request_id: RequestId) -> None:
+        """Check that all that is computed of a sequence lies in its blocks."""
+        count = 0 if request_id in self.hidden else self.num_computed[request_id]
+        for place, block_id in enumerate(self.blocks[request_id][: -(-count // BLOCK_SIZE)]):
+            known = tuple(self.tokens[request_id][place * BLOCK_SIZE : min((place + 1) * BLOCK_SIZE, count)])
+            assert self.storage.get(block_id, ())[: len(known)] == known, "a cache of other tokens"
 
     def _swap(self, swaps: Swaps) -> None:
         for request_id in swaps.forgotten:
@@ -133,12 +157,15 @@ class FakeEngine:
             else:
                 assert len(rows) <= len(part.block_ids), "more blocks than were set aside"
                 self.storage.update(zip(part.block_ids, rows, strict=False))
-        return BlocksLoaded(command.source, command.loads, frozenset(refused))
+        return BlocksLoaded(command.source, command.loads, frozenset(refused), duration_s=1e-4)
 
     def offload(self, command: OffloadBlocks) -> BlocksOffloaded:
         arena = self.arenas.get(command.target)
         rows = [self.storage.get(block_id, ()) for block_id in command.block_ids]
-        runs = arena.write(rows, command.target_block_ids, command.generation) if arena is not None else None
+        if arena is None:
+            return BlocksOffloaded(command, None)
+        is_by_block = command.num_before is not None
+        runs = arena.write(rows, command.target_block_ids, command.generation, is_by_block=is_by_block)
         return BlocksOffloaded(command, runs)
 
     def relay(self, command: RelayBlocks) -> BlocksRelayed:
@@ -149,6 +176,7 @@ class FakeEngine:
         return BlocksRelayed(command, target.write(rows, command.target_block_ids, command.generation))
 
     def _step(self, request_id: RequestId, num_tokens: int) -> SampledToken | None:
+        self._check_cached(request_id)
         self.num_computed[request_id] += num_tokens
         tokens, computed = self.tokens[request_id], self.num_computed[request_id]
         assert computed <= len(tokens), "computes unknown tokens"

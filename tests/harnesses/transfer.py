@@ -28,6 +28,7 @@ from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.tls import CertificateAuthority
 from tests.harnesses.owner_process import ProcessMedium
+from tests.support.memory_drivers import NotedDriver
 from tests.support.samples import blocks
 from tests.support.stored_blocks import read_blocks, write_blocks
 
@@ -78,6 +79,14 @@ class ShmMedium:
 
     def close(self) -> None:
         self._arena.close(unlink=True)
+
+
+class RegisteredMedium(ShmMedium):
+    """An arena that is registered with a device's driver, whose copies go straight to and from it."""
+
+    def transfer(self, storage: BlockStorage) -> KVTransfer:
+        arena = Arena.attach(self._arena.path, self.layout)
+        return ShmTransfer(storage, arena, stamps=self.writer_stamps, driver=NotedDriver())
 
 
 class ServedMedium(ShmMedium):
@@ -153,6 +162,7 @@ class DeviceMedium:
 MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {
     "shm pool": ShmMedium,
     "shm buffer": lambda folder, layout: ShmMedium(folder, layout, writer_stamps=True),
+    "shm registered": RegisteredMedium,
     "gloo unix": lambda folder, layout: ServedMedium(folder, layout, transport="gloo", address=f"unix:{folder}/b.sock"),
     "tcp": lambda folder, layout: ServedMedium(folder, layout, transport="tcp", address="tcp:127.0.0.1:0"),
     "tcp pool, tls": lambda folder, layout: ServedMedium(

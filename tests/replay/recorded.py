@@ -12,6 +12,7 @@ from alignedserve.config.sections import (
     DecodeWorkerConfig,
     PoolConfig,
     PrefillWorkerConfig,
+    PrefixCacheConfig,
     RecordingConfig,
     RouterConfig,
     SchedulingConfig,
@@ -106,6 +107,10 @@ class RecordedCluster(LogicCluster):
             return partial(prefill_factory.make_logic, config=prefill, **common)
         decode = DecodeWorkerConfig(max_running_requests=shape.max_running_requests, max_num_batched_tokens=12)
         memory = DeviceMemory(shape.worker_blocks, shape.worker_blocks, BLOCK_SIZE, shape.host_tokens)
+        if shape.is_colocated:
+            held = self._registered(name, decode_factory.max_held(decode), can_prefill=True, can_decode=True)
+            common |= {"registered": held, "prefix_cache": PrefixCacheConfig(enabled=shape.has_prefix_cache)}
+            return partial(decode_factory.make_colocated_logic, config=decode, memory=memory, **common)
         return partial(decode_factory.make_logic, config=decode, batching=batching, memory=memory, **common)
 
 
@@ -158,7 +163,7 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
         "eos_token_ids": logic._iterations._eos_token_ids,
     }
     if role is Role.PREFILL_WORKER:
-        return partial(prefill_factory.make_logic, config=cluster.prefill, **common)
+        return partial(prefill_factory.make_logic, config=cluster.prefill, prefix_cache=cluster.prefix_cache, **common)
     common |= {"memory": config.decode_memory, "config": cluster.decode}
     if config.is_colocated:
         return partial(decode_factory.make_colocated_logic, **common)

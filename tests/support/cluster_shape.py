@@ -27,6 +27,8 @@ class Shape:
     disaggregated_scheduling: SchedulingConfig = field(default_factory=lambda: SchedulingConfig(policy="aligned"))
     refuse: float = 0.0
     direct_handoff: bool | None = None
+    has_prefix_cache: bool = False
+    prefix_pool_blocks: int = 0  # of each node's pool, under colocated workers
     gateway_beside: str = ""  # the pool of its node; empty: it is on no node of a worker
 
     @property

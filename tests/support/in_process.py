@@ -128,8 +128,9 @@ class RoomCluster:
 
     async def start(self) -> None:
         await self.start_router()
-        if self.config.chosen_topology is Topology.DISAGGREGATED:
+        if self.config.node_pool is not None:
             await self.start_pool()
+        if self.config.chosen_topology is Topology.DISAGGREGATED:
             for index in range(self.config.prefill.count):
                 await self.start_prefill(f"prefill-{index}")
         for index in range(self.config.decode.count):
@@ -147,12 +148,14 @@ class RoomCluster:
         self.components[ROUTER] = router
 
     async def start_pool(self) -> None:
+        assert self.config.node_pool is not None, "a cluster without a pool"
         pool = KvPool(
-            config=self.config.pool,
+            config=self.config.node_pool,
             batching=self.config.batching,
             layout=self.served.block_layout(self.config.engine.block_size),
             arena_path=self.arena_path,
             process_spec=self._process_spec(Role.KV_POOL, POOL),
+            takes_requests=self.config.chosen_topology.is_separate,
         )
         await pool.start(listen_at=POOL, router_at=ROUTER)
         self.components[POOL] = pool
@@ -172,6 +175,7 @@ class RoomCluster:
             scheduling=self.config.scheduling,
             eos_token_ids=executor.eos_token_ids,
             measured=executor.measure_iterations(0.02, 512),
+            prefix_cache=self.config.prefix_cache,
         )
         worker = PrefillWorker(
             make=make,
@@ -240,6 +244,8 @@ class RoomCluster:
             scheduling=self.config.scheduling,
             eos_token_ids=executor.eos_token_ids,
             measured=executor.measure_iterations(0.02, 512),
+            prefix_cache=self.config.prefix_cache,
+            prefix_pool=self.pools.get(name, POOL) if self.config.prefix_cache.pool_bytes else None,
         )
         process_spec, transport = self._process_spec(Role.DECODE_WORKER, name), self.config.engine.kv_transport
         memory = None
@@ -248,7 +254,12 @@ class RoomCluster:
             budget = BufferBudget(executor.layout.blocks_in(self.config.prefill.candidate_buffer_bytes), peers)
             memory = CandidateMemory(executor.layout, budget, process_spec, transport=transport)
         worker = ColocatedWorker(
-            make=make, executor=executor, process_spec=process_spec, memory=memory, transport=transport
+            make=make,
+            executor=executor,
+            process_spec=process_spec,
+            memory=memory,
+            pool_at=self.pools.get(name, POOL) if self.config.prefix_cache.pool_bytes else None,
+            transport=transport,
         )
         await worker.start(router_at=ROUTER, listen_at=name if is_elastic else None)
         self.components[name] = worker

@@ -16,7 +16,16 @@ from alignedserve.messages.gateways import (
     TokensEmitted,
 )
 from alignedserve.messages.handshake import Role
+from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
+from alignedserve.prefix_cache.block_hashes import BlockHasher
 from alignedserve.runtime.process.addresses import ROUTER
+from tests.harnesses.token_engine import BLOCK_SIZE
+
+
+def block_names_of(request: Request, generated: tuple[int, ...] = ()) -> bytes:
+    """Return the names of the full blocks of a context, as the gateway tells them to the router."""
+    hashes = BlockHasher(BLOCK_SIZE).hashes(request.prefix_root, request.prompt_token_ids + generated)
+    return b"".join(one[:BLOCK_NAME_BYTES] for one in hashes) if request.prefix_root else b""
 
 
 @dataclass
@@ -60,7 +69,8 @@ class Client:
 
     def _resumption(self, request_id: RequestId) -> ResumeRequest:
         latest_attempt = self.status.latest_attempt if self.status is not None else 0
-        return ResumeRequest(self.requests[request_id], tuple(self.answers[request_id]), latest_attempt)
+        request, generated = self.requests[request_id], tuple(self.answers[request_id])
+        return ResumeRequest(request, generated, latest_attempt, block_names_of(request, generated))
 
     def _take(self, request_id: RequestId) -> None:
         answer = self.answers[request_id]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from alignedserve.config.sections import (
     PoolConfig,
     PrefillWorkerConfig,
+    PrefixCacheConfig,
     SchedulingConfig,
 )
 from alignedserve.core.ids import RequestId
@@ -52,7 +53,8 @@ from decode_worker import factory as decode_factory
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 from kvpool import factory as pool_factory
-from kvpool.logic import PoolLogic, SetBlockGeneration
+from kvpool.logic import PoolLogic
+from kvpool.state import SetBlockGeneration
 from kvpool.waiting_forms import LINK_WAIT_S
 from prefill_worker import factory as prefill_factory
 from prefill_worker.logic import PrefillLogic
@@ -61,7 +63,7 @@ from router.logic import RouterLogic
 from tests.harnesses.scheduling import EasyCosts
 from tests.harnesses.token_engine import BLOCK_SIZE, EOS, FakeArena, FakeEngine
 from tests.support.cluster_shape import Shape
-from tests.support.logic_client import Client
+from tests.support.logic_client import Client, block_names_of
 
 GATEWAY, POOL = "gateway-0", "pool-0"
 
@@ -86,11 +88,13 @@ class LogicCluster:
         self.dialled: dict[tuple[str, str], None] = {}  # (decode worker, prefill worker that it wants a link to)
         self.offered: dict[str, FakeArena] = {}  # by path
         self.pool_arenas: dict[str, FakeArena] = {}
+        self.far_loads: dict[str, list[LoadBlocks]] = {}  # by worker: from pools of other nodes
         self.roles = {GATEWAY: Role.GATEWAY, ROUTER: Role.ROUTER}
         self.start(ROUTER)
-        if not shape.is_colocated:
+        if not shape.is_colocated or shape.prefix_pool_blocks:
             for index in range(shape.num_nodes):
                 self.start(f"pool-{index}")
+        if not shape.is_colocated:
             for index in range(shape.num_prefill):
                 self.start(f"prefill-{index}")
         for index in range(shape.num_decode):
@@ -102,7 +106,7 @@ class LogicCluster:
     def submit(self, request: Request) -> None:
         self.client.requests[request.request_id] = request
         self.client.answers[request.request_id] = []
-        self._send(GATEWAY, ROUTER, SubmitRequest(request))
+        self._send(GATEWAY, ROUTER, SubmitRequest(request, block_names_of(request)))
 
     def abort(self, request_id: RequestId) -> None:
         if request_id not in self.client.ends:
@@ -230,9 +234,10 @@ class LogicCluster:
         return pool_factory.make_logic(
             config=PoolConfig(lease_s=1e9),
             batching=self.shape.batching,
-            arena=self._offer(arena, self.shape.pool_blocks),
+            arena=self._offer(arena, self.shape.prefix_pool_blocks or self.shape.pool_blocks),
             block_size=BLOCK_SIZE,
             first_lease=self.rng.randrange(1, 1 << 20),
+            takes_requests=not self.shape.is_colocated,
         )
 
     def _make_prefill(self, name: str) -> PrefillLogic:
@@ -242,6 +247,7 @@ class LogicCluster:
             scheduling=self.shape.disaggregated_scheduling,
             eos_token_ids=frozenset({EOS}),
             costs=EasyCosts(),
+            prefix_cache=PrefixCacheConfig(enabled=self.shape.has_prefix_cache),
         )
 
     def _make_decode(self, name: str) -> DecodeLogic:
@@ -269,6 +275,8 @@ class LogicCluster:
             scheduling=SchedulingConfig(policy=shape.scheduling, policy_params=dict(shape.settings)),
             eos_token_ids=frozenset({EOS}),
             costs=EasyCosts(),
+            prefix_cache=PrefixCacheConfig(enabled=shape.has_prefix_cache),
+            prefix_pool=self.pool_of(name) if shape.prefix_pool_blocks else None,
         )
 
     def _registered(
@@ -337,6 +345,8 @@ class LogicCluster:
     def _perform_copy(self, name: str, engine: FakeEngine, command: object) -> None:
         match command:
             case LoadBlocks():
+                if command.source.startswith("pool") and command.source != self.pool_of(name):
+                    self.far_loads.setdefault(name, []).append(command)
                 self.pending.append((name, lambda: engine.load(command, self.rng)))
             case OffloadBlocks():
                 self.pending.append((name, lambda: engine.offload(command)))

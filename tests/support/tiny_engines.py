@@ -132,10 +132,11 @@ class LogitsProbe:
         self._free_blocks = shuffled_blocks(1)
         self._parts: dict[int, list[Tensor]] = {}
 
-    def add(self, name: str, tokens: Sequence[int]) -> None:
+    def add(self, name: str, tokens: Sequence[int], *, is_reversed: bool = False) -> None:
         count = blocks_for(len(tokens), self._table.block_size)
         blocks = tuple(self._free_blocks.pop() for _ in range(count))
-        row = self._table.add(NewSequence(RequestId(name), tuple(tokens), len(tokens), 0, blocks, GREEDY))
+        own = (RequestId(name), tuple(tokens), len(tokens), 0, blocks, GREEDY)
+        row = self._table.add(NewSequence(*own, is_reversed=is_reversed))
         self._parts[row] = []
 
     def step(self, **slices: int) -> None:

@@ -29,8 +29,8 @@ class Entries:
         return self.known.get(name)
 
 
-async def start_two_nodes(config: ClusterConfig, folder: Path, *, has_tls: bool) -> RoomCluster:
-    """Start them; the pool's file is hidden from the decode worker, as it would be on another host."""
+def two_nodes(config: ClusterConfig, folder: Path, *, has_tls: bool) -> RoomCluster:
+    """Make a cluster in which FAR is to run on the other node, whose pool is never there."""
     (folder / "far").mkdir(parents=True)
     cluster = RoomCluster(config, folder)
     cluster.authority = CertificateAuthority("two nodes") if has_tls else None
@@ -38,6 +38,12 @@ async def start_two_nodes(config: ClusterConfig, folder: Path, *, has_tls: bool)
     cluster.addresses = AddressBook(folder, "node-0", "127.0.0.1", directory, has_tls=has_tls)
     cluster.books[FAR] = AddressBook(folder / "far", "node-1", "127.0.0.1", directory, has_tls=has_tls)
     cluster.pools[FAR] = "pool-9"  # never there: a node with decode workers alone
+    return cluster
+
+
+async def start_two_nodes(config: ClusterConfig, folder: Path, *, has_tls: bool) -> RoomCluster:
+    """Start them; the pool's file is hidden from the decode worker, as it would be on another host."""
+    cluster = two_nodes(config, folder, has_tls=has_tls)
     await cluster.start_router()
     await cluster.start_pool()
     await cluster.start_prefill("prefill-0")

@@ -2,6 +2,8 @@
 
     <xxh3-64 of the rest, 16 hex digits> <line> <kind> <input tokens> <output tokens> <JSON of the result>
 
+Input tokens of which some came from the prefix cache are `<input tokens>/<cached>`: logs written before there was one
+have the same form.
 The first record is the head, which names the batch. A log is only ever appended to; a partial record at its end, left
 by a writer that died, does not verify and is cut off. The log alone decides which lines are done.
 """
@@ -49,6 +51,7 @@ class ResultRecord(NamedTuple):
     payload: bytes  # a line of the output or error file
     input_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0  # of `input_tokens`
 
 
 _OUTCOMES = {outcome.value.encode(): outcome for outcome in LineOutcome}
@@ -57,10 +60,11 @@ _OUTCOMES = {outcome.value.encode(): outcome for outcome in LineOutcome}
 def encode_record(record: ResultRecord) -> bytes:
     """Encode a record as a line of the log."""
     assert b"\n" not in record.payload, "a payload of two lines"
-    rest = b"%d %b %d %d %b" % (
+    rest = b"%d %b %d%b %d %b" % (
         record.line,
         record.outcome.value.encode(),
         record.input_tokens,
+        b"/%d" % record.cached_tokens if record.cached_tokens else b"",
         record.output_tokens,
         record.payload,
     )
@@ -78,10 +82,11 @@ def decode_record(raw: bytes) -> ResultRecord | None:
     if len(fields) != 5 or fields[1] not in _OUTCOMES:
         return None
     try:
-        numbers = [int(fields[index]) for index in (0, 2, 3)]
+        input_tokens, _, cached_tokens = fields[2].partition(b"/")
+        line, *tokens = [int(number) for number in (fields[0], input_tokens, fields[3], cached_tokens or b"0")]
     except ValueError:
         return None
-    return ResultRecord(numbers[0], _OUTCOMES[fields[1]], fields[4], numbers[1], numbers[2])
+    return ResultRecord(line, _OUTCOMES[fields[1]], fields[4], *tokens)
 
 
 def head_record(batch_id: BatchKey, num_lines: int) -> ResultRecord:
@@ -98,6 +103,7 @@ class LogTotals:
         self.num_bytes = dict.fromkeys(ResultKind, 0)  # of the files, line ends included
         self.input_tokens = 0
         self.output_tokens = 0
+        self.cached_tokens = 0
 
     def add(self, record: ResultRecord) -> None:
         """Add a record; failed attempts count nothing."""
@@ -108,6 +114,7 @@ class LogTotals:
         self.num_bytes[kind] += len(record.payload) + 1
         self.input_tokens += record.input_tokens
         self.output_tokens += record.output_tokens
+        self.cached_tokens += record.cached_tokens
 
     def counts(self, total: int) -> Counts:
         """Return the numbers of lines by outcome."""
@@ -121,4 +128,4 @@ class LogTotals:
 
     def usage(self) -> Usage:
         """Return the tokens of lines that have a response."""
-        return Usage(input_tokens=self.input_tokens, output_tokens=self.output_tokens)
+        return Usage(input_tokens=self.input_tokens, output_tokens=self.output_tokens, cached_tokens=self.cached_tokens)

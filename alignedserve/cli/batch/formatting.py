@@ -80,7 +80,9 @@ def summary(batch: dict[str, Any], now: float) -> Table:
     rows += [("outlook", text)] if (text := outlook(batch, now)) else []
     usage = batch.get("usage") or {}
     if usage.get("total_tokens"):
-        rows.append(("tokens", f"{usage['input_tokens']} in, {usage['output_tokens']} out"))
+        cached = (usage.get("input_tokens_details") or {}).get("cached_tokens")
+        shown = f"{usage['input_tokens']} in{f' ({cached} cached)' if cached else ''}"
+        rows.append(("tokens", f"{shown}, {usage['output_tokens']} out"))
     rows.append(("created", clock(batch["created_at"])))
     rows += [(name.replace("_", " "), clock(batch[f"{name}_at"])) for name in _TIMES if batch.get(f"{name}_at")]
     if batch.get("expires_at") and batch["status"] not in OVER:

@@ -30,13 +30,14 @@ from alignedserve.evaluation.checked_trace import (
 )
 from alignedserve.evaluation.fault_injector import Fault, FaultInjector, plan_faults
 from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
-from alignedserve.loadgen.client import CompletionOutcome, OpenAiClient
+from alignedserve.evaluation.repeated_answers import RepeatedAnswers, compare_answers, most_disturbed
+from alignedserve.loadgen.client import CompletionCall, CompletionOutcome, OpenAiClient
 from alignedserve.loadgen.load_generator import LoadGenerator, LoadRun, SentRequest
 from alignedserve.loadgen.load_plan import LoadRequest
 from alignedserve.loadgen.prompts import CountTokens, to_json
 from alignedserve.loadgen.report import print_latencies, remarks
 from alignedserve.loadgen.summary import summarise
-from alignedserve.pocket.tasks import is_correct
+from alignedserve.pocket.tasks import PocketTask, is_correct
 from alignedserve.workload.traces import shipped_trace
 
 # Requests per second that two cores hold easily under the default configuration (TTFT median 0.2 s). The
@@ -112,6 +113,7 @@ class _Demo:
 
     def __init__(self, checked: CheckedPlan, count_tokens: CountTokens, url: str, faults: list[Fault]) -> None:
         self._faults = faults
+        self._has_faults = bool(faults)  # planned
         self._checked = checked
         self._count_tokens = count_tokens
         self._client = OpenAiClient(url=url, api_key=client_api_key())
@@ -127,6 +129,7 @@ class _Demo:
                 run = await self._replay(bar)
                 page = await self._metrics_page()
                 wrong = await self._ask_again(self._wrong(run), bar)
+                repeated = await self._repeat(most_disturbed(run.sent), bar) if self._faults else None
             after = await self._drained_metrics()
         checked = self._checked
         report = DemoReport(
@@ -141,6 +144,7 @@ class _Demo:
             stretch=checked.stretch,
             num_readings=checked.num_readings,
             num_faults=len(self._faults),
+            repeated=repeated,
             alignment=alignment_of(before, parse_metrics(page), (first_page, page)),
         )
         return replace(report, problems=find_problems(report))
@@ -148,7 +152,7 @@ class _Demo:
     async def _replay(self, bar: Progress) -> LoadRun:
         tasks = self._checked.tasks
         # Counting tokens takes milliseconds for a long prompt, so not between arrivals.
-        calls = [task_call(task, self._model, self._count_tokens) for task in tasks]
+        calls = [self._call(task) for task in tasks]
         task_id = bar.add_task("requests", total=len(tasks), status="")
         num_wrong = 0
 
@@ -180,10 +184,21 @@ class _Demo:
         answers = []
         for sent in bar.track(wrong, description="wrong answers again, alone") if wrong else ():
             task = self._checked.tasks[sent.request.index]
-            again = await self._client.complete(task_call(task, self._model, self._count_tokens), CompletionOutcome())
+            again = await self._client.complete(self._call(task), CompletionOutcome())
             alone = None if again.failure is not None else again.text
             answers.append(WrongAnswer(sent.request.index, task, sent.outcome.text, alone))
         return answers
+
+    async def _repeat(self, disturbed: list[SentRequest], bar: Progress) -> RepeatedAnswers:
+        """Ask for these again, one at a time, on the idle system."""
+        pairs = []
+        for sent in bar.track(disturbed, description="interrupted answers again, alone"):
+            call = self._call(self._checked.tasks[sent.request.index])
+            pairs.append((sent.outcome, await self._client.complete(call, CompletionOutcome())))
+        return compare_answers(pairs)
+
+    def _call(self, task: PocketTask) -> CompletionCall:
+        return task_call(task, self._model, self._count_tokens, has_logprobs=self._has_faults)
 
     async def _metrics_page(self) -> str:
         return (await self._client.get("/metrics")).decode("utf-8", errors="replace")
@@ -224,6 +239,8 @@ def _print_report(report: DemoReport) -> None:
         table.add_row(f"lost: {label}", str(count))
     if report.num_faults:
         table.add_row("processes killed or stopped", str(report.num_faults))
+    if report.repeated is not None:
+        table.add_row("the same alone, bit for bit", _same_alone(report.repeated))
     table.add_row("correct", str(report.num_correct))
     table.add_row("wrong, the model's fault", str(report.count(WrongAnswerCause.MODEL_WRONG)))
     table.add_row("corrupted on the way", str(report.count(WrongAnswerCause.CORRUPTED)))
@@ -245,6 +262,13 @@ def _print_report(report: DemoReport) -> None:
         console.print(f"FAILED: {problem}", markup=False, style="bold red")
     if not report.problems:
         console.print("passed: nothing lost, nothing leaked, nothing corrupted", style="bold green")
+
+
+def _same_alone(repeated: RepeatedAnswers) -> str:
+    num_same = repeated.num_compared - repeated.num_other_words - repeated.num_other_logprobs
+    return (
+        f"{num_same} of the {repeated.num_compared} most interrupted (longest pause {repeated.longest_pause_s:.1f} s)"
+    )
 
 
 def _throughput(report: DemoReport) -> str:

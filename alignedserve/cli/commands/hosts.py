@@ -236,9 +236,12 @@ def load_line(load: ClusterStatus | None, topology: str) -> str:
         pooled = f"{load.num_pooled} pooled, "
         workers = f"{load.num_prefill_workers} prefill and {load.num_decode_workers} decode workers"
     leans = "".join(f"; {one.worker} leans {one.lean:.0%} to prompts" for one in load.leans)
+    prefixes = ""
+    if load.prefixes.num_query_tokens:
+        prefixes = f"; prefix cache: {load.prefixes.num_blocks} blocks, {load.prefixes.hit_rate:.0%} of tokens found"
     return (
         f"Load: {load.num_queued} queued, {load.num_prefilling} in prefill, {pooled}{load.num_decoding} decoding; "
-        f"{workers}, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used{leans}"
+        f"{workers}, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used{prefixes}{leans}"
     )
 
 

@@ -106,6 +106,8 @@ def _line(options: PlanOptions, given: str) -> str:
         line = f"{line}, arrivals={RECORDED_ARRIVALS}"
     if options.rate is not None:
         line = at_rate(line, options.rate)
+    if any(spec.turns > 1 for spec in parse_classes(line)):
+        raise ConfigError("turns= is for `alignedserve simulate`: a plan needs the time of every request")
     return with_objectives(line, ttft_s=options.ttft_s, tpot_s=options.tpot_s)
 
 

@@ -100,9 +100,11 @@ def record_of(
         name: engine.device if engine.device != "cpu" else f"{engine.threads_per_worker} threads"
         for name, engine in engines.items()
     }
-    has_pool = bool(share.prefill)
     of_head = [DRIVER, ROUTER, *([BATCHES] if config.batches.enabled else [])]
-    others = [*(of_head if share.is_head else []), *([share.pool_name] if has_pool else [])]
+    others = [
+        *(of_head if share.is_head else []),
+        *([share.pool_name] if share.num_workers and config.node_pool is not None else []),
+    ]
     host = node.address if config.gateway.host in _ALL_ADDRESSES else config.gateway.host
     reachable = f"[{host}]" if ":" in host else host
     return NodeRecord(

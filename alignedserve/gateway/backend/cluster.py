@@ -27,6 +27,7 @@ from alignedserve.gateway.errors import (
     Unavailable,
     Unservable,
 )
+from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
@@ -82,8 +83,10 @@ class ClusterLinks:
 class ClusterBackend:
     """A CompletionBackend and the LinkHandler of the gateway's links. `start` before use, `stop` once."""
 
-    def __init__(self, links: ClusterLinks, config: GatewayConfig) -> None:
+    def __init__(self, links: ClusterLinks, config: GatewayConfig, prefix_hasher: PrefixHasher | None = None) -> None:
+        """`prefix_hasher`: None: the prefix cache is off."""
         self._addresses = links
+        self._prefix_hasher = prefix_hasher
         self._config = config
         self._links = LinkManager(links.identity, Codec(GatewayInbound), self, links.book)
         self._open: dict[RequestId, _OpenRequest] = {}
@@ -112,7 +115,8 @@ class ClusterBackend:
 
     def submit(self, request: Request) -> RequestStream:
         """Send the request to the router. Raises Unavailable while there is none."""
-        if self._router is None or not self._links.send(self._router, SubmitRequest(request)):
+        names = self._block_names(request)
+        if self._router is None or not self._links.send(self._router, SubmitRequest(request, names)):
             raise Unavailable("The router is not connected.")
         stream = RequestStream(request)
         self._open[request.request_id] = _OpenRequest(request, stream, asyncio.get_running_loop().time())
@@ -203,7 +207,12 @@ class ClusterBackend:
         self._links.send(router.name, AbortRequest(request_id) if entry is None else self._resumption(entry))
 
     def _resumption(self, entry: "_OpenRequest") -> ResumeRequest:
-        return entry.resumption(self._latest_attempt)
+        token_ids = entry.resumed_token_ids
+        names = self._block_names(entry.request, token_ids)
+        return ResumeRequest(entry.request, token_ids, self._latest_attempt, names)
+
+    def _block_names(self, request: Request, generated_token_ids: tuple[int, ...] = ()) -> bytes:
+        return self._prefix_hasher.block_names(request, generated_token_ids) if self._prefix_hasher is not None else b""
 
     def _fail(self, request_id: RequestId, error: GenerationError) -> None:
         entry = self._open.pop(request_id, None)
@@ -238,7 +247,7 @@ class _OpenRequest:
         self.last_worker: str | None = None  # whose tokens came last
         self._last_sent_s = now
         self._has_last = False
-        self._request = request
+        self.request = request
         self._token_ids: list[int] = []  # delivered, without gap
         self._num_prompt_logprobs = 0
         self._out_of_order: dict[int, TokenDelta] = {}  # behind a gap, by first index
@@ -261,15 +270,15 @@ class _OpenRequest:
             self._last_sent_s = now
         return is_due
 
-    def resumption(self, latest_attempt: int) -> ResumeRequest:
-        """Return the message to resume from here: from the start while prompt log-probabilities are missing."""
-        token_ids = self._token_ids if self.stream.has_prompt_logprobs else ()
-        return ResumeRequest(self._request, tuple(token_ids), latest_attempt)
+    @property
+    def resumed_token_ids(self) -> tuple[int, ...]:
+        """Tokens after which it may be resumed: none while prompt log-probabilities are missing."""
+        return tuple(self._token_ids) if self.stream.has_prompt_logprobs else ()
 
     def accept(self, delta: TokenDelta, now: float) -> None:
         """Accept a delta, whether early, in order or repeated."""
         if delta.first_index > self.num_tokens:
-            if delta.first_index <= self._request.sampling.max_tokens:
+            if delta.first_index <= self.request.sampling.max_tokens:
                 self._out_of_order[delta.first_index] = delta
             return
         self._deliver(delta, now)
@@ -288,7 +297,7 @@ class _OpenRequest:
                 self._num_prompt_logprobs += len(new)
                 self.last_heard_s = now
                 self.stream.push_prompt_logprobs(new)
-        if self._request.sampling.max_tokens == 0 and self.stream.has_prompt_logprobs and not self._has_last:
+        if self.request.sampling.max_tokens == 0 and self.stream.has_prompt_logprobs and not self._has_last:
             # No token was asked for: the answer is complete with its prompt log-probabilities, even before a delta.
             self._has_last = True
             self.stream.push((), (), FinishReason.LENGTH)
@@ -300,6 +309,8 @@ class _OpenRequest:
         is_stale = not new and (delta.finish_reason is None or num_known > len(delta.token_ids))
         if self._has_last or is_stale:
             return
+        if not self._token_ids:  # a later attempt counts answers among its hits
+            self.stream.num_cached_tokens = min(delta.num_cached_tokens, self.request.prompt_len)
         self._token_ids += new
         self.last_heard_s = now
         self._has_last = delta.finish_reason is not None

@@ -22,6 +22,7 @@ class Script:
     token_delay_s: float = 0.0  # 0: the next turn of the event loop
     tokens_per_step: int = 1
     failure: GenerationError | None = None  # instead of finishing
+    num_cached_tokens: int = 0  # of the prompt
 
 
 class ScriptedBackend:
@@ -64,6 +65,7 @@ class ScriptedBackend:
 
     async def _play(self, request: Request, script: Script, stream: RequestStream) -> None:
         await asyncio.sleep(script.first_token_delay_s)
+        stream.num_cached_tokens = min(script.num_cached_tokens, request.prompt_len)
         if request.sampling.num_prompt_logprobs is not None:
             num_top = request.sampling.num_prompt_logprobs
             stream.push_prompt_logprobs(

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from alignedserve.core.request import Request
 from alignedserve.gateway.metrics.iteration_metrics import iteration_log_metrics
 from alignedserve.messages.gateways import ClusterStatus
 
@@ -27,6 +28,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
     ),
     ("alignedserve_worker_blocks", "Blocks of all workers.", lambda s: s.num_worker_blocks),
     ("alignedserve_worker_blocks_used", "Blocks of all workers in use.", lambda s: s.num_worker_blocks_used),
+    ("alignedserve_prefix_blocks", "Blocks in the prefix caches of workers.", lambda s: s.prefixes.num_blocks),
     ("alignedserve_requests_pooled", "Requests whose KV cache is in a pool.", lambda s: s.num_pooled),
 )
 _MODEL_GAUGES: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
@@ -71,6 +73,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
         "Sum of the absolute differences between predicted and generated tokens.",
         lambda s: s.lengths.error_tokens,
     ),
+    (
+        "alignedserve_prefix_evictions",
+        "Blocks that left the prefix caches of workers for others.",
+        lambda s: s.prefixes.num_evictions,
+    ),
     ("alignedserve_handoffs_refused", "KV handoffs refused, then recomputed.", lambda s: s.num_handoffs_refused),
 )
 
@@ -100,6 +107,8 @@ class GatewayMetrics:
         self.tpot_s = histogram("vllm:request_time_per_output_token_seconds", "Mean gap per request.", _GAP_BUCKETS)
         self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that began to answer.")
+        self._prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens taken from the prefix cache.")
         self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
         self._finished = Counter(
             "vllm:request_success", "Requests ended.", ["model_name", "finished_reason"], registry=self._registry
@@ -112,6 +121,12 @@ class GatewayMetrics:
     def count_finished(self, reason: str) -> None:
         """Count a request that ended: stop, length, abort or error."""
         self._finished.labels(self._model_name, reason).inc()
+
+    def count_prefix(self, request: Request, num_cached_tokens: int) -> None:
+        """Count the prompt of a request that has its first token, unless it shares nothing."""
+        if request.prefix_root:
+            self._prefix_queries.inc(request.prompt_len)
+            self._prefix_hits.inc(num_cached_tokens)
 
     def count_rejected(self, reason: str) -> None:
         """Count a request that was refused or failed; `reason` comes from a closed set."""

@@ -72,15 +72,27 @@ class Generation:
         """True once every choice has ended."""
         return not self._open
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
-        num_prompt = self.request.num_prompt_tokens
-        num_generated = sum(choice.decoder.num_tokens for choice in self._choices)
+        num_prompt, num_generated = self.request.num_prompt_tokens, self.num_generated_tokens
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all choices."""
+        return sum(choice.decoder.num_tokens for choice in self._choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache: of each prompt those that none of its choices computed."""
+        num_per_prompt = len(self.request.requests) // len(self.request.prompts)
+        cached = [choice.stream.num_cached_tokens for choice in self._choices]
+        return sum(min(cached[first : first + num_per_prompt]) for first in range(0, len(cached), num_per_prompt))
 
     def slo_report(self) -> dict[str, Any] | None:
         """Return whether the SLO held, for the slowest choice; None when the client named none."""
@@ -150,6 +162,7 @@ class _Choice:
             self._first_s = now
             self._metrics.ttft_s.observe(now - self.request.arrival_s)
             self._metrics.prompt_tokens.inc(self.request.prompt_len)
+            self._metrics.count_prefix(self.request, self.stream.num_cached_tokens)
         elif num_new:
             self._metrics.tbt_s.observe((now - self._last_s) / num_new)
         self._last_s = now

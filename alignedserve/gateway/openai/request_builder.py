@@ -44,6 +44,7 @@ class Arrival:
 
     request_id: str
     headers: Mapping[str, str]
+    tenant: str  # the client whose key it came with (ApiKeys.owner)
     arrival_s: float = field(default_factory=time.monotonic)
 
 
@@ -159,6 +160,7 @@ def _requests(
     output: _OutputFields,
 ) -> tuple[Request, ...]:
     tier = SERVICE_TIERS[fields.service_tier]
+    prefix_root = services.prefix_root(arrival.tenant, fields.cache_salt)
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     requests: list[Request] = []
     for prompt in prompts:
@@ -173,6 +175,7 @@ def _requests(
                 request_class=tier.request_class,
                 slo=slo,
                 priority=fields.priority if fields.priority is not None else tier.priority,
+                prefix_root=prefix_root,
             )
             requests.append(request)
     return tuple(requests)

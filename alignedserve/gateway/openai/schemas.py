@@ -8,6 +8,7 @@ from alignedserve.gateway.schema import Schema
 
 MAX_STOP_STRING_LEN = 1024
 MAX_PARTS = 1024
+MAX_CACHE_SALT_LEN = 256
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LEN)]
 TokenIdList = Annotated[list[int], FailFast()]
 PromptForms = str | list[str] | list[int] | list[list[int]]
@@ -45,6 +46,7 @@ class GenerationFields(Schema):
     ignore_eos: bool = False
     stop_token_ids: TokenIdList = Field(default_factory=list)
     priority: int | None = Field(None, ge=-1000, le=1000)  # smaller goes first; by service_tier when unset
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LEN)  # shares prefixes with equal ones
     # Hints about the end user; they never change an answer.
     user: str | None = None
     safety_identifier: str | None = None

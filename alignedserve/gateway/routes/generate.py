@@ -23,7 +23,7 @@ router = APIRouter()
 async def create_chat_completion(http: Request) -> Response:
     """Answer a conversation."""
     services = await rate_limited_services(http)
-    arrival = Arrival(http.state.request_id, http.headers)
+    arrival = _arrival(http, services)
     chat = parse_chat(await read_json(http, services.config))
     return _respond(await build_chat_request(chat, arrival, services), services)
 
@@ -32,9 +32,13 @@ async def create_chat_completion(http: Request) -> Response:
 async def create_completion(http: Request) -> Response:
     """Continue one prompt or several."""
     services = await rate_limited_services(http)
-    arrival = Arrival(http.state.request_id, http.headers)
+    arrival = _arrival(http, services)
     completion = parse_completion(await read_json(http, services.config))
     return _respond(await build_completion_request(completion, arrival, services), services)
+
+
+def _arrival(http: Request, services: Services) -> Arrival:
+    return Arrival(http.state.request_id, http.headers, services.api_keys.owner(http.state.key_number))
 
 
 def _respond(request: GenerationRequest, services: Services) -> Response:

@@ -13,7 +13,7 @@ import torch
 
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.microbench.results import TransferReport, TransferResult
-from alignedserve.microbench.transfer.device_transfers import pinned_rows
+from alignedserve.microbench.transfer.device_transfers import pinned_rows, registered_rows
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
 from alignedserve.runtime.device.devices import CUDA, cuda_obstacle
 
@@ -35,9 +35,10 @@ def measure_device_transfers(
     """Add to the report what moves blocks of a GPU; on a CPU, that there is none."""
     if device.type != CUDA:
         reason = cuda_obstacle() or "another device was asked for"
-        report.left_out.append(f"pinned copies, cuda_ipc and nccl move blocks of a GPU: {reason}")
+        report.left_out.append(f"pinned copies, registered arenas, cuda_ipc and nccl move blocks of a GPU: {reason}")
         return
     _add(pinned_rows(spec, device), report, on_measured)
+    _between_processes("registered arenas", report, on_measured, lambda: registered_rows(spec, device))
     _between_processes("cuda_ipc", report, on_measured, lambda: _peer_rows(spec, "cuda_ipc", 0, 0))
     count = torch.cuda.device_count()
     if count < 2 or not torch.distributed.is_nccl_available():

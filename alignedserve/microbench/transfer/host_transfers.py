@@ -1,12 +1,12 @@
 """Speed of block transfers between processes, against moving the same bytes without looking at them.
 
-`shm` and `relay` are compared with a numpy copy of the same blocks from and to the same places, block by block; `gloo`
-with one bare send of as many bytes between the same two processes. Both ends of a comparison alternate, so that a load
-that changes meets both; medians count.
+Copies through shared memory (`memory_copies`) are compared with a plain copy of as many contiguous bytes, `gloo` with
+one bare send of as many bytes between the same two processes. Both ends of a comparison alternate, so that a load that
+changes meets both; medians count.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.errors import HandoffRejected
-from alignedserve.core.ids import BlockId
-from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.handshake import Role
 from alignedserve.microbench.results import TransferResult
-from alignedserve.microbench.transfer.block_moves import GENERATION, BlockMoves
+from alignedserve.microbench.transfer.block_moves import BlockMoves
+from alignedserve.microbench.transfer.memory_copies import MemoryCopies
 from alignedserve.microbench.transfer.peer_process import END, address, identity, memory_folder, peer_process
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -31,7 +29,6 @@ from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
 
 
 def host_rows(spec: TransferBenchmarkSpec) -> Iterator[TransferResult]:
@@ -51,30 +48,13 @@ class _HostTransferBenchmark:
         self._moves = moves
         self._folder = folder
         self._storage = BlockStorage(moves.layout, moves.num_blocks)
-        self._storage_bytes = self._storage.bytes.numpy()
-        self._storage_bytes[:] = np.random.default_rng(seed).integers(0, 256, self._storage_bytes.shape, np.uint8)
+        stored = self._storage.bytes.numpy()
+        stored[:] = np.random.default_rng(seed).integers(0, 256, stored.shape, np.uint8)
 
     def in_shared_memory(self) -> Iterator[TransferResult]:
-        moves, stored = self._moves, self._storage_bytes
-        arenas = [Arena.create(self._folder / f"{i}.arena", moves.layout, moves.num_blocks) for i in range(2)]
-        pool, buffer = arenas
-        transfer = ShmTransfer(self._storage, pool, stamps=True)
-        copy = moves.offload(transfer)
-        mine, theirs, onwards = moves.mine, moves.theirs, moves.theirs[::-1]
-        yield moves.result(
-            "shm", "offload", lambda: moves.offload(transfer), _block_copies(stored, mine, pool.blocks, theirs)
-        )
-        yield moves.result(
-            "shm", "fetch", lambda: moves.fetch(transfer, copy), _block_copies(pool.blocks, theirs, stored, mine)
-        )
-        yield moves.result(
-            "shm",
-            "relay",
-            lambda: _relayed(pool, copy, buffer, onwards),
-            _block_copies(pool.blocks, theirs, buffer.blocks, onwards),
-        )
-        for arena in arenas:
-            arena.close(unlink=True)
+        copies = MemoryCopies(self._moves, self._storage, self._folder)
+        yield from copies.rows()
+        copies.close()
 
     def between_processes(self) -> Iterator[TransferResult]:
         moves = self._moves
@@ -97,19 +77,6 @@ class _HostTransferBenchmark:
             yield moves.result("gloo", "offload", lambda: moves.offload(transfer), send)
             yield moves.result("gloo", "fetch", lambda: moves.fetch(transfer, copy), receive)
             transfer.close()
-
-
-def _block_copies(source: Any, source_ids: list[BlockId], target: Any, target_ids: list[BlockId]) -> Callable[[], None]:
-    def copy() -> None:
-        for read, written in zip(source_ids, target_ids, strict=True):
-            np.copyto(target[written], source[read])
-
-    return copy
-
-
-def _relayed(pool: Arena, copy: BlockCopy, buffer: Arena, targets: list[BlockId]) -> None:
-    if relay(pool, copy, buffer, targets, GENERATION + 1) is None:
-        raise HandoffRejected("a relay that must hold was refused; the log says why")
 
 
 # --- the other process

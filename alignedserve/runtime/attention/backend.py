@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.attention.sequence_table import IntArray
+from alignedserve.runtime.attention.sequence_table import BoolArray, IntArray
 from alignedserve.runtime.device.arrays import Array
 from kernels.cpu.paged_attention import LEVELS, supported_levels
 from kernels.gpu_dispatch import gpu_kernels_available
@@ -23,6 +23,7 @@ class Contexts(Protocol):
     version: int  # changes whenever a row, or its blocks, change owner
     block_tables: IntArray  # [rows, blocks]
     num_computed: IntArray  # [rows]
+    is_reversed: BoolArray  # [rows]: token i of a block lies in slot block_size - 1 - i
 
 
 class StepAttention(Protocol):

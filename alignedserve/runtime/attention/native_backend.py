@@ -70,10 +70,12 @@ class PagedPlanner:
         decodes = chunks = None
         if len(decode_rows):
             lengths = table.num_computed[decode_rows] + 1
-            decodes = self._paged.plan_decode(table.block_tables, decode_rows, lengths, self._window, num_threads)
+            directions = table.is_reversed[decode_rows]
+            args = (table.block_tables, decode_rows, lengths, self._window, num_threads)
+            decodes = self._paged.plan_decode(*args, is_reversed=directions)
         if len(chunk_rows):
             lengths = table.num_computed[chunk_rows] + chunk_counts
-            chunks = self._paged.plan_chunks(
-                table.block_tables, chunk_rows, lengths, chunk_counts, self._window, num_threads
-            )
+            directions = table.is_reversed[chunk_rows]
+            own = (table.block_tables, chunk_rows, lengths, chunk_counts, self._window, num_threads)
+            chunks = self._paged.plan_chunks(*own, is_reversed=directions)
         return PagedStep(self._paged, decode_rows, decodes, chunks)

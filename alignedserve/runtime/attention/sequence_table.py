@@ -11,6 +11,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class NewSequence:
     block_ids: tuple[BlockId, ...]  # owned by the caller, for this sequence alone to write
     sampling: SamplingParams
     is_hidden: bool = False  # its blocks hold layer inputs
+    is_reversed: bool = False  # token i of a block lies in slot block_size - 1 - i: it is filled from its end
 
 
 class SequenceTable:
@@ -48,6 +50,7 @@ class SequenceTable:
         self.num_tokens = np.zeros(max_sequences, np.int64)
         self.num_computed = np.zeros(max_sequences, np.int64)
         self.is_hidden = np.zeros(max_sequences, np.bool_)
+        self.is_reversed = np.zeros(max_sequences, np.bool_)
         self.block_tokens = np.full(max_sequences, block_size)  # that a block of the sequence holds
         self.has_unclean_tail = np.zeros(max_sequences, np.bool_)
         self.wants_prompt_logprobs = np.zeros(max_sequences, np.bool_)
@@ -89,8 +92,11 @@ class SequenceTable:
         self.num_blocks[row] = 0
         self.prompt_lens[row] = sequence.prompt_len
         self.is_hidden[row] = sequence.is_hidden
+        assert not (sequence.is_hidden and sequence.is_reversed), f"{request_id}: a hidden cache in reversed blocks"
+        self.is_reversed[row] = sequence.is_reversed
         self.block_tokens[row] = self._block_tokens_of(sequence)
-        self.has_unclean_tail[row] = sequence.num_cached > 0 and not sequence.is_hidden
+        # Behind a reversed sequence's tokens lie slots that may be those of another one.
+        self.has_unclean_tail[row] = sequence.num_cached > 0 and not (sequence.is_hidden or sequence.is_reversed)
         self.wants_prompt_logprobs[row] = sequence.sampling.num_prompt_logprobs is not None
         self.version += 1
         self.append_blocks(request_id, sequence.block_ids)
@@ -112,6 +118,20 @@ class SequenceTable:
         assert last <= self.block_tables.shape[1], f"{request_id}: more blocks than max_context_len needs"
         self.block_tables[row, first:last] = block_ids
         self.num_blocks[row] = last
+
+    def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
+        """Put another block, which holds the same, into the sequence's block table; its own must be full."""
+        row = self.row(request_id)
+        assert (place + 1) * self.block_size <= self.num_computed[row], f"{request_id}: replaces a block that it fills"
+        self.block_tables[row, place] = block_id
+        self.version += 1
+
+    def places(self, rows: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the block of each token, given by the row of its sequence and its position, and its slot there."""
+        columns, slots = np.divmod(positions, self.block_size)
+        if self.is_reversed.any():
+            slots = np.where(self.is_reversed[rows], self.block_size - 1 - slots, slots)
+        return self.block_tables[rows, columns], slots
 
     def blocks_of(self, rows: IntArray) -> IntArray:
         """Return all blocks of the sequences in these rows."""

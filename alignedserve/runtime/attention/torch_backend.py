@@ -38,7 +38,7 @@ class GatheredStep(NamedTuple):
         for bucket in self.buckets:
             mask = bucket.mask if bucket.window_mask is None or not is_windowed else bucket.window_mask
             rows = slice(bucket.first, bucket.last)
-            out[rows] = attend_decode(queries[rows], *runs, bucket.run_ids, mask, self.buffers)
+            out[rows] = attend_decode(queries[rows], *runs, bucket.runs, mask, self.buffers)
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
@@ -51,12 +51,12 @@ class GatheredStep(NamedTuple):
     def _context(self, chunk: ChunkPlan, new: tuple[Tensor, Tensor], layer: int) -> tuple[Tensor, Tensor]:
         layout, storage = self.storage.layout, self.storage
         shape = (chunk.context_len, layout.num_kv_heads, layout.head_dim)
-        if chunk.run_ids is None:
+        if chunk.runs is None:
             rows = slice(chunk.first, chunk.last)
             return new[0][rows].view(shape), new[1][rows].view(shape)
         dtype = new[0].dtype
-        keys = gather_context(storage.key_runs(layer), chunk.run_ids, shape, dtype, "keys", self.buffers)
-        values = gather_context(storage.value_runs(layer), chunk.run_ids, shape, dtype, "values", self.buffers)
+        keys = gather_context(storage.key_runs(layer), chunk.runs, shape, dtype, "keys", self.buffers)
+        values = gather_context(storage.value_runs(layer), chunk.runs, shape, dtype, "values", self.buffers)
         return keys, values
 
 

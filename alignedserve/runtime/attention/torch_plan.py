@@ -14,6 +14,7 @@ from torch import Tensor
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from kernels.attention import RunSelection
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -34,7 +35,7 @@ class DecodeBucket:
 
     first: int
     last: int
-    run_ids: Tensor  # [(last - first) * blocks] int64, rows of BlockStorage.key_runs
+    runs: RunSelection  # [(last - first) * blocks]
     mask: Tensor  # [last - first, 1, 1, blocks * block_size] float32: 0 or -inf
     window_mask: Tensor | None  # the same for windowed layers; None where the window excludes nothing
 
@@ -46,7 +47,7 @@ class ChunkPlan:
     first: int
     last: int
     context_len: int  # tokens before the chunk and in it
-    run_ids: Tensor | None  # int64: all blocks of the context; None: the new tokens are all, as they are
+    runs: RunSelection | None  # all blocks of the context; None: the new tokens are all, as they are
     mask: Tensor | None  # [last - first, context_len]; None: causal over the chunk alone
     window_mask: Tensor | None  # the same for windowed layers; None: as `mask`
 
@@ -158,7 +159,7 @@ class DecodePlan:
         first, last = bounds
         count, tokens = last - first, int(self._capacities[first])
         start = int(self._mask_offsets[first])
-        runs = slice(
+        own = slice(
             int(self._run_offsets[first]), int(self._run_offsets[first]) + count * tokens // self._table.block_size
         )
         slots = slice(start, start + count * tokens)
@@ -166,10 +167,17 @@ class DecodePlan:
         return DecodeBucket(
             first=first,
             last=last,
-            run_ids=run_ids[runs],
+            runs=RunSelection(run_ids[own], self._reversed_runs(first, last, tokens // self._table.block_size)),
             mask=mask[slots].view(shape),
             window_mask=None if window_mask is None else window_mask[slots].view(shape),
         )
+
+    def _reversed_runs(self, first: int, last: int, width: int) -> Tensor | None:
+        """Return the places of reversed sequences' blocks among the `width` of each row of a bucket."""
+        is_reversed = self._table.is_reversed[self.rows[first:last]]
+        if not is_reversed.any():
+            return None
+        return torch.from_numpy(np.flatnonzero(np.repeat(is_reversed, width))).to(self._device)
 
 
 def bucket_bounds(blocks: list[int], max_blocks: int) -> list[tuple[int, int]]:
@@ -209,16 +217,18 @@ def plan_chunk(
     """
     before = int(table.num_computed[row])
     context_len = before + num_tokens
-    run_ids = None
+    runs = None
     if before or storage.layout.is_int8:
         num_blocks = -(-context_len // table.block_size)
         run_ids = torch.from_numpy(table.block_tables[row, :num_blocks] * storage.run_stride).to(storage.device)
+        reversed_at = torch.arange(num_blocks, device=storage.device) if table.is_reversed[row] else None
+        runs = RunSelection(run_ids, reversed_at)
     is_window_narrow = window is not None and context_len > window
     return ChunkPlan(
         first=first,
         last=first + num_tokens,
         context_len=context_len,
-        run_ids=run_ids,
+        runs=runs,
         mask=_chunk_mask(before, num_tokens, None, dtype, storage.device) if before else None,
         window_mask=_chunk_mask(before, num_tokens, window, dtype, storage.device) if is_window_narrow else None,
     )

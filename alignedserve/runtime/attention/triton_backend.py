@@ -115,7 +115,9 @@ class GpuPlanner:
         if len(lengths) > len(rows):
             own.append(np.full(len(lengths) - len(rows), self.storage.scratch_block))
         entries = np.concatenate(own).astype(np.int32)
-        return [(np.cumsum(widths) - widths).astype(np.int32), np.zeros(len(widths), np.int8), entries]
+        is_reversed = np.zeros(len(lengths), np.int8)
+        is_reversed[: len(rows)] = self.table.is_reversed[rows]
+        return [(np.cumsum(widths) - widths).astype(np.int32), is_reversed, entries]
 
 
 class _Decodes:

@@ -2,6 +2,9 @@
 
 import os
 
+_MOST_PER_COPY = 4
+_CORES_PER_COPYING_THREAD = 8
+
 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
@@ -15,3 +18,12 @@ def threads_per_worker(num_workers: int) -> int:
     threads, and a thread that another worker has preempted delays it by whole time slices.
     """
     return max(1, num_cores() // num_workers)
+
+
+def threads_per_copy() -> int:
+    """Return the threads of a copy of many blocks: a core in eight, four at most.
+
+    One thread copies at the speed of one core, a fraction of what the memory of a large machine allows. Copies run
+    beside iterations, and several at a time, so they take few cores.
+    """
+    return max(1, min(_MOST_PER_COPY, num_cores() // _CORES_PER_COPYING_THREAD))

@@ -10,7 +10,7 @@ from alignedserve.costmodel.iteration_points import Point, calibrate, calibratio
 from alignedserve.costmodel.linear import Sample
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.iteration_timing import IterationTimer
-from alignedserve.runtime.engine.swap_space import SwapSpace
+from alignedserve.runtime.engine.swap_space import HostCaches
 
 _MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them
 _LEAST_S = 1e-3  # enough for one point
@@ -18,7 +18,7 @@ _LEAST_S = 1e-3  # enough for one point
 
 def measure_iterations(
     engine: Engine,
-    swap_space: SwapSpace | None = None,
+    swap_space: HostCaches | None = None,
     *,
     max_sequences: int,
     max_context_len: int,
@@ -54,7 +54,7 @@ def measure_iterations(
 
 
 def _swap_s(
-    swap_space: SwapSpace,
+    swap_space: HostCaches,
     num_tokens: int,
     block_size: int,
     blocks: np.typing.NDArray[np.int64],

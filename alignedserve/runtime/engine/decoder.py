@@ -9,12 +9,13 @@ from torch import Tensor
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
+from alignedserve.runtime.engine.last_tokens import LastTokenRows
 from alignedserve.runtime.engine.native_pass import native_pass
 from alignedserve.runtime.engine.rope_frequencies import inverse_frequencies
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
-from kernels.cpu.decode_pass import PassTimes
+from kernels.cpu.decode_pass import HighestLogits, PassTimes
 from kernels.norm import Norm
 from kernels.rotary import HeadPlacement, rotary_angles
 
@@ -49,11 +50,17 @@ class Decoder:
         """The dtype as block layouts spell it."""
         return dtype_name(self.dtype)
 
+    @property
+    def has_native_head(self) -> bool:
+        """Return whether the native pass, if it takes a batch, computes the logits as well."""
+        return self._native_pass is not None and self._native_pass.has_head
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: BlockStorage) -> Tensor:
         """Write the keys and values of all tokens of the batch; return their last hidden vectors [tokens, hidden_size].
 
-        The result is what `logits` takes: the final norm is not yet applied, since few rows need it.
+        The result is what `logits` takes: the final norm is not yet applied, since few rows need it. With `batch.last`
+        it has the hidden vectors of these rows alone, in their order.
         """
         if len(batch.fresh_blocks):
             storage.zero_blocks(batch.fresh_blocks)
@@ -70,6 +77,11 @@ class Decoder:
             run.hidden = HiddenPass(batch.hidden, storage, self._place, own)
         pending = None
         for layer, weights in enumerate(self._weights.layers):
+            run.last = batch.last if layer == self.config.num_layers - 1 else None
+            if run.last is not None and not len(run.last.token_rows):
+                self._project(self._inputs(hidden, pending, weights), layer, weights, run)
+                hidden, pending = hidden[:0], None
+                break
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)
         if self.device.type == "cpu":
             self.attention_s, self.chunk_attention_s = run.attention_s, run.chunk_attention_s
@@ -88,6 +100,16 @@ class Decoder:
         logits, times = native.logits(self._embed(batch), batch, storage, self._rotations(batch.positions))
         self._note(times, has_head=True)
         return logits
+
+    @torch.inference_mode()
+    def decode_highest(self, batch: ForwardBatch, storage: BlockStorage) -> HighestLogits | None:
+        """Compute a batch of decodes as `decode` does, and return the highest logit of each row alone."""
+        native = self._native_pass
+        if native is None or not native.has_head or not native.suits(batch):
+            return None
+        highest, times = native.highest(self._embed(batch), batch, storage, self._rotations(batch.positions))
+        self._note(times, has_head=True)
+        return highest
 
     def _note(self, times: PassTimes, *, has_head: bool) -> None:
         self.attention_s, self.products_s = times
@@ -138,16 +160,24 @@ class Decoder:
         if not config.is_norm_first:
             if run.hidden is not None:
                 run.hidden.recompute(hidden, layer, weights, is_norm_first=False)
-            hidden = weights.attention_norm.after_adding_(hidden, self._attention(hidden, layer, weights, run))
+            attended = self._attention(hidden, layer, weights, run)
+            hidden = weights.attention_norm.after_adding_(run.kept(hidden), attended)
             return weights.mlp_norm.after_adding_(hidden, self._mlp(hidden, weights)), None
-        norm = weights.attention_norm
-        normed = norm(hidden) if pending is None else norm.after_adding_(hidden, pending)
+        normed = self._inputs(hidden, pending, weights)
         if run.hidden is not None:
             run.hidden.recompute(hidden, layer, weights, is_norm_first=True)
         attended = self._attention(normed, layer, weights, run)
+        hidden = run.kept(hidden)
         if config.has_parallel_residual:
             return hidden, self._mlp(weights.mlp_norm(hidden), weights).add_(attended)
         return hidden, self._mlp(weights.mlp_norm.after_adding_(hidden, attended), weights)
+
+    def _inputs(self, hidden: Tensor, pending: Tensor | None, weights: LayerWeights) -> Tensor:
+        """Return the inputs of a layer's attention; what is pending is added to the residual stream."""
+        norm = weights.attention_norm
+        if not self.config.is_norm_first:
+            return hidden
+        return norm(hidden) if pending is None else norm.after_adding_(hidden, pending)
 
     def _mlp(self, x: Tensor, weights: LayerWeights) -> Tensor:
         return self._addend(weights.mlp(x), weights.mlp_post_norm)
@@ -159,13 +189,13 @@ class Decoder:
         multiplier = self.config.residual_multiplier
         return product if multiplier == 1.0 else product.mul_(multiplier)
 
-    def _attention(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
+    def _project(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [tokens, width] of a layer's inputs, the latter two also in the cache."""
         config, batch, storage = self.config, run.batch, run.storage
         rotation = run.rotations[layer]
         fused = weights.qkv(x)
         query_width, kv_width = config.query_width, config.kv_width
         queries = fused[:, :query_width]
-        keys, values = fused[:, query_width : query_width + kv_width], fused[:, query_width + kv_width :]
         if run.hidden is None:
             cached = (storage.key_slots(layer), storage.value_slots(layer))
             self._place(fused, weights.head_norms, rotation, batch.slots, *cached)
@@ -173,30 +203,41 @@ class Decoder:
             run.hidden.place(fused, layer, weights, rotation, batch.slots)
         if config.query_multiplier != 1.0:
             queries.mul_(config.query_multiplier)
-        queries = _split_heads(queries, config.num_kv_heads, config.group_size, config.head_dim)
+        return queries, fused[:, query_width : query_width + kv_width], fused[:, query_width + kv_width :]
+
+    def _attention(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
+        config, batch = self.config, run.batch
+        queries, keys, values = self._project(x, layer, weights, run)
+        queries = _split_heads(run.kept(queries), config.num_kv_heads, config.group_size, config.head_dim)
         attended = torch.empty(queries.shape, dtype=x.dtype, device=x.device)
         is_windowed = layer in self._windowed
+        attention = batch.attention if run.last is None else run.last.attention
         started = time.perf_counter()
-        batch.attention.decode(queries, attended, layer, is_windowed)
+        attention.decode(queries, attended, layer, is_windowed)
         decoded = time.perf_counter()
         run.attention_s += decoded - started
-        batch.attention.chunks(queries, (keys, values), attended, layer, is_windowed)
+        attention.chunks(queries, (keys, values), attended, layer, is_windowed)
         run.chunk_attention_s += time.perf_counter() - decoded
-        return self._addend(weights.output(attended.view(-1, query_width)), weights.attention_post_norm)
+        return self._addend(weights.output(attended.view(-1, config.query_width)), weights.attention_post_norm)
 
 
 class _Pass:
     """The state that all layers of one forward pass share."""
 
-    __slots__ = ("attention_s", "batch", "chunk_attention_s", "hidden", "rotations", "storage")
+    __slots__ = ("attention_s", "batch", "chunk_attention_s", "hidden", "last", "rotations", "storage")
 
     def __init__(self, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation | None]) -> None:
         self.batch = batch
         self.storage = storage
         self.rotations = rotations  # of each layer
         self.hidden: HiddenPass | None = None  # of sequences with a hidden cache
+        self.last: LastTokenRows | None = None  # of this layer: it goes on with these rows alone
         self.attention_s = 0.0
         self.chunk_attention_s = 0.0
+
+    def kept(self, rows: Tensor) -> Tensor:
+        """Return those of [tokens, width] that the layer goes on with once the keys and values are written."""
+        return rows if self.last is None else rows.index_select(0, self.last.token_rows)
 
 
 def _split_heads(x: Tensor, *shape: int) -> Tensor:

@@ -21,9 +21,11 @@ from alignedserve.runtime.device.streams import DeviceStreams, Event, HostEvent,
 from alignedserve.runtime.engine.cuda_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.hidden_cache import HiddenContexts
+from alignedserve.runtime.engine.last_tokens import LastTokenContexts, LastTokenPlanner
 from alignedserve.runtime.engine.sampler import Draw, Sampler, logprob_entries
 from alignedserve.runtime.engine.step_batch import BatchBuilder, StepBatch
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from kernels.cpu.decode_pass import HighestLogits
 
 __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice", "StepTimes"]
 
@@ -135,10 +137,14 @@ class Engine:
             hidden = HiddenContexts(self._table, storage, hidden_block_tokens, make_planner)
         if capture is None and storage.device.type == "cuda" and planner.plans_ahead:
             capture = CudaCapture()
+        last = None
+        if storage.device.type == "cpu" and not planner.plans_ahead:  # its plans need no arrays on a device
+            contexts = LastTokenContexts(self._table)
+            last = LastTokenPlanner(contexts, make_planner(contexts, storage))
         sizes = graph_sizes(max_sequences)
         self._graphs = None if capture is None else DecodeGraphs(model, storage, capture, sizes)
         self._builder = BatchBuilder(
-            self._table, storage, planner, decode_sizes=() if capture is None else sizes, hidden=hidden
+            self._table, storage, planner, decode_sizes=() if capture is None else sizes, hidden=hidden, last=last
         )
         self._sampler = Sampler(
             max_sequences=max_sequences, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
@@ -149,6 +155,8 @@ class Engine:
         is_here = storage.device.type == "cpu"
         self._chosen_on_host = self._chosen if is_here else torch.zeros(max_sequences, dtype=torch.int64).pin_memory()
         self._plans_ahead = planner.plans_ahead
+        # Else a new block is zeroed first, and with it what another sequence has there.
+        self.can_share_blocks = not planner.reads_unused_slots
         self._next_step: StepBatch | None = None
         self._next_version = 0
 
@@ -170,6 +178,28 @@ class Engine:
     def append_blocks(self, request_id: RequestId, block_ids: Sequence[BlockId]) -> None:
         """Extend the sequence's block table."""
         self._table.append_blocks(request_id, block_ids)
+
+    @torch.inference_mode()
+    def read_blocks(self, block_ids: Sequence[BlockId]) -> Tensor:
+        """Return the bytes of these blocks, as work enqueued so far leaves them."""
+        numbers, read = np.array(block_ids, np.int64), []
+        self.storage.pending_copies.wait(self._compute, numbers)
+        (rows,) = to_device([numbers], self.storage.device)
+        self._compute.run(lambda: read.append(self.storage.bytes[rows]))
+        self.storage.pending_copies.record(self._compute, numbers)
+        return read[0]
+
+    @torch.inference_mode()
+    def write_blocks(self, block_ids: Sequence[BlockId], content: Tensor) -> None:
+        """Write the bytes of other blocks into these, for sequences that are added next."""
+        numbers = np.array(block_ids, np.int64)
+        self.storage.pending_copies.wait(self._compute, numbers)
+        (rows,) = to_device([numbers], self.storage.device)
+        self._compute.run(lambda: self.storage.bytes.index_copy_(0, rows, content))
+
+    def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
+        """Let a sequence read a full block that holds the same in place of its own, which the caller then owns."""
+        self._table.replace_block(request_id, place, block_id)
 
     def remove_sequence(self, request_id: RequestId) -> None:
         """Free the sequence's row. The caller frees or copies its blocks."""
@@ -245,13 +275,29 @@ class Engine:
 
     def _compute_step(self, launch: "_Launch") -> None:
         step, rows = launch.step, launch.step.sampled_rows
+        highest = self._highest(launch)
+        if highest is not None:
+            launch.forwarded = time.perf_counter()
+            self._choose(launch, self._sampler.start_with(rows, highest))
+            return
         hidden, logits = self._forward(step)
         launch.forwarded = time.perf_counter()
         if len(rows):
-            draw = self._sampler.start(rows, launch.num_tokens, logits)
-            torch.where(draw.is_usable, draw.token_ids, self._no_token, out=self._chosen[: len(rows)])
-            launch.draw = draw
+            self._choose(launch, self._sampler.start(rows, launch.num_tokens, logits))
         launch.prompt_logprobs = [self._prompt_logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]
+
+    def _choose(self, launch: "_Launch", draw: Draw) -> None:
+        torch.where(draw.is_usable, draw.token_ids, self._no_token, out=self._chosen[: len(draw.rows)])
+        launch.draw = draw
+
+    def _highest(self, launch: "_Launch") -> HighestLogits | None:
+        """Run the forward pass if the step's sequences take their highest logits and the pass finds these alone."""
+        step = launch.step
+        if not self.model.has_native_head or not step.is_decode or step.wants_prompt_logprobs:
+            return None
+        if not self._sampler.wants_highest_alone(step.sampled_rows, launch.num_tokens):
+            return None
+        return self.model.decode_highest(step.forward_batch(self.storage.device), self.storage)
 
     def _forward(self, step: StepBatch) -> tuple[Tensor, Tensor]:
         """Return last hidden vectors of all tokens, and the logits of the sampled ones."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention.backend import StepAttention
 from alignedserve.runtime.engine.hidden_pass import HiddenRows
+from alignedserve.runtime.engine.last_tokens import LastTokenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +25,4 @@ class ForwardBatch:
     unclean_tails: Sequence[tuple[BlockId, int]]  # of these blocks, the slots from this one on
     attention: StepAttention
     hidden: HiddenRows | None = None  # None: every sequence has keys and values in its blocks
+    last: LastTokenRows | None = None  # None: the last layer computes all token rows to the end

@@ -60,6 +60,7 @@ class _RecomputedContexts:
         self.version = 0
         self.num_computed = table.num_computed  # the table's own array
         self.block_tables = np.zeros_like(table.block_tables)
+        self.is_reversed = np.zeros_like(table.is_reversed)
 
     def assign_blocks(self, rows: IntArray, lengths: IntArray) -> None:
         """Assign blocks to every context."""

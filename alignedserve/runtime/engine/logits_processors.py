@@ -58,14 +58,18 @@ class LogitsProcessor:
             if row in self._seen:
                 self._seen[row].record(token_id)
 
+    def changes(self, rows: IntArray, num_tokens: IntArray) -> bool:
+        """Return whether `apply` changes the logits of any of these rows."""
+        return bool((self._is_early(rows, num_tokens) | self._is_changed[rows]).any())
+
     def apply(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
         """Return the processed logits of these rows, float32; the same tensor where there is nothing to change.
 
         logits [n, vocab_size]; num_tokens [n]: tokens of each row so far.
         """
-        is_early = num_tokens < self._min_lens[rows]
-        if not (is_early | self._is_changed[rows]).any():
+        if not self.changes(rows, num_tokens):
             return logits
+        is_early = self._is_early(rows, num_tokens)
         changed = logits.to(torch.float32, copy=True)
         own = rows.tolist()
         seen = [(at, *self._seen[row].arrays) for at, row in enumerate(own) if row in self._seen]
@@ -89,6 +93,11 @@ class LogitsProcessor:
         if len(stopped_ids):
             changed[stopped_at, stopped_ids] = -float("inf")
         return changed
+
+    def _is_early(self, rows: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
+        """Return which of these rows must not stop yet."""
+        is_early: npt.NDArray[np.bool_] = num_tokens < self._min_lens[rows]
+        return is_early
 
 
 class _SeenTokens:

@@ -32,7 +32,8 @@ from alignedserve.runtime.engine.calibration import measure_iterations
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.engine.hidden_cache import recomputed_blocks
-from alignedserve.runtime.engine.swap_space import SwapSpace
+from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
+from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.registry import AUTO as AUTO_TRANSPORT
@@ -63,6 +64,7 @@ class EngineSizes:
     device: str = CPU  # as torch spells it
     has_int8_swaps: bool = False  # caches in host memory are rounded to 8 bits per channel
     hidden_block_tokens: int | None = None  # tokens whose layer inputs a block may hold; None: only keys and values
+    wants_shared_blocks: bool = False  # two requests may fill a block from its two ends, if attention allows it
 
 
 def engine_sizes(
@@ -72,6 +74,7 @@ def engine_sizes(
     *,
     has_int8_swaps: bool = False,
     hidden_block_tokens: int | None = None,
+    wants_shared_blocks: bool = False,
 ) -> EngineSizes:
     """Combine the engine's configuration, whose device and threads are decided, with one worker's sizes."""
     return EngineSizes(
@@ -83,12 +86,20 @@ def engine_sizes(
         config.device,
         has_int8_swaps,
         hidden_block_tokens,
+        wants_shared_blocks,
     )
 
 
-def engine_mechanisms(*, has_int8_swaps: bool, has_hidden_cache: bool) -> frozenset[Mechanism]:
+def engine_mechanisms(
+    *, has_int8_swaps: bool, has_hidden_cache: bool, has_shared_blocks: bool = False
+) -> frozenset[Mechanism]:
     """Return the mechanisms that a scheduling policy can use beyond chunks and pauses."""
-    available = {Mechanism.SWAP: True, Mechanism.INT8_SWAP: has_int8_swaps, Mechanism.HIDDEN_CACHE: has_hidden_cache}
+    available = {
+        Mechanism.SWAP: True,
+        Mechanism.INT8_SWAP: has_int8_swaps,
+        Mechanism.HIDDEN_CACHE: has_hidden_cache,
+        Mechanism.SHARED_BLOCKS: has_shared_blocks,
+    }
     return frozenset(mechanism for mechanism, is_available in available.items() if is_available)
 
 
@@ -143,7 +154,6 @@ class ModelExecutor:
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
         self._storage = BlockStorage(layout, self.num_blocks, device)
         streams = streams_of(device)
-        self._swap_space = SwapSpace(self._storage, streams, is_int8=sizes.has_int8_swaps)
         self._engine = Engine(
             model=_load_decoder(served, device, progress_path),
             storage=self._storage,
@@ -153,6 +163,14 @@ class ModelExecutor:
             streams=streams,
             hidden_block_tokens=sizes.hidden_block_tokens,
         )
+        self.has_shared_blocks = sizes.wants_shared_blocks and self._engine.can_share_blocks
+        self._swap_space: HostCaches
+        if sizes.wants_shared_blocks and not self.has_shared_blocks:
+            logger.warning("blocks are not shared: attention in torch reads slots that a sequence does not use")
+        if self.has_shared_blocks:
+            self._swap_space = SlotSwapSpace(self._storage, streams)
+        else:
+            self._swap_space = SwapSpace(self._storage, streams, is_int8=sizes.has_int8_swaps)
         self._engine.record_graphs()
         self._threads = WorkerThreads(partial(use_device, device))
         self._sizes, self._max_context_len = sizes, served.max_context_len
@@ -199,8 +217,13 @@ class ModelExecutor:
 
     def _change_sequences(self, command: RunIteration) -> None:
         """Apply the command's changes to the engine's sequences."""
+        copied = self._engine.read_blocks([copy.source for copy in command.copies]) if command.copies else None
         if command.swaps is not None:
             self._swap_space.perform(command.swaps)
+        if copied is not None:
+            self._engine.write_blocks([copy.target for copy in command.copies], copied)
+        for replacement in command.replacements:
+            self._engine.replace_block(replacement.request_id, replacement.place, replacement.block_id)
         for request_id in command.removals:
             self._engine.remove_sequence(request_id)
         for addition in command.additions:
@@ -219,6 +242,7 @@ def _sequence_of(addition: Addition) -> NewSequence:
         block_ids=addition.block_ids,
         sampling=request.sampling,
         is_hidden=addition.is_hidden,
+        is_reversed=addition.is_reversed,
     )
 
 

@@ -15,6 +15,7 @@ from kernels.cpu.decode_pass import (
     CacheSlots,
     DecodePass,
     HeadParts,
+    HighestLogits,
     LayerParts,
     NativeParts,
     NativeProduct,
@@ -52,7 +53,7 @@ class NativePass:
         self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation]
     ) -> PassTimes:
         """Run the residual stream [tokens, hidden_size], updated in place. `rotations` of every rope."""
-        pending, times = self._run(hidden, batch, storage, rotations, None)
+        pending, times = self._run(hidden, batch, storage, rotations)
         hidden.add_(pending)
         return times
 
@@ -63,17 +64,26 @@ class NativePass:
         logits = torch.empty((len(hidden), self._vocab_size), dtype=hidden.dtype)
         return logits, self._run(hidden, batch, storage, rotations, logits)[1]
 
+    def highest(
+        self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation]
+    ) -> tuple[HighestLogits, PassTimes]:
+        """Run as `logits` does, and return the highest of every row alone: the others are nowhere kept."""
+        count = len(hidden)
+        highest = HighestLogits(torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.float32))
+        return highest, self._run(hidden, batch, storage, rotations, None, highest)[1]
+
     def _run(
         self,
         hidden: Tensor,
         batch: ForwardBatch,
         storage: BlockStorage,
         rotations: Sequence[Rotation],
-        logits: Tensor | None,
+        logits: Tensor | None = None,
+        highest: HighestLogits | None = None,
     ) -> tuple[Tensor, PassTimes]:
         plan = _decode_plan(batch)
         assert plan is not None, "see suits"
-        return self._pass.run(hidden, plan, rotations, batch.slots, self._slots_of(storage), logits)
+        return self._pass.run(hidden, plan, rotations, batch.slots, self._slots_of(storage), logits, highest)
 
     def _slots_of(self, storage: BlockStorage) -> CacheSlots:
         """Return where the storage's slots lie; an engine has one storage, so the latest is kept."""

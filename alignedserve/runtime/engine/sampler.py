@@ -12,6 +12,7 @@ from alignedserve.core.request import TokenLogprob
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.engine.logits_processors import LogitsProcessor
+from kernels.cpu.decode_pass import HighestLogits
 from kernels.gpu_dispatch import fused_kernels
 from kernels.sampling import Filters, RowParameters, greedy, sample, top_logprobs, uniforms
 
@@ -29,7 +30,7 @@ class Draw(NamedTuple):
     """Tokens chosen on the device, in the order of `rows`; see Choice."""
 
     rows: IntArray
-    logits: Tensor
+    logits: Tensor | None  # None: they were not kept, as no row asks for log-probabilities
     token_ids: Tensor  # int64
     is_usable: Tensor  # bool
 
@@ -73,6 +74,15 @@ class Sampler:
         """Choose tokens: `start` and `finish`, with the host waiting in between."""
         draw = self.start(rows, num_tokens, logits)
         return self.finish(draw, draw.token_ids.cpu().numpy(), draw.is_usable.cpu().numpy())
+
+    def wants_highest_alone(self, rows: IntArray, num_tokens: IntArray) -> bool:
+        """Return whether the highest logit of each of these rows is all that `start` would use."""
+        is_more = (self._temperatures[rows] > 0.0) | self._wants_logprobs[rows]
+        return not is_more.any() and not self._logits_processor.changes(rows, num_tokens)
+
+    def start_with(self, rows: IntArray, highest: HighestLogits) -> Draw:
+        """Choose as `start` does, for rows of which the highest logits are enough."""
+        return Draw(rows, None, highest.token_ids, highest.values.isfinite())
 
     def start(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Draw:
         """Choose the next token of each row, on the device of the logits.
@@ -125,6 +135,7 @@ class Sampler:
         positions = np.flatnonzero(self._wants_logprobs[rows])
         if not len(positions):
             return {}
+        assert logits is not None, "log-probabilities of logits that were not kept"
         at = torch.from_numpy(positions).to(logits.device)
         counts = [self._num_logprobs(int(rows[position])) for position in positions.tolist()]
         entries = logprob_entries(logits[at].float(), draw.token_ids[at], counts)

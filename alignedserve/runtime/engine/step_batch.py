@@ -13,6 +13,7 @@ from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTabl
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.hidden_cache import HiddenContexts, HiddenPlan
+from alignedserve.runtime.engine.last_tokens import LastTokenPlanner, LastTokens
 from alignedserve.runtime.engine.slice_plan import SlicePlan, tokens_of
 from alignedserve.runtime.kv.block_storage import BlockStorage
 
@@ -40,6 +41,7 @@ class StepBatch:
     wants_prompt_logprobs: tuple[int, ...]  # slices that compute prompt tokens of sequences that asked
     is_decode: bool  # one token of each slice, each the last known one, and keys and values in its blocks
     hidden: HiddenPlan | None = None  # of the last slices
+    last: LastTokens | None = None  # of the sampled rows; None: the last layer computes all tokens to the end
 
     @property
     def host_arrays(self) -> tuple[Array, ...]:
@@ -55,7 +57,9 @@ class StepBatch:
             num_arrays = len(self.hidden.arrays)
             hidden, others = self.hidden.to_rows(len(token_ids), others[:num_arrays]), others[num_arrays:]
         self.attention.bind(others)
-        return ForwardBatch(token_ids, positions, slots, self.fresh_blocks, self.unclean_tails, self.attention, hidden)
+        last = None if self.last is None else self.last.to_rows()
+        rest = (self.fresh_blocks, self.unclean_tails, self.attention, hidden, last)
+        return ForwardBatch(token_ids, positions, slots, *rest)
 
     def forward_batch(self, device: torch.device) -> ForwardBatch:
         """Bring the arrays to the device and build the forward batch."""
@@ -73,14 +77,16 @@ class BatchBuilder:
         *,
         decode_sizes: Sequence[int] = (),
         hidden: HiddenContexts | None = None,
+        last: LastTokenPlanner | None = None,
     ) -> None:
         """`decode_sizes`, ascending: a batch of decodes is padded to the next of them. `hidden`: plans the sequences
-        with hidden caches, if there may be any."""
+        with hidden caches, if there may be any. `last`: plans the last layer, if it is to leave tokens out."""
         self._table = table
         self._storage = storage
         self._planner = planner
         self._decode_sizes = decode_sizes
         self._hidden = hidden
+        self._last = last
 
     def build(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
         """Build the batch that computes the next `num_tokens[i]` tokens of each request."""
@@ -110,8 +116,7 @@ class BatchBuilder:
         table, count = self._table, len(step.rows)
         positions = step.positions[:count]
         assert (positions < table.num_blocks[step.rows] * table.block_size).all(), "too few blocks for the slice"
-        columns, offsets = np.divmod(positions, table.block_size)
-        blocks = table.block_tables[step.rows, columns]
+        blocks, offsets = table.places(step.rows, positions)
         step.token_ids[:count] = table.tokens[step.rows, positions]
         step.slots[:count] = blocks * self._storage.slot_stride + offsets
         step.attention.set_last_blocks(blocks)
@@ -167,6 +172,13 @@ class BatchBuilder:
         last_rows = np.cumsum(counts) - 1
         reads_unused = self._planner.reads_unused_slots
         is_sampled = table.num_computed[rows] + counts == table.num_tokens[rows]
+        sampled_rows, sampled_at = rows[is_sampled], last_rows[is_sampled]
+        wants_prompt_logprobs = self._prompt_logprob_slices(rows)
+        last = None
+        if len(chunk_rows) and hidden is None and not wants_prompt_logprobs:
+            last = self._plan_last(sampled_rows, sampled_at)
+        if last is not None:
+            sampled_rows, sampled_at = last.rows, last.token_rows
         return StepBatch(
             token_ids=token_ids,
             positions=positions,
@@ -177,11 +189,12 @@ class BatchBuilder:
             rows=rows,
             counts=counts,
             first_rows=last_rows - counts + 1,
-            sampled_rows=rows[is_sampled],
-            sampled_at=last_rows[is_sampled],
-            wants_prompt_logprobs=self._prompt_logprob_slices(rows),
+            sampled_rows=sampled_rows,
+            sampled_at=sampled_at,
+            wants_prompt_logprobs=wants_prompt_logprobs,
             is_decode=is_all_decodes and bool(is_sampled.all()),
             hidden=hidden,
+            last=last,
         )
 
     def _plan(
@@ -196,11 +209,13 @@ class BatchBuilder:
         token_rows, positions = rows, table.num_computed[rows]
         if len(chunk_counts):
             token_rows, positions = tokens_of(rows, positions, counts)
-        columns, offsets = np.divmod(positions, table.block_size)
-        blocks = table.block_tables[token_rows, columns]
+        blocks, offsets = table.places(token_rows, positions)
         slots = blocks * self._storage.slot_stride + offsets
-        fresh_blocks = blocks[offsets == 0] if self._planner.reads_unused_slots else _NO_ROWS
+        fresh_blocks = blocks[positions % table.block_size == 0] if self._planner.reads_unused_slots else _NO_ROWS
         return SlicePlan(attention, rows, counts, token_rows, positions, slots), fresh_blocks
+
+    def _plan_last(self, rows: IntArray, token_rows: IntArray) -> LastTokens | None:
+        return None if self._last is None else self._last.plan(rows, token_rows)
 
     def _prompt_logprob_slices(self, rows: IntArray) -> tuple[int, ...]:
         table = self._table

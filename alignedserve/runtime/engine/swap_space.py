@@ -4,6 +4,7 @@ Driven by the computing thread. On a GPU the copies are only enqueued on streams
 with computing; later work on the same blocks waits for them (`PendingCopies`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,25 +21,19 @@ from alignedserve.runtime.kv.staged_copies import StagedCopies
 OFFLOAD, PREFETCH = "offload", "prefetch"
 
 
-class SwapSpace:
-    """Swapped caches by request. The worker's logic limits their size."""
+class HostCaches(ABC):
+    """Caches of preempted requests in host memory, by request. The worker's logic limits their size."""
 
-    def __init__(self, storage: BlockStorage, streams: DeviceStreams, *, is_int8: bool = False) -> None:
-        """`is_int8`: copies on the host are rounded to 8 bits per channel (ALISE, section 3.2)."""
-        assert not (is_int8 and storage.layout.is_int8), "blocks of int8 are not rounded again"
+    width: float  # of a copy on the host, by the cache on the device; below 1: int8
+
+    def __init__(self, storage: BlockStorage, streams: DeviceStreams) -> None:
         self._storage = storage
-        self._is_int8 = is_int8
         self._offload, self._prefetch = streams.stream(OFFLOAD), streams.stream(PREFETCH)
-        codec = int8_codec(storage.bytes, storage.layout) if is_int8 else exact_codec(storage.bytes)
-        self.width = codec.row_bytes / storage.layout.block_bytes  # of a copy on the host; below 1: int8
-        self._copies_out = StagedCopies(codec, self._offload, storage.device)
-        self._copies_in = StagedCopies(codec, self._prefetch, storage.device)
-        self._copies: dict[RequestId, tuple[Tensor, Event]] = {}
 
     def perform(self, swaps: Swaps) -> None:
-        """Forget, copy out, then copy in; blocks that one request leaves may be reused by another."""
+        """Forget, copy out, then copy in; what one request leaves may be reused by another."""
         for request_id in swaps.forgotten:
-            del self._copies[request_id]
+            self._forget(request_id)
         for swap in swaps.outs:
             self._copy_out(swap)
         for swap in swaps.ins:
@@ -53,8 +48,39 @@ class SwapSpace:
         self._prefetch.record().synchronize()
         return clock() - started_s
 
+    @abstractmethod
+    def _forget(self, request_id: RequestId) -> None:
+        """Free the copy of a request that has one."""
+
+    @abstractmethod
+    def _copy_out(self, swap: Swap) -> None:
+        """Copy a cache, or the end of one, to the host."""
+
+    @abstractmethod
+    def _copy_in(self, swap: Swap) -> None:
+        """Copy back all of a cache that is on the host."""
+
+
+class SwapSpace(HostCaches):
+    """Caches swapped as a whole, block by block."""
+
+    def __init__(self, storage: BlockStorage, streams: DeviceStreams, *, is_int8: bool = False) -> None:
+        """`is_int8`: copies on the host are rounded to 8 bits per channel (ALISE, section 3.2)."""
+        assert not (is_int8 and storage.layout.is_int8), "blocks of int8 are not rounded again"
+        super().__init__(storage, streams)
+        self._is_int8 = is_int8
+        codec = int8_codec(storage.bytes, storage.layout) if is_int8 else exact_codec(storage.bytes)
+        self.width = codec.row_bytes / storage.layout.block_bytes  # of a copy on the host; below 1: int8
+        self._copies_out = StagedCopies(codec, self._offload, storage.device)
+        self._copies_in = StagedCopies(codec, self._prefetch, storage.device)
+        self._copies: dict[RequestId, tuple[Tensor, Event]] = {}
+
+    def _forget(self, request_id: RequestId) -> None:
+        del self._copies[request_id]
+
     def _copy_out(self, swap: Swap) -> None:
         assert swap.request_id not in self._copies, "a cache swapped out twice"
+        assert not swap.first_token, "part of a cache"
         block_ids = np.array(swap.block_ids, np.int64)
         rows = self._copies_out.pinned(len(block_ids))
         self._storage.pending_copies.wait(self._offload, block_ids)

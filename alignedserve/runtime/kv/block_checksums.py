@@ -1,125 +1,102 @@
 """Checks at the ends of a transfer: the blocks that a copy names, and the checksums of its runs.
 
-Every run of neighbouring blocks carries an XXH3 checksum, seeded with the run's position in the request so that runs
-cannot be swapped.
+Every run of neighbouring blocks carries a checksum. It is the sum of its blocks' digests, each mixed with the block's
+place in the request, so that blocks cannot be swapped, nor runs. The digests need no places: blocks are summed in any
+order and by any thread, and a request's runs may be other ones at each end of a copy that is summed once.
+
+    checksum = sum over the run of mix(digest ^ mix((place + 1) * G))        modulo 2^64
+
+`digest` is the block's XXH3 (`kernels.cpu.block_copies`), `place` the number of blocks before it, `mix` the end of
+MurmurHash3.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.errors import HandoffRejected
-from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
+from alignedserve.runtime.kv.block_runs import BlockRuns, Ints, PlacedRuns, as_ids, place_runs
 from alignedserve.runtime.kv.shm_arena import NO_LEASE
 
-Bytes = npt.NDArray[np.uint8]
-PlacedRun = tuple[int, int]  # (blocks of the request before it, its blocks)
+Digests = npt.NDArray[np.uint64]
 
-# Copied, then hashed while it is still in the core's own cache: memory is read once and written once.
-_PIECE_BYTES = 640 * 1024
 _MAX_GENERATION = 1 << 40  # of messages.links.Count
+_G, _C1, _C2 = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
+_ONE, _SHIFT_29, _SHIFT_32 = (np.uint64(one) for one in (1, 29, 32))
 
 
 class RunChecksums:
-    """Checksums of consecutive runs of blocks, whose bytes come in order and in pieces of any size."""
+    """Checksums of consecutive runs of blocks, from digests of the blocks, which come in order."""
 
-    def __init__(self, runs: Sequence[PlacedRun], block_bytes: int) -> None:
-        self.values: list[int] = []
-        self._hasher: xxhash.xxh3_64 | None = None
-        self._remaining = iter(runs)
-        self._block_bytes = block_bytes
-        self._begin()
+    def __init__(self, runs: PlacedRuns) -> None:
+        self._runs = runs
+        self._digests: list[Digests] = []
 
-    def update(self, piece: Bytes) -> None:
-        """Add the next bytes, uint8 [n]. All runs together must be at least that long."""
-        while len(piece) > self._num_left:
-            assert self._num_left, "more bytes than the runs have"
-            start = self._num_left
-            self._add(piece[:start])
-            piece = piece[start:]
-        if len(piece):
-            self._add(piece)
+    def add(self, digests: Digests) -> None:
+        """Add the digests of the next blocks."""
+        self._digests.append(digests)
 
-    def _add(self, part: Bytes) -> None:
-        """Add bytes of one run."""
-        self._num_left -= len(part)
-        if not self._num_left and self._hasher is None:  # a whole run at once
-            self.values.append(xxhash.xxh3_64_intdigest(part.data, self._num_before))
-            self._begin()
-            return
-        if self._hasher is None:
-            self._hasher = xxhash.xxh3_64(seed=self._num_before)
-        self._hasher.update(part.data)
-        if not self._num_left:
-            self.values.append(self._hasher.intdigest())
-            self._begin()
-
-    def _begin(self) -> None:
-        self._num_before, count = next(self._remaining, (0, 0))
-        self._num_left = count * self._block_bytes
-        self._hasher = None
+    @property
+    def values(self) -> list[int]:
+        """One unsigned checksum per run, once all blocks were added."""
+        return run_checksums(np.concatenate([np.empty(0, np.uint64), *self._digests]), self._runs)
 
 
-def place_runs(counts: Iterable[int]) -> list[PlacedRun]:
-    """Return the runs of one request, each with the number of blocks before it."""
-    runs = []
-    num_before = 0
-    for count in counts:
-        runs.append((num_before, count))
-        num_before += count
-    return runs
+def run_checksums(digests: Digests, runs: PlacedRuns) -> list[int]:
+    """Compute the checksums of consecutive runs from the digests of all their blocks, in order."""
+    if not len(runs.counts):
+        return []
+    starts = np.cumsum(runs.counts) - runs.counts
+    assert len(digests) == starts[-1] + runs.counts[-1], "a digest for every block"
+    places = np.arange(len(digests)) + np.repeat(runs.num_before - starts, runs.counts)
+    terms = _mix(digests ^ _mix((places.astype(np.uint64) + _ONE) * _G))
+    sums: list[int] = np.add.reduceat(terms, starts).tolist()
+    return sums
 
 
-def copy_rows(sources: Iterable[Bytes], targets: Iterable[Bytes], *checksums: RunChecksums, from_target: bool) -> None:
-    """Copy block by block, updating checksums with the bytes that were read or, `from_target`, written."""
-    # Targets first: their iterator, advanced past its end, copies the last staged rows to a device.
-    for target, source in zip(targets, sources, strict=True):
-        if len(source) <= _PIECE_BYTES:
-            _copy_piece(source, target, checksums, from_target)
-            continue
-        for start in range(0, len(source), _PIECE_BYTES):
-            piece = slice(start, start + _PIECE_BYTES)
-            _copy_piece(source[piece], target[piece], checksums, from_target)
+def _mix(words: Digests) -> Digests:
+    words = (words ^ (words >> _SHIFT_32)) * _C1
+    words = (words ^ (words >> _SHIFT_29)) * _C2
+    return words ^ (words >> _SHIFT_32)
 
 
-def _copy_piece(source: Bytes, target: Bytes, checksums: tuple[RunChecksums, ...], from_target: bool) -> None:
-    np.copyto(target, source)
-    for one in checksums:
-        one.update(target if from_target else source)
-
-
-def check_target(block_ids: Sequence[BlockId], num_sent: int, generation: int, num_blocks: int) -> None:
+def check_target(block_ids: Ints, num_sent: int, generation: int, num_blocks: int) -> None:
     """Check that a request of `num_sent` blocks can be written there. Raises HandoffRejected."""
     if num_sent != len(block_ids):
         raise HandoffRejected("the lease has another number of blocks than the request")
     _check_bounds(block_ids, num_blocks)
-    if len(set(block_ids)) != len(block_ids):
+    if len(set(block_ids.tolist())) != len(block_ids):
         raise HandoffRejected("the lease has a block twice")
     _check_generation(generation)
 
 
-def source_blocks(copy: BlockCopy, *, block_size: int, num_targets: int, num_blocks: int) -> list[BlockId]:
+def source_blocks(copy: BlockCopy, *, block_size: int, num_targets: int, num_blocks: int) -> Ints:
     """Return the blocks that hold this copy, in order. Raises HandoffRejected when it is inconsistent."""
     _check_generation(copy.generation)
-    count = copy.num_blocks
-    if not copy.runs or any(run.num_blocks < 1 for run in copy.runs):
+    runs = runs_of(copy)
+    if not len(runs.counts) or runs.counts.min() < 1:
         raise HandoffRejected("the handoff has no blocks, or a run without any")
-    if count != blocks_for(copy.context_len, block_size):
+    if runs.num_blocks != blocks_for(copy.context_len, block_size):
         raise HandoffRejected("the handoff's blocks do not match its context length")
-    if count > num_targets:
+    if runs.num_blocks > num_targets:
         raise HandoffRejected("the handoff has more blocks than were set aside for it")
-    block_ids = [BlockId(run.first_block + offset) for run in copy.runs for offset in range(run.num_blocks)]
+    block_ids = runs.block_ids()
     _check_bounds(block_ids, num_blocks)
     return block_ids
 
 
-def runs_with_checksums(runs: Sequence[tuple[int, int]], checksums: Sequence[int]) -> tuple[BlockRun, ...]:
+def runs_of(copy: BlockCopy) -> BlockRuns:
+    """Return the runs of a copy. Raises HandoffRejected for numbers that no block has."""
+    return BlockRuns(as_ids([run.first_block for run in copy.runs]), as_ids([run.num_blocks for run in copy.runs]))
+
+
+def runs_with_checksums(runs: BlockRuns, checksums: Sequence[int]) -> tuple[BlockRun, ...]:
     """Combine runs of neighbouring blocks with their checksums."""
-    return tuple(BlockRun(first, count, checksum) for (first, count), checksum in zip(runs, checksums, strict=True))
+    assert len(runs.firsts) == len(checksums), "a checksum for every run"
+    return tuple(map(BlockRun, runs.firsts.tolist(), runs.counts.tolist(), checksums))
 
 
 def verify_checksums(copy: BlockCopy, checksums: Sequence[int] | None) -> None:
@@ -130,11 +107,18 @@ def verify_checksums(copy: BlockCopy, checksums: Sequence[int] | None) -> None:
         raise HandoffRejected("a checksum does not hold")
 
 
-def expand_runs(runs: Sequence[tuple[int, int]], num_blocks: int) -> list[BlockId]:
+def verify_digests(copy: BlockCopy, digests: Digests) -> None:
+    """Check that blocks of these digests are those that were sent. Raises HandoffRejected."""
+    placed = place_runs([run.num_blocks for run in copy.runs], copy.num_before)
+    verify_checksums(copy, run_checksums(digests, placed))
+
+
+def expand_runs(runs: Sequence[tuple[int, int]], num_blocks: int) -> Ints:
     """Return the blocks of runs received from a peer, in order. Raises HandoffRejected."""
-    if any(count < 1 for _, count in runs) or sum(count for _, count in runs) > num_blocks:
+    named = BlockRuns.named(runs)
+    if len(named.counts) and (named.counts.min() < 1 or named.num_blocks > num_blocks):
         raise HandoffRejected("more blocks than there are, or runs without blocks")
-    block_ids = [BlockId(first + offset) for first, count in runs for offset in range(count)]
+    block_ids = named.block_ids()
     _check_bounds(block_ids, num_blocks)
     return block_ids
 
@@ -144,6 +128,6 @@ def _check_generation(generation: int) -> None:
         raise HandoffRejected("not the generation of any lease")
 
 
-def _check_bounds(block_ids: Sequence[BlockId], num_blocks: int) -> None:
-    if any(not 0 <= block_id < num_blocks for block_id in block_ids):
+def _check_bounds(block_ids: Ints, num_blocks: int) -> None:
+    if len(block_ids) and (block_ids.min() < 0 or block_ids.max() >= num_blocks):
         raise HandoffRejected("a block outside the arena")

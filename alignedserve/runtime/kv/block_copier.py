@@ -18,6 +18,8 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RelayBlocks,
 )
+from alignedserve.runtime.device.cores import threads_per_copy
+from alignedserve.runtime.device.cuda_driver import driver_of
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
@@ -101,7 +103,7 @@ class BlockCopier:
         transfer = self._transfer(command.target)
         if transfer is None:
             return BlocksOffloaded(command, None)
-        request = OffloadRequest(command.block_ids, command.target_block_ids, command.generation)
+        request = OffloadRequest(command.block_ids, command.target_block_ids, command.generation, command.num_before)
         try:
             return BlocksOffloaded(command, transfer.offload([request])[0])
         except PeerError as error:
@@ -113,8 +115,7 @@ class BlockCopier:
         if not isinstance(source, ShmTransfer) or not isinstance(target, ShmTransfer):
             return BlocksRelayed(command, None)
         ids, generation = command.target_block_ids, command.generation
-        runs = relay(source.arena, command.copy, target.arena, ids, generation, stamps=target.stamps)
-        return BlocksRelayed(command, runs)
+        return BlocksRelayed(command, relay(source, command.copy, target, ids, generation))
 
     def _transfer(self, peer: str) -> KVTransfer | None:
         """Return the transfer to the peer's blocks, opened on first use; None: none can be opened."""
@@ -149,7 +150,8 @@ class BlockCopier:
 
     def _replace(self, peer: str, arena: Arena) -> None:
         self._release(peer)
-        self._transfers[peer] = ShmTransfer(self._storage, arena, stamps=True)
+        driver, num_threads = driver_of(self._storage.device), threads_per_copy()
+        self._transfers[peer] = ShmTransfer(self._storage, arena, stamps=True, num_threads=num_threads, driver=driver)
 
 
 def _thread(peer: str) -> str:

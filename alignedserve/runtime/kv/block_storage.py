@@ -5,7 +5,7 @@ the cache is int8: one block is one contiguous run
 of bytes, which pool and transports copy as a whole (docs/decisions/0002-block-layout.md).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,10 @@ from alignedserve.runtime.device.dtypes import cache_dtype
 from alignedserve.runtime.device.huge_pages import huge_pages
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.kv.block_codecs import exact_codec
+from alignedserve.runtime.kv.block_runs import BlockIds
 from alignedserve.runtime.kv.pending_copies import PendingCopies
 from alignedserve.runtime.kv.staged_copies import StagedCopies
-
-BlockIds = Sequence[BlockId] | npt.NDArray[np.int64]
+from kernels.cpu.block_copies import BlockList
 
 
 class BlockStorage:
@@ -116,24 +116,31 @@ class BlockStorage:
 
     # On the host, once pending copies of the blocks are done. From any thread.
 
-    def rows_to_read(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
-        """Iterate over the bytes of these blocks. A row is valid until the iterator is advanced."""
-        ids = self._checked(block_ids)
-        self.pending_copies.synchronize(ids)
-        if self._host is not None:
-            return map(self._host.__getitem__, ids.tolist())
-        return self._staged("read").rows_to_read(ids)
+    def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """Iterate over lists of blocks on the host that hold these, in order: the blocks themselves, or copies.
 
-    def rows_to_write(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
-        """Iterate over rows to fill, one per block; stopping early leaves the blocks undefined.
-
-        A row is copied when the iterator is advanced, the last one past its end.
+        A list is valid until the iterator is advanced.
         """
+        ids = self.settled(block_ids)
+        if self._host is not None:
+            return iter((BlockList(self._host, ids),))
+        return self._staged("read").pieces_to_read(ids)
+
+    def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """Iterate over lists of blocks on the host to fill; stopping early leaves the blocks undefined.
+
+        A list is copied to its blocks when the iterator is advanced, the last one past its end.
+        """
+        ids = self.settled(block_ids)
+        if self._host is not None:
+            return iter((BlockList(self._host, ids),))
+        return self._staged("write").pieces_to_write(ids)
+
+    def settled(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
+        """Wait until pending copies of these blocks are done and return them as an array."""
         ids = self._checked(block_ids)
         self.pending_copies.synchronize(ids)
-        if self._host is not None:
-            return map(self._host.__getitem__, ids.tolist())
-        return self._staged("write").rows_to_write(ids)
+        return ids
 
     def zero_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Fill whole blocks with zeros."""

@@ -24,9 +24,10 @@ CopyEvent = BlocksLoaded | BlocksOffloaded | BufferOpened
 
 
 class LendingCopier:
-    """Performs the copy commands of one worker: of a prefill worker, or of one whose requests move."""
+    """Performs the copy commands of one worker."""
 
-    def __init__(self, copier: BlockCopier, memory: CandidateMemory) -> None:
+    def __init__(self, copier: BlockCopier, memory: CandidateMemory | None) -> None:
+        """`memory`: None: it lends none."""
         self._copier = copier
         self._memory = memory
 
@@ -45,7 +46,7 @@ class LendingCopier:
                 self._open_buffer(peer, link_epoch, dispatch)
             case CloseBuffer(peer):
                 self._copier.unmap_arena(peer)
-                self._memory.close_for(peer)
+                self._lent().close_for(peer)
 
     def start_relay(self, command: RelayBlocks, buffer_of: str, dispatch: Callable[[BlocksRelayed], None]) -> None:
         """Start a copy between a pool and the buffer that is lent to this decode worker."""
@@ -54,10 +55,15 @@ class LendingCopier:
     def close(self) -> None:
         """Close the transfers and free the memory, once the threads have ended."""
         self._copier.close()
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _lent(self) -> CandidateMemory:
+        assert self._memory is not None, "a buffer of a worker that lends none"
+        return self._memory
 
     def _open_buffer(self, peer: str, link_epoch: int, dispatch: Callable[[CopyEvent], None]) -> None:
-        opened = self._memory.open_for(peer)
+        opened = self._lent().open_for(peer)
         if opened is not None:
             self._copier.use_arena(peer, opened.arena)
         event = BufferOpened(peer, link_epoch, opened.offered if opened is not None else None)

@@ -8,11 +8,14 @@ candidate buffer the writer that the owner assigned stamps it before writing. Ei
 expected generation before and after its copy has read what the lease's writer wrote.
 """
 
+import ctypes
+import errno
 import fcntl
-import mmap
+import logging
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +23,17 @@ import numpy.typing as npt
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
-from alignedserve.core.ids import BlockId
+from alignedserve.runtime.device.registered_memory import MemoryDriver, RegisteredMemory
+from alignedserve.runtime.device.shared_pages import HUGE_PAGE, map_file, take_pages
+from alignedserve.runtime.kv.block_runs import BlockIds
+from kernels.cpu.block_copies import BlockList
+
+logger = logging.getLogger(__name__)
 
 _MAGIC = b"ALSVKV01"
 _HEADER = struct.Struct("<8s32sQQ")
 _PAGE = 4096
+_MIB = 1024 * 1024
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 POOL_PURPOSE, POOL_SETTING = "the KV pool", "pool.memory_bytes"
 NO_LEASE = 0  # generation of blocks that no lease holds
@@ -39,18 +48,20 @@ class Arena:
     """
 
     def __init__(self, path: Path, file_descriptor: int, num_blocks: int, layout: BlockLayout) -> None:
-        """Take over the descriptor: the mapping duplicates it, which keeps the file and its lock."""
+        """Take over the descriptor: the mapping keeps the file and its lock."""
         self.path = path
         self.file_id = _identify(file_descriptor)  # differs for another file at the same path
         self.layout = layout
         block_bytes = layout.block_bytes
         try:
-            self._mapping = mmap.mmap(file_descriptor, _file_bytes(num_blocks, block_bytes))
+            content = map_file(file_descriptor, _file_bytes(num_blocks, block_bytes))
         finally:
             os.close(file_descriptor)
-        self.generations: npt.NDArray[np.uint64] = np.frombuffer(self._mapping, np.uint64, num_blocks, _PAGE)
+        self._address, self._size = ctypes.addressof(content), ctypes.sizeof(content)
+        self._registered: RegisteredMemory | None = None
+        self.generations: npt.NDArray[np.uint64] = np.frombuffer(content, np.uint64, num_blocks, _PAGE)
         start = _blocks_offset(num_blocks)
-        flat = np.frombuffer(self._mapping, np.uint8, num_blocks * block_bytes, start)
+        flat = np.frombuffer(content, np.uint8, num_blocks * block_bytes, start)
         self.blocks: npt.NDArray[np.uint8] = flat.reshape(num_blocks, block_bytes)
 
     @classmethod
@@ -72,13 +83,17 @@ class Arena:
         size = _file_bytes(num_blocks, layout.block_bytes)
         try:
             fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(file_descriptor, 0, size)
+            _check_room(path, size)
+            os.ftruncate(file_descriptor, size)
+            num_huge = take_pages(file_descriptor, map_file(file_descriptor, size), size)
             header = _HEADER.pack(_MAGIC, layout.digest(), num_blocks, layout.block_bytes)
             os.pwrite(file_descriptor, header, 0)
         except OSError as error:
             os.close(file_descriptor)
             path.unlink(missing_ok=True)
             raise NotEnoughMemory(_shortage(path, size, purpose, setting)) from error
+        if size >= HUGE_PAGE:
+            logger.info("%s: %.0f of %.0f MiB on huge pages", path.name, num_huge / _MIB, size / _MIB)
         return cls(path, file_descriptor, num_blocks, layout)
 
     @classmethod
@@ -101,32 +116,50 @@ class Arena:
         """Blocks in the arena."""
         return int(self.blocks.shape[0])
 
-    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
+    def stamp(self, block_ids: BlockIds, generation: int) -> None:
         """Mark these blocks as belonging to this lease (0: to none)."""
-        self.generations[list(block_ids)] = generation
+        self.generations[np.asarray(block_ids, np.int64)] = generation
 
-    def is_stamped(self, block_ids: Sequence[BlockId], generation: int) -> bool:
+    def is_stamped(self, block_ids: BlockIds, generation: int) -> bool:
         """Return whether all of these blocks belong to this lease; free blocks belong to none."""
-        return generation != NO_LEASE and bool((self.generations[list(block_ids)] == generation).all())
+        return generation != NO_LEASE and bool((self.generations[np.asarray(block_ids, np.int64)] == generation).all())
 
-    def rows_to_read(self, block_ids: Iterable[BlockId]) -> Iterator[npt.NDArray[np.uint8]]:
-        """Iterate over the bytes of these blocks."""
-        return map(self.blocks.__getitem__, block_ids)
+    def listed(self, block_ids: BlockIds) -> BlockList:
+        """Return these blocks, to be read or overwritten in place."""
+        return BlockList(self.blocks, np.asarray(block_ids, np.int64))
 
-    def rows_to_write(self, block_ids: Iterable[BlockId]) -> Iterator[npt.NDArray[np.uint8]]:
-        """Iterate over the bytes of these blocks, to be overwritten in place."""
-        return map(self.blocks.__getitem__, block_ids)
+    def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """Iterate over lists of blocks, as a BlockStorage does: over one."""
+        return iter((self.listed(block_ids),))
+
+    def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """Iterate over lists of blocks to overwrite in place, as a BlockStorage does: over one."""
+        return iter((self.listed(block_ids),))
+
+    @property
+    def is_registered(self) -> bool:
+        """Return whether a driver copies straight to and from the blocks."""
+        return self._registered is not None
+
+    def register(self, driver: MemoryDriver) -> None:
+        """Register the blocks with a driver until the arena is closed, or log why that is impossible."""
+        if self._registered is not None:
+            return
+        registered = RegisteredMemory(driver, self._address, self._size)
+        if registered.obstacle is not None:
+            logger.warning("%s is not registered with the GPU's driver: %s", self.path.name, registered.obstacle)
+            return
+        self._registered = registered
+        # Before the memory is unmapped, also where the arena is dropped without being closed.
+        weakref.finalize(self, registered.close).atexit = False
 
     def close(self, *, unlink: bool = False) -> None:
-        """Unmap; the pool also removes the file. Views of the blocks must not be used afterwards."""
+        """Unmap, with the last view of the blocks where some are still in use; the pool also removes the file."""
         if unlink:
             self.path.unlink(missing_ok=True)
+        if self._registered is not None:
+            self._registered.close()
         del self.blocks, self.generations
-        try:
-            self._mapping.close()
-        except BufferError:
-            # A view is still in use: the memory is freed with it.
-            return
 
 
 def _identify(file_descriptor: int) -> str:
@@ -157,11 +190,20 @@ def _header_problem(header: bytes, size: int, layout: BlockLayout) -> str | None
     return None
 
 
-def _shortage(path: Path, size: int, purpose: str, setting: str) -> str:
+def _check_room(path: Path, size: int) -> None:
+    """Raise OSError before memory is taken of which there is too little."""
+    if size > _free_bytes(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _free_bytes(path: Path) -> int:
     stats = os.statvfs(path.parent)
-    free = stats.f_bavail * stats.f_frsize
-    mib = 1024 * 1024
+    return stats.f_bavail * stats.f_frsize
+
+
+def _shortage(path: Path, size: int, purpose: str, setting: str) -> str:
+    free = _free_bytes(path)
     return (
-        f"{purpose} needs {size / mib:.0f} MiB in {path.parent}, where {free / mib:.0f} MiB are free; "
-        f"set {setting} to at most {free // mib}MiB"
+        f"{purpose} needs {size / _MIB:.0f} MiB in {path.parent}, where {free / _MIB:.0f} MiB are free; "
+        f"set {setting} to at most {free // _MIB}MiB"
     )

@@ -16,8 +16,8 @@ from torch import Tensor
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import Event, Stream
 from alignedserve.runtime.kv.block_codecs import BlockCodec
+from kernels.cpu.block_copies import BlockList, all_rows
 
-Rows = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int64]
 
 _STAGED_BYTES = 32 << 20  # large enough for a link's full speed, small beside a cache
@@ -71,8 +71,8 @@ class StagedCopies:
                 self._stream.copy_in(target, staging)
             self._stream.run(partial(self._scatter, staging, part))
 
-    def rows_to_read(self, block_ids: IntArray) -> Iterator[Rows]:
-        """Iterate over the bytes of the blocks, copying ahead; a row is valid until the iterator is advanced."""
+    def pieces_to_read(self, block_ids: IntArray) -> Iterator[BlockList]:
+        """Iterate over copies of the blocks, copying ahead; one is valid until the iterator is advanced."""
         pieces = self._pieces(block_ids)
         stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
         events: list[Event] = []
@@ -85,14 +85,14 @@ class StagedCopies:
             start(index)
         for index, piece in enumerate(pieces):
             events[index].synchronize()
-            yield from stages[index % _NUM_STAGES][: len(piece)].numpy()
+            yield all_rows(stages[index % _NUM_STAGES][: len(piece)].numpy())
             if index + _NUM_STAGES < len(pieces):
                 start(index + _NUM_STAGES)
 
-    def rows_to_write(self, block_ids: IntArray) -> Iterator[Rows]:
-        """Iterate over rows to fill, one per block.
+    def pieces_to_write(self, block_ids: IntArray) -> Iterator[BlockList]:
+        """Iterate over lists of rows to fill, a row for each block.
 
-        A row is copied when the iterator is advanced; once it is advanced past its end, all copies are done.
+        A list is copied when the iterator is advanced; once it is advanced past its end, all copies are done.
         """
         pieces = self._pieces(block_ids)
         stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
@@ -101,7 +101,7 @@ class StagedCopies:
             if index >= _NUM_STAGES:
                 events[index - _NUM_STAGES].synchronize()
             stage = stages[index % _NUM_STAGES][: len(piece)]
-            yield from stage.numpy()
+            yield all_rows(stage.numpy())
             self.copy_in(stage, piece)
             events.append(self._stream.record())
         for event in events[-_NUM_STAGES:]:

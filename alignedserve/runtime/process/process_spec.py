@@ -1,5 +1,6 @@
 """The specification of a process of a cluster, the same when it is restarted."""
 
+import hashlib
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from alignedserve.runtime.process.recorder import Recorder, open_recorder
 from alignedserve.runtime.process.tls import Credentials
 
 POOL = "pool-0"  # of the first node; every node has its own
+_KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,13 @@ class ProcessSpec:
     def identity(self) -> Identity:
         """Return its identity on links."""
         return Identity(self.role, self.name, self.secret, self.peer_timeout_s, self.credentials)
+
+    def prefix_key(self) -> bytes:
+        """Return the key of the cluster's block hashes (prefix cache): one for all processes, and for one cluster.
+
+        It follows from the secret, which is random and made at the cluster's start. Never in a log or a recording.
+        """
+        return hashlib.blake2b(b"prefix cache", digest_size=_KEY_BYTES, key=self.secret).digest()
 
     def recorder(self, make: "partial[Any]") -> Recorder | None:
         """Return a recorder of the decisions of the logic that `make` makes; None: recording is off."""

@@ -210,6 +210,16 @@ def wanted_mechanisms(scheduling: SchedulingConfig) -> frozenset[Mechanism]:
     return entry.needs_with(policy_config(scheduling.policy, scheduling.policy_params)) | entry.uses
 
 
+def wants_shared_blocks(scheduling: SchedulingConfig, *, can_move: bool, has_int8_swaps: bool) -> bool:
+    """Return whether two requests are to share blocks of a worker where the policy decides on both phases.
+
+    Not where requests move to other workers in whole blocks, or are rounded by whole blocks on the host.
+    """
+    if Mechanism.SHARED_BLOCKS not in wanted_mechanisms(scheduling) or can_move or has_int8_swaps:
+        return False
+    return bool(getattr(policy_config(scheduling.policy, scheduling.policy_params), "share_blocks", True))
+
+
 def require_policy(scheduling: SchedulingConfig, topology: Topology, available: frozenset[Mechanism]) -> None:
     """Raise ConfigError if the policy or a parameter is unknown, or cannot work with these workers."""
     name = scheduling.policy

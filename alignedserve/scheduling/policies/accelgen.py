@@ -159,7 +159,7 @@ class _Batch:
             return num_whole <= num_spare_blocks
         victims = self._victims(row)
         self._has_victims = bool(victims)  # requests behind this one in the queue find no more of them
-        if num_whole > num_spare_blocks + int(self._view.table.num_blocks[victims].sum()):
+        if num_whole > num_spare_blocks + packer.num_freed_by(victims):
             return False
         while victims and wanted > packer.num_free - blocks_due:
             victim = victims.pop()
@@ -188,7 +188,7 @@ class _Batch:
     def _may_start(self, rows: Ints) -> Bools:
         """Return which rows may start: while a long prompt is being served, no other one begins (section 4.2)."""
         table = self._view.table
-        is_long, has_begun = self._is_long(), table.num_cached > 0
+        is_long, has_begun = self._is_long(), table.num_blocks > 0
         is_served = is_long & has_begun & (table.num_remaining > 1) & ~self._is_evicted
         if not self._config.dynamic_chunking or not is_served.any():
             return np.ones(len(rows), np.bool_)
@@ -209,7 +209,7 @@ class _Batch:
         rows = waiting[self._may_start(waiting)]
         remaining_s = self._remaining_s[rows]
         rows = self._ordered(rows[remaining_s <= remaining_s.min(initial=np.inf) + self._config.gamma_s])
-        return rows, (self._is_long() | (self._view.table.num_cached > 0))[rows]
+        return rows, (self._is_long() | (self._view.table.num_blocks > 0))[rows]
 
     def _select(self, waiting: Ints) -> None:
         """Run algorithm 2: of the about equally urgent requests, repeatedly add the one that leaves least unused."""
@@ -230,7 +230,7 @@ class _Batch:
             is_next = fits.copy()
             is_next[best] = False
             if self._config.dynamic_chunking and can_cut[best]:
-                is_next &= ~can_cut | (self._view.table.num_cached[rows] > 0)
+                is_next &= ~can_cut | (self._view.table.num_blocks[rows] > 0)
             rows, can_cut = rows[is_next], can_cut[is_next]
 
     def _demands(self, rows: Ints, can_cut: Bools) -> tuple[Ints, Ints, Bools]:
@@ -276,5 +276,5 @@ def _packer_of(view: WorkerView, config: AccelgenConfig) -> Packer:
     table = view.table
     if not config.reserve_prompts:
         return Packer(view)
-    has_begun = (table.num_blocks > 0) & (table.num_remaining > 1)
+    has_begun = (table.num_blocks > 0) & ~table.is_decoding
     return ReservingPacker(view, total_len=table.context_len, has_begun=has_begun)

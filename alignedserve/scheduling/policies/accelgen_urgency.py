@@ -109,7 +109,7 @@ def _preemption_s(view: WorkerView) -> float:
     """Return P_max * P: the mean time that preemptions add to a token, by those of the present requests."""
     table = view.table
     num_preemptions, num_tokens = int(table.num_preemptions.sum()), int(table.num_generated.sum())
-    is_out = (table.num_preemptions > 0) & (table.num_cached == 0)
+    is_out = (table.num_preemptions > 0) & (table.num_blocks == 0)
     if not num_tokens or not is_out.any():
         return 0.0
     return float((view.now - table.waits_since_s[is_out]).max()) * min(num_preemptions / num_tokens, 1.0)

@@ -12,6 +12,7 @@ import numpy as np
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.packer import Packer, add_earliest
 from alignedserve.scheduling.policies.apt_serve_selection import KnapsackItems, SelectionBudget, select
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints
@@ -56,7 +57,8 @@ class AptServe:
             return returning
         kinds = (step.decodes, step.prompts) if step.decodes_are_more_urgent() else (step.prompts, step.decodes)
         plan = kinds[0]()
-        return plan if plan.scheduled else kinds[1]()
+        plan = plan if plan.scheduled else kinds[1]()
+        return plan if plan.scheduled else _earliest(view)
 
 
 class AptServeChunked:
@@ -71,9 +73,18 @@ class AptServeChunked:
         returning, decodes = step.returns_to_kv(), step.decodes()
         # A request just preempted is not overtaken by a new one in the same iteration.
         prompts = step.prompts(takes_new=not decodes.evictions)
-        return IterationPlan(
-            returning.scheduled + decodes.scheduled + prompts.scheduled, returning.evictions + decodes.evictions
-        )
+        scheduled = returning.scheduled + decodes.scheduled + prompts.scheduled
+        if not scheduled:
+            return _earliest(view)
+        return IterationPlan(scheduled, returning.evictions + decodes.evictions)
+
+
+def _earliest(view: WorkerView) -> IterationPlan:
+    """Resolve a deadlock of requests that share blocks, of which none has enough of its own for another."""
+    packer = Packer(view)
+    if view.held_blocks:
+        add_earliest(packer, view, view.limits.max_tokens)
+    return packer.plan()
 
 
 class _Step:
@@ -89,7 +100,7 @@ class _Step:
         self._context_len = table.context_len
         self._pending_s = np.maximum(view.now - since_s, 0.0)
         self._slo_s = np.where(has_token, table.tpot_s, table.ttft_s)
-        is_decoding, has_cache = table.is_decoding, table.num_cached > 0
+        is_decoding, has_cache = table.is_decoding, (table.num_blocks > 0) | (table.num_swapped > 0)
         self._running = np.flatnonzero(is_decoding)
         self._begun = table.by_arrival(np.flatnonzero(has_cache & ~is_decoding))  # prompts longer than an iteration
         self._waiting = np.flatnonzero(~has_cache)
@@ -124,13 +135,14 @@ class _Step:
         if more <= self._num_free and len(rows) <= min(self._num_tokens_left, max_running_requests):
             return IterationPlan(self._schedule(rows, np.ones_like(rows), more))
         rows = self._view.table.by_arrival(self._running)
-        num_blocks, held = self._blocks(rows), self._view.table.num_blocks[rows]
+        held = self._view.own_blocks(rows)  # what others use as well stays, whichever are chosen
+        num_blocks = np.maximum(self._more_blocks(rows) + held, 1)
         penalty = np.where(self._view.table.is_hidden[rows], self._penalty(rows), 0.0)
         value = np.maximum(self._value(rows) - penalty, _NEAR_ZERO_S)
         of_one_kind = KnapsackItems(value, num_blocks, np.ones_like(rows), np.zeros_like(value), num_blocks)
         budget = SelectionBudget(self._num_free + int(held.sum()), self._num_tokens_left, max_running_requests)
         chosen = select(of_one_kind, budget).indices
-        more = int((num_blocks - held)[chosen].sum())
+        more = int(self._more_blocks(rows[chosen]).sum())
         is_left = np.ones(len(rows), np.bool_)
         is_left[chosen] = False
         left = np.flatnonzero(is_left)[::-1]
@@ -187,7 +199,7 @@ class _Step:
         return self._schedule(self._begun[goes_on], num_tokens[goes_on], 0)
 
     def _candidates(self, rows: Ints) -> KnapsackItems:
-        num_tokens = self._context_len[rows]
+        num_tokens = self._view.table.num_remaining[rows]
         if not self._splits_prompts:  # then a prompt longer than an iteration fills one alone
             num_tokens = np.minimum(num_tokens, self._view.limits.max_tokens)
         num_blocks = self._blocks(rows, is_hidden=False)
@@ -199,7 +211,7 @@ class _Step:
 
     def _evict(self, rows: Ints, num_blocks: int) -> tuple[PlannedEviction, ...]:
         """Drop caches in this order until this many blocks are free; the remaining requests only pause."""
-        held = self._view.table.num_blocks[rows]
+        held = self._view.own_blocks(rows)
         count = int((np.cumsum(held) - held + self._num_free < num_blocks).sum())
         self._num_free += int(held[:count].sum())
         return tuple(PlannedEviction(row, EvictionMode.DROP) for row in rows[:count].tolist())
@@ -228,9 +240,7 @@ class _Step:
         """Return the blocks of the whole context. `is_hidden`: the kind of cache; None: the one that each row has."""
         table = self._view.table
         kinds = table.is_hidden[rows] if is_hidden is None else np.full(len(rows), is_hidden)
-        return self._view.memory.blocks_for_each(
-            self._context_len[rows], is_hidden=kinds, is_real_time=table.is_real_time[rows]
-        )
+        return self._view.memory.blocks_for_each(self._context_len[rows], is_hidden=kinds)
 
     def _more_blocks(self, rows: Ints) -> Ints:
         return self._blocks(rows) - self._view.table.num_blocks[rows]

@@ -16,6 +16,7 @@ Here it runs at once, as those decodes would be late by it whenever it ran, and 
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -23,8 +24,9 @@ import numpy as np
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import chunk_within
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import Packer
-from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, WorkerView
+from alignedserve.scheduling.policies.bros_blocks import BlockSearch, FoundBlocks
+from alignedserve.scheduling.policy import IterationPlan, PlannedEviction, WorkerView
+from alignedserve.scheduling.sharing_packer import SharingPacker
 from alignedserve.scheduling.table import Floats, Ints
 from alignedserve.scheduling.table_operations import note_decodes
 
@@ -36,6 +38,7 @@ class BrosConfig:
     base_batch_size: int = 128
     batch_growth: int = 2  # factor per iteration in which no real-time request ran out of time
     long_prompts_wait: bool = False  # one too long to fit beside any decode, for the end of all: good for short answers
+    share_blocks: bool = True  # of a real-time and a best-effort request; False: the worker has a prefix cache instead
 
     def __post_init__(self) -> None:
         for name in ("base_batch_size", "batch_growth"):
@@ -100,7 +103,7 @@ class _Packing:
     def __init__(self, view: WorkerView, batch_size: int, *, stand_back: bool) -> None:
         """`stand_back`: decodes may, for a prompt too long to fit beside them; not twice in succession."""
         self._view = view
-        self.packer = Packer(view)
+        self.packer = SharingPacker(view)
         self.packer.num_places_left = min(self.packer.num_places_left, batch_size)
         left_s = residual_s(view)
         self._residual_s: list[float] = left_s.tolist()
@@ -195,7 +198,8 @@ class _Packing:
             outcome = self._join(row, self._budget_s)
             if outcome in (_Outcome.NO_PLACE, _Outcome.NO_TIME):
                 return outcome is _Outcome.NO_PLACE
-            if outcome is _Outcome.JOINED and self._budget_s <= self._residual_s[row] < np.inf:
+            can_wait = self._budget_s <= self._residual_s[row] < np.inf
+            if outcome is _Outcome.JOINED and can_wait and not self.packer.joins(row):
                 self._replaceable.append(row)
         return True
 
@@ -238,22 +242,23 @@ class _Packing:
         num_tokens = packer.unchunked(row)
         if packer.num_places_left < 1 or not 0 < num_tokens <= packer.num_tokens_left:
             return _Outcome.NO_PLACE
-        evictions = self._find_blocks(row, num_tokens)
-        if evictions is None:
+        found = self._find_blocks(row, num_tokens)
+        if found is None:
             return _Outcome.NO_BLOCKS
-        if evictions and self._time_with(row, num_tokens, evictions) > budget_s:
+        if found.evictions and self._time_with(row, num_tokens, found.evictions) > budget_s:
             return _Outcome.NO_TIME  # before any eviction, as evictions are not undone
-        for part in evictions:
+        for part in found.evictions:
             packer.evict(*part)
             self._evicted.add(part.row)
-        is_added = packer.add(row, num_tokens)
+        partner = found.partner
+        is_added = packer.add(row, num_tokens) if partner is None else packer.join(row, num_tokens, partner)
         assert is_added, "packs what does not fit"
-        if not evictions and packer.predicted_s() > budget_s:
+        if not found.evictions and packer.predicted_s() > budget_s:
             packer.withdraw(row)
             return _Outcome.NO_TIME
         return _Outcome.JOINED
 
-    def _time_with(self, row: int, num_tokens: int, evictions: list[PlannedEviction]) -> float:
+    def _time_with(self, row: int, num_tokens: int, evictions: tuple[PlannedEviction, ...]) -> float:
         work = self.packer.work.copy()
         self.packer.note_work(work, row, num_tokens)
         work.swap_out_tokens += self._view.memory.copy_tokens(sum(part.num_tokens or 0 for part in evictions))
@@ -261,22 +266,12 @@ class _Packing:
 
     # --- blocks: FindPreemptBlock and FindBlock (section 5.2)
 
-    def _find_blocks(self, row: int, num_tokens: int) -> list[PlannedEviction] | None:
-        """Return the evictions that free enough blocks for this request; None: there are none."""
-        missing = self.packer.blocks_needed(row, num_tokens) - self.packer.num_free
-        if missing <= 0:
-            return []
-        if self._is_short:
-            return None
-        evictions: list[PlannedEviction] = []
-        for victim in self._victims(row):
-            part, num_blocks = self._checkpoint(victim, missing, evictions)
-            evictions.append(part)
-            missing -= num_blocks
-            if missing <= 0:
-                return evictions
-        self._is_short = True
-        return None
+    def _find_blocks(self, row: int, num_tokens: int) -> FoundBlocks | None:
+        """Return how this request comes to the blocks that it needs; None: there are none."""
+        search = BlockSearch(self._view, self.packer)
+        found = search.find(row, num_tokens, partial(self._victims, row), may_take=not self._is_short)
+        self._is_short |= found is None
+        return found
 
     def _victims(self, row: int) -> Iterator[int]:
         """Iterate over victims for this request: best-effort ones, the last in order first, then real-time ones.
@@ -294,22 +289,8 @@ class _Packing:
         for other in holders:
             if not self._num_blocks[other] or other == row or other in self._evicted or other in self.packer:
                 continue
+            if self.packer.is_joined(other):
+                continue
             is_later = (table.arrival_s[other], table.order[other]) > (table.arrival_s[row], table.order[row])
             if is_later or (is_real_time and not table.is_real_time[other]):
                 yield other
-
-    def _checkpoint(self, victim: int, missing: int, so_far: list[PlannedEviction]) -> tuple[PlannedEviction, int]:
-        """Return the eviction from this victim that frees the missing blocks, and the number that it frees.
-
-        With shared blocks, only the blocks of a best-effort request that will be overwritten (lazy checkpointing);
-        else its whole cache, as of a real-time one. Without free host memory the cache is dropped.
-        """
-        table, memory = self._view.table, self._view.memory
-        num_blocks = self._num_blocks[victim]
-        num_tokens = int(table.num_cached[victim] - table.num_swapped[victim])
-        if memory.has_shared_blocks and not table.is_real_time[victim]:
-            num_blocks = min(num_blocks, missing)
-            num_tokens = num_blocks * memory.block_size
-        if num_tokens > self.packer.num_free_host - sum(part.num_tokens or 0 for part in so_far):
-            return PlannedEviction(victim, EvictionMode.DROP), self._num_blocks[victim]
-        return PlannedEviction(victim, EvictionMode.SWAP, num_tokens), num_blocks

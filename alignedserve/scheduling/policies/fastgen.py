@@ -44,7 +44,7 @@ class Fastgen:
         """Add prompts in order up to the first that does not fit, those that have begun first."""
         table = view.table
         prompts = np.flatnonzero(~table.is_decoding)
-        has_begun = table.num_cached[prompts] > 0
+        has_begun = table.num_blocks[prompts] > 0
         for row in by_arrival(view, prompts[has_begun]) + by_arrival(view, prompts[~has_begun]):
             num_tokens = min(packer.remaining(row), packer.num_tokens_left)
             if packer.blocks_needed(row, packer.remaining(row)) > packer.num_free or num_tokens < 1:

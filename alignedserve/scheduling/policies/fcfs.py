@@ -80,7 +80,7 @@ class Fcfs:
         running = deque(by_arrival(view, np.flatnonzero(is_decoding & ~is_swapped)))
         for _ in range(packer.add_decodes(np.array(running, np.int64))):  # those that fit, at once
             running.popleft()
-        holders = by_arrival(view, np.flatnonzero(view.table.num_cached > view.table.num_swapped))
+        holders = by_arrival(view, np.flatnonzero(view.table.num_blocks > 0))
         has_left: set[int] = set()
         while running and packer.num_places_left and packer.num_tokens_left:
             row = running.popleft()

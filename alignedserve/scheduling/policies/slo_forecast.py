@@ -38,7 +38,7 @@ class Group(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """What forecasts depend on beside the table; seconds. The kernel takes the values in this order."""
+    """The values beside the table that forecasts depend on, in seconds, in the order in which the kernel takes them."""
 
     now: float
     horizon_s: float  # a request that has no more time than that is urgent

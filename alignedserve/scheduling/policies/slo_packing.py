@@ -141,9 +141,7 @@ class SloPacking:
         """Return these rows, the blocks that have to be free for each to be computed, and their claims."""
         table, forecast = self._table, self._rows
         needed = self._view.memory.blocks_for_each(
-            table.prompt_len[rows] + table.num_generated[rows],
-            is_hidden=table.is_hidden[rows],
-            is_real_time=table.is_real_time[rows],
+            table.prompt_len[rows] + table.num_generated[rows], is_hidden=table.is_hidden[rows]
         )
         held = table.num_blocks[rows]
         leaves_room = (held == 0) & (forecast.rank[rows] > URGENT)
@@ -160,9 +158,9 @@ class SloPacking:
         """Return the most blocks that a newcomer of this claim could take from others."""
         if self._gain is None:
             rows = np.array([row for row in self._victims if row not in self._packer], np.int64)
-            held = np.bincount(self._rows.rank[rows], self._table.num_blocks[rows], BEST_EFFORT + 1)
+            held = np.bincount(self._rows.rank[rows], self._view.own_blocks(rows), BEST_EFFORT + 1)
             self._gain = [int(held[max(claim, ON_TIME) + 1 :].sum()) for claim in range(BEST_EFFORT + 1)]
-            self._gain[URGENT] += int(self._table.num_blocks[self._lenders].sum())
+            self._gain[URGENT] += int(self._view.own_blocks(np.array(self._lenders, np.int64)).sum())
         return self._gain[claim]
 
     def _evict_until(self, row: int, num_blocks: int) -> bool:
@@ -222,9 +220,7 @@ class SloPacking:
             return 0
         growth = np.where(self._rows.is_free[ready], 0, self._growth_tokens)
         grown = self._view.memory.blocks_for_each(
-            table.num_cached[ready] + 1 + growth,
-            is_hidden=table.is_hidden[ready],
-            is_real_time=table.is_real_time[ready],
+            table.num_cached[ready] + 1 + growth, is_hidden=table.is_hidden[ready]
         )
         return int(np.maximum(grown - table.num_blocks[ready], 0).sum())
 
@@ -343,7 +339,7 @@ class SloPacking:
             if copying_s > budget_s or not self._is_far_longer(victim, row):
                 return None
             chosen.append(victim)
-            missing -= int(self._table.num_blocks[victim])
+            missing -= int(self._view.own_blocks(np.array([victim]))[0])
             if missing <= 0:
                 return chosen
         return None

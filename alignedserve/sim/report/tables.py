@@ -32,15 +32,25 @@ _HEADLINES = (
 
 
 def headlines(report: Report) -> Table:
-    """Build a row per run, and one per class if there are several."""
+    """Build a row per run, and one per class if there are several.
+
+    The share of prompt tokens that the prefix cache had is told where it had any.
+    """
     has_classes = len(report.classes) > 1
+    has_hits = any(run.result.classes[ALL].num_cached_tokens for run in report.runs if run.result is not None)
     rows = [
         [run.policy, shown(run.rate), *([name] if has_classes else []), *_headline_cells(run, name)]
+        + ([_hit_rate(run, name)] if has_hits else [])
         for run in report.runs
         for name in report.classes
     ]
     names = ("policy", "rate", *(("class",) if has_classes else ()))
-    return Table((*names, *_HEADLINES), rows, len(names))
+    return Table((*names, *_HEADLINES, *(("cached",) if has_hits else ())), rows, len(names))
+
+
+def _hit_rate(run: ReportedRun, class_name: str) -> str:
+    found = run.of_class(class_name)
+    return NOTHING if found is None or found.hit_rate is None else f"{found.hit_rate:.1%}"
 
 
 def _headline_cells(run: ReportedRun, class_name: str) -> list[str]:

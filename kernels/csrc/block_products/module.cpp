@@ -130,6 +130,12 @@ class BlockWeight : public decode_pass::Product {
 
     int64_t num_parts(int64_t num_rows) const override { return divided_up(num_rows, rows_at_once()) * num_panels_; }
 
+    decode_pass::FilledPart filled_by(int64_t part, int64_t num_rows) const override {
+        const Group group = group_of(part / num_panels_, num_rows);
+        const int64_t column = part % num_panels_ * panel_columns_;
+        return {group.first, group.last - group.first, column, std::min(panel_columns_, out_width_ - column)};
+    }
+
     void multiply(const decode_pass::ProductCall& call, int64_t part) const override {
         multiply_part({reinterpret_cast<const InputBlock*>(call.rounded), call.num_rows, call.out, call.out_row_bytes,
                        call.is_bfloat16},
@@ -237,7 +243,7 @@ class BlockWeight : public decode_pass::Product {
     const Format format_;
     const BlockLevel& level_;
     const int64_t in_width_, out_width_, panel_columns_, num_panels_, panel_bytes_;
-    const Memory panels_;
+    const WeightMemory panels_;
     std::vector<float> bias_;
     BlockWeights weights_{};
 };

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "highest.h"
 #include "parts.h"
 
 namespace decode_pass {
@@ -88,7 +89,8 @@ struct Buffers {
 struct Step {
     char* residual;  // [rows, hidden_size], one run of memory, as are pending and logits
     char* pending;
-    char* logits;  // or null
+    char* logits;            // or null
+    HighestLogits* highest;  // of logits that are not kept; or null
     int64_t num_rows;
     CacheSlots cache;
     std::vector<Angles> angles;

@@ -82,10 +82,12 @@ class DecodePass {
     }
 
     // residual [num_rows, hidden_size] changes in place; pending, of the same shape, is written: what the residual still
-    // lacks of the last layer, unless logits [num_rows, columns of the head] are asked for (0: not). `angles`: cos, sin,
-    // half of each rope. Returns the seconds of attention and products.
-    std::pair<double, double> run(uintptr_t residual, uintptr_t pending, uintptr_t logits, int64_t num_rows,
-                                  Attention& attention, const std::vector<std::vector<uintptr_t>>& angles,
+    // lacks of the last layer, unless logits [num_rows, columns of the head] are asked for (0: not), or the highest of
+    // each row alone: its column [num_rows] int64, its value [num_rows] float32. `angles`: cos, sin, half of each rope.
+    // Returns the seconds of attention and products.
+    std::pair<double, double> run(uintptr_t residual, uintptr_t pending, uintptr_t logits,
+                                  std::pair<uintptr_t, uintptr_t> highest, int64_t num_rows, Attention& attention,
+                                  const std::vector<std::vector<uintptr_t>>& angles,
                                   uintptr_t slots, uintptr_t keys, uintptr_t values, int64_t layer_bytes,
                                   int64_t num_slots, bool is_int8, int num_threads);
 
@@ -109,7 +111,7 @@ class DecodePass {
     void check(const Step& step, int64_t num_slots, int num_threads) const {
         if (model_.layers.empty() || num_threads < 1 || step.num_rows < 1)
             throw std::invalid_argument("nothing to run");
-        if (step.logits && !model_.head_norm) throw std::invalid_argument("no head");
+        if ((step.logits || step.highest) && !model_.head_norm) throw std::invalid_argument("no head");
         const Attention& attention = *step.attention;
         if (attention.num_rows() != step.num_rows || attention.num_layers() != int64_t(model_.layers.size()) ||
             attention.query_width() != model_.placement.query_width() ||
@@ -147,11 +149,13 @@ class DecodePass {
     std::unique_ptr<Memory> memory_;
 };
 
-std::pair<double, double> DecodePass::run(uintptr_t residual, uintptr_t pending, uintptr_t logits, int64_t num_rows,
+std::pair<double, double> DecodePass::run(uintptr_t residual, uintptr_t pending, uintptr_t logits,
+                                          std::pair<uintptr_t, uintptr_t> highest, int64_t num_rows,
                                           Attention& attention, const std::vector<std::vector<uintptr_t>>& angles,
                                           uintptr_t slots, uintptr_t keys, uintptr_t values, int64_t layer_bytes,
                                           int64_t num_slots, bool is_int8, int num_threads) {
     Step step{reinterpret_cast<char*>(residual), reinterpret_cast<char*>(pending), reinterpret_cast<char*>(logits),
+              nullptr,
               num_rows,
               {reinterpret_cast<char*>(keys), reinterpret_cast<char*>(values), layer_bytes, is_int8,
                reinterpret_cast<const int64_t*>(slots)},
@@ -159,12 +163,16 @@ std::pair<double, double> DecodePass::run(uintptr_t residual, uintptr_t pending,
     for (const std::vector<uintptr_t>& own : angles)
         step.angles.push_back({reinterpret_cast<const float*>(own.at(0)), reinterpret_cast<const float*>(own.at(1)),
                                int64_t(own.at(2))});
+    HighestLogits noted(model_.placement.level(), num_rows, model_.placement.is_bfloat16(), num_threads);
+    if (highest.first) step.highest = &noted;
     check(step, num_slots, num_threads);
     step.buffers = buffers(num_rows);
     nb::gil_scoped_release released;
     StepRun run(model_, step, num_threads);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     run.work(omp_get_thread_num());
+    if (highest.first)
+        noted.finish(reinterpret_cast<int64_t*>(highest.first), reinterpret_cast<float*>(highest.second));
     return {run.times().attention_s, run.times().products_s};
 }
 

@@ -27,6 +27,7 @@ class Placement {
     virtual int64_t query_width() const = 0;
     virtual int64_t width() const = 0;  // of queries, keys and values
     virtual bool is_bfloat16() const = 0;
+    virtual const rows::Level& level() const = 0;
     virtual void place(rows::HeadRows call, int64_t first, int64_t last) const = 0;
 };
 
@@ -41,6 +42,12 @@ struct ProductCall {
     bool is_bfloat16;
 };
 
+// What a part of a product fills of its results.
+struct FilledPart {
+    int64_t first_row, num_rows;
+    int64_t first_column, num_columns;  // rows::kChunkColumns at most
+};
+
 // A product with a packed weight: all rows are rounded, then all parts multiplied, each once, by any thread.
 class Product {
    public:
@@ -51,6 +58,7 @@ class Product {
     virtual size_t rounded_bytes(int64_t num_rows) const = 0;
     virtual void round(const ProductCall& call, int64_t first, int64_t last) const = 0;  // these rows
     virtual int64_t num_parts(int64_t num_rows) const = 0;
+    virtual FilledPart filled_by(int64_t part, int64_t num_rows) const = 0;
     virtual void multiply(const ProductCall& call, int64_t part) const = 0;
 };
 

@@ -43,9 +43,9 @@ class StepRun {
           step_(step),
           num_row_parts_(step.num_rows <= kRowsTogether ? 1 : std::min<int64_t>(step.num_rows, num_threads)),
           head_(int64_t(model.layers.size()) * kStages),
-          end_(head_ + (step.logits ? kHeadStages : 0)),
+          end_(head_ + (step.logits || step.highest ? kHeadStages : 0)),
           parts_(num_threads) {
-        go_on(-1);
+        go_on(-1, 0);
     }
 
     // By every thread.
@@ -53,10 +53,10 @@ class StepRun {
         for (int64_t stage = stage_.load(std::memory_order_acquire); stage < end_;) {
             int64_t num_done = 0;
             for (int64_t part = parts_.take(stage, thread); part >= 0; part = parts_.take(stage, thread)) {
-                compute(stage, part);
+                compute(stage, part, thread);
                 ++num_done;
             }
-            if (num_done && completes(num_done)) go_on(stage);
+            if (num_done && completes(num_done)) go_on(stage, thread);
             stage = next_of(stage);
         }
     }
@@ -80,13 +80,13 @@ class StepRun {
     }
 
     // By the thread that completed the stage, alone: do stages of a single part, up to one that is handed out.
-    void go_on(int64_t stage) {
+    void go_on(int64_t stage, int thread) {
         while (true) {
             times_.lap(seconds_of(stage));
             if (++stage == end_) break;
             num_parts_ = num_parts(stage);
             if (num_parts_ > 1) break;
-            if (num_parts_) compute(stage, 0);
+            if (num_parts_) compute(stage, 0, thread);
         }
         num_done_.store(0, std::memory_order_relaxed);
         if (stage < end_) parts_.restart(stage, num_parts_);
@@ -143,9 +143,10 @@ class StepRun {
         }
     }
 
-    void compute(int64_t stage, int64_t part) const {
+    void compute(int64_t stage, int64_t part, int thread) const {
         const Buffers& rows = step_.buffers;
         if (stage == head_ + kFinalNorm) return normalise(*model_.head_norm, step_.pending, model_.head, part);
+        if (stage == head_ + kHead && step_.highest) return note_highest(part, thread);
         if (stage == head_ + kHead) return multiply(model_.head, rows.normed, step_.logits, part);
         const Layer& layer = layer_of(stage);
         switch (stage % kStages) {
@@ -192,6 +193,29 @@ class StepRun {
         on_calls(product, x, out, [&](const Product& own, const ProductCall& call) {
             const int64_t count = own.num_parts(step_.num_rows);
             if (part < count) own.multiply(call, part);
+            return (part -= count) >= 0;
+        });
+    }
+
+    // A part of the logits, which stay in the caches until their highest is noted.
+    void note_highest(int64_t part, int thread) const {
+        static thread_local std::vector<char> chunk;
+        const int64_t row_bytes = rows::kChunkColumns * model_.element_bytes;
+        int64_t first_column = 0;
+        on_calls(model_.head, step_.buffers.normed, nullptr, [&](const Product& own, ProductCall call) {
+            const int64_t count = own.num_parts(step_.num_rows);
+            if (part < count) {
+                const FilledPart at = own.filled_by(part, step_.num_rows);
+                if (int64_t(chunk.size()) < at.num_rows * row_bytes) chunk.resize(at.num_rows * row_bytes);
+                // The product counts rows and columns from the first of all.
+                const int64_t offset = at.first_row * row_bytes + at.first_column * model_.element_bytes;
+                call.out = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(chunk.data()) - offset);
+                call.out_row_bytes = row_bytes;
+                own.multiply(call, part);
+                step_.highest->note(thread, chunk.data(), row_bytes, at.first_row, at.num_rows,
+                                    first_column + at.first_column, at.num_columns);
+            }
+            first_column += own.out_width();
             return (part -= count) >= 0;
         });
     }

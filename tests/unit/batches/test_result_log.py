@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from alignedserve.batches.log.disk_log import DiskLogs
-from alignedserve.batches.log.log_format import LineOutcome, ResultRecord, decode_record, encode_record
-from alignedserve.batches.records import BatchKey, ResultKind
+from alignedserve.batches.log.log_format import LineOutcome, LogTotals, ResultRecord, decode_record, encode_record
+from alignedserve.batches.records import BatchKey, ResultKind, Usage
 from alignedserve.core.errors import StorageDamaged, StorageError
 from tests.support.batch_samples import BATCH
 
@@ -40,6 +40,17 @@ def test_no_changed_byte_goes_unseen(place: int) -> None:
     raw = bytearray(encode_record(RECORDS[0]))
     raw[place] ^= 1
     assert decode_record(bytes(raw)) is None
+
+
+def test_cached_tokens_are_in_the_log_and_logs_without_them_are_read() -> None:
+    record = ResultRecord(2, LineOutcome.COMPLETED, b"{}", 50, 7, 48)
+    assert b" 50/48 7 " in encode_record(record)
+    assert decode_record(encode_record(record)) == record
+    totals = LogTotals()
+    for one in (record, record._replace(cached_tokens=0)):
+        totals.add(one)
+    assert totals.usage() == Usage(input_tokens=100, output_tokens=14, cached_tokens=48)
+    assert b" 50 7 " in encode_record(record._replace(cached_tokens=0))
 
 
 def test_what_is_reopened_knows_what_is_done(tmp_path: Path) -> None:

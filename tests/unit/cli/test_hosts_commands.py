@@ -25,7 +25,7 @@ from alignedserve.cluster.launch import AskedToStop
 from alignedserve.config.loading import load_config
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
-from alignedserve.messages.gateways import ClusterStatus, WorkerLean
+from alignedserve.messages.gateways import ClusterStatus, PrefixTotals, WorkerLean
 
 DEAF = (
     "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -227,6 +227,8 @@ def test_the_load_is_told_in_the_words_of_the_topology(topology: str, said: str)
     leans = (WorkerLean("decode-0", 0.25),)
     counts: dict[str, Any] = {"num_prefill_workers": 3, "num_decode_workers": 3, "num_prefilling": 1, "num_pooled": 2}
     assert said in hosts.load_line(ClusterStatus(**counts, num_decoding=4, leans=leans), topology)
+    cached = ClusterStatus(**counts, prefixes=PrefixTotals(400, 300, 12, 5))
+    assert "0 of 0 blocks used; prefix cache: 12 blocks, 75% of tokens found" in hosts.load_line(cached, topology)
     assert hosts.load_line(None, topology) == "Load: unknown, as no gateway has a router"
 
 

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear
-from kernels.cpu.decode_pass import CacheSlots, DecodePass, LayerParts, decode_pass_available
+from kernels.cpu.decode_pass import (
+    CacheSlots,
+    DecodePass,
+    HeadParts,
+    HighestLogits,
+    LayerParts,
+    decode_pass_available,
+)
 from kernels.cpu.paged_attention import PagedAttention, PagedPlan, supported_levels
-from kernels.cpu.rows import HeadRows, NormRows
+from kernels.cpu.rows import HeadRows, NormRows, highest
 from tests.support.block_weights import random_blocks
 
 pytestmark = pytest.mark.skipif(not decode_pass_available(), reason="the native kernels are not built")
@@ -118,3 +125,29 @@ def test_missing_rotations_are_refused() -> None:
 def test_parts_that_do_not_fit_together_are_refused(changed: Callable[[], dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match=r"a norm of|product"):
         make_pass(layer(**changed()))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("head", [lambda: product(75, WIDTH), lambda: (*product(40, WIDTH), *product(40, WIDTH))])
+def test_the_highest_logits_are_those_of_all(
+    head: Callable[[], tuple[Any, ...]], num_rows: int, num_threads: int, level: str
+) -> None:
+    """The second head has every logit twice: the first of equals is found, whichever thread saw it."""
+    place = HeadRows(HEADS, KV_HEADS, HEAD_DIM, torch.float32, level=level)
+    products = head()
+    own = DecodePass((layer(), layer()), place, WIDTH, torch.float32, HeadParts(norm(), products))
+    residual = torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(1))
+    residual[num_rows // 2, 3] = torch.nan if num_rows > 1 else 0.0
+    slots = torch.arange(num_rows) * 2 * NUM_LAYERS * BLOCK_SIZE
+    logits = torch.empty(num_rows, sum(part.out_width for part in products))
+    found = HighestLogits(torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows))
+    torch.set_num_threads(num_threads)
+    for results in ((logits, None), (None, found)):
+        cache = cache_for(own)
+        own.run(residual.clone(), cache.plan(num_rows), [], slots, cache.slots, *results)
+    torch.set_num_threads(1)
+    expected = highest(logits, level=supported_levels()[0])
+    assert torch.equal(found.token_ids, expected[0])
+    assert torch.equal(found.values.nan_to_num(7.0), expected[1].nan_to_num(7.0))

@@ -64,6 +64,12 @@ def test_final_usage_overrules_the_sum_but_not_the_times() -> None:
     assert (len(outcome.token_times_s), outcome.num_tokens, outcome.num_prompt_tokens) == (1, 2, 9)
 
 
+def test_cached_tokens_are_read_where_the_server_tells_them() -> None:
+    usage = b'{"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": %b}}'
+    told = [_take(usage % details).num_cached_tokens for details in (b'{"cached_tokens": 8}', b"{}", b"null")]
+    assert told == [8, 0, 0]
+
+
 def test_error_object_without_an_event_name() -> None:
     outcome = _take(b'{"error": {"message": "worker lost"}}')
     assert outcome.failure is not None

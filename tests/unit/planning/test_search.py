@@ -94,7 +94,7 @@ def test_windows_that_flatter_cost_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_windows_that_deceive_cost_no_more_than_they_say(seed: int) -> None:
-    """Whatever windows say, the plan holds the whole; and none that held its windows is cheaper and holds it too."""
+    """Check that the plan holds the whole, and that no cheaper one which held its windows holds it too."""
     rng = random.Random(seed)
     families = some_families(rng)
     attained, on_windows = tables(rng, families), tables(rng, families)

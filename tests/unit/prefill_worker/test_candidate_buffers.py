@@ -1,4 +1,4 @@
-"""Decode workers' buffers in a prefill worker's memory: one copy at a time, in order."""
+"""Decode workers' buffers in a prefill worker's memory: one copy of each at a time, in order."""
 
 from collections.abc import Callable
 
@@ -151,13 +151,25 @@ def test_what_did_not_verify_is_told() -> None:
     assert busy().relayed(relay(), None) == [not_there(is_refused=True)]
 
 
-def test_one_copy_at_a_time_in_order() -> None:
+def test_one_copy_of_a_buffer_at_a_time_in_order() -> None:
+    made = busy()
+    r3 = RequestId("r3")
+    assert made.hear(prefetch(R2, 2), DECODE) == []
+    assert made.hear(prefetch(r3, 1), DECODE) == []
+    assert made.relayed(relay()) == [there(), relay(R2, 2)]
+    assert made.relayed(relay(R2, 2)) == [there(R2, 2), relay(r3, 1)]
+
+
+def test_copies_of_two_buffers_run_side_by_side() -> None:
     made = busy()
     made.link(OTHER)
+    r3, r4 = RequestId("r3"), RequestId("r4")
+    assert made.hear(prefetch(r3, 1), OTHER) == [relay(r3, 1, OTHER)]
+    assert made.hear(prefetch(r4, 2), OTHER) == []
     assert made.hear(prefetch(R2, 2), DECODE) == []
-    assert made.hear(prefetch(RequestId("r3"), 1), OTHER) == []
     assert made.relayed(relay()) == [there(), relay(R2, 2)]
-    assert made.relayed(relay(R2, 2)) == [there(R2, 2), relay(RequestId("r3"), 1, OTHER)]
+    arrived = BlocksPrefetched(r3, 1, BlockCopy(1, 7, RUNS))
+    assert made.relayed(relay(r3, 1, OTHER)) == [to_decode(arrived, OTHER), relay(r4, 2, OTHER)]
 
 
 def test_without_a_pool_nothing_is_prefetched() -> None:
@@ -182,9 +194,11 @@ def test_a_prefetch_under_way_is_not_cancelled_but_answered() -> None:
 def test_another_workers_prefetch_of_the_same_number_is_not_cancelled() -> None:
     made = busy()
     made.link(OTHER)
+    made.hear(prefetch(), OTHER)
     made.hear(prefetch(R2, 2), OTHER)
     assert made.hear(CancelPrefetch(R2, 2), DECODE) == []
-    assert made.relayed(relay()) == [there(), relay(R2, 2, OTHER)]
+    (_, begun) = made.relayed(relay(peer=OTHER))
+    assert begun == relay(R2, 2, OTHER)
 
 
 def test_the_pool_is_lost_with_prefetches_that_wait() -> None:

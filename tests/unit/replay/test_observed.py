@@ -1,4 +1,4 @@
-"""What a recorded run tells beside its decisions: parts of it, a client's pauses, what engines do not measure."""
+"""Facts that a recorded run tells beside its decisions: parts of it, a client's pauses, time outside the engine."""
 
 import pytest
 

@@ -96,7 +96,7 @@ def test_a_short_answer_with_a_gap_to_hold_stays_as_it_could_not_make_up_for_the
 
 
 def loaded(name: str, num_free: int, num_prompt_tokens: int, num_decodes: int) -> WorkerRecord:
-    """Of its 320 blocks of four tokens 20 are kept for growth; each of its decodes comes to hold 14."""
+    """Build a worker of 320 blocks of four tokens: it keeps 20 for growth, and each of its decodes comes to hold 14."""
     made = elastic(name, 0.5, num_decodes)
     made.load = WorkerLoad(lean=0.5, num_free_blocks=num_free, prompt_tokens_per_s=1000)
     if num_prompt_tokens:

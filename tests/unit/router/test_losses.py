@@ -11,8 +11,6 @@ from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
-    ClusterStatus,
-    Demand,
     RequestFailed,
     ResumeRequest,
     SubmitRequest,
@@ -23,7 +21,6 @@ from alignedserve.messages.pools import (
     BatchReceived,
     CopyKept,
     CopyLost,
-    PoolLoad,
     PoolRegistered,
     RequestPooled,
 )
@@ -354,38 +351,6 @@ def test_a_request_that_this_router_knows_takes_no_other_number() -> None:
     made.lose(DECODE)
     resumed = made.hear(GATEWAY, ResumeRequest(request(), (7,), epoch(1000)))
     assert [one.message.attempt for one in resumed if isinstance(one.message, PrefillRequest)] == [epoch(2)]
-
-
-# --- status
-
-
-def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
-    made = decoding()
-    made.link("gateway-1", Role.GATEWAY)
-    made.submit(request("r2"))
-    made.hear(POOL, PoolLoad(3, 0, 0, num_blocks_kept=2))
-    made.hear(DECODE, WorkerLoad(num_running=1, num_free_blocks=18, num_handoffs_verified=5, num_evictions=4))
-    status = ClusterStatus(
-        num_queued=0,
-        num_prefilling=1,
-        num_pooled=0,
-        num_decoding=1,
-        num_prefill_workers=1,
-        num_decode_workers=1,
-        num_pool_blocks=100,
-        num_pool_blocks_used=3,
-        num_worker_blocks=40,
-        num_worker_blocks_used=2,
-        num_preemptions=0,
-        num_handoffs_verified=5,
-        num_handoffs_refused=0,
-        num_evictions=4,
-        num_pool_blocks_kept=2,
-        latest_attempt=epoch(2),
-        demand=Demand(num_real_time=2, num_decode_places=4),
-    )
-    assert [made.tick(), made.tick(), made.tick()] == [[], [], []]
-    assert made.tick() == [Send(GATEWAY, status), Send("gateway-1", status)]
 
 
 def test_a_message_that_the_router_does_not_take_is_a_broken_invariant() -> None:

@@ -92,9 +92,7 @@ def test_blocks_for_each_is_blocks_for() -> None:
     for ratio in (0.5, 0.37, 0.99):
         memory = DeviceMemory(100, 100, 16, hidden_ratio=ratio)
         for is_hidden in (False, True):
-            several = memory.blocks_for_each(
-                lengths, is_hidden=np.full(len(lengths), is_hidden), is_real_time=np.ones(len(lengths), np.bool_)
-            )
+            several = memory.blocks_for_each(lengths, is_hidden=np.full(len(lengths), is_hidden))
             assert several.tolist() == [memory.blocks_for(length, is_hidden=is_hidden) for length in lengths.tolist()]
 
 

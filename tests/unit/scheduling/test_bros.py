@@ -8,7 +8,7 @@ import pytest
 from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.bros import residual_s
-from alignedserve.scheduling.policy import IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, PlannedShare, WorkerView
 from tests.harnesses.policy_run import Arrival, PolicyRun
 from tests.harnesses.scheduling import assert_sound, evicted_of, request_of, scheduled_of, view_of
 
@@ -239,11 +239,43 @@ def test_a_whole_best_effort_cache_leaves_where_blocks_are_not_shared() -> None:
     assert list(scheduled_of(view, plan)) == ["rt", "be1"]
 
 
-def test_where_blocks_are_shared_only_the_blocks_to_be_overwritten_leave() -> None:
-    rows = {"be": best_effort(decode(60, num_blocks=3)), "rt": prompt(40, 9.9)}
-    view = view_of(rows, now=10.0, num_blocks=5, num_free_host=1000, has_shared_blocks=True)
-    (part,) = planned(view).evictions
-    assert part.num_tokens == 16  # one block more than the two that are free; the last 11 tokens share theirs anyway
+def sharing(rows: dict[str, dict[str, Any]], num_blocks: int, num_free_host: int = 1000) -> WorkerView:
+    return view_of(rows, now=10.0, num_blocks=num_blocks, num_free_host=num_free_host, has_shared_blocks=True)
+
+
+def test_a_prompt_without_a_block_shares_the_last_one_of_a_best_effort_request() -> None:
+    rows = {"be": best_effort(decode(53)), "rt": prompt(40, 9.9)}  # 52 tokens: four slots of the last block
+    plan = planned(sharing(rows, num_blocks=6))
+    assert (plan.shares, plan.evictions) == ((PlannedShare(1, 0),), ())  # eight slots from the left
+    assert [part.row for part in plan.scheduled] == [1, 0]  # and both compute
+
+
+def test_only_the_slots_that_are_overwritten_leave() -> None:
+    rows = {"be": best_effort(decode(60)), "rt": prompt(40, 9.9)}  # 59 tokens: 11 slots of the last block
+    plan = planned(sharing(rows, num_blocks=6))
+    assert plan.shares == (PlannedShare(1, 0),)
+    assert plan.evictions == (PlannedEviction(0, EvictionMode.SWAP, 3),)  # 8 + 11 slots in a block of 16
+
+
+def test_it_shares_with_the_request_that_has_most_empty_slots() -> None:
+    rows = {"full": best_effort(decode(65)), "empty": best_effort(decode(51)), "rt": prompt(3, 9.9)}
+    assert planned(sharing(rows, num_blocks=8)).shares == (PlannedShare(2, 1),)
+
+
+def test_whole_blocks_leave_where_one_share_is_not_enough() -> None:
+    rows = {"be1": best_effort(decode(61)), "be2": best_effort(decode(61, arrival_s=1.0)), "rt": prompt(40, 9.9)}
+    plan = planned(sharing(rows, num_blocks=8))
+    assert plan.shares == (PlannedShare(2, 1),)
+    assert plan.evictions == (
+        PlannedEviction(1, EvictionMode.SWAP, 4),  # for 8 + 12 slots in one block
+        PlannedEviction(0, EvictionMode.SWAP, 12 + 16),
+    )
+
+
+def test_without_room_on_the_host_no_slot_is_overwritten() -> None:
+    rows = {"be": best_effort(decode(60)), "rt": prompt(40, 9.9)}
+    plan = planned(sharing(rows, num_blocks=6, num_free_host=2))
+    assert (plan.shares, evicted_of(sharing(rows, 6), plan)) == ((), [("be", "drop")])
 
 
 @pytest.mark.parametrize("num_free_host", [0, 58])

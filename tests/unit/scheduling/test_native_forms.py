@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not RequestTable().has_kernels, reason="the nati
 NOW = 50.0
 BLOCK_SIZE = 16
 MEMORY = DeviceMemory(4000, 40, BLOCK_SIZE, hidden_ratio=0.37)
-SHARED = DeviceMemory(4000, 40, BLOCK_SIZE, hidden_ratio=0.5, has_shared_blocks=True)
+HALF = DeviceMemory(4000, 40, BLOCK_SIZE, hidden_ratio=0.5)
 PROMPTS = PrefillTimes((0.011, 0.0123, 0.017, 0.031, 0.07, 0.133, 0.29))
 SITUATION = Situation(NOW, 0.21, 7.1e-5, 3.3e-8, 0.0113, 8.0, 3.7, 0.05)
 SEEDS = range(25)
@@ -109,7 +109,7 @@ def test_sums_of_decodes_are_the_same(seed: int) -> None:
     assert real_time_work(tables[0]) == real_time_work(tables[1])
 
 
-@pytest.mark.parametrize("memory", [MEMORY, SHARED])
+@pytest.mark.parametrize("memory", [MEMORY, HALF])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_decodes_that_fit_are_the_same(seed: int, memory: DeviceMemory) -> None:
     tables = drawn_tables(seed)
@@ -119,7 +119,7 @@ def test_decodes_that_fit_are_the_same(seed: int, memory: DeviceMemory) -> None:
         assert native == plain
 
 
-@pytest.mark.parametrize("memory", [MEMORY, SHARED])
+@pytest.mark.parametrize("memory", [MEMORY, HALF])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rows_that_grow_are_the_same_and_so_is_what_they_computed(seed: int, memory: DeviceMemory) -> None:
     tables = drawn_tables(seed)

@@ -105,14 +105,6 @@ def test_a_chunk_fills_up_the_last_block_it_has() -> None:
     assert packer.chunk(0) == 12
 
 
-def test_the_last_block_of_a_best_effort_chunk_is_counted_elsewhere() -> None:
-    _, packer = _packer({"a": {"prompt_len": 100, "num_cached": 3, "num_blocks": 0, "be": True}}, num_blocks=1,
-                        has_shared_blocks=True)  # fmt: skip
-    assert packer.chunk(0) == 28  # 31 tokens: one block and all but one slot of the next
-    assert packer.blocks_needed(0, 28) == 1
-    assert packer.blocks_needed(0, 29) == 2
-
-
 def test_a_prompt_longer_than_memory_gets_no_more_than_memory() -> None:
     view, packer = _packer({"a": {"prompt_len": 500}}, num_blocks=8, max_tokens=1000)
     assert not packer.add(0, 500)

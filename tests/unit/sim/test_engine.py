@@ -4,7 +4,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import Request
 from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
 from alignedserve.scheduling.policy import DeviceMemory
-from alignedserve.sim.engine import SimulatedEngine
+from alignedserve.sim.engine import SimulatedAnswer, SimulatedEngine
 from tests.harnesses.scheduling import EasyCosts, request_of
 
 ONE, OTHER = RequestId("one"), RequestId("other")
@@ -20,7 +20,9 @@ def _out(*block_ids: int) -> Swaps:
 
 
 def test_a_cache_leaves_in_two_parts_and_comes_back_as_one() -> None:
-    engine = SimulatedEngine(EasyCosts(), {ONE: 9, OTHER: 9}, MEMORY, keeps_timeline=False)
+    engine = SimulatedEngine(
+        EasyCosts(), {ONE: SimulatedAnswer(9), OTHER: SimulatedAnswer(9)}, MEMORY, keeps_timeline=False
+    )
     one, other = request_of("one", {"prompt_len": 48}), request_of("other", {"prompt_len": 16})
     engine.begin(RunIteration((), (_added(one, 0, 1, 2),), (), ((ONE, 32),)), 0.0)
     engine.begin(RunIteration((ONE,), (_added(other, 2),), (), ((OTHER, 16),), _out(2)), 1.0)

@@ -12,6 +12,8 @@ from alignedserve.sim.report.runs import WINDOW_S, Report, ReportedRun, window_o
 from alignedserve.sim.report.svg import Scale, from_zero, logarithmic, shown
 from alignedserve.sim.report.tables import headlines
 from alignedserve.sim.simulation import Simulation
+from alignedserve.workload.build import build_workload
+from alignedserve.workload.catalogue import Library
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, workload_of
 
 NASTY = "<script>alert('x')</script>&\"fcfs\""
@@ -149,3 +151,13 @@ def test_the_way_along_an_axis() -> None:
 )
 def test_quantities_have_three_digits(value: float, words: str) -> None:
     assert shown(value) == words
+
+
+def test_what_was_cached_has_a_column_where_there_was_anything() -> None:
+    chat = build_workload(
+        "prompt=20, output=30, turns=2, instruction=100, rate=1", seed=0, library=Library(), num_requests=3
+    )
+    table = headlines(Report("chat", (), [ReportedRun("fcfs", 1.0, 400, Simulation(colocated(), chat).run())]))
+    assert table.headings[-1] == "cached"
+    assert 50.0 < float(table.rows[0][-1].removesuffix("%")) < 90.0
+    assert "cached" not in headlines(Report("none", (), RUNS)).headings

@@ -5,6 +5,7 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
+from alignedserve.workload.requests import TextRun
 from alignedserve.workload.traces import (
     Terms,
     TraceRow,
@@ -37,7 +38,28 @@ def test_azure_relative_seconds() -> None:
 
 
 def test_mooncake_milliseconds() -> None:
-    assert parse_trace(MOONCAKE.splitlines(), name="t") == [TraceRow(0.0, 6758, 500), TraceRow(1.5, 7322, 490)]
+    rows = parse_trace(MOONCAKE.splitlines(), name="t")
+    assert [(row.arrival_s, row.prompt_len, row.output_len) for row in rows] == [(0.0, 6758, 500), (1.5, 7322, 490)]
+
+
+def test_hash_ids_name_what_prompts_begin_with() -> None:
+    first, second = parse_trace(MOONCAKE.splitlines(), name="t")
+    assert first.runs == (TextRun(0, 512), TextRun(1, 512))  # and the prompt goes on with what is its own
+    assert first.runs[0] == second.runs[0] != first.runs[1] != second.runs[1]
+    (own,) = parse_trace(['{"arrival_s": 1, "prompt_len": 600, "output_len": 2, "hash_ids": [7, 8]}'], name="t")
+    assert own.runs == (TextRun(7, 512), TextRun(8, 88))
+
+
+@pytest.mark.parametrize("ids", ["[1, 2, 3]", "[-1]", "[1.5]", "[9223372036854775807]", "[1e99]", '["a"]', "7"])
+def test_hash_ids_that_cannot_be_are_refused(ids: str) -> None:
+    with pytest.raises(ConfigError, match=r"t:1: .*(hash_ids|Expected|integer|range)"):
+        parse_trace(['{"timestamp": 1, "input_length": 1000, "output_length": 2, "hash_ids": ' + ids + "}"], name="t")
+
+
+def test_a_repetition_has_other_texts() -> None:
+    rows = repeated(parse_trace(MOONCAKE.splitlines(), name="t"), 7.0)
+    texts = [row.runs[0].text for row in rows]
+    assert texts == [0, 0, "1/0", "1/0", "2/0"]
 
 
 def test_rows_out_of_order_are_sorted() -> None:

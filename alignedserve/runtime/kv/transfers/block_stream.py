@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from alignedserve.runtime.kv.block_runs import BlockRuns
 from alignedserve.runtime.kv.transfers.block_channel import NUM_PIECES, Fill, Take, cut
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+from kernels.cpu.block_copies import BlockList
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -54,15 +56,22 @@ class BlockStream:
             for one in taken:
                 one.result()
 
-    def send_rows(self, rows: Iterable[Bytes]) -> None:
-        """Send blocks straight from where they lie, one after the other."""
-        for row in rows:
-            self._control.send_bytes(_bytes_of(row))
+    def send_lists(self, lists: Iterable[BlockList]) -> None:
+        """Send blocks straight from where they lie, one after the other, neighbours at once."""
+        for rows in self._neighbours(lists):
+            self._control.send_bytes(_bytes_of(rows))
 
-    def receive_rows(self, rows: Iterable[Bytes]) -> None:
-        """Receive blocks straight to where they belong, one after the other."""
-        for row in rows:
-            self._control.receive_bytes(_bytes_of(row))
+    def receive_lists(self, lists: Iterable[BlockList]) -> None:
+        """Receive blocks straight to where they belong, one after the other, neighbours at once."""
+        for rows in self._neighbours(lists):
+            self._control.receive_bytes(_bytes_of(rows))
+
+    def _neighbours(self, lists: Iterable[BlockList]) -> Iterator[Bytes]:
+        """Yield the bytes of neighbouring blocks, no more than a piece at a time."""
+        for listed in lists:
+            for first, count in BlockRuns.of(listed.block_ids).pairs():
+                for start in range(first, first + count, self._piece_blocks):
+                    yield listed.blocks[start : min(start + self._piece_blocks, first + count)]
 
     def close(self) -> None:
         """End the second thread; nothing is being transferred."""

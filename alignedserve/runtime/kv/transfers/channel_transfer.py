@@ -44,9 +44,7 @@ class ChannelTransfer(ServedTransfer):
         """`memory` moves this end's blocks; by default on their device for nccl, through the host otherwise."""
         self._storage = storage
         on_device = transport == "nccl"
-        self._memory: Any = memory or (
-            DeviceBlocks(storage.bytes) if on_device else HostBlocks(storage, storage.layout.block_bytes)
-        )
+        self._memory: Any = memory or (DeviceBlocks(storage.bytes) if on_device else HostBlocks(storage))
         self._control = dial(address, identity)
         try:
             self._num_blocks = negotiate(self._control, transport, storage.layout).num_blocks
@@ -77,7 +75,7 @@ class ChannelTransfer(ServedTransfer):
 
         self._control.send(WriteBlocks(tuple(one.named for one in planned)))
         if isinstance(self._channel, BlockStream) and isinstance(self._memory, HostBlocks):
-            self._channel.send_rows(self._memory.rows_to_send(sources, checksums))
+            self._channel.send_lists(self._memory.lists_to_send(sources, checksums))
         else:
             self._channel.send(len(sources), fill)
         return self._settled(planned, planned, checksums.values)
@@ -93,7 +91,7 @@ class ChannelTransfer(ServedTransfer):
             self._memory.scatter(targets[first : first + len(rows)], rows, checksums)
 
         if isinstance(self._channel, BlockStream) and isinstance(self._memory, HostBlocks):
-            self._channel.receive_rows(self._memory.rows_to_fill(targets, checksums))
+            self._channel.receive_lists(self._memory.lists_to_fill(targets, checksums))
         else:
             self._channel.receive(len(targets), take)
         return self._settled(planned, granted, checksums.values)

@@ -4,7 +4,6 @@ Used by `bench transfer` and the contract tests; workers keep candidate buffers 
 is plain torch and runs on any device, the CPU included.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,27 +11,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
-from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import DeviceMemoryHandle
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.kv.block_checksums import (
-    PlacedRun,
-    RunChecksums,
     check_target,
-    copy_rows,
-    place_runs,
     runs_with_checksums,
     source_blocks,
-    verify_checksums,
+    verify_digests,
 )
+from alignedserve.runtime.kv.block_runs import BlockIds, BlockRuns, Ints, PlacedRuns, as_ids
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
 from alignedserve.runtime.kv.transfers.device_checksums import DeviceRunChecksums
-from kernels.block_checksums import WORD_BYTES
+from kernels.block_digests import WORD_BYTES
 from kernels.block_lists import gather_blocks, scatter_blocks
+from kernels.cpu.block_copies import all_rows, copy_blocks
 
 _STAGED_BYTES = 16 * 1024 * 1024
 
@@ -43,26 +38,25 @@ class DeviceBlocks:
     def __init__(self, blocks: Tensor) -> None:
         self.device = blocks.device
         self._blocks = blocks
-        self._block_bytes = blocks.shape[1]
 
-    def checksums(self, runs: Sequence[PlacedRun]) -> DeviceRunChecksums:
+    def checksums(self, runs: PlacedRuns) -> DeviceRunChecksums:
         """Return checksums to be updated by gather or scatter, over all the blocks in order."""
-        return DeviceRunChecksums(runs, self._block_bytes, self.device)
+        return DeviceRunChecksums(runs)
 
-    def gather(self, block_ids: Sequence[BlockId], rows: Tensor, *checksums: DeviceRunChecksums) -> None:
+    def gather(self, block_ids: BlockIds, rows: Tensor, *checksums: DeviceRunChecksums) -> None:
         """Copy blocks into rows: uint8 [len(block_ids), block_bytes], on this device."""
         gather_blocks(self._blocks, self._ids(block_ids), rows)
         for one in checksums:
             one.update(rows)
 
-    def scatter(self, block_ids: Sequence[BlockId], rows: Tensor, *checksums: DeviceRunChecksums) -> None:
+    def scatter(self, block_ids: BlockIds, rows: Tensor, *checksums: DeviceRunChecksums) -> None:
         """Copy rows into blocks."""
         scatter_blocks(rows, self._blocks, self._ids(block_ids))
         for one in checksums:
             one.update(rows)
 
-    def _ids(self, block_ids: Sequence[BlockId]) -> Tensor:
-        return to_device([np.array(block_ids, np.int64)], self.device)[0]
+    def _ids(self, block_ids: BlockIds) -> Tensor:
+        return to_device([np.asarray(block_ids, np.int64)], self.device)[0]
 
 
 class DeviceBuffer:
@@ -87,15 +81,15 @@ class DeviceBuffer:
         self.gather = self._pieces.gather
         self.scatter = self._pieces.scatter
 
-    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
+    def stamp(self, block_ids: BlockIds, generation: int) -> None:
         """Mark these blocks as written under this generation (0: no lease)."""
-        self.generations[list(block_ids)] = generation
+        self.generations[np.asarray(block_ids, np.int64)] = generation
 
-    def is_stamped(self, block_ids: Sequence[BlockId], generation: int) -> bool:
+    def is_stamped(self, block_ids: BlockIds, generation: int) -> bool:
         """Return whether all of them are marked with this generation."""
-        return generation != NO_LEASE and bool((self.generations[list(block_ids)] == generation).all())
+        return generation != NO_LEASE and bool((self.generations[np.asarray(block_ids, np.int64)] == generation).all())
 
-    def rows(self, block_ids: Sequence[BlockId]) -> None:
+    def listed(self, block_ids: BlockIds) -> None:
         """Return None: the blocks are on a device."""
 
     def exported(self) -> DeviceMemoryHandle | None:
@@ -107,21 +101,17 @@ class DeviceBuffer:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         return DeviceMemoryHandle(uuid, handle, size, offset, counter, counter_offset, event, is_awaited)
 
-    def relay_from(
-        self, source: Arena, copy: BlockCopy, block_ids: Sequence[BlockId], generation: int
-    ) -> tuple[BlockRun, ...]:
+    def relay_from(self, source: Arena, copy: BlockCopy, block_ids: BlockIds, generation: int) -> tuple[BlockRun, ...]:
         """Copy from an arena into this buffer as `relay` does; after HandoffRejected no lease holds the blocks."""
-        num_sent = copy.num_blocks
-        check_target(block_ids, num_sent, generation, self.num_blocks)
+        ids = as_ids(block_ids)
+        check_target(ids, copy.num_blocks, generation, self.num_blocks)
         try:
-            return self._relay_from(source, copy, block_ids, generation)
+            return self._relay_from(source, copy, ids, generation)
         except HandoffRejected:
-            self.stamp(block_ids, NO_LEASE)
+            self.stamp(ids, NO_LEASE)
             raise
 
-    def _relay_from(
-        self, source: Arena, copy: BlockCopy, block_ids: Sequence[BlockId], generation: int
-    ) -> tuple[BlockRun, ...]:
+    def _relay_from(self, source: Arena, copy: BlockCopy, block_ids: Ints, generation: int) -> tuple[BlockRun, ...]:
         layout = self.layout
         sources = source_blocks(
             copy, block_size=layout.block_size, num_targets=len(block_ids), num_blocks=source.num_blocks
@@ -129,17 +119,18 @@ class DeviceBuffer:
         if not source.is_stamped(sources, copy.generation):
             raise HandoffRejected("the lease is no longer valid")
         self.stamp(block_ids, generation)
-        runs = contiguous_runs(block_ids)
-        old = RunChecksums(place_runs(run.num_blocks for run in copy.runs), layout.block_bytes)
-        new = self._pieces.checksums(place_runs(count for _, count in runs))
+        runs = BlockRuns.of(block_ids)
+        digests = np.empty(len(sources), np.uint64)
+        new = self._pieces.checksums(runs.placed())
         size = max(1, _STAGED_BYTES // layout.block_bytes)
         staged = torch.empty((min(size, len(sources)), layout.block_bytes), dtype=torch.uint8)
         for first in range(0, len(sources), size):
             part = sources[first : first + size]
             rows = staged[: len(part)]
-            copy_rows(source.rows_to_read(part), rows.numpy(), old, from_target=True)
+            listed = all_rows(rows.numpy())
+            digests[first : first + size] = copy_blocks(source.listed(part), listed, is_streamed=False)
             self.scatter(block_ids[first : first + size], rows.to(self.device), new)
-        verify_checksums(copy, old.values)
+        verify_digests(copy, digests)
         if not source.is_stamped(sources, copy.generation):
             raise HandoffRejected("the lease is no longer valid")
         return runs_with_checksums(runs, new.values)

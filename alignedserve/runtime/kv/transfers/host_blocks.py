@@ -1,60 +1,74 @@
 """Blocks in host memory, gathered into pieces that travel, scattered out of them, and checksummed on the way."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from alignedserve.core.ids import BlockId
-from alignedserve.runtime.kv.block_checksums import PlacedRun, RunChecksums, copy_rows
+from alignedserve.runtime.kv.block_checksums import RunChecksums
+from alignedserve.runtime.kv.block_runs import BlockIds, PlacedRuns
+from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_channel import Rows
+from kernels.cpu.block_copies import BlockList, all_rows, digest_blocks
 
-Bytes = npt.NDArray[np.uint8]
+# Summed at a time, beside what travels: so little that it is still in the core's own cache when it is sent.
+_SUMMED_BYTES = 512 * 1024
 
 
-class RowSource(Protocol):
-    """Blocks that can be iterated row by row: a BlockStorage or an Arena."""
+class BlockSource(Protocol):
+    """Blocks that are read and written in pieces on the host: a BlockStorage or an Arena."""
 
-    def rows_to_read(self, block_ids: Sequence[BlockId]) -> Iterator[Bytes]:
-        """Iterate over their bytes, block by block."""
+    def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """Iterate over lists of blocks that hold these, in order; one is valid until the iterator is advanced."""
 
-    def rows_to_write(self, block_ids: Sequence[BlockId]) -> Iterator[Bytes]:
-        """Iterate over rows to fill, one per block."""
+    def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """Iterate over lists of blocks to fill, taken over when the iterator is advanced, past its end as well."""
 
 
 class HostBlocks:
-    """Moves blocks of any RowSource into and out of pieces in host memory."""
+    """Moves blocks of any BlockSource into and out of pieces in host memory."""
 
-    def __init__(self, blocks: RowSource, block_bytes: int) -> None:
+    def __init__(self, blocks: BlockSource) -> None:
         self.device = "cpu"
         self._blocks = blocks
-        self._block_bytes = block_bytes
 
-    def checksums(self, runs: Sequence[PlacedRun]) -> RunChecksums:
-        """Return checksums to be updated by gather or scatter, over all the blocks in order."""
-        return RunChecksums(runs, self._block_bytes)
+    def checksums(self, runs: PlacedRuns) -> RunChecksums:
+        """Return checksums to be completed by gather or scatter, over all the blocks in order."""
+        return RunChecksums(runs)
 
-    def gather(self, block_ids: Sequence[BlockId], rows: Rows, *checksums: RunChecksums) -> None:
+    def gather(self, block_ids: BlockIds, rows: Rows, *checksums: RunChecksums) -> None:
         """Copy blocks into rows: uint8 [len(block_ids), block_bytes]."""
-        copy_rows(self._blocks.rows_to_read(block_ids), np.asarray(rows), *checksums, from_target=True)
+        pieces = self._blocks.pieces_to_read(block_ids)
+        digests = copy_from_pieces(pieces, all_rows(np.asarray(rows)), is_streamed=False)
+        for one in checksums:
+            one.add(digests)
 
-    def scatter(self, block_ids: Sequence[BlockId], rows: Rows, *checksums: RunChecksums) -> None:
+    def scatter(self, block_ids: BlockIds, rows: Rows, *checksums: RunChecksums) -> None:
         """Copy rows into blocks."""
-        copy_rows(np.asarray(rows), self._blocks.rows_to_write(block_ids), *checksums, from_target=False)
+        digests = copy_to_pieces(all_rows(np.asarray(rows)), self._blocks.pieces_to_write(block_ids))
+        for one in checksums:
+            one.add(digests)
 
-    def rows_to_send(self, block_ids: Sequence[BlockId], checksums: RunChecksums) -> Iterator[Bytes]:
-        """Iterate over the bytes of blocks, which are checksummed as they leave."""
-        for row in self._blocks.rows_to_read(block_ids):
-            checksums.update(row)
-            yield row
+    def lists_to_send(self, block_ids: BlockIds, checksums: RunChecksums) -> Iterator[BlockList]:
+        """Iterate over the blocks, which are checksummed as they leave."""
+        for piece in self._blocks.pieces_to_read(block_ids):
+            for part in _parts(piece):
+                checksums.add(digest_blocks(part))
+                yield part
 
-    def rows_to_fill(self, block_ids: Sequence[BlockId], checksums: RunChecksums) -> Iterator[Bytes]:
-        """Iterate over rows to fill, which are checksummed when the iterator is advanced, past its end as well."""
-        for row in self._blocks.rows_to_write(block_ids):
-            yield row
-            checksums.update(row)
+    def lists_to_fill(self, block_ids: BlockIds, checksums: RunChecksums) -> Iterator[BlockList]:
+        """Iterate over blocks to fill, which are checksummed when the iterator is advanced, past its end as well."""
+        for piece in self._blocks.pieces_to_write(block_ids):
+            for part in _parts(piece):
+                yield part
+                checksums.add(digest_blocks(part))
+
+
+def _parts(piece: BlockList) -> Iterator[BlockList]:
+    size = max(1, _SUMMED_BYTES // piece.block_bytes)
+    for first in range(0, len(piece), size):
+        yield piece.part(first, first + size)
 
 
 class ArenaBuffer:
@@ -66,21 +80,21 @@ class ArenaBuffer:
         self.num_blocks = arena.num_blocks
         self.device = "cpu"
         self._arena = arena
-        self._memory = HostBlocks(arena, arena.layout.block_bytes)
+        self._memory = HostBlocks(arena)
         self.gather = self._memory.gather
         self.scatter = self._memory.scatter
 
-    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
+    def stamp(self, block_ids: BlockIds, generation: int) -> None:
         """See Arena."""
         self._arena.stamp(block_ids, generation)
 
-    def is_stamped(self, block_ids: Sequence[BlockId], generation: int) -> bool:
+    def is_stamped(self, block_ids: BlockIds, generation: int) -> bool:
         """See Arena."""
         return self._arena.is_stamped(block_ids, generation)
 
-    def rows(self, block_ids: Sequence[BlockId]) -> Iterator[Bytes]:
+    def listed(self, block_ids: BlockIds) -> BlockList:
         """See ServedBuffer."""
-        return self._arena.rows_to_write(block_ids)
+        return self._arena.listed(block_ids)
 
     def exported(self) -> None:
         """Return None: a CUDA device cannot map it."""

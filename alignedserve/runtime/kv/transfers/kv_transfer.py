@@ -14,6 +14,7 @@ from typing import Protocol
 
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
+from alignedserve.runtime.kv.block_runs import BlockRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,12 @@ class OffloadRequest:
     storage_block_ids: Sequence[BlockId]
     target_block_ids: Sequence[BlockId]  # as many
     generation: int  # of the lease on the target blocks
+    num_before: int | None = None  # they follow so many blocks of a prefix, and each is summed by itself
+
+    @property
+    def runs(self) -> BlockRuns:
+        """The target blocks by what is summed: runs of neighbours, or each by itself. Raises HandoffRejected."""
+        return BlockRuns.of(self.target_block_ids, is_by_block=self.num_before is not None)
 
 
 @dataclass(frozen=True, slots=True)

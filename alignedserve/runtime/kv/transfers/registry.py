@@ -8,6 +8,8 @@ import torch
 
 from alignedserve.core.errors import HandoffRejected, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
+from alignedserve.runtime.device.cores import threads_per_copy
+from alignedserve.runtime.device.cuda_driver import driver_of
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
@@ -83,7 +85,8 @@ def _open_shm(offered: ArenaOffered, storage: BlockStorage, identity: Identity, 
     if offered.file_id and arena.file_id != offered.file_id:
         arena.close()
         raise HandoffRejected("the file at its path is another one, of another host or container")
-    return ShmTransfer(storage, arena, stamps=stamps)
+    driver = driver_of(storage.device)
+    return ShmTransfer(storage, arena, stamps=stamps, num_threads=threads_per_copy(), driver=driver)
 
 
 def _open_channel(name: str) -> _Opener:

@@ -7,20 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost, ProtocolError
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import BlocksAnswered, NamedBlocks, OpenTransfer, TransferOpened, TransferRefused
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.kv.block_checksums import (
-    PlacedRun,
     check_target,
-    place_runs,
     runs_with_checksums,
     source_blocks,
     verify_checksums,
 )
+from alignedserve.runtime.kv.block_runs import BlockRuns, PlacedRuns, as_ids, join_placed, place_runs
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
@@ -35,11 +33,12 @@ class PlannedRequest:
     index: int  # in the call
     storage_block_ids: Sequence[BlockId]
     named: NamedBlocks  # the owner's blocks, as many
+    num_before: int = 0  # blocks of a prefix before them
 
     @property
-    def runs(self) -> list[PlacedRun]:
+    def runs(self) -> PlacedRuns:
         """The runs of the owner's blocks, for their checksums."""
-        return place_runs(count for _, count in self.named.runs)
+        return place_runs([count for _, count in self.named.runs], self.num_before)
 
 
 class ServedTransfer(abc.ABC):
@@ -60,7 +59,8 @@ class ServedTransfer(abc.ABC):
             with closing_on_error(self._control):
                 sent = self._offload(planned)
             for one, checksums in zip(planned, sent, strict=True):
-                done[one.index] = None if checksums is None else runs_with_checksums(one.named.runs, checksums)
+                if checksums is not None:
+                    done[one.index] = runs_with_checksums(BlockRuns.named(one.named.runs), checksums)
         return done
 
     def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
@@ -117,12 +117,12 @@ def plan_offload(requests: Sequence[OffloadRequest], num_blocks: int) -> list[Pl
     planned = []
     for index, one in enumerate(requests):
         try:
-            check_target(one.target_block_ids, len(one.storage_block_ids), one.generation, num_blocks)
+            check_target(as_ids(one.target_block_ids), len(one.storage_block_ids), one.generation, num_blocks)
         except HandoffRejected as error:
             logger.warning("offload under generation %d refused: %s", one.generation, error)
             continue
-        named = NamedBlocks(one.generation, tuple(contiguous_runs(one.target_block_ids)))
-        planned.append(PlannedRequest(index, one.storage_block_ids, named))
+        named = NamedBlocks(one.generation, one.runs.pairs())
+        planned.append(PlannedRequest(index, one.storage_block_ids, named, one.num_before or 0))
     return planned
 
 
@@ -137,7 +137,7 @@ def plan_fetch(requests: Sequence[FetchRequest], block_size: int, num_blocks: in
             logger.warning("fetch of generation %d refused: %s", copy.generation, error)
             continue
         named = NamedBlocks(copy.generation, tuple((run.first_block, run.num_blocks) for run in copy.runs))
-        planned.append(PlannedRequest(index, targets[: len(blocks)], named))
+        planned.append(PlannedRequest(index, targets[: len(blocks)], named, copy.num_before))
     return planned
 
 
@@ -154,9 +154,9 @@ def blocks_in_order(planned: Sequence[PlannedRequest]) -> list[BlockId]:
     return [block_id for one in planned for block_id in one.storage_block_ids]
 
 
-def runs_in_order(planned: Sequence[PlannedRequest]) -> list[PlacedRun]:
+def runs_in_order(planned: Sequence[PlannedRequest]) -> PlacedRuns:
     """Return the runs of all requests, in the order in which their bytes travel."""
-    return [run for one in planned for run in one.runs]
+    return join_placed(one.runs for one in planned)
 
 
 def is_verified(copy: BlockCopy, checksums: Sequence[int] | None) -> bool:

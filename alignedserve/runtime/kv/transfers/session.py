@@ -1,14 +1,13 @@
 """One peer's requests to the owner of a buffer, handled in order."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, ProtocolError
-from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import (
     BlocksAnswered,
     BlocksCopied,
@@ -18,13 +17,16 @@ from alignedserve.messages.blocks import (
     WriteBlocks,
 )
 from alignedserve.runtime.kv.block_checksums import check_target, expand_runs
+from alignedserve.runtime.kv.block_runs import BlockIds, Ints
 from alignedserve.runtime.kv.transfers.block_channel import BlockChannel, Rows
-from alignedserve.runtime.kv.transfers.block_stream import BlockStream, Bytes
+from alignedserve.runtime.kv.transfers.block_stream import BlockStream
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+from kernels.cpu.block_copies import BlockList
 
 logger = logging.getLogger(__name__)
 
 _MAX_TIMES_BUFFER = 16  # blocks in one message, in multiples of the buffer
+_NOWHERE = -1  # the target of blocks that arrive for a refused request
 
 
 class ServedBuffer(Protocol):
@@ -35,20 +37,20 @@ class ServedBuffer(Protocol):
     device: Any  # of torch, or "cpu"
     writer_stamps: bool  # the writer stamps the blocks (a candidate buffer); in the pool's arena their owner has
 
-    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
+    def stamp(self, block_ids: BlockIds, generation: int) -> None:
         """Mark these blocks as written under this generation."""
 
-    def is_stamped(self, block_ids: Sequence[BlockId], generation: int) -> bool:
+    def is_stamped(self, block_ids: BlockIds, generation: int) -> bool:
         """Return whether all of them are marked with this generation."""
 
-    def gather(self, block_ids: Sequence[BlockId], rows: Rows) -> None:
+    def gather(self, block_ids: BlockIds, rows: Rows) -> None:
         """Copy blocks into rows: uint8 [len(block_ids), block_bytes]."""
 
-    def scatter(self, block_ids: Sequence[BlockId], rows: Rows) -> None:
+    def scatter(self, block_ids: BlockIds, rows: Rows) -> None:
         """Copy rows into blocks."""
 
-    def rows(self, block_ids: Sequence[BlockId]) -> Iterable[Bytes] | None:
-        """Return the bytes of blocks in place, one after the other; None: they are not in this process's memory."""
+    def listed(self, block_ids: BlockIds) -> BlockList | None:
+        """Return blocks in place; None: they are not in this process's memory."""
 
     def exported(self) -> DeviceMemoryHandle | None:
         """Return a handle by which another process of this machine maps the blocks; None: they are not on a device."""
@@ -61,7 +63,7 @@ class TransferSession:
         self._buffer = buffer
         self._control = control
         self._channel = channel
-        self._current: list[tuple[int, list[BlockId] | None]] = []  # generation and blocks of the latest requests
+        self._current: list[tuple[int, Ints | None]] = []  # generation and blocks of the latest requests
 
     def handle(self, message: object) -> None:
         """Perform one message. Raises PeerLost or ProtocolError, after which the session is unusable."""
@@ -91,34 +93,40 @@ class TransferSession:
 
     def _receive(self, channel: BlockChannel, requests: Sequence[NamedBlocks]) -> None:
         """Receive all bytes, and write those of accepted requests."""
-        targets: list[BlockId | None] = []
-        for named, (_, blocks) in zip(requests, self._current, strict=True):
-            targets += blocks if blocks is not None else [None] * sum(count for _, count in named.runs)
-
-        rows = self._buffer.rows([target for target in targets if target is not None])
-        if rows is not None and isinstance(channel, BlockStream):
-            unwanted = np.empty(self._buffer.layout.block_bytes, np.uint8)
-            wanted_rows = iter(rows)
-            channel.receive_rows(unwanted if target is None else next(wanted_rows) for target in targets)
+        targets = _joined(
+            blocks if blocks is not None else np.full(sum(count for _, count in named.runs), _NOWHERE, np.int64)
+            for named, (_, blocks) in zip(requests, self._current, strict=True)
+        )
+        if isinstance(channel, BlockStream) and self._buffer.listed(targets[:0]) is not None:
+            channel.receive_lists(self._lists_to_fill(targets))
             return
 
         def take(first: int, rows: Rows) -> None:
-            wanted = [
-                (row, target) for row, target in enumerate(targets[first : first + len(rows)]) if target is not None
-            ]
-            if len(wanted) == len(rows):
-                self._buffer.scatter([target for _, target in wanted], rows)
+            part = targets[first : first + len(rows)]
+            wanted = np.flatnonzero(part != _NOWHERE)
+            if len(wanted) == len(part):
+                self._buffer.scatter(part, rows)
                 return
-            for row, target in wanted:
-                self._buffer.scatter([target], rows[row : row + 1])
+            for row in wanted.tolist():
+                self._buffer.scatter(part[row : row + 1], rows[row : row + 1])
 
         channel.receive(len(targets), take)
 
+    def _lists_to_fill(self, targets: Ints) -> Iterator[BlockList]:
+        """Yield where blocks go: to their places, or all to one that is not read."""
+        unwanted = np.empty((1, self._buffer.layout.block_bytes), np.uint8)
+        changes = np.flatnonzero(np.diff(targets == _NOWHERE)) + 1
+        for part in np.split(targets, changes):
+            is_wanted = bool(len(part)) and part[0] != _NOWHERE
+            listed = self._buffer.listed(part) if is_wanted else BlockList(unwanted, np.zeros_like(part))
+            assert listed is not None, "a buffer in this process's memory"
+            yield listed
+
     def _send(self, channel: BlockChannel) -> None:
-        sources = [block_id for _, blocks in self._current for block_id in blocks or ()]
-        rows = self._buffer.rows(sources)
-        if rows is not None and isinstance(channel, BlockStream):
-            channel.send_rows(rows)
+        sources = _joined(blocks for _, blocks in self._current if blocks is not None)
+        listed = self._buffer.listed(sources)
+        if listed is not None and isinstance(channel, BlockStream):
+            channel.send_lists([listed])
             return
 
         def fill(first: int, rows: Rows) -> None:
@@ -145,7 +153,7 @@ class TransferSession:
         if sum(counts) > _MAX_TIMES_BUFFER * self._buffer.num_blocks:
             raise ProtocolError("requests for too many blocks")
 
-    def _writable(self, named: NamedBlocks) -> list[BlockId] | None:
+    def _writable(self, named: NamedBlocks) -> Ints | None:
         try:
             blocks = expand_runs(named.runs, self._buffer.num_blocks)
             check_target(blocks, len(blocks), named.generation, self._buffer.num_blocks)
@@ -158,10 +166,14 @@ class TransferSession:
             return None
         return blocks
 
-    def _readable(self, named: NamedBlocks) -> list[BlockId] | None:
+    def _readable(self, named: NamedBlocks) -> Ints | None:
         try:
             blocks = expand_runs(named.runs, self._buffer.num_blocks)
         except HandoffRejected as error:
             logger.warning("read of generation %d refused: %s", named.generation, error)
             return None
         return blocks if self._buffer.is_stamped(blocks, named.generation) else None
+
+
+def _joined(lists: Iterable[Ints]) -> Ints:
+    return np.concatenate([np.empty(0, np.int64), *lists])

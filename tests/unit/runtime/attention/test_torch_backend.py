@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.torch_plan import bucket_bounds
-from kernels.attention import GatherBuffers, attend_chunk, attend_decode, gather_context
+from kernels.attention import GatherBuffers, RunSelection, attend_chunk, attend_decode, gather_context
 from kernels.reference import attention
 
 BLOCK_SIZE, HEAD_DIM = 4, 16
@@ -30,7 +30,7 @@ def test_decode_with_grouped_heads_and_odd_lengths(group: int, dtype: torch.dtyp
     for row, length in enumerate(lengths):
         mask[row, :, :, length:] = float("-inf")
     buffers = GatherBuffers(torch.device("cpu"))
-    attended = attend_decode(queries, keys, values, run_ids, mask, buffers)
+    attended = attend_decode(queries, keys, values, RunSelection(run_ids), mask, buffers)
     assert attended.dtype == dtype
     for row, length in enumerate(lengths):
         runs = run_ids[row * width : (row + 1) * width]
@@ -46,8 +46,8 @@ def test_chunk_on_top_of_its_context(group: int, before: int) -> None:
     runs = torch.tensor([7, 2, 5])
     shape = (before + num_tokens, kv_heads, HEAD_DIM)
     buffers = GatherBuffers(torch.device("cpu"))
-    chunk_keys = gather_context(keys, runs, shape, torch.float32, "keys", buffers)
-    chunk_values = gather_context(values, runs, shape, torch.float32, "values", buffers)
+    chunk_keys = gather_context(keys, RunSelection(runs), shape, torch.float32, "keys", buffers)
+    chunk_values = gather_context(values, RunSelection(runs), shape, torch.float32, "values", buffers)
     queries = torch.randn(num_tokens, kv_heads, group, HEAD_DIM)
     hidden = torch.arange(before + num_tokens) > torch.arange(before, before + num_tokens)[:, None]
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")) if before else None

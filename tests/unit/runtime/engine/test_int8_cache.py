@@ -15,6 +15,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import NewSequence
 from alignedserve.runtime.model.served_model import resolve_model
 from kernels.cpu.paged_attention import supported_levels
+from tests.support.stored_blocks import read_blocks, write_blocks
 from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
@@ -104,9 +105,8 @@ def test_bytes_of_blocks_carry_a_sequence_to_another_engine(folder: Path) -> Non
     source.generate("a", 3)
     known = source.tokens("a")
     blocks = target.take_blocks(60)
-    written = target.storage.rows_to_write(blocks[:8])  # of 4 tokens each: the first 32
-    for row, into in zip(source.storage.rows_to_read(source.blocks["a"][:8]), written, strict=True):
-        into[:] = row
+    # Of 4 tokens each: the first 32.
+    write_blocks(target.storage, blocks[:8], read_blocks(source.storage, source.blocks["a"][:8]))
     sequence = NewSequence(RequestId("a"), tuple(known), 30, len(known) - 1, blocks, GREEDY)
     target.engine.add_sequence(sequence)
     rest = [token.token_id for token in source.generate("a", 10)]

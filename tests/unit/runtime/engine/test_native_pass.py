@@ -13,9 +13,10 @@ from alignedserve.runtime.attention.backend import TORCH
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.native_pass import NativePass
+from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.decode_pass import decode_pass_available
 from kernels.cpu.paged_attention import supported_levels
-from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import make_tiny_model
 
@@ -103,6 +104,38 @@ def test_weights_in_blocks(types: tuple[str, ...], tmp_path: Path, monkeypatch: 
 def test_another_attention_backend_goes_layer_by_layer(folder_of: Callable[[str], Path]) -> None:
     decoder = tiny_decoder(folder_of("llama"))
     assert torch.allclose(logits_of(decoder, attention=TORCH), logits_of(decoder), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_greedy_tokens_are_the_same_where_logits_are_not_kept(
+    family: str, dtype: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = tiny_decoder(folder_of(family), dtype)
+    kept: list[int] = []
+    decode = Decoder.decode
+
+    def counted(self: Decoder, batch: ForwardBatch, storage: BlockStorage) -> torch.Tensor | None:
+        kept.append(1)
+        return decode(self, batch, storage)
+
+    monkeypatch.setattr(Decoder, "decode", counted)
+
+    def generated(sampling: SamplingParams) -> list[int]:
+        kept.clear()
+        tiny = TinyEngine(decoder)
+        tiny.add("other", random_tokens(2, 9, 128), sampling)
+        tiny.step(other=9)
+        tiny.add("own", random_tokens(1, 12, 128))
+        return [token.token_id for token in tiny.generate("own", 20, "other")]
+
+    alone = generated(GREEDY)
+    assert not kept
+    # One sequence that draws or changes its logits has all of the batch kept.
+    assert generated(SamplingParams(temperature=0.9, seed=1, max_tokens=100)) == alone
+    assert len(kept) == 19
+    assert generated(SamplingParams(temperature=0.0, frequency_penalty=1.0, max_tokens=100)) == alone
+    assert len(kept) == 19
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -29,6 +29,39 @@ def test_companions_change_nothing(llm: LLM) -> None:
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
 
 
+def test_what_was_computed_before_is_not_computed_again(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    plain = LLM("pocket", memory_bytes=16 * 2**20, prefix_cache=False)
+    prompt = "a conversation that goes on and on: " * 4
+    for turn in range(4):
+        (cached,), (right,) = llm.generate([prompt], sampling), plain.generate([prompt], sampling)
+        assert cached.token_ids == right.token_ids
+        assert right.num_cached_tokens == 0
+        assert (cached.num_cached_tokens > 0) == (turn > 0)
+        prompt += right.text + f" turn {turn}"
+    plain.close()
+
+
+def test_the_same_prompt_again_computes_one_token(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    tokens = llm.generate(["a prompt of some length, which is given twice, and then"], sampling)[0].token_ids
+    for num_tokens in range(15, 20):  # among them a multiple of the block's size, of which the last block is copied
+        first, again = (llm._run([(5, *tokens[:num_tokens])], sampling)[0] for _ in range(2))
+        assert first.token_ids == again.token_ids
+        assert again.num_cached_tokens == min(16 * ((num_tokens + 1) // 16), num_tokens)
+
+
+def test_prompts_that_begin_alike_share_their_blocks(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    plain = LLM("pocket", memory_bytes=16 * 2**20, prefix_cache=False)
+    prompts = ["the very same words before each of them, again and again: " + word for word in ("one", "two", "six")]
+    for _ in range(2):
+        cached = llm.generate(prompts, sampling)
+        assert [one.token_ids for one in cached] == [one.token_ids for one in plain.generate(prompts, sampling)]
+    assert all(one.num_cached_tokens > 0 for one in cached)
+    plain.close()
+
+
 def test_a_prompt_longer_than_the_context_is_refused(llm: LLM) -> None:
     with pytest.raises(ContextTooLong, match="2048"):
         llm.generate(["a " * 3000])

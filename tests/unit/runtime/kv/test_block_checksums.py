@@ -3,12 +3,17 @@
 import numpy as np
 import pytest
 import torch
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignedserve.runtime.kv.block_checksums import RunChecksums, copy_rows, place_runs
-from alignedserve.runtime.kv.transfers.device_checksums import DeviceRunChecksums, run_checksum
+from alignedserve.core.block_allocator import contiguous_runs
+from alignedserve.core.errors import HandoffRejected
+from alignedserve.core.ids import BlockId
+from alignedserve.runtime.kv.block_checksums import Digests, RunChecksums, run_checksums
+from alignedserve.runtime.kv.block_runs import BlockRuns, join_placed, place_runs
+from alignedserve.runtime.kv.transfers.device_checksums import DeviceRunChecksums
+from kernels.block_digests import row_digests
+from kernels.cpu.block_copies import all_rows, digest_blocks
 
 BLOCK_BYTES = 64
 
@@ -17,70 +22,96 @@ def rows(num_blocks: int, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype
     return np.random.default_rng(seed).integers(0, 256, (num_blocks, BLOCK_BYTES), np.uint8)
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.lists(st.integers(1, 300), min_size=1, max_size=40))
-def test_pieces_of_any_size_give_the_sums_of_whole_runs(counts: list[int], sizes: list[int]) -> None:
-    content = rows(sum(counts)).reshape(-1)
-    checksums = RunChecksums(place_runs(counts), BLOCK_BYTES)
+def digests_of(num_blocks: int) -> Digests:
+    return np.random.default_rng(num_blocks).integers(0, 1 << 64, num_blocks, np.uint64)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.lists(st.integers(0, 7), min_size=1, max_size=40))
+def test_digests_in_pieces_of_any_size_give_the_sums_of_whole_runs(counts: list[int], sizes: list[int]) -> None:
+    digests, runs = digests_of(sum(counts)), place_runs(counts)
+    checksums = RunChecksums(runs)
     start = 0
-    while start < len(content):
-        size = sizes[start % len(sizes)]
-        checksums.update(content[start : start + size])
+    for size in [*sizes, len(digests)]:
+        checksums.add(digests[start : start + size])
         start += size
-    expected = [
-        xxhash.xxh3_64_intdigest(content[before * BLOCK_BYTES : (before + count) * BLOCK_BYTES].data, before)
-        for before, count in place_runs(counts)
+    assert checksums.values == run_checksums(digests, runs)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_a_request_sums_to_the_same_however_it_is_cut(counts: list[int], others: list[int]) -> None:
+    digests = digests_of(sum(counts))
+    (whole,) = run_checksums(digests, place_runs([len(digests)]))
+    assert sum(run_checksums(digests, place_runs(counts))) % (1 << 64) == whole
+    # Those of another request behind it begin anew.
+    both = join_placed([place_runs(counts), place_runs(others)])
+    after = digests_of(sum(others))
+    expected = run_checksums(digests, place_runs(counts)) + run_checksums(after, place_runs(others))
+    assert run_checksums(np.concatenate([digests, after]), both) == expected
+
+
+def test_nothing_has_no_checksums() -> None:
+    nothing = join_placed([])
+    assert run_checksums(np.empty(0, np.uint64), nothing) == []
+    assert RunChecksums(nothing).values == []
+
+
+def test_checksums_are_pinned() -> None:
+    """They cross processes: other values are another version of the protocol."""
+    content = np.arange(512, dtype=np.uint64).view(np.uint8).reshape(4, 1024)
+    digests = digest_blocks(all_rows(content))
+    assert run_checksums(digests, place_runs([3, 1])) == [10050609044710183476, 17512758607886504324]
+
+
+def test_checksums_know_places() -> None:
+    digests = digests_of(4)
+    (whole,) = run_checksums(digests, place_runs([4]))
+    assert run_checksums(digests, place_runs([4], 1)) != [whole]
+    assert run_checksums(digests[[1, 0, 2, 3]], place_runs([4])) != [whole]
+    assert run_checksums(digests[:3], place_runs([3])) != [whole]
+
+
+@given(st.lists(st.integers(0, 30), unique=True))
+def test_runs_are_those_of_neighbours(numbers: list[int]) -> None:
+    block_ids = [BlockId(number) for number in numbers]
+    runs = BlockRuns.of(block_ids)
+    assert list(runs.pairs()) == contiguous_runs(block_ids)
+    assert runs.block_ids().tolist() == numbers == BlockRuns.named(runs.pairs()).block_ids().tolist()
+    each = BlockRuns.of(block_ids, is_by_block=True)
+    assert each.pairs() == tuple((number, 1) for number in numbers)
+    assert [runs.placed(7).num_before.tolist(), runs.num_blocks] == [
+        [7 + sum(count for _, count in runs.pairs()[:index]) for index in range(len(runs.pairs()))],
+        len(numbers),
     ]
-    assert checksums.values == expected
 
 
-@pytest.mark.parametrize("block_bytes", [64, 256 * 1024, 256 * 1024 + 64, 1024 * 1024])
-@pytest.mark.parametrize("from_target", [True, False])
-def test_rows_are_copied_and_summed_in_one_pass(block_bytes: int, from_target: bool) -> None:
-    source = np.random.default_rng(1).integers(0, 256, (3, block_bytes), np.uint8)
-    target = np.zeros_like(source)
-    checksums = RunChecksums(place_runs([1, 2]), block_bytes)
-    copy_rows(source, target, checksums, from_target=from_target)
-    assert (source == target).all()
-    expected = [xxhash.xxh3_64_intdigest(source[0].data, 0), xxhash.xxh3_64_intdigest(source[1:].reshape(-1).data, 1)]
-    assert checksums.values == expected
+@pytest.mark.parametrize("number", [1 << 63, -(1 << 63) - 1, 1 << 200])
+def test_numbers_that_no_block_has_are_refused(number: int) -> None:
+    with pytest.raises(HandoffRejected, match="no block has"):
+        BlockRuns.named([(number, 1)])
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 7), st.integers(0, 3))
-def test_a_devices_sums_are_those_of_the_reference(counts: list[int], piece: int, seed: int) -> None:
+def test_a_devices_sums_are_the_hosts(counts: list[int], piece: int, seed: int) -> None:
     content = rows(sum(counts), seed)
-    checksums = DeviceRunChecksums(place_runs(counts), BLOCK_BYTES, torch.device("cpu"))
+    checksums = DeviceRunChecksums(place_runs(counts))
     for first in range(0, len(content), piece):
         checksums.update(torch.from_numpy(content[first : first + piece]))
-    expected = [run_checksum(content[before : before + count], before) for before, count in place_runs(counts)]
-    assert checksums.values == expected
+    assert checksums.values == run_checksums(digest_blocks(all_rows(content)), place_runs(counts))
 
 
-def test_a_devices_sum_is_pinned() -> None:
-    """It crosses processes: another value is another version of the protocol."""
-    content = np.arange(128, dtype=np.uint8).reshape(2, 64)
-    assert [run_checksum(content, 0), run_checksum(content, 3), run_checksum(np.zeros((1, 64), np.uint8), 0)] == [
-        16453429581953323788,
-        18287433299349474016,
-        1211152058750508914,
-    ]
+@pytest.mark.parametrize("block_bytes", [8, 64, 240, 256, 264, 1000, 1024, 1032, 2048, 4096 + 8, 80 * 1024])
+def test_a_devices_digests_are_the_hosts(block_bytes: int) -> None:
+    content = np.random.default_rng(block_bytes).integers(0, 256, (3, block_bytes), np.uint8)
+    digests = row_digests(torch.from_numpy(content)).numpy().view(np.uint64)
+    assert digests.tolist() == digest_blocks(all_rows(content)).tolist()
+    assert not len(row_digests(torch.empty((0, block_bytes), dtype=torch.uint8)))
 
 
 @given(st.integers(0, 4 * BLOCK_BYTES * 8 - 1), st.integers(0, 4 * BLOCK_BYTES * 8 - 1))
-def test_a_devices_sum_finds_flipped_bits(one: int, other: int) -> None:
+def test_flipped_bits_are_found(one: int, other: int) -> None:
     content = rows(4)
     flipped = content.copy()
     for bit in {one, other}:
         flipped.reshape(-1)[bit // 8] ^= 1 << (bit % 8)
-    assert run_checksum(flipped, 0) != run_checksum(content, 0)
-
-
-def test_a_devices_sum_knows_places() -> None:
-    content = rows(4)
-    whole = run_checksum(content, 0)
-    assert run_checksum(content, 1) != whole
-    assert run_checksum(content[[1, 0, 2, 3]], 0) != whole
-    assert run_checksum(content[:3], 0) != whole
-    swapped = content.copy()
-    swapped[0, :8], swapped[0, 8:16] = content[0, 8:16], content[0, :8]
-    assert run_checksum(swapped, 0) != whole
-    assert run_checksum(np.zeros((2, 64), np.uint8), 0) != run_checksum(np.zeros((1, 64), np.uint8), 0) != 0
+    expected = run_checksums(digest_blocks(all_rows(content)), place_runs([4]))
+    assert run_checksums(digest_blocks(all_rows(flipped)), place_runs([4])) != expected

@@ -48,16 +48,16 @@ def test_blocks_round_trip_in_any_order() -> None:
     blocks = [BlockId(block) for block in (7, 0, 3, 8)]
     write_blocks(storage, blocks, content)
     assert np.array_equal(read_blocks(storage, list(reversed(blocks))), content[::-1])
-    assert not list(storage.rows_to_read([]))
+    assert not read_blocks(storage, []).size
 
 
 def test_blocks_outside_the_storage_are_broken_invariants() -> None:
     storage = BlockStorage(LAYOUT, 2)
     for block in (-1, 2):
         with pytest.raises(AssertionError, match="outside"):
-            storage.rows_to_read([BlockId(block)])
+            storage.pieces_to_read([BlockId(block)])
         with pytest.raises(AssertionError, match="outside"):
-            storage.rows_to_write([BlockId(block)])
+            storage.pieces_to_write([BlockId(block)])
 
 
 def test_zeroing() -> None:

@@ -30,12 +30,14 @@ class Arenas:
         self.storage = filled(LAYOUT, 1)
         self.pool.stamp(blocks(4, 5, 1, 2, 9), 77)
         outgoing = OffloadRequest(blocks(*SOURCE), blocks(4, 5, 1, 2, 9), 77)
-        (runs,) = ShmTransfer(self.storage, self.pool).offload([outgoing])
+        self.from_pool = ShmTransfer(self.storage, self.pool)
+        self.to_buffer = ShmTransfer(self.storage, self.buffer, stamps=True)
+        (runs,) = self.from_pool.offload([outgoing])
         assert runs is not None
         self.copy = BlockCopy(77, 37, runs)
 
     def relay(self, copy: BlockCopy, *target: int, generation: int = 5) -> BlockCopy | None:
-        runs = relay(self.pool, copy, self.buffer, blocks(*target), generation)
+        runs = relay(self.from_pool, copy, self.to_buffer, blocks(*target), generation)
         return None if runs is None else BlockCopy(generation, copy.context_len, runs)
 
 
@@ -51,7 +53,7 @@ def arenas(tmp_path: Path) -> Iterator[Arenas]:
 def test_a_relayed_copy_is_fetched_from_the_buffer(arenas: Arenas, target: tuple[int, ...]) -> None:
     copy = arenas.relay(arenas.copy, *target)
     assert copy is not None
-    assert source_blocks(copy, block_size=8, num_targets=5, num_blocks=NUM_POOL_BLOCKS) == list(target)
+    assert source_blocks(copy, block_size=8, num_targets=5, num_blocks=NUM_POOL_BLOCKS).tolist() == [*target]
     receiver = filled(LAYOUT, 2)
     assert ShmTransfer(receiver, arenas.buffer).fetch([FetchRequest(copy, blocks(0, 1, 2, 3, 4))]) == [True]
     assert (content(receiver, range(5)) == content(arenas.storage, SOURCE)).all()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
-from alignedserve.runtime.kv.arena_files import remove_stale_arenas
-from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
+from alignedserve.runtime.device.shared_pages import HUGE_PAGE
+from alignedserve.runtime.kv.arena_files import arena_folder, remove_stale_arenas
+from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena, _blocks_offset
 from tests.support.samples import blocks
 
 LAYOUT = BlockLayout(block_size=8, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -27,8 +29,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def open_files(path: Path) -> int:
-    """Return how often this process holds the file, whether or not it still exists."""
+    """Return how often this process holds the file open or mapped, whether or not it still exists."""
     names = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    names += [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
     return sum(name.startswith(str(path)) for name in names)
 
 
@@ -97,6 +100,24 @@ def test_an_arena_that_is_no_longer_used_gives_its_memory_back(path: Path) -> No
     pool.close(unlink=True)
     del worker
     assert open_files(path) == 0
+
+
+def test_a_large_arena_is_on_huge_pages_where_the_system_has_them() -> None:
+    """All of it is taken and zero, whichever pages it got; it is mapped where huge pages fit."""
+    num_blocks = 3 * HUGE_PAGE // LAYOUT.block_bytes
+    with tempfile.TemporaryDirectory(dir=arena_folder()) as folder:
+        pool = Arena.create(Path(folder) / "pool.arena", LAYOUT, num_blocks)
+        worker = Arena.attach(pool.path, LAYOUT)
+        for arena in (pool, worker):
+            assert (arena.blocks.ctypes.data - _blocks_offset(num_blocks)) % HUGE_PAGE == 0
+        assert pool.path.stat().st_blocks * 512 >= num_blocks * LAYOUT.block_bytes
+        assert not worker.blocks.any()
+        pool.blocks[-1] = 5
+        assert (worker.blocks[-1] == 5).all()
+        pool.close(unlink=True)
+        assert (worker.blocks[-1] == 5).all()
+        worker.close()
+        assert open_files(pool.path) == 0
 
 
 # --- refused

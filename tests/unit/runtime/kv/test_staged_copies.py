@@ -1,6 +1,7 @@
 """Blocks to and from the host by streams, in pieces; and who waits for whom at the same blocks."""
 
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -52,12 +53,14 @@ def test_blocks_come_out_and_go_back(
 
 @stream_kinds
 @block_lists
-def test_rows_are_walked_while_the_next_ones_travel(ids: list[int], make_streams: Callable[[], DeviceStreams]) -> None:
+def test_pieces_are_walked_while_others_travel(ids: list[int], make_streams: Callable[[], DeviceStreams]) -> None:
     blocks, block_ids = some_blocks(), np.array(ids, np.int64)
     staged = copies(blocks, make_streams(), True)
-    assert [row.tolist() for row in staged.rows_to_read(block_ids)] == some_blocks()[ids].tolist()
-    for row, block_id in zip(staged.rows_to_write(block_ids), ids, strict=True):
-        row[:] = 100 + block_id
+    pieces = [piece.blocks[piece.block_ids].tolist() for piece in staged.pieces_to_read(block_ids)]
+    assert list(chain(*pieces)) == some_blocks()[ids].tolist()
+    to_write = iter(ids)
+    for piece in staged.pieces_to_write(block_ids):
+        piece.blocks[:] = [[100 + next(to_write)] for _ in piece.block_ids]
     assert blocks[ids].tolist() == [[100 + block_id] * BLOCK_BYTES for block_id in ids]
 
 

@@ -1,0 +1,206 @@
+"""Cached blocks of one memory: a forest of full blocks, each known by its hash, with its tokens to verify it.
+
+A block is used by the contexts that hold it and all blocks before it, so that a block without users has none among its
+descendants, and every block without users can leave, the last ones of their contexts first. Whose memory it is decides
+what a block's id means: a block of a worker's storage, or of an arena.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from alignedserve.core.ids import BlockId
+from alignedserve.prefix_cache.block_hashes import BlockHash, NamedBlock
+from alignedserve.prefix_cache.eviction import REMEMBERED_SHARE, SavedCost, saved_cost
+
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """One full block of tokens whose cache is in this memory."""
+
+    block_hash: BlockHash
+    parent: "CachedBlock | None"  # the block before it; None: it is a context's first
+    packed_tokens: bytes
+    block_id: BlockId
+    depth: int  # blocks before it
+    num_users: int = 0  # contexts that hold it now
+    num_uses: int = 0  # contexts that ever held it, and before it was evicted
+    num_children: int = 0  # cached blocks that follow it
+    value: float = 0.0  # since its last user left; while it has none
+    ticket: int = 0  # of that moment; 0: it has users
+
+    @property
+    def is_leaf(self) -> bool:
+        """True if it could leave now."""
+        return not self.num_users and not self.num_children
+
+
+class BlockChanges(NamedTuple):
+    """Blocks that have come and gone; none is in both."""
+
+    stored: tuple[BlockHash, ...]
+    removed: tuple[BlockHash, ...]
+
+
+class BlockObserver(Protocol):
+    """A follower of the blocks of one memory as they come and go."""
+
+    def stored(self, block: CachedBlock) -> None:
+        """Note a block that has come."""
+
+    def removed(self, block: CachedBlock) -> None:
+        """Note a block that has left; none that follows it is there any more."""
+
+
+class CachedBlocks:
+    """All cached blocks of one memory. It allocates nothing: ids of blocks come in, and those evicted go out."""
+
+    def __init__(
+        self, block_size: int, *, cost: SavedCost = saved_cost, remembered_share: int = REMEMBERED_SHARE
+    ) -> None:
+        """`block_size`: tokens of a block. `remembered_share`: see eviction.py."""
+        self._block_size = block_size
+        self._cost = cost
+        self._remembered_share = remembered_share
+        self._blocks: dict[BlockHash, CachedBlock] = {}
+        self._leaves: list[tuple[float, int, CachedBlock]] = []  # a heap; an entry with an old ticket is void
+        self._num_tickets = 0
+        self._age = 0.0  # the value of the block evicted last
+        self._former_uses: OrderedDict[BlockHash, int] = OrderedDict()  # of blocks evicted, the latest of them last
+        self._changes: dict[BlockHash, bool] = {}  # True: stored
+        self.observers: list[BlockObserver] = []
+        self.num_unused = 0  # blocks without users, which `evict` frees
+        self.num_evicted = 0  # since it was made
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[CachedBlock]:
+        return iter(self._blocks.values())
+
+    def get(self, block_hash: BlockHash) -> CachedBlock | None:
+        """Return the block of this hash, whose tokens are not verified yet."""
+        return self._blocks.get(block_hash)
+
+    def run_of(self, names: Iterable[NamedBlock]) -> list[CachedBlock]:
+        """Return the cached blocks with which a context of these begins, as far as hashes and tokens are equal."""
+        run: list[CachedBlock] = []
+        for name in names:
+            block = self.match(run[-1] if run else None, name)
+            if block is None:
+                break
+            run.append(block)
+        return run
+
+    def match(self, parent: CachedBlock | None, name: NamedBlock) -> CachedBlock | None:
+        """Return the block after `parent` that has both this hash and these tokens, if it is there."""
+        block = self._blocks.get(name.block_hash)
+        is_same = block is not None and block.parent is parent and block.packed_tokens == name.packed_tokens
+        return block if is_same else None
+
+    def store(
+        self, parent: CachedBlock | None, block_hash: BlockHash, packed_tokens: bytes, block_id: BlockId
+    ) -> CachedBlock | None:
+        """Add a block with one user, who holds all blocks before it; return it.
+
+        If it is there already that one is returned, unchanged. None: another block has this hash, and keeps it.
+        """
+        assert parent is None or parent.num_users, "a block after one that may leave"
+        if block_hash in self._blocks:
+            return self.match(parent, NamedBlock(block_hash, packed_tokens))
+        depth = 0 if parent is None else parent.depth + 1
+        num_uses = 1 + self._former_uses.pop(block_hash, 0)
+        block = CachedBlock(block_hash, parent, packed_tokens, block_id, depth, num_users=1, num_uses=num_uses)
+        if parent is not None:
+            parent.num_children += 1
+        self._blocks[block_hash] = block
+        self._note(block_hash, is_stored=True)
+        for observer in self.observers:
+            observer.stored(block)
+        return block
+
+    def acquire(self, blocks: Iterable[CachedBlock], *, is_use: bool = True) -> None:
+        """Add one user to each of these blocks, which begin a context. Without `is_use` it says nothing of their use:
+        it only keeps them."""
+        for block in blocks:
+            assert block.block_hash in self._blocks, "a block that has left is acquired"
+            self.num_unused -= not block.num_users
+            block.num_users += 1
+            block.num_uses += is_use
+            block.ticket = 0
+
+    def release(self, blocks: Sequence[CachedBlock]) -> None:
+        """Remove one user from each of these blocks, in the order of their context; they stay until evicted."""
+        for block in reversed(blocks):
+            assert block.num_users > 0, "a block released more often than acquired"
+            block.num_users -= 1
+            if not block.num_users:
+                self.num_unused += 1
+                self._num_tickets += 1
+                block.ticket = self._num_tickets
+                block.value = self._age + self._cost(block)
+                if not block.num_children:
+                    self._offer(block)
+
+    def evict(self, count: int) -> list[BlockId]:
+        """Remove this many blocks without users, the least valuable leaf first; return their ids, which are free."""
+        assert count <= self.num_unused, "more blocks evicted than have no users"
+        freed: list[BlockId] = []
+        while len(freed) < count:
+            value, ticket, block = heapq.heappop(self._leaves)
+            if ticket != block.ticket:
+                continue
+            self._age = max(self._age, value)
+            self._remove(block)
+            freed.append(block.block_id)
+        self.num_evicted += count
+        return freed
+
+    def take_changes(self) -> BlockChanges:
+        """Return what has come and gone since it was last asked."""
+        if not self._changes:
+            return BlockChanges((), ())
+        changes, self._changes = self._changes, {}
+        stored = tuple([block_hash for block_hash, is_stored in changes.items() if is_stored])
+        return BlockChanges(stored, tuple([block_hash for block_hash, is_stored in changes.items() if not is_stored]))
+
+    def _remove(self, block: CachedBlock) -> None:
+        block.ticket = 0
+        self.num_unused -= 1
+        del self._blocks[block.block_hash]
+        self._former_uses[block.block_hash] = block.num_uses
+        if len(self._former_uses) > self._remembered_share * len(self._blocks):
+            self._former_uses.popitem(last=False)
+        self._note(block.block_hash, is_stored=False)
+        parent = block.parent
+        if parent is not None:
+            parent.num_children -= 1
+            if parent.is_leaf:
+                self._offer(parent)
+        for observer in self.observers:
+            observer.removed(block)
+
+    def _offer(self, block: CachedBlock) -> None:
+        """Let a block leave: of equal values those released first, so that a context leaves as a whole."""
+        heapq.heappush(self._leaves, (block.value, block.ticket, block))
+        if len(self._leaves) > 2 * len(self._blocks) + 64:
+            self._leaves = [entry for entry in self._leaves if entry[1] == entry[2].ticket]
+            heapq.heapify(self._leaves)
+
+    def _note(self, block_hash: BlockHash, *, is_stored: bool) -> None:
+        """Note a change; two that cancel each other are none."""
+        if block_hash in self._changes:
+            del self._changes[block_hash]
+        else:
+            self._changes[block_hash] = is_stored
+
+
+def context_of(block: CachedBlock | None) -> list[CachedBlock]:
+    """Return the blocks from the first of its context to this one; None: there are none."""
+    run: list[CachedBlock] = []
+    while block is not None:
+        run.append(block)
+        block = block.parent
+    return run[::-1]

@@ -1,0 +1,247 @@
+"""Contexts that use the prefix cache of a worker: what each may take from it while it waits, holds, and leaves there.
+
+The life of a context:
+1. It waits: the longest run of cached blocks with which it begins is kept up to date as blocks come and go. Nothing is
+   held for it, so that it can lose them again: running requests go first.
+2. It enters: it becomes a user of the blocks of its run, and computes the rest in blocks of its own. At least one token
+   is left to compute: if that lies in a block of the run, it gets a copy of this block, to fill from that token on.
+3. A block that it has filled is stored, at the end of the iteration, for others to use. If another context has stored
+   the same one meanwhile, this one uses that and its own is freed.
+4. It leaves, or loses its memory to another: what it held stays cached until the memory is needed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.messages.prefixes import names_told
+from alignedserve.prefix_cache.block_hashes import BlockHash, BlockHasher, NamedBlock, block_hash, packed_tokens
+from alignedserve.prefix_cache.cached_blocks import BlockObserver, CachedBlock, CachedBlocks
+
+TokensBetween = Callable[[int, int], tuple[int, ...]]  # of a context, from the first to before the second
+
+
+@dataclass(slots=True, eq=False)
+class CachedContext:
+    """The blocks of one context, as far as they concern the cache."""
+
+    request_id: RequestId
+    root: BlockHash
+    names: list[NamedBlock]  # of its full blocks, as many as are named yet
+    run: list[CachedBlock] = field(default_factory=list)  # that it begins with, while it waits
+    max_run: int = 0  # blocks that its run may have at most
+    max_hit_tokens: int = 0  # of them; less than all of the last one, if that is to be copied
+    held: list[CachedBlock] = field(default_factory=list)  # its first blocks, as far as it uses cached ones
+    is_waiting: bool = False
+    is_closed: bool = False  # it stores nothing more
+
+    @property
+    def wanted(self) -> BlockHash | None:
+        """Hash of the block that would prolong its run."""
+        at = len(self.run)
+        return self.names[at].block_hash if at < self.max_run else None
+
+
+class EnteredRun(NamedTuple):
+    """A context's part in the cache as it enters."""
+
+    held: list[CachedBlock]  # that it uses now
+    copied: CachedBlock | None  # whose first tokens it begins its next block with
+    num_tokens: int  # in all of them
+
+
+class AdoptedBlock(NamedTuple):
+    """A block of a context in whose place an equal one is used that was cached already."""
+
+    place: int  # in the context
+    block_id: BlockId  # the cached one
+    freed: BlockId  # its own
+
+
+class BlockNames(NamedTuple):
+    """Blocks that have come and gone, by the first bytes of their hashes."""
+
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+
+
+class WaitingRuns(BlockObserver):
+    """The runs of contexts that wait, kept up to date block by block, at no cost for those that do not change."""
+
+    def __init__(self, cached: CachedBlocks) -> None:
+        self._cached = cached
+        self._by_wanted: dict[BlockHash, dict[CachedContext, None]] = {}
+        self._by_last: dict[BlockHash, dict[CachedContext, None]] = {}
+        self._changed: dict[CachedContext, None] = {}
+
+    def add(self, context: CachedContext) -> None:
+        """Begin to follow a context, which has no run yet."""
+        context.is_waiting = True
+        self._prolong(context)
+        self._enlist(context)
+        self._changed[context] = None
+
+    def remove(self, context: CachedContext) -> list[CachedBlock]:
+        """Stop following a context; return its run."""
+        self._delist(context)
+        self._changed.pop(context, None)
+        run, context.run, context.is_waiting = context.run, [], False
+        return run
+
+    def take_changed(self) -> list[CachedContext]:
+        """Return the contexts whose runs have changed since it was last asked."""
+        if not self._changed:
+            return []
+        changed, self._changed = list(self._changed), {}
+        return changed
+
+    def stored(self, block: CachedBlock) -> None:
+        """See BlockObserver."""
+        for context in list(self._by_wanted.get(block.block_hash, ())):
+            self._delist(context)
+            if self._prolong(context):
+                self._changed[context] = None
+            self._enlist(context)
+
+    def removed(self, block: CachedBlock) -> None:
+        """See BlockObserver."""
+        for context in list(self._by_last.get(block.block_hash, ())):
+            self._delist(context)
+            context.run.pop()
+            self._enlist(context)
+            self._changed[context] = None
+
+    def _prolong(self, context: CachedContext) -> bool:
+        """Take cached blocks that follow its run into it; return whether there were any."""
+        run, names, num_before = context.run, context.names, len(context.run)
+        while len(run) < context.max_run:
+            name = names[len(run)]
+            block = self._cached.match(run[-1] if run else None, name)
+            if block is None:
+                break
+            run.append(block)
+        return len(run) > num_before
+
+    def _enlist(self, context: CachedContext) -> None:
+        if (wanted := context.wanted) is not None:
+            self._by_wanted.setdefault(wanted, {})[context] = None
+        if context.run:
+            self._by_last.setdefault(context.run[-1].block_hash, {})[context] = None
+
+    def _delist(self, context: CachedContext) -> None:
+        if (wanted := context.wanted) is not None:
+            _discard(self._by_wanted, wanted, context)
+        if context.run:
+            _discard(self._by_last, context.run[-1].block_hash, context)
+
+
+def _discard(
+    contexts: dict[BlockHash, dict[CachedContext, None]], block_hash: BlockHash, context: CachedContext
+) -> None:
+    entries = contexts[block_hash]
+    del entries[context]
+    if not entries:
+        del contexts[block_hash]
+
+
+class PrefixCache:
+    """The cached blocks of a worker's memory, and the contexts of its requests."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks = CachedBlocks(block_size)
+        self._hasher = BlockHasher(block_size)
+        self._waiting = WaitingRuns(self.blocks)
+        self.blocks.observers.append(self._waiting)
+        self.num_query_tokens = 0  # of contexts that entered
+        self.num_hit_tokens = 0  # of those, taken from the cache
+
+    def add(self, request_id: RequestId, root: BlockHash, token_ids: tuple[int, ...]) -> CachedContext:
+        """Return a new context of these tokens, which neither waits nor holds anything."""
+        return CachedContext(request_id, root, self._hasher.named(root, token_ids))
+
+    def names_of(self, root: BlockHash, token_ids: tuple[int, ...]) -> list[NamedBlock]:
+        """Return the names of the full blocks of these tokens, which begin a context."""
+        return self._hasher.named(root, token_ids)
+
+    def wait(self, context: CachedContext, max_hit_tokens: int) -> None:
+        """Follow what a context could take, which may be so many tokens."""
+        assert not context.held, "a context that waits and holds blocks"
+        assert not context.is_waiting, "a context that waits already"
+        context.max_hit_tokens = max(max_hit_tokens, 0)
+        context.max_run = min(blocks_for(context.max_hit_tokens, self.block_size), len(context.names))
+        self._waiting.add(context)
+
+    def num_foreseen(self, context: CachedContext) -> int:
+        """Return the tokens that a context which waits would find cached now."""
+        return min(len(context.run) * self.block_size, context.max_hit_tokens)
+
+    def take_changed(self) -> list[CachedContext]:
+        """Return the contexts that wait and whose runs have changed since it was last asked."""
+        return self._waiting.take_changed()
+
+    def enter(self, context: CachedContext, context_len: int) -> EnteredRun:
+        """Become a user of the blocks of its run, and stop waiting."""
+        num_tokens = self.num_foreseen(context)
+        run, num_whole = self._waiting.remove(context), num_tokens // self.block_size
+        context.held += run[:num_whole]
+        self.blocks.acquire(context.held)
+        self.num_query_tokens += context_len
+        self.num_hit_tokens += num_tokens
+        return EnteredRun(context.held, run[num_whole] if len(run) > num_whole else None, num_tokens)
+
+    def leave(self, context: CachedContext, num_kept: int = 0) -> None:
+        """Stop using all but its first blocks, or stop waiting."""
+        if context.is_waiting:
+            self._waiting.remove(context)
+        if len(context.held) > num_kept:
+            self.blocks.release(context.held[num_kept:])
+            del context.held[num_kept:]
+
+    def take_names(self) -> BlockNames | None:
+        """Return, for routers, which blocks have come and gone since they were last told; None: none of which they are.
+
+        See `names_told`: about one block in four is.
+        """
+        stored, removed = (names_told(hashes) for hashes in self.blocks.take_changes())
+        return BlockNames(stored, removed) if stored or removed else None
+
+    def all_names(self) -> tuple[bytes, ...]:
+        """Return, for a router that is new, all blocks of which it is told; `take_names` goes on from there."""
+        self.blocks.take_changes()
+        return names_told(block.block_hash for block in self.blocks)
+
+    def store(
+        self, context: CachedContext, num_full: int, block_ids: list[BlockId], tokens_between: TokensBetween
+    ) -> Iterator[AdoptedBlock]:
+        """Store the blocks of a context that it has computed since; yield those in whose place others are to be used.
+
+        `num_full`: its blocks that are full and computed. `block_ids`: of all its blocks; what is adopted is written
+        there.
+        """
+        held, names = context.held, context.names
+        if context.is_closed:
+            return
+        if len(names) < num_full:
+            self._name(context, num_full, tokens_between)
+        for index in range(len(held), num_full):
+            own = block_ids[index]
+            block = self.blocks.store(held[-1] if held else None, *names[index], own)
+            if block is None:  # another block has its hash
+                context.is_closed = True
+                return
+            if block.block_id != own:
+                self.blocks.acquire((block,))
+                block_ids[index] = block.block_id
+                yield AdoptedBlock(index, block.block_id, own)
+            held.append(block)
+
+    def _name(self, context: CachedContext, num_full: int, tokens_between: TokensBetween) -> None:
+        names, size = context.names, self.block_size
+        parent = names[-1].block_hash if names else context.root
+        for start in range(len(names) * size, num_full * size, size):  # most often one
+            packed = packed_tokens(tokens_between(start, start + size))
+            parent = block_hash(parent, packed)
+            names.append(NamedBlock(parent, packed))

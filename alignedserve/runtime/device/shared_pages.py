@@ -1,0 +1,119 @@
+"""Mappings of files in a memory file system on pages of 2 MiB, whatever the system's setting for shared memory.
+
+That setting (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`) is `never` almost everywhere, and forbids only pages
+that the kernel would choose by itself. A program may ask for a range to be collapsed into huge pages (MADV_COLLAPSE,
+Linux 6.1), which only `deny` refuses. A range of which one small page exists is collapsed without copying: it is
+cleared in the process, so memory is also taken several times as fast as page by page.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from alignedserve.runtime.device.cores import num_cores
+
+HUGE_PAGE = 2 << 20
+_PAGE = 4096
+_SLICE_BYTES = 64 << 20  # taken by a thread at a time
+_MOST_THREADS = 4
+_MAP_FIXED, _PROT_NONE = 0x10, 0  # Python has no names for them
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
+_FAILED = ctypes.c_void_p(-1).value
+_BUSY_TRIES = 3
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_size_t
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, size]
+    libc.madvise.argtypes = [ctypes.c_void_p, size, ctypes.c_int]
+    return libc
+
+
+_LIBC = _libc()
+
+
+def map_file(file_descriptor: int, size: int) -> Any:
+    """Map a file from its beginning, shared, where huge pages fit -> a buffer of so many bytes. Raises OSError.
+
+    The file is unmapped when the buffer and all views of it are garbage-collected; until then the mapping keeps the
+    file and its lock. The descriptor stays the caller's.
+    """
+    reserved_bytes = size + HUGE_PAGE
+    reserved = _mapped(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    at = -(-reserved // HUGE_PAGE) * HUGE_PAGE
+    try:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        _mapped(at, size, protection, mmap.MAP_SHARED | _MAP_FIXED, file_descriptor)
+    except OSError:
+        _LIBC.munmap(reserved, reserved_bytes)
+        raise
+    content = (ctypes.c_uint8 * size).from_address(at)
+    # With what was reserved around it, which is no memory.
+    unmapping = weakref.finalize(content, _LIBC.munmap, reserved, reserved_bytes)
+    unmapping.atexit = False  # views may be in use by other threads till the process is gone
+    return content
+
+
+def take_pages(file_descriptor: int, content: Any, size: int, *, num_threads: int | None = None) -> int:
+    """Take the memory of a mapped file, by several threads -> bytes of it on huge pages.
+
+    Raises OSError when there is not enough.
+    """
+    num_huge = _collapsed(file_descriptor, ctypes.addressof(content), size, num_threads or _threads(size))
+    os.posix_fallocate(file_descriptor, 0, size)
+    return num_huge
+
+
+def _threads(size: int) -> int:
+    return max(1, min(_MOST_THREADS, num_cores(), size // _SLICE_BYTES))
+
+
+def _collapsed(file_descriptor: int, at: int, size: int, num_threads: int) -> int:
+    """Put as much of the file on huge pages as the kernel gives, and return the bytes."""
+    end = size // HUGE_PAGE * HUGE_PAGE
+    slices = [(first, min(_SLICE_BYTES, end - first)) for first in range(0, end, _SLICE_BYTES)]
+
+    def take(part: tuple[int, int]) -> int:
+        first, count = part
+        for page in range(first, first + count, HUGE_PAGE):
+            os.posix_fallocate(file_descriptor, page, _PAGE)  # a range without any page is not collapsed
+        return count if _advised(at + first, count, _MADV_COLLAPSE) else 0
+
+    if not slices:
+        return 0
+    if not take(slices[0]):
+        _LIBC.madvise(at, end, mmap.MADV_HUGEPAGE)  # a kernel before 6.1 may be set to give them on request
+        return 0
+    return slices[0][1] + sum(_by_threads(take, slices[1:], num_threads))
+
+
+def _by_threads(work: Callable[[tuple[int, int]], int], parts: list[tuple[int, int]], num_threads: int) -> list[int]:
+    if num_threads < 2:
+        return [work(part) for part in parts]
+    with ThreadPoolExecutor(num_threads) as threads:
+        return list(threads.map(work, parts))
+
+
+def _advised(at: int, size: int, advice: int) -> bool:
+    for _ in range(_BUSY_TRIES):
+        if _LIBC.madvise(at, size, advice) == 0:
+            return True
+        if ctypes.get_errno() != errno.EAGAIN:
+            return False
+    return False
+
+
+def _mapped(at: int | None, size: int, protection: int, flags: int, file_descriptor: int) -> int:
+    address: int = _LIBC.mmap(at, size, protection, flags, file_descriptor, 0)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return address

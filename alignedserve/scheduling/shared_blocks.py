@@ -1,0 +1,82 @@
+"""Blocks shared by two requests, a real-time one from the left and a best-effort one from the right (BROS, section 5).
+
+Only the last block of a cache is partly filled, so a pair shares the last block on the device of each: no request is in
+two pairs. As long as their slots do not meet, both use the block as if it were their own. Where the real-time request
+goes on into slots of the other, just those are copied to the host first (lazy checkpointing): they hold the other's
+latest tokens, so what it has left on the device is a prefix of its context. Where the best-effort request would go on
+into slots of the other, it leaves the block, and moves what it has there to one of its own.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from alignedserve.core.ids import RequestId
+from alignedserve.scheduling.table import RequestTable
+
+
+class Pair(NamedTuple):
+    """Two requests whose last blocks are one block."""
+
+    real_time: RequestId
+    best_effort: RequestId
+
+
+def slots_in_last(num_tokens: int, block_size: int) -> int:
+    """Return the slots that so many tokens, one or more, take in the last of their blocks."""
+    return (num_tokens - 1) % block_size + 1
+
+
+def num_overwritten(num_slots: int, num_beside: int, block_size: int) -> int:
+    """Return the slots of the other in a block, `num_beside` from the right, that so many from the left run into."""
+    return max(num_slots + num_beside - block_size, 0)
+
+
+class SharedBlocks:
+    """The pairs of one worker, by request; how many slots each has follows from the table."""
+
+    def __init__(self, table: RequestTable, block_size: int) -> None:
+        self._table = table
+        self._block_size = block_size
+        self._partners: dict[RequestId, RequestId] = {}  # both ways
+
+    def __len__(self) -> int:
+        return len(self._partners) // 2
+
+    def pairs(self) -> Iterator[Pair]:
+        """Iterate over the pairs."""
+        for one, other in self._partners.items():
+            if self._table.is_real_time[self._table.row(one)]:
+                yield Pair(one, other)
+
+    def partner(self, request_id: RequestId) -> RequestId | None:
+        """Return the request that shares the last block of this one; None: it is its own."""
+        return self._partners.get(request_id)
+
+    def partner_rows(self) -> dict[int, int]:
+        """Return the row that shares the last block of a row, for the rows of all pairs."""
+        row = self._table.row
+        return {row(one): row(other) for one, other in self._partners.items()}
+
+    def share(self, request_id: RequestId, other: RequestId) -> None:
+        """Let these two, of different classes, share their last block from now on."""
+        is_real_time, row = self._table.is_real_time, self._table.row
+        assert is_real_time[row(request_id)] != is_real_time[row(other)], "two of a class would fill the same slots"
+        assert request_id not in self._partners, "a block shared by three"
+        assert other not in self._partners, "a block shared by three"
+        self._partners[request_id], self._partners[other] = other, request_id
+
+    def part(self, request_id: RequestId) -> RequestId | None:
+        """Note that this request leaves the block that it shares, if any; return the one whose own it is then."""
+        other = self._partners.pop(request_id, None)
+        if other is not None:
+            del self._partners[other]
+        return other
+
+    def used_slots(self, row: int, num_more: int = 0) -> int:
+        """Return the slots that a row will have in its last block with so many more tokens; 0: it has no block.
+
+        With more tokens its cache on the host is back as well.
+        """
+        table = self._table
+        num_tokens = int(table.num_cached[row]) + num_more - (0 if num_more else int(table.num_swapped[row]))
+        return slots_in_last(num_tokens, self._block_size) if num_tokens else 0

@@ -1,0 +1,207 @@
+"""A packer where two requests may share a block: what they leave each other there, counted in slots.
+
+A real-time request runs over the slots of a best-effort one only after those are evicted (`overwritten` says how many).
+A best-effort one that would run into a real-time one leaves the shared block, and needs one block more.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.packer import Packer
+from alignedserve.scheduling.policy import EvictionMode, PlannedShare, ScheduledRequest, WorkerView
+from alignedserve.scheduling.shared_blocks import num_overwritten, slots_in_last
+
+
+class Overwritten(NamedTuple):
+    """The slots of a request that another is about to overwrite."""
+
+    row: int
+    num_tokens: int  # its last ones on the device
+
+
+class SharingPacker(Packer):
+    """A packer with the pairs of the worker, as they are once its plan is performed."""
+
+    def __init__(self, view: WorkerView) -> None:
+        super().__init__(view)
+        self._table = view.table
+        self._block_size = view.memory.block_size
+        shared = view.shared_blocks
+        self._partners: dict[int, int] = shared.partner_rows() if shared is not None else {}  # both ways
+        self._joined: dict[int, int] = {}  # partner of a scheduled row that joins it by this plan
+        self._taken: dict[int, int] = {}  # free blocks, by scheduled row
+        self._left: dict[int, int] = {}  # partners that scheduled best-effort rows leave
+        self._by_room: dict[bool, list[int]] = {}  # rows of either class, most empty slots first
+
+    # --- what others ask
+
+    def partner(self, row: int) -> int | None:
+        """Return the row that shares this one's last block; None: the block is its own."""
+        return self._partners.get(row)
+
+    def joins(self, row: int) -> bool:
+        """Return whether this scheduled row takes a share of the last block of another by this plan."""
+        return row in self._joined
+
+    def is_joined(self, row: int) -> bool:
+        """Return whether a scheduled row takes a share of this one's last block by this plan."""
+        return row in self._joined.values()
+
+    def num_on_device(self, row: int) -> int:
+        """Return the cached tokens of this row on the device, after the plan's evictions."""
+        left = self._num_cached(row) - self._num_swapped(row)
+        eviction = self._evictions.get(row)
+        if eviction is None:
+            return left
+        return 0 if eviction.num_tokens is None else left - eviction.num_tokens
+
+    def overwritten(self, row: int, num_tokens: int) -> Overwritten | None:
+        """Return what has to be evicted before a real-time row computes so many tokens in the block that it shares."""
+        other = self._partners.get(row)
+        if other is None or not self._table.is_real_time[row]:
+            return None
+        joins = other in self._joined  # then it has no slot there but by this plan
+        beside = self._slots_after(other) if joins else slots_in_last(self.num_on_device(other), self._block_size)
+        overlap = num_overwritten(self._slots_with(row, num_tokens), beside, self._block_size)
+        return Overwritten(other, overlap) if overlap else None
+
+    def overwritten_by_joining(self, row: int, num_tokens: int, other: int) -> int:
+        """Return how many slots of `other` have to be evicted before this real-time row joins it."""
+        beside = slots_in_last(self.num_on_device(other), self._block_size)
+        slots = slots_in_last(self._num_cached(row) + num_tokens, self._block_size)
+        return num_overwritten(slots, beside, self._block_size)
+
+    def find_partner(self, row: int, num_tokens: int) -> int | None:
+        """Return the row of the other class with most empty slots in its last block, for the last block that this one
+        takes; None: there is none.
+
+        A real-time row may overwrite slots of it, as many as the host has room for. A best-effort one may not.
+        """
+        is_real_time = bool(self._table.is_real_time[row])
+        cannot = row in self._evictions or (row in self._partners and not is_real_time)  # one share after the other
+        if cannot or not self._memory.has_shared_blocks or self.blocks_needed(row, num_tokens) < 1:
+            return None
+        slots = slots_in_last(self._num_cached(row) + num_tokens, self._block_size)
+        for other in self._rows_with_room(of_real_time=not is_real_time):
+            is_sharing = other in self._partners or other in self._left.values()  # or was, until this plan
+            if is_sharing or other in self._evictions or (is_real_time and other in self._scheduled):
+                continue
+            if is_real_time:
+                overlap = self.overwritten_by_joining(row, num_tokens, other)
+                is_shared = overlap < slots_in_last(self.num_on_device(other), self._block_size)  # not all of it
+                return other if is_shared and overlap <= self.num_free_host else None
+            if self._slots_after(other) + slots <= self._block_size:
+                return other
+        return None
+
+    # --- the plan
+
+    def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
+        """Return the free blocks that this many tokens of the request would take, with its cache on the host."""
+        num_blocks = super().blocks_needed(row, num_tokens, is_hidden=is_hidden)
+        if row in self._joined:
+            return num_blocks - 1
+        return num_blocks + self._leaves_partner(row, num_tokens)
+
+    def join(self, row: int, num_tokens: int, other: int) -> bool:
+        """Schedule so many tokens of a row whose last new block is the last of `other`; return False if they do not
+        fit."""
+        assert row not in self._partners, "a block shared by three"
+        assert other not in self._partners, "a block shared by three"
+        self._joined[row] = self._partners[row] = other
+        self._partners[other] = row
+        if self.add(row, num_tokens):
+            return True
+        self._part(row)
+        del self._joined[row]
+        return False
+
+    def add(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> bool:
+        """Schedule this many tokens of the request; return False if they do not fit."""
+        assert self.overwritten(row, num_tokens) is None, "overwrites what is not evicted"
+        leaves, num_blocks = self._leaves_partner(row, num_tokens), self.blocks_needed(row, num_tokens)
+        if not super().add(row, num_tokens, is_hidden=is_hidden):
+            return False
+        self._taken[row] = num_blocks
+        if leaves:
+            self._left[row] = self._part(row)
+        return True
+
+    def withdraw(self, row: int) -> int:
+        """Remove a scheduled request from the plan; return its tokens."""
+        num_tokens = super().withdraw(row)
+        del self._taken[row]
+        if self._joined.pop(row, None) is not None and row in self._partners:
+            self._part(row)
+        elif (other := self._left.pop(row, None)) is not None and other not in self._partners:
+            self._partners[row], self._partners[other] = other, row
+        return num_tokens
+
+    def evict(self, row: int, how: EvictionMode, num_tokens: int | None = None) -> None:
+        """Evict the cache of this request; a block that it shares is the other's then."""
+        super().evict(row, how, num_tokens)
+        if row in self._partners and -(-self.num_on_device(row) // self._block_size) < self._num_blocks(row):
+            self._part(row)
+            self.num_free -= 1
+
+    def note_work(self, work: IterationWork, row: int, num_tokens: int) -> None:
+        """Add the request's tokens to `work`, and those that it moves out of a shared block."""
+        super().note_work(work, row, num_tokens)
+        if row in self._left if row in self._taken else self._leaves_partner(row, num_tokens):
+            moved = self._copied(row, slots_in_last(self.num_on_device(row), self._block_size))
+            work.swap_out_tokens += moved
+            work.swap_in_tokens += moved
+
+    def _shares(self) -> tuple[PlannedShare, ...]:
+        return tuple(PlannedShare(row, other) for row, other in self._joined.items())
+
+    def _taken_by(self, part: ScheduledRequest) -> int:
+        return self._taken[part.row]
+
+    # --- slots
+
+    def _slots_with(self, row: int, num_tokens: int) -> int:
+        """Return the slots that a row has in its last block, or in the one it joins, with so many more tokens.
+
+        All slots, where it goes on into another block.
+        """
+        if not num_tokens:
+            return slots_in_last(self.num_on_device(row), self._block_size)
+        total = self._num_cached(row) + num_tokens
+        grows_out = row not in self._joined and -(-total // self._block_size) > self._num_blocks(row)
+        return self._block_size if grows_out else slots_in_last(total, self._block_size)
+
+    def _slots_after(self, row: int) -> int:
+        part = self._scheduled.get(row)
+        return self._slots_with(row, 0 if part is None else part.num_tokens)
+
+    def _leaves_partner(self, row: int, num_tokens: int) -> bool:
+        """Return whether a best-effort row with so many more tokens does not fit beside the one that it shares with."""
+        other = self._partners.get(row)
+        if other is None or row in self._joined or self._table.is_real_time[row]:
+            return False
+        total = self._num_cached(row) + num_tokens
+        in_block = total - (self._num_blocks(row) - 1) * self._block_size
+        return in_block > self._block_size - self._slots_after(other)
+
+    def _part(self, row: int) -> int:
+        other = self._partners.pop(row)
+        del self._partners[other]
+        return other
+
+    def _rows_with_room(self, *, of_real_time: bool) -> Iterator[int]:
+        """Iterate over the rows of a class with blocks on the device, by the empty slots of the last, most first.
+
+        Of equals the later first.
+        """
+        if of_real_time not in self._by_room:
+            table = self._table
+            rows = np.flatnonzero((table.is_real_time == of_real_time) & (table.num_blocks > 0))
+            on_device = table.num_cached[rows] - table.num_swapped[rows]
+            used = (on_device - 1) % self._block_size
+            ranked = np.lexsort((-table.order[rows], -table.arrival_s[rows], used))
+            self._by_room[of_real_time] = rows[ranked].tolist()
+        return iter(self._by_room[of_real_time])

@@ -1,0 +1,241 @@
+"""Requests that wait for prefix blocks out of a pool, which this worker loads where that is faster than computing.
+
+The life of such a request:
+1. It comes, and begins with fewer cached blocks here than it could. If computing the rest takes longer than loading it
+   probably would, the pool is asked (FindPrefix). One whose next block another request waits for waits with it.
+2. PrefixFound: the run that the pool has is compared with the request's tokens. If loading it is still worth while and
+   there are blocks for it, it is copied; others compute meanwhile.
+3. Once verified the blocks enter this worker's cache, and are given back (PrefixReleased).
+4. The request is admitted, as one that comes now: what it begins with is found in the cache.
+Whatever fails (a pool that is lost, no memory, checksums that do not hold), the request is admitted and computes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from alignedserve.core.ids import BlockId, LeaseId, RequestId
+from alignedserve.messages.caches import BlockCopy
+from alignedserve.messages.events import Send
+from alignedserve.messages.iterations import BlocksLoaded, Load, LoadBlocks
+from alignedserve.messages.prefixes import FindPrefix, PrefixFound, PrefixReleased
+from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
+from alignedserve.prefix_cache.block_hashes import NamedBlock
+from alignedserve.prefix_cache.cached_blocks import CachedBlock
+from alignedserve.prefix_cache.contexts import PrefixCache
+from decode_worker.held_requests import HeldRequests
+
+_ASKING_S = 0.001  # until the pool has answered and a copy begins
+_FIRST_BYTES_PER_S = 2e9  # of a link that nothing is known of
+_LEARNED_WEIGHT = 1 / 8  # of the latest load in the mean
+
+LoadCommand = Send | LoadBlocks
+TokensPerS = Callable[[], float]  # the speed at which this worker computes prompts now
+
+
+class LoadOutcome(NamedTuple):
+    """Commands and requests that follow from the end of a wait, or from one of its steps."""
+
+    commands: list[LoadCommand]
+    ready: list[PrefillRequest]  # to be admitted
+    again: list[PrefillRequest]  # that waited for the same, and may ask for more
+    kept: list[CachedBlock]  # loaded
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request that waits for blocks."""
+
+    message: PrefillRequest
+    pool: str  # that is asked
+    names: list[NamedBlock]  # of the full blocks that it could take
+    num_here: int  # of those, that it began with here
+    lease_id: LeaseId | None = None  # of the pool's blocks, while they are loaded
+    block_ids: tuple[BlockId, ...] = ()  # to load them into
+    began_s: float = 0.0  # of loading
+    is_aborted: bool = False
+    followers: list[PrefillRequest] = field(default_factory=list)  # that wait for the same
+
+
+class PrefixLoads:
+    """The requests that wait, and the cost of the link to the pool, which is learned."""
+
+    def __init__(
+        self,
+        held: HeldRequests,
+        prefixes: PrefixCache,
+        tokens_per_s: TokensPerS,
+        own_pool: str,
+    ) -> None:
+        """`own_pool`: that of this node, which is asked unless the router names another."""
+        self._held = held
+        self._prefixes = prefixes
+        self._cached = prefixes.blocks
+        self._block_size = prefixes.block_size
+        self._tokens_per_s = tokens_per_s
+        self._own_pool = own_pool
+        self._block_s: dict[str, float] = {}  # by pool that is linked: the time that a block takes from it
+        self._waiting: dict[RequestId, _Waiting] = {}
+        self._wanted: dict[bytes, _Waiting] = {}  # by the hash of the first block that they wait for
+        self.num_loaded_tokens = 0  # since it started
+
+    def __len__(self) -> int:
+        return len(self._waiting) + sum(len(one.followers) for one in self._waiting.values())
+
+    # --- the pool
+
+    def connected(self, pool: str, block_bytes: int) -> None:
+        """Begin with a pool, of whose link nothing is known."""
+        self._block_s[pool] = block_bytes / _FIRST_BYTES_PER_S
+
+    def disconnected(self, pool: str) -> LoadOutcome:
+        """Stop asking a pool. Requests that load go on: memory of this node outlives its owner."""
+        self._block_s.pop(pool, None)
+        asking = [one for one in self._waiting.values() if one.lease_id is None and one.pool == pool]
+        return LoadOutcome([], [one for waiting in asking for one in (*self._end(waiting), *waiting.followers)], [], [])
+
+    # --- a request
+
+    def ask(self, message: PrefillRequest) -> list[LoadCommand] | None:
+        """Ask the pool for what a request could begin with; None: it is to be admitted now."""
+        request = message.request
+        is_private = not request.prefix_root or request.sampling.num_prompt_logprobs is not None
+        far = message.prefix_pool
+        pool = far if far is not None and far in self._block_s else self._own_pool
+        if pool not in self._block_s or is_private or request.request_id in self._waiting:
+            return None
+        names = self._names_of(message)
+        run = self._cached.run_of(names)
+        if not self._is_worth_while(len(names) - len(run), pool):
+            return None
+        ahead = self._wanted.get(names[len(run)].block_hash)
+        if ahead is not None:
+            ahead.followers.append(message)
+            return []
+        waiting = _Waiting(message, pool, names, len(run))
+        self._waiting[request.request_id] = self._wanted[names[len(run)].block_hash] = waiting
+        hashes = b"".join([name.block_hash for name in names[len(run) :]])
+        return [Send(pool, FindPrefix(request.request_id, len(run), hashes))]
+
+    def found(self, peer: str, message: PrefixFound, now: float) -> LoadOutcome:
+        """Load what the pool has, if that is worth while now."""
+        waiting, copy = self._waiting.get(message.request_id), message.copy
+        released: list[LoadCommand] = [] if copy is None else [Send(peer, PrefixReleased(message.lease_id))]
+        if waiting is None or waiting.lease_id is not None or waiting.pool != peer:  # of a link before
+            return LoadOutcome(released, [], [], [])
+        count = 0 if copy is None or waiting.is_aborted else self._num_to_load(waiting, copy, message.packed_tokens)
+        if copy is None or not self._is_worth_while(count, peer):
+            # Those that wait for the same would find the same.
+            return LoadOutcome(released, [*self._end(waiting), *waiting.followers], [], [])
+        waiting.lease_id, waiting.block_ids, waiting.began_s = message.lease_id, self._held.hold(count), now
+        part = BlockCopy(copy.generation, count * self._block_size, copy.runs[:count], copy.num_before)
+        return LoadOutcome([LoadBlocks(peer, (Load(message.request_id, part, waiting.block_ids),))], [], [], [])
+
+    def loaded(self, event: BlocksLoaded, now: float) -> LoadOutcome:
+        """Keep what was verified."""
+        (load,) = event.loads
+        waiting = self._waiting[load.request_id]
+        is_whole = load.request_id not in event.refused
+        kept = self._keep(waiting) if is_whole else []
+        if not is_whole:
+            self._held.free_held(waiting.block_ids)
+        elif waiting.pool in self._block_s:
+            seconds = event.duration_s or now - waiting.began_s  # a simulated copier does not measure
+            known_s = self._block_s[waiting.pool]
+            self._block_s[waiting.pool] += (seconds / len(load.block_ids) - known_s) * _LEARNED_WEIGHT
+        assert waiting.lease_id is not None, "loaded without a lease"
+        released = Send(event.source, PrefixReleased(waiting.lease_id, is_damaged=not is_whole))
+        return LoadOutcome([released], self._end(waiting), waiting.followers, kept)
+
+    def pools_in_use(self) -> set[str]:
+        """Return the pools that requests wait for."""
+        return {waiting.pool for waiting in self._waiting.values()}
+
+    def abort(self, request_id: RequestId, attempt: int | None) -> None:
+        """Abort a request that waits; with an attempt, only that one and earlier ones."""
+        for waiting in self._waiting.values():
+            if _is_up_to(waiting.message, request_id, attempt):
+                waiting.is_aborted = True  # the pool's answer, or a copy, is under way
+            waiting.followers = [one for one in waiting.followers if not _is_up_to(one, request_id, attempt)]
+
+    def abort_all(self) -> None:
+        """Abort every request that waits."""
+        for waiting in self._waiting.values():
+            waiting.is_aborted = True
+            waiting.followers.clear()
+
+    def set_predicted_length(self, late: SetPredictedLength) -> None:
+        """Set a later prediction for a request that waits."""
+        for waiting in self._waiting.values():
+            waiting.message = _predicted(waiting.message, late)
+            waiting.followers = [_predicted(one, late) for one in waiting.followers]
+
+    # --- inside
+
+    def _names_of(self, message: PrefillRequest) -> list[NamedBlock]:
+        """Return the names of the blocks that a request could take: a token is left to compute, or two (see _wait)."""
+        request, generated = message.request, message.generated_token_ids
+        num_left = 2 if generated else 1
+        token_ids = (request.prompt_token_ids + generated)[: request.prompt_len + len(generated) - num_left]
+        return self._prefixes.names_of(request.prefix_root, token_ids)
+
+    def _is_worth_while(self, num_blocks: int, pool: str) -> bool:
+        """Return whether so many blocks of this pool are probably loaded sooner than computed."""
+        computing_s = num_blocks * self._block_size / max(self._tokens_per_s(), 1.0)
+        return num_blocks > 0 and _ASKING_S + num_blocks * self._block_s[pool] < computing_s
+
+    def _num_to_load(self, waiting: _Waiting, copy: BlockCopy, packed_tokens: tuple[bytes, ...]) -> int:
+        """Return how many of the blocks found are the request's, and have room here."""
+        first = waiting.num_here
+        if copy.num_before != first or not len(copy.runs) == len(packed_tokens) == copy.num_blocks:
+            return 0
+        count = 0
+        for name, packed in zip(waiting.names[first:], packed_tokens, strict=False):
+            if name.packed_tokens != packed:
+                break
+            count += 1
+        room = self._held.state.num_free - self._held.num_promised
+        while count > 0 and (count > room or not self._held.has_room_beside(count)):
+            count = min(count // 2, max(room, 0))
+        return 0 if self._held.is_copying_out else count
+
+    def _keep(self, waiting: _Waiting) -> list[CachedBlock]:
+        """Store the blocks that were loaded, unless they have come otherwise meanwhile; return those that were."""
+        run = self._cached.run_of(waiting.names[: waiting.num_here])
+        self._cached.acquire(run, is_use=False)
+        kept: list[CachedBlock] = []
+        surplus = list(waiting.block_ids)
+        if len(run) == waiting.num_here:  # else what they follow has left meanwhile
+            for name, block_id in zip(waiting.names[waiting.num_here :], waiting.block_ids, strict=False):
+                block = self._cached.store(run[-1] if run else None, *name, block_id)
+                if block is None:  # another has its name
+                    break
+                if block.block_id == block_id:
+                    kept.append(block)
+                    surplus.remove(block_id)
+                else:
+                    self._cached.acquire([block], is_use=False)
+                run.append(block)
+        self._cached.release(run)
+        self._held.free_held(tuple(surplus))
+        self._held.cache_held(len(kept))
+        self.num_loaded_tokens += len(kept) * self._block_size
+        return kept
+
+    def _end(self, waiting: _Waiting) -> list[PrefillRequest]:
+        """Forget a request that has waited; return it, unless it was aborted."""
+        del self._waiting[waiting.message.request.request_id]
+        self._wanted = {name: one for name, one in self._wanted.items() if one is not waiting}
+        return [] if waiting.is_aborted else [waiting.message]
+
+
+def _is_up_to(message: PrefillRequest, request_id: RequestId, attempt: int | None) -> bool:
+    return message.request.request_id == request_id and (attempt is None or message.attempt <= attempt)
+
+
+def _predicted(message: PrefillRequest, late: SetPredictedLength) -> PrefillRequest:
+    if (message.request.request_id, message.attempt) != (late.request_id, late.attempt):
+        return message
+    return msgspec.structs.replace(message, predicted_output_len=late.predicted_output_len)

@@ -1,0 +1,125 @@
+"""Digests of blocks where they lie, equal on every device and to those of `kernels.cpu.block_copies`.
+
+XXH3 of 64 bits without a seed (Yann Collet, https://xxhash.com), of at least 256 bytes: shorter rows are summed as if
+zeros followed them. A row is taken in rounds of 16 stripes of 8 words. Within a round the words' products are summed in
+any order; between rounds the 8 sums are mixed:
+
+    stripe:  s[i] += word[i ^ 1] + low(x) * high(x)          x = word[i] ^ secret[stripe + i], halves of 32 bits
+    round:   s[i]  = (s[i] ^ s[i] >>> 47 ^ secret[16 + i]) * PRIME32_1
+"""
+
+import functools
+import struct
+
+import torch
+from torch import Tensor
+
+from kernels.gpu_dispatch import fused_kernels, on_device
+
+WORD_BYTES = 8
+LANES, STRIPES = 8, 16
+ROUND_WORDS = LANES * STRIPES
+PRIME32_1 = 0x9E3779B1
+_LEAST_BYTES = 256
+_STRIPE_BYTES, _ROUND_BYTES = LANES * WORD_BYTES, ROUND_WORDS * WORD_BYTES
+_PRIME32_2, _PRIME32_3 = 0x85EBCA77, 0xC2B2AE3D
+_PRIME64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
+_FIRST = (_PRIME32_3, *_PRIME64[:4], _PRIME32_2, _PRIME64[4], PRIME32_1)
+_LAST_MIX = 0x165667919E3779F9
+_LAST_KEY, _MERGE_KEY = 121, 11  # bytes of the secret
+_HALF = (1 << 32) - 1
+_CHUNK_BYTES = 16 << 20  # of rows for which plain PyTorch allocates intermediate results
+
+SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+
+
+def row_digests(rows: Tensor) -> Tensor:
+    """Compute rows uint8 [count, any multiple of 8], contiguous -> their digests, int64 [count], on the same device."""
+    words = rows.view(torch.int64)
+    if rows.shape[1] < _LEAST_BYTES:
+        words = torch.nn.functional.pad(words, (0, _LEAST_BYTES // WORD_BYTES - words.shape[1]))
+    num_bytes = words.shape[1] * WORD_BYTES
+    num_rounds = (num_bytes - 1) // _ROUND_BYTES
+    num_stripes = (num_bytes - 1) // _STRIPE_BYTES  # but the last
+    kernels = fused_kernels("row_digests", rows.device, rows.dtype)
+    if kernels is not None:
+        with on_device(rows.device):
+            sums: Tensor = kernels.stripe_sums(words, num_rounds, num_stripes)
+    else:
+        size = max(1, _CHUNK_BYTES // num_bytes)
+        parts = [words[first : first + size] for first in range(0, len(words), size)] or [words]
+        sums = torch.cat([_stripe_sums(part, num_rounds, num_stripes) for part in parts])
+    sums = sums + _terms(words[:, -LANES:], _words_of_secret(_LAST_KEY, LANES, rows.device))
+    return _merged(sums, num_bytes)
+
+
+def signed(constant: int) -> int:
+    """Return the same 64 bits as a signed integer, as torch's int64 holds them."""
+    return constant - (1 << 64) if constant >> 63 else constant
+
+
+@functools.cache
+def first_sums(device: torch.device) -> Tensor:
+    """Return what the sums begin with: int64 [8]."""
+    return torch.tensor([signed(one) for one in _FIRST], dtype=torch.int64, device=device)
+
+
+@functools.cache
+def secret_words(device: torch.device) -> Tensor:
+    """Return the secret: int64 [24]."""
+    return _words_of_secret(0, len(SECRET) // WORD_BYTES, device)
+
+
+@functools.cache
+def _words_of_secret(first_byte: int, count: int, device: torch.device) -> Tensor:
+    words = struct.unpack_from(f"<{count}q", SECRET, first_byte)
+    return torch.tensor(words, dtype=torch.int64, device=device)
+
+
+def _stripe_sums(words: Tensor, num_rounds: int, num_stripes: int) -> Tensor:
+    """Sum all stripes but the last, of words [count, width] -> [count, 8]. The plain form."""
+    secret = secret_words(words.device)
+    keys = torch.stack([secret[stripe : stripe + LANES] for stripe in range(STRIPES)])
+    sums = first_sums(words.device).expand(len(words), LANES)
+    whole = words[:, : num_rounds * ROUND_WORDS].reshape(len(words), num_rounds, STRIPES, LANES)
+    totals = _terms(whole, keys).sum(dim=2)
+    for number in range(num_rounds):
+        sums = sums + totals[:, number]
+        sums = (sums ^ _shifted(sums, 47) ^ secret[STRIPES:]) * PRIME32_1
+    num_rest = num_stripes - num_rounds * STRIPES
+    rest = words[:, num_rounds * ROUND_WORDS : num_stripes * LANES].reshape(len(words), num_rest, LANES)
+    return sums + _terms(rest, keys[:num_rest]).sum(dim=1)
+
+
+def _terms(words: Tensor, keys: Tensor) -> Tensor:
+    """Return what stripes add to the sums: words [.., 8]."""
+    mixed = words ^ keys
+    neighbours = words.reshape(*words.shape[:-1], LANES // 2, 2).flip(-1).reshape(words.shape)
+    return (mixed & _HALF) * _shifted(mixed, 32) + neighbours
+
+
+def _merged(sums: Tensor, num_bytes: int) -> Tensor:
+    pairs = (sums ^ _words_of_secret(_MERGE_KEY, LANES, sums.device)).reshape(-1, LANES // 2, 2)
+    low, high = _wide_product(pairs[..., 0], pairs[..., 1])
+    result = (low ^ high).sum(dim=-1) + signed(num_bytes * _PRIME64[0] & ((1 << 64) - 1))
+    result = (result ^ _shifted(result, 37)) * _LAST_MIX
+    return result ^ _shifted(result, 32)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply 64 by 64 bits -> the low and the high half of the product."""
+    a_low, a_high, b_low, b_high = a & _HALF, _shifted(a, 32), b & _HALF, _shifted(b, 32)
+    low, first, second = a_low * b_low, a_low * b_high, a_high * b_low
+    middle = _shifted(low, 32) + (first & _HALF) + (second & _HALF)
+    high = a_high * b_high + _shifted(first, 32) + _shifted(second, 32) + _shifted(middle, 32)
+    return (low & _HALF) | (middle << 32), high
+
+
+def _shifted(words: Tensor, count: int) -> Tensor:
+    """Shift right with zeros coming in; torch's own shift repeats the sign."""
+    return (words >> count) & ((1 << (64 - count)) - 1)

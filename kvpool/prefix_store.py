@@ -1,0 +1,267 @@
+"""Prefix blocks that a pool keeps beside the caches of requests, until these need the memory.
+
+The life of a block here:
+1. A worker offers it (StorePrefixBlocks). If it is new, and a block is free or one of less value can leave, it gets a
+   place to write to, under a lease of its own: PrefixBlocksReserved.
+2. PrefixBlocksWritten with its checksum: it is kept, and stamped as everything is that can be read.
+3. A worker asks for the blocks that follow what it has (FindPrefix) and gets the longest run that is kept, with tokens
+   and checksums. Blocks that are lent stay until PrefixReleased, or until the worker is lost.
+4. Without readers it leaves when its place is needed: at once for a request, else for a block of more value.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from alignedserve.core.block_allocator import BlockAllocator
+from alignedserve.core.ids import BlockId, LeaseId
+from alignedserve.messages.caches import BlockCopy, BlockRun
+from alignedserve.messages.events import Send
+from alignedserve.messages.prefixes import (
+    HASH_BYTES,
+    FindPrefix,
+    PrefixBlock,
+    PrefixBlocksChanged,
+    PrefixBlocksReserved,
+    PrefixBlocksWritten,
+    PrefixFound,
+    PrefixPart,
+    PrefixReleased,
+    ReservedPart,
+    StorePrefixBlocks,
+    names_told,
+)
+from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of
+from kvpool.state import NO_GENERATION, SetBlockGeneration
+
+PrefixMessage = StorePrefixBlocks | PrefixBlocksWritten | FindPrefix | PrefixReleased
+StoreCommand = Send | SetBlockGeneration
+
+
+@dataclass(slots=True, eq=False)
+class _Writing:
+    """Blocks that a worker writes."""
+
+    worker: str
+    before: list[CachedBlock]  # the blocks of the context before them, held meanwhile
+    blocks: tuple[PrefixBlock, ...]
+    block_ids: tuple[BlockId, ...]
+    deadline_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Lent:
+    """Blocks that a worker reads."""
+
+    worker: str
+    run: list[CachedBlock]  # from the first block of the context
+    first: int  # the first that it reads
+
+
+class PrefixStore:
+    """The prefix blocks of one arena. It touches no byte. What can be read is all stamped with one generation."""
+
+    def __init__(
+        self, allocator: BlockAllocator, block_size: int, *, take_lease: Callable[[], LeaseId], lease_s: float
+    ) -> None:
+        """`allocator`: of the arena, shared with the leases of requests, as are the numbers of `take_lease`."""
+        self.cached = CachedBlocks(block_size)
+        self._allocator = allocator
+        self._block_size = block_size
+        self._take_lease = take_lease
+        self._lease_s = lease_s
+        self._generation = NO_GENERATION  # of what can be read, once there is any
+        self._checksums: dict[BlockId, int] = {}
+        self._writing: dict[LeaseId, _Writing] = {}
+        self._written_by: dict[bytes, LeaseId] = {}  # hashes of blocks that are being written
+        self._lent: dict[LeaseId, _Lent] = {}
+        self._damaged: set[BlockId] = set()  # membership only: never lent again, until they leave
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks kept or being written."""
+        return len(self.cached) + len(self._written_by)
+
+    @property
+    def num_unused(self) -> int:
+        """Number of blocks that can leave at once."""
+        return self.cached.num_unused
+
+    def take_names(self) -> PrefixBlocksChanged | None:
+        """Return, for routers, which blocks have come and gone since they were last told; None: none of which they are.
+
+        See `names_told`.
+        """
+        stored, removed = (names_told(hashes) for hashes in self.cached.take_changes())
+        return PrefixBlocksChanged(stored, removed) if stored or removed else None
+
+    def all_names(self) -> tuple[bytes, ...]:
+        """Return, for a router that is new, all blocks of which it is told; `take_names` goes on from there."""
+        self.cached.take_changes()
+        return names_told(block.block_hash for block in self.cached)
+
+    def make_room(self, num_blocks: int) -> list[StoreCommand]:
+        """Let the least valuable blocks leave until `num_blocks` are free, or no more can."""
+        count = min(num_blocks - self._allocator.num_free, self.cached.num_unused)
+        if count < 1:
+            return []
+        freed = tuple(reversed(self.cached.evict(count)))  # neighbours in order, as they were written
+        for block_id in freed:
+            del self._checksums[block_id]
+        self._damaged.difference_update(freed)
+        return self._free(freed)
+
+    def on_message(self, peer: str, message: PrefixMessage, now: float, *, may_write: bool) -> list[StoreCommand]:
+        """Return the commands that follow. `may_write`: no request waits for blocks."""
+        match message:
+            case StorePrefixBlocks(parts):
+                return self._store(peer, parts if may_write else (), now, len(parts))
+            case PrefixBlocksWritten(lease_id, checksums):
+                return self._written(peer, lease_id, checksums)
+            case FindPrefix():
+                return [Send(peer, self._find(peer, message))]
+            case PrefixReleased(lease_id, is_damaged):
+                lent = self._lent.get(lease_id)
+                if lent is not None and lent.worker == peer:
+                    self._take_back(lease_id, is_damaged=is_damaged)
+        return []
+
+    def lose(self, peer: str) -> list[StoreCommand]:
+        """End what a worker that is lost was writing and reading."""
+        for lease_id in [lease_id for lease_id, lent in self._lent.items() if lent.worker == peer]:
+            self._take_back(lease_id)
+        return self._end_writing([lease_id for lease_id, one in self._writing.items() if one.worker == peer])
+
+    def end_expired(self, now: float) -> list[StoreCommand]:
+        """End the leases of blocks that were not written in time."""
+        return self._end_writing([lease_id for lease_id, one in self._writing.items() if one.deadline_s < now])
+
+    # --- blocks to write
+
+    def _store(self, peer: str, parts: tuple[PrefixPart, ...], now: float, num_parts: int) -> list[StoreCommand]:
+        commands: list[StoreCommand] = []
+        answers = [ReservedPart(0)] * (num_parts - len(parts))
+        for part in parts:
+            answer, more = self._reserve(peer, part, now)
+            answers.append(answer)
+            commands += more
+        return [*commands, Send(peer, PrefixBlocksReserved(tuple(answers)))]
+
+    def _reserve(self, peer: str, part: PrefixPart, now: float) -> tuple[ReservedPart, list[StoreCommand]]:
+        parent = self.cached.get(part.parent) if part.num_before else None
+        if part.num_before and (parent is None or parent.depth != part.num_before - 1):
+            return ReservedPart(0, is_orphan=True), []
+        num_known = 0
+        for block in part.blocks:
+            known = self.cached.get(block.block_hash)
+            if known is None:
+                break
+            if known.parent is not parent or known.packed_tokens != block.packed_tokens:
+                return ReservedPart(len(part.blocks)), []  # another block has its name, so it cannot be kept
+            num_known, parent = num_known + 1, known
+        rest = part.blocks[num_known:]
+        num_written = next((at for at, one in enumerate(rest) if one.block_hash not in self._written_by), len(rest))
+        if num_written or not rest:
+            return ReservedPart(num_known + num_written), []
+        return self._lease(peer, parent, rest, num_known, now)
+
+    def _lease(
+        self, peer: str, parent: CachedBlock | None, rest: tuple[PrefixBlock, ...], num_known: int, now: float
+    ) -> tuple[ReservedPart, list[StoreCommand]]:
+        before = context_of(parent)
+        self.cached.acquire(before, is_use=False)
+        room = self._allocator.num_free + self.cached.num_unused
+        new = rest[: min(self._num_new(rest), room)]
+        if not new:
+            self.cached.release(before)
+            return ReservedPart(num_known), []
+        commands = self.make_room(len(new))
+        block_ids = self._allocator.allocate(len(new))
+        assert block_ids is not None, "room was made for them"
+        lease_id = self._take_lease()
+        self._writing[lease_id] = _Writing(peer, before, new, block_ids, now + self._lease_s)
+        self._written_by.update((block.block_hash, lease_id) for block in new)
+        return ReservedPart(num_known, lease_id, block_ids), [*commands, SetBlockGeneration(block_ids, lease_id)]
+
+    def _num_new(self, rest: tuple[PrefixBlock, ...]) -> int:
+        """Return how many of these blocks, from the first, have names that no block has, each once."""
+        seen: set[bytes] = set()
+        for block in rest:
+            block_hash = block.block_hash
+            is_taken = block_hash in seen or block_hash in self._written_by or self.cached.get(block_hash) is not None
+            if is_taken:
+                break
+            seen.add(block_hash)
+        return len(seen)
+
+    def _written(self, peer: str, lease_id: LeaseId, checksums: tuple[int, ...]) -> list[StoreCommand]:
+        writing = self._writing.get(lease_id)
+        if writing is None or writing.worker != peer:
+            return []
+        del self._writing[lease_id]
+        run = list(writing.before)
+        for block, block_id, checksum in zip(writing.blocks, writing.block_ids, checksums, strict=False):
+            parent = run[-1] if run else None
+            stored = self.cached.store(parent, block.block_hash, block.packed_tokens, block_id)
+            assert stored is not None, "its name was free while it was written"
+            run.append(stored)
+            self._checksums[block_id] = checksum
+        kept = tuple(block.block_id for block in run[len(writing.before) :])
+        self._forget_written(writing)
+        self.cached.release(run)
+        freed = self._free(writing.block_ids[len(kept) :])
+        if not kept:
+            return freed
+        self._generation = self._generation or int(self._take_lease())
+        return [SetBlockGeneration(kept, self._generation), *freed]
+
+    def _end_writing(self, lease_ids: list[LeaseId]) -> list[StoreCommand]:
+        commands: list[StoreCommand] = []
+        for lease_id in lease_ids:
+            writing = self._writing.pop(lease_id)
+            self._forget_written(writing)
+            self.cached.release(writing.before)
+            commands += self._free(writing.block_ids)
+        return commands
+
+    def _forget_written(self, writing: _Writing) -> None:
+        for block in writing.blocks:
+            del self._written_by[block.block_hash]
+
+    def _free(self, block_ids: tuple[BlockId, ...]) -> list[StoreCommand]:
+        if not block_ids:
+            return []
+        self._allocator.free(block_ids)
+        return [SetBlockGeneration(block_ids, NO_GENERATION)]
+
+    # --- blocks to read
+
+    def _find(self, peer: str, message: FindPrefix) -> PrefixFound:
+        found = list(self._kept(message))
+        if not found:
+            return PrefixFound(message.request_id)
+        run = context_of(found[-1])
+        self.cached.acquire(run)
+        lease_id = self._take_lease()
+        self._lent[lease_id] = _Lent(peer, run, message.num_before)
+        runs = tuple(BlockRun(block.block_id, 1, self._checksums[block.block_id]) for block in found)
+        copy = BlockCopy(self._generation, len(found) * self._block_size, runs, message.num_before)
+        return PrefixFound(message.request_id, lease_id, copy, tuple(block.packed_tokens for block in found))
+
+    def _kept(self, message: FindPrefix) -> Iterator[CachedBlock]:
+        """Yield the blocks of these names, as long as each follows the one before it and can be read."""
+        before: CachedBlock | None = None
+        for start in range(0, len(message.hashes), HASH_BYTES):
+            block = self.cached.get(message.hashes[start : start + HASH_BYTES])
+            if block is None or block.block_id in self._damaged:
+                return
+            follows = block.depth == message.num_before if before is None else block.parent is before
+            if not follows:
+                return
+            yield block
+            before = block
+
+    def _take_back(self, lease_id: LeaseId, *, is_damaged: bool = False) -> None:
+        lent = self._lent.pop(lease_id)
+        if is_damaged:
+            self._damaged.update(block.block_id for block in lent.run[lent.first :])
+        self.cached.release(lent.run)

@@ -1,0 +1,79 @@
+"""The prefix cache in simulated clusters: the live logics' own hits, on prompts that share texts."""
+
+import msgspec
+import pytest
+
+from alignedserve.config.sections import PrefixCacheConfig, Topology
+from alignedserve.sim.config import SimConfig, SimWorkerLoss
+from alignedserve.sim.ideal_caches import PromptBlocks, unbounded
+from alignedserve.sim.result import ClassResult
+from alignedserve.sim.simulation import Simulation
+from alignedserve.workload.build import build_workload
+from alignedserve.workload.catalogue import Library
+from alignedserve.workload.requests import Workload
+from tests.harnesses.simulation import LAYOUT, colocated
+
+
+def without_cache(config: SimConfig) -> SimConfig:
+    cluster = msgspec.structs.replace(config.cluster, prefix_cache=PrefixCacheConfig(enabled=False))
+    return SimConfig(cluster, config.layout, config.links, config.decode_costs)
+
+
+def build(line: str, num_requests: int) -> Workload:
+    return build_workload(line, seed=0, library=Library(), num_requests=num_requests)
+
+
+def simulated(config: SimConfig, workload: Workload) -> ClassResult:
+    """Simulate; nothing is lost or left behind."""
+    result = Simulation(config, workload).run()
+    found = result.classes["all"]
+    assert found.num_by_ending["completed"] == found.num_sent
+    assert result.num_worker_blocks_used == 0
+    return found
+
+
+def test_a_conversation_finds_every_full_block_of_what_was_said() -> None:
+    chat = build("prompt=20, output=30, turns=4, instruction=100, rate=1, think=1", 1)
+    found = simulated(colocated(), chat)
+    prompts, first_repeat = [120, 120 + 29 + 20, 169 + 49, 218 + 49], 120
+    computed = [length + 29 for length in prompts[:-1]]  # with the answer, but its last token
+    assert prompts[0] == first_repeat
+    assert found.num_prompt_tokens == sum(prompts)
+    assert found.num_cached_tokens == sum(length // 16 * 16 for length in computed)
+
+
+def test_an_answer_that_is_not_repeated_is_not_found() -> None:
+    found = simulated(colocated(), build("prompt=20, output=30, instruction=100, rate=0.1, cv=0", 3))
+    assert found.num_cached_tokens == 2 * 96
+
+
+def test_it_makes_first_tokens_sooner_and_can_be_switched_off() -> None:
+    chat = build("prompt=20, output=10, turns=4, instruction=1000, rate=0.5, think=1", 6)
+    config = colocated(2)
+    cached, computed = simulated(config, chat), simulated(without_cache(config), chat)
+    assert computed.num_cached_tokens == 0
+    assert (cached.hit_rate or 0.0) > 0.8
+    assert cached.ttft_s is not None
+    assert computed.ttft_s is not None
+    assert cached.ttft_s.distribution.mean < computed.ttft_s.distribution.mean
+
+
+def test_requests_without_texts_share_nothing() -> None:
+    assert simulated(colocated(), build("prompt=100, output=5, rate=1", 10)).num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        colocated(2, worker_blocks=60),
+        colocated(3, topology=Topology.ELASTIC, policy="aligned_slo", worker_blocks=80),
+        colocated(2, worker_blocks=60, losses=(SimWorkerLoss("decode-0", 3.0, 1.0),)),
+    ],
+)
+def test_no_run_hits_more_than_an_ideal_cache(config: SimConfig) -> None:
+    lines = build("prompt=40, output=8, instruction=uniform(100,400), instructions=5, rate=4", 40)
+    found = simulated(config, lines)
+    blocks = PromptBlocks(LAYOUT.block_size)
+    most = unbounded([blocks.of(one.runs, one.prompt_len) for one in lines.requests]).num_hits * LAYOUT.block_size
+    num_begun_again = 2 * 440 if config.losses else 0  # resumed requests may find their own blocks
+    assert 0 < found.num_cached_tokens <= most + num_begun_again

@@ -1,0 +1,257 @@
+"""Prefix blocks between a worker of twenty blocks of four tokens and the pool of its node."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from alignedserve.core.ids import LeaseId
+from alignedserve.core.request import Request
+from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun
+from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send, Ticked
+from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import (
+    BlocksLoaded,
+    BlocksOffloaded,
+    Load,
+    LoadBlocks,
+    MapArena,
+    OffloadBlocks,
+    UnmapArena,
+)
+from alignedserve.messages.prefixes import (
+    FindPrefix,
+    PrefixBlocksReserved,
+    PrefixBlocksWritten,
+    PrefixFound,
+    PrefixReleased,
+    ReservedPart,
+    StorePrefixBlocks,
+)
+from alignedserve.messages.wire import Message
+from alignedserve.prefix_cache.block_hashes import BlockHasher, NamedBlock
+from tests.harnesses.colocated import ColocatedHarness, runs
+from tests.harnesses.prefixes import BLOCK_SIZE, ROOT
+from tests.harnesses.scheduling import Step
+from tests.support.samples import R1, blocks, request
+
+POOL = "pool-0"
+ARENA = ArenaOffered("/arena", 100, 64, "digest")
+LEASE = LeaseId(7)
+
+
+def shared(name: str = "r1") -> Request:
+    return request(name, prompt_len=13, prefix_root=ROOT)  # three full blocks and a token
+
+
+def names() -> list[NamedBlock]:
+    return BlockHasher(BLOCK_SIZE).named(ROOT, shared().prompt_token_ids)
+
+
+class Worker(ColocatedHarness):
+    def __init__(self) -> None:
+        super().__init__(has_prefix_cache=True, prefix_pool=POOL)
+        self.do(PeerConnected(Role.KV_POOL, POOL))
+        assert self.hear_pool(ARENA) == [MapArena(POOL, ARENA)]
+
+    def hear_pool(self, message: Message) -> list[Any]:
+        return self.do(Received(POOL, message))
+
+    def ask(self, of: Request) -> FindPrefix:
+        (command,) = [one for one in self.begin(of) if isinstance(one, Send)]
+        assert isinstance(command, Send)
+        assert isinstance(command.message, FindPrefix)
+        return command.message
+
+    def find(self, *numbers: int, packed: list[bytes] | None = None) -> list[Any]:
+        """The pool has found these blocks of the prompt, in the arena."""
+        tokens = tuple(packed if packed is not None else [name.packed_tokens for name in names()[: len(numbers)]])
+        copy = BlockCopy(3, BLOCK_SIZE * len(numbers), tuple(BlockRun(number, 1, 50) for number in numbers))
+        return self.hear_pool(PrefixFound(R1, LEASE, copy, tokens))
+
+    def compute(self) -> list[Any]:
+        """Compute the prompt, in two iterations, and sample a token."""
+        self.follow(Step(r1=10), Step(r1=3))
+        return [*self.completed(), *self.sampled(r1=90)]
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that the next request would find here."""
+        prefixes = self.logic._prefixes
+        assert prefixes is not None
+        return len(prefixes.blocks.run_of(names())) * BLOCK_SIZE
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+# --- loads
+
+
+def test_a_request_waits_for_what_the_pool_has_and_then_finds_it_here(worker: Worker) -> None:
+    asked = worker.ask(shared())
+    assert asked == FindPrefix(R1, 0, b"".join(name.block_hash for name in names()))
+    (loading,) = worker.find(4, 9, 5)
+    assert isinstance(loading, LoadBlocks)
+    (load,) = loading.loads
+    assert load == Load(R1, BlockCopy(3, 12, tuple(BlockRun(at, 1, 50) for at in (4, 9, 5))), load.block_ids)
+    assert worker.loads[-1].num_waiting == 1
+    assert worker.do(BlocksLoaded(POOL, loading.loads, frozenset(), 1e-4))[-1] == Send(POOL, PrefixReleased(LEASE))
+    (iteration,) = runs(worker.follow(Step(r1=1)))
+    assert (iteration.additions[0].num_cached, iteration.additions[0].block_ids[:3]) == (12, load.block_ids)
+
+
+def test_what_the_pool_lacks_is_computed(worker: Worker) -> None:
+    worker.ask(shared())
+    worker.hear_pool(PrefixFound(R1))
+    (iteration,) = runs(worker.follow(Step(r1=10)))
+    assert iteration.additions[0].num_cached == 0
+
+
+def test_other_tokens_of_the_same_names_are_not_loaded(worker: Worker) -> None:
+    worker.ask(shared())
+    forged = [names()[0].packed_tokens, b"0123456789abcdef", names()[2].packed_tokens]
+    (loading,) = worker.find(4, 9, 5, packed=forged)
+    assert loading.loads[0].copy.runs == (BlockRun(4, 1, 50),)
+
+
+def test_blocks_that_do_not_verify_are_not_kept(worker: Worker) -> None:
+    worker.ask(shared())
+    (loading,) = worker.find(4, 9, 5)
+    commands = worker.do(BlocksLoaded(POOL, loading.loads, frozenset({R1})))
+    assert Send(POOL, PrefixReleased(LEASE, is_damaged=True)) in commands
+    assert (worker.num_cached, worker.loads[-1].num_free_blocks) == (0, 20)
+    assert runs(worker.follow(Step(r1=10)))[0].additions[0].num_cached == 0
+
+
+def test_an_answer_that_contradicts_itself_is_given_back(worker: Worker) -> None:
+    worker.ask(shared())
+    assert worker.find(4, 9, packed=[b"0123456789abcdef"]) == [Send(POOL, PrefixReleased(LEASE))]
+    assert worker.hear_pool(PrefixFound(R1, LeaseId(8), BlockCopy(3, 4, (BlockRun(4, 1, 50),)), (b"",))) == [
+        Send(POOL, PrefixReleased(LeaseId(8)))  # nothing waits for it any more
+    ]
+
+
+def test_a_lost_pool_keeps_no_request_waiting(worker: Worker) -> None:
+    worker.ask(shared())
+    assert worker.do(PeerDisconnected(Role.KV_POOL, POOL)) == [UnmapArena(POOL)]
+    assert runs(worker.follow(Step(r1=10)))
+
+
+def test_a_copy_under_way_when_the_pool_is_lost_ends(worker: Worker) -> None:
+    worker.ask(shared())
+    (loading,) = worker.find(4, 9, 5)
+    worker.do(PeerDisconnected(Role.KV_POOL, POOL))
+    worker.do(BlocksLoaded(POOL, loading.loads, frozenset()))
+    assert worker.num_cached == 12
+
+
+def test_a_request_that_is_aborted_while_it_waits_never_runs(worker: Worker) -> None:
+    worker.ask(shared())
+    worker.logic._abort(R1, 1)
+    worker.hear_pool(PrefixFound(R1))
+    assert worker.loads[-1].num_waiting == 0
+
+
+def test_requests_that_lack_the_same_are_loaded_once(worker: Worker) -> None:
+    worker.ask(shared())
+    assert worker.begin(shared("r2")) == []
+    (loading,) = worker.find(4, 9, 5)
+    worker.do(BlocksLoaded(POOL, loading.loads, frozenset(), 1e-4))
+    assert [one.num_cached for one in runs(worker.follow(Step(r1=1, r2=1)))[0].additions] == [12, 12]
+
+
+def test_without_room_beside_those_that_have_begun_it_is_computed(worker: Worker) -> None:
+    worker.begin(request("r9", prompt_len=70))
+    worker.follow(Step(r9=10))
+    worker.ask(shared())
+    assert worker.find(4, 9, 5) == [Send(POOL, PrefixReleased(LEASE))]  # r9 will have 18 of the 20 blocks
+
+
+def test_a_private_request_is_not_asked_for(worker: Worker) -> None:
+    assert worker.begin(request("r1", prompt_len=13)) == []
+
+
+# --- offers
+
+
+def offers(commands: list[Any]) -> list[StorePrefixBlocks]:
+    return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, StorePrefixBlocks)]
+
+
+def filled(worker: Worker) -> StorePrefixBlocks:
+    """Compute a prompt; return the offer of its first two blocks, which awaits its answer."""
+    worker.ask(shared())
+    worker.hear_pool(PrefixFound(R1))
+    (offer,) = offers(worker.compute())
+    return offer
+
+
+def test_what_fills_is_offered_copied_and_reported(worker: Worker) -> None:
+    offered = filled(worker)
+    (part,) = offered.parts
+    assert [(one.block_hash, one.packed_tokens) for one in part.blocks] == names()[:2]
+    answer = ReservedPart(1, LEASE, blocks(31))
+    (offload,) = worker.hear_pool(PrefixBlocksReserved((answer,)))
+    assert isinstance(offload, OffloadBlocks)
+    assert (offload.target_block_ids, offload.generation, offload.num_before) == (answer.block_ids, LEASE, 1)
+    written = tuple(BlockRun(block_id, 1, 60 + block_id) for block_id in answer.block_ids)
+    commands = worker.do(BlocksOffloaded(offload, written))
+    assert Send(POOL, PrefixBlocksWritten(LEASE, tuple(run.checksum for run in written))) in commands
+
+
+def test_the_next_offer_comes_a_little_later(worker: Worker) -> None:
+    filled(worker)
+    assert offers(worker.hear_pool(PrefixBlocksReserved((ReservedPart(2),)))) == []
+    worker.now += 0.3
+    ((part,),) = [one.parts for one in offers(worker.do(Ticked()))]
+    assert (part.num_before, part.parent, len(part.blocks)) == (2, names()[1].block_hash, 1)
+
+
+def test_an_orphan_is_offered_again_with_what_it_follows(worker: Worker) -> None:
+    test_the_next_offer_comes_a_little_later(worker)
+    worker.hear_pool(PrefixBlocksReserved((ReservedPart(0, is_orphan=True),)))
+    worker.now += 0.3
+    ((part,),) = [one.parts for one in offers(worker.do(Ticked()))]
+    assert (part.num_before, len(part.blocks)) == (0, 3)
+
+
+def test_what_has_no_place_is_offered_again_after_a_rest(worker: Worker) -> None:
+    filled(worker)
+    worker.hear_pool(PrefixBlocksReserved((ReservedPart(0),)))
+    worker.now += 0.5
+    assert offers(worker.do(Ticked())) == []
+    worker.now += 0.6
+    assert sum(len(part.blocks) for part in offers(worker.do(Ticked()))[0].parts) == 3
+
+
+def test_a_block_that_left_during_its_copy_is_not_reported(worker: Worker) -> None:
+    filled(worker)
+    (offload,) = worker.hear_pool(PrefixBlocksReserved((ReservedPart(0, LEASE, blocks(30, 31)),)))
+    worker.hear(AbortRequest(R1, 1))
+    prefixes = worker.logic._prefixes
+    assert prefixes is not None
+    prefixes.blocks.evict(2)  # the third, and the second
+    commands = worker.do(BlocksOffloaded(offload, (BlockRun(30, 1, 90), BlockRun(31, 1, 91))))
+    assert Send(POOL, PrefixBlocksWritten(LEASE, (90,))) in commands
+
+
+def test_a_pool_that_comes_back_is_offered_everything(worker: Worker) -> None:
+    filled(worker)
+    worker.do(PeerDisconnected(Role.KV_POOL, POOL))
+    (again,) = offers(worker.hear_pool(replace(ARENA, path="/another")))
+    assert len(again.parts[0].blocks) == 3
+
+
+def test_a_copy_that_failed_is_reported_as_nothing(worker: Worker) -> None:
+    filled(worker)
+    (offload,) = worker.hear_pool(PrefixBlocksReserved((ReservedPart(0, LEASE, blocks(0, 1)),)))
+    assert Send(POOL, PrefixBlocksWritten(LEASE, ())) in worker.do(BlocksOffloaded(offload, None))
+
+
+def test_an_answer_to_another_offer_is_ignored(worker: Worker) -> None:
+    filled(worker)
+    assert worker.hear_pool(PrefixBlocksReserved(())) == []

@@ -1,0 +1,47 @@
+"""The status that every gateway hears of, about once a second."""
+
+from alignedserve.messages.events import Send
+from alignedserve.messages.gateways import ClusterStatus, Demand, PrefixTotals
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.pools import PoolLoad
+from alignedserve.messages.workers import WorkerLoad
+from tests.harnesses.router import decoding
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, epoch, request
+
+
+def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
+    made = decoding()
+    made.link("gateway-1", Role.GATEWAY)
+    made.submit(request("r2"))
+    made.hear(POOL, PoolLoad(3, 0, 0, num_blocks_kept=2))
+    made.hear(DECODE, WorkerLoad(num_running=1, num_free_blocks=18, num_handoffs_verified=5, num_evictions=4))
+    cached = WorkerLoad(
+        num_free_blocks=20,
+        num_prefix_query_tokens=80,
+        num_prefix_hit_tokens=60,
+        num_prefix_blocks=12,
+        num_prefix_evictions=3,
+    )
+    made.hear(PREFILL, cached)
+    status = ClusterStatus(
+        num_queued=0,
+        num_prefilling=1,
+        num_pooled=0,
+        num_decoding=1,
+        num_prefill_workers=1,
+        num_decode_workers=1,
+        num_pool_blocks=100,
+        num_pool_blocks_used=3,
+        num_worker_blocks=40,
+        num_worker_blocks_used=2,
+        num_preemptions=0,
+        num_handoffs_verified=5,
+        num_handoffs_refused=0,
+        num_evictions=4,
+        num_pool_blocks_kept=2,
+        latest_attempt=epoch(2),
+        demand=Demand(num_real_time=2, num_decode_places=4),
+        prefixes=PrefixTotals(80, 60, 12, 3),
+    )
+    assert [made.tick(), made.tick(), made.tick()] == [[], [], []]
+    assert made.tick() == [Send(GATEWAY, status), Send("gateway-1", status)]
