@@ -46,7 +46,7 @@ def shared(name: str = "r1") -> Request:
 
 
 def names() -> list[NamedBlock]:
-    return BlockHasher(BLOCK_SIZE).named(ROOT, shared().prompt_token_ids)
+    return list(BlockHasher(BLOCK_SIZE).named(ROOT, shared().prompt_token_ids))
 
 
 class Worker(ColocatedHarness):
