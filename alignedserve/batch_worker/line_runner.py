@@ -16,7 +16,7 @@ from alignedserve.gateway.openai.request_builder import (
     build_chat_request,
     build_completion_request,
 )
-from alignedserve.gateway.openai.response_format import collect_body
+from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter, collect_body
 from alignedserve.gateway.openai.schemas import GenerationFields
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER
 from alignedserve.gateway.services import Services
@@ -24,6 +24,11 @@ from alignedserve.gateway.services import Services
 _RETRY_AFTER_S = 1.0
 _SERVICE_TIER = "flex"  # best effort
 _ALLOWED_SERVICE_TIERS = ("auto", "default", _SERVICE_TIER)
+
+_FORMATTERS: dict[Endpoint, MakeFormatter] = {
+    Endpoint.CHAT: ChatFormatter,
+    Endpoint.COMPLETION: CompletionFormatter,
+}
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 
@@ -42,7 +47,7 @@ class ClusterLineRunner:
             return _error_response(error)
         generation = Generation(request, self._services)
         try:
-            body = await collect_body(generation)
+            body = await collect_body(generation, _FORMATTERS[line.endpoint])
         except GenerationError as error:
             return _failure(error, has_started=generation.has_started)
         num_prompt_tokens, num_cached_tokens = request.num_prompt_tokens, generation.num_cached_tokens

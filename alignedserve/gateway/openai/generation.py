@@ -8,7 +8,7 @@ from typing import Any
 
 from alignedserve.core.request import FinishReason, Request
 from alignedserve.gateway.backend.interface import GeneratedTokens, RequestStream
-from alignedserve.gateway.openai.choice_decoder import ChoiceDecoder, TextDelta
+from alignedserve.gateway.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
 from alignedserve.gateway.openai.request_builder import GenerationRequest
 from alignedserve.gateway.services import Services
 
@@ -54,7 +54,7 @@ class Generation:
         self._services.limiter.release(len(self.request.requests))
         self._open = []
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
         """Yield (choice, its new text) as it comes, until every choice has ended. Raises GenerationError."""
         while self._open:
             self._ready.clear()
@@ -109,7 +109,7 @@ class Generation:
             report["deadline"] = _verdict(end_to_end_s, slo.deadline_s)
         return {"slo": report} if report else None
 
-    def _decode(self, choice: "_Choice", new: GeneratedTokens) -> TextDelta:
+    def _decode(self, choice: "_Choice", new: GeneratedTokens) -> ChoiceDelta:
         delta = choice.decoder.decode(new)
         choice.measure(len(new.token_ids), time.monotonic())
         if delta.finish_reason is not None:

@@ -60,7 +60,6 @@ class GenerationRequest:
     stop_strings: tuple[str, ...]
     slo: Slo
     service_tier: str
-    is_chat: bool
     is_streamed: bool
     has_logprobs: bool
     includes_usage: bool  # streams only
@@ -122,7 +121,6 @@ def _build(
         stop_strings=tuple(fields.stop),
         slo=slo,
         service_tier=SERVICE_TIERS[fields.service_tier].name,
-        is_chat=is_chat,
         is_streamed=fields.stream,
         has_logprobs=output.num_logprobs is not None,
         includes_usage=fields.includes_usage,

@@ -1,13 +1,13 @@
 """Formats responses, streamed or whole, in OpenAI's shapes. Plain dicts and orjson: this runs for every token."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import orjson
 
-from alignedserve.gateway.openai.choice_decoder import OffsetLogprob, TextDelta
+from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.logprobs import chat_logprobs, completion_logprobs, concatenate, prompt_logprobs
 from alignedserve.gateway.openai.prompt_encoding import Prompt
@@ -20,15 +20,10 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-def make_formatter(generation: Generation) -> "ResponseFormatter":
-    """Return the formatter of the endpoint that was called."""
-    return ChatFormatter(generation) if generation.request.is_chat else CompletionFormatter(generation)
-
-
-async def collect_body(generation: Generation) -> bytes:
+async def collect_body(generation: Generation, make_formatter: "MakeFormatter") -> bytes:
     """Generate and return the body of a whole response. Raises GenerationError."""
     formatter = make_formatter(generation)
-    choices: list[list[TextDelta]] = [[] for _ in generation.request.requests]
+    choices: list[list[ChoiceDelta]] = [[] for _ in generation.request.requests]
     async with generation, aclosing(generation.deltas()) as deltas:
         async for index, delta in deltas:
             choices[index].append(delta)
@@ -48,11 +43,11 @@ class ResponseFormatter(ABC):
         self._has_begun = [False] * len(generation.request.requests)
 
     @abstractmethod
-    def events(self, index: int, delta: TextDelta) -> bytes:
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the events for new text of a choice; empty when there is nothing to show."""
 
     @abstractmethod
-    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]: ...
+    def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]: ...
 
     def closing_events(self) -> bytes:
         """Return the events after the last choice: the usage chunk, where asked for, and the end mark."""
@@ -61,7 +56,7 @@ class ResponseFormatter(ABC):
         chunk = self._envelope(self.chunk_kind, []) | {"usage": self._generation.usage()}
         return event(orjson.dumps(chunk | self._extension())) + DONE
 
-    def body(self, choices: Sequence[Sequence[TextDelta]]) -> bytes:
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response."""
         whole_choices = [self._whole_choice(index, deltas) for index, deltas in enumerate(choices)]
         whole = self._envelope(self.kind, whole_choices) | {"usage": self._generation.usage()}
@@ -100,7 +95,7 @@ class ChatFormatter(ResponseFormatter):
         self._head = b"data: " + empty[: -len(b"]}")]
         self._tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
 
-    def events(self, index: int, delta: TextDelta) -> bytes:
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the role once, then text, then the finish reason."""
         events = b""
         if not self._has_begun[index]:
@@ -114,7 +109,7 @@ class ChatFormatter(ResponseFormatter):
             events += self._chunk(index, b"{}", b"null", reason, self._last_chunk_extension())
         return events
 
-    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+    def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": _text_of(deltas), "refusal": None},
@@ -139,7 +134,7 @@ class CompletionFormatter(ResponseFormatter):
 
     kind = chunk_kind = "text_completion"
 
-    def events(self, index: int, delta: TextDelta) -> bytes:
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return one event per delta."""
         is_first, self._has_begun[index] = not self._has_begun[index], True
         begins_with_prompt = is_first and self._request.echoes
@@ -152,10 +147,10 @@ class CompletionFormatter(ResponseFormatter):
             chunk |= self._last_chunk_extension()
         return event(orjson.dumps(chunk))
 
-    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+    def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         return self._choice(index, deltas, self._request.echoes)
 
-    def _choice(self, index: int, deltas: Sequence[TextDelta], begins_with_prompt: bool) -> dict[str, Any]:
+    def _choice(self, index: int, deltas: Sequence[ChoiceDelta], begins_with_prompt: bool) -> dict[str, Any]:
         text = _text_of(deltas)
         return {
             "index": index,
@@ -164,7 +159,7 @@ class CompletionFormatter(ResponseFormatter):
             "finish_reason": _finish_reason_of(deltas),
         }
 
-    def _logprobs(self, index: int, deltas: Sequence[TextDelta], begins_with_prompt: bool) -> dict[str, list[Any]]:
+    def _logprobs(self, index: int, deltas: Sequence[ChoiceDelta], begins_with_prompt: bool) -> dict[str, list[Any]]:
         prompt = self._prompt(index)
         first_offset = len(prompt.text) if self._request.echoes else 0
         generated = completion_logprobs(_logprobs_of(deltas), self._tokenizer, first_offset=first_offset)
@@ -178,14 +173,17 @@ class CompletionFormatter(ResponseFormatter):
         return self._request.prompts[index // num_per_prompt]
 
 
-def _text_of(deltas: Sequence[TextDelta]) -> str:
+MakeFormatter = Callable[[Generation], ResponseFormatter]
+
+
+def _text_of(deltas: Sequence[ChoiceDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def _logprobs_of(deltas: Sequence[TextDelta]) -> list[OffsetLogprob]:
+def _logprobs_of(deltas: Sequence[ChoiceDelta]) -> list[OffsetLogprob]:
     return [entry for delta in deltas for entry in delta.logprobs]
 
 
-def _finish_reason_of(deltas: Sequence[TextDelta]) -> str | None:
+def _finish_reason_of(deltas: Sequence[ChoiceDelta]) -> str | None:
     reason = deltas[-1].finish_reason if deltas else None
     return None if reason is None else reason.value

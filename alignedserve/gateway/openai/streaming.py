@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from alignedserve.gateway.errors import ClientDisconnected
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.response_format import collect_body, make_formatter
+from alignedserve.gateway.openai.response_format import MakeFormatter, collect_body
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -30,13 +30,14 @@ T = TypeVar("T")
 class BodyResponse(Response):
     """A whole response. Errors are raised before anything is sent."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, make_formatter: MakeFormatter) -> None:
         super().__init__()
         self._generation = generation
+        self._make_formatter = make_formatter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, then send."""
-        body = await while_connected(receive, collect_body(self._generation))
+        body = await while_connected(receive, collect_body(self._generation, self._make_formatter))
         await JsonResponse(body)(scope, receive, send)
 
 
@@ -46,9 +47,10 @@ class EventStreamResponse(Response):
     Later errors are raised as well; the middleware ends the stream with an error event.
     """
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, make_formatter: MakeFormatter) -> None:
         super().__init__()
         self._generation = generation
+        self._make_formatter = make_formatter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, sending each delta as it comes."""
@@ -56,7 +58,7 @@ class EventStreamResponse(Response):
         await while_connected(receive, self._stream(sender.send), sender.is_stuck)
 
     async def _stream(self, send: Send) -> None:
-        formatter = make_formatter(self._generation)
+        formatter = self._make_formatter(self._generation)
         has_started = False
         async with self._generation as generation, aclosing(generation.deltas()) as deltas:
             async for index, delta in deltas:
