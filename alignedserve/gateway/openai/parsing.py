@@ -178,6 +178,7 @@ def _path_of(location: tuple[int | str, ...]) -> str:
 
 
 _UNION_FIELDS = {
+    "input": f"Input {PROMPT_FORMS}",
     "prompt": f"Input {PROMPT_FORMS}",
     "stop": "Input should be a string or a list of strings, none empty",
     "content": "Input should be a string or a list of text parts, not empty",

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -20,7 +20,14 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-async def collect_body(generation: Generation, make_formatter: "MakeFormatter") -> bytes:
+class BodyFormatter(Protocol):
+    """Formats whole responses."""
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        """Return the response to a generation that has ended, from the deltas of its choices."""
+
+
+async def collect_body(generation: Generation, make_formatter: Callable[[Generation], BodyFormatter]) -> bytes:
     """Generate and return the body of a whole response. Raises GenerationError."""
     formatter = make_formatter(generation)
     choices: list[list[ChoiceDelta]] = [[] for _ in generation.request.requests]
