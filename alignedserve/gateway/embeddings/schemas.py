@@ -1,13 +1,24 @@
 """Bodies of /v1/embeddings, /v1/score and /v1/rerank."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field, PlainValidator
+from pydantic import Field, PlainValidator
 
 from alignedserve.gateway.openai.schemas import MAX_CACHE_SALT_LEN, PromptForms, ServiceTierName, checked_prompt
 from alignedserve.gateway.schema import Schema
 
-_Texts = Annotated[list[str], Field(min_length=1), FailFast()]
+TEXT_FORMS = "must be a string or a list of strings, not empty"
+
+
+def _checked_texts(value: Any) -> list[str]:
+    """Return one text or several as a list. Checked by hand, as `checked_prompt`. Raises ValueError."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and texts and all(type(text) is str for text in texts):
+        return texts
+    raise ValueError(TEXT_FORMS)
+
+
+_Texts = Annotated[list[str], PlainValidator(_checked_texts)]
 
 
 class PromptFields(Schema):
@@ -31,8 +42,8 @@ class EmbeddingRequest(PromptFields):
 class ScoreRequest(PromptFields):
     """POST /v1/score: one text against one or several, or as many pairs as there are texts."""
 
-    text_1: str | _Texts
-    text_2: str | _Texts
+    text_1: _Texts
+    text_2: _Texts
 
 
 class RerankRequest(PromptFields):

@@ -36,7 +36,7 @@ async def create_scores(http: Request) -> Response:
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
     asked = parse(ScoreRequest, await read_json(http, services.config))
-    first, second = ([texts] if isinstance(texts, str) else texts for texts in (asked.text_1, asked.text_2))
+    first, second = asked.text_1, asked.text_2
     if len(first) not in (1, len(second)):
         raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
     request = await build_prompt_request(asked, first + second, arrival, services, param="text_2")
