@@ -5,6 +5,7 @@ import struct
 from typing import Any
 
 import httpx
+import httpx2
 import openai
 import pytest
 from openai.types import CreateEmbeddingResponse
@@ -49,8 +50,8 @@ async def test_best_effort_by_service_tier() -> None:
 
 
 async def test_openais_sdk_reads_them() -> None:
-    async with gateway() as served:
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=served.client)
+    async with gateway() as served, httpx2.AsyncClient(transport=httpx2.ASGITransport(served.app)) as http:
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
         answer = await client.embeddings.create(model="tiny", input=["hello", "the dog"])
     assert answer.data[1].embedding == pytest.approx(direction(tokens_of("the dog")), abs=1e-6)
 

@@ -1,8 +1,10 @@
 """Embeddings of prompts: the output vector of the last token, whatever shares its step."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -13,10 +15,11 @@ from tests.support.tiny_models import make_tiny_model
 EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
 
 
-def last_hidden(reference: torch.nn.Module, prompt: list[int]) -> np.ndarray:
+def last_hidden(reference: Any, prompt: list[int]) -> npt.NDArray[np.float32]:
     with torch.no_grad():
         hidden = reference.base_model(torch.tensor([prompt])).last_hidden_state
-    return hidden[0, -1].numpy()
+    last: npt.NDArray[np.float32] = hidden[0, -1].numpy()
+    return last
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gpt_neox", "gemma3_text"])
