@@ -64,6 +64,7 @@ class GenerationRequest:
     has_logprobs: bool
     includes_usage: bool  # streams only
     echoes: bool  # completions only
+    ignored_fields: tuple[str, ...] = ()  # named in the response's body, where it has no headers (lines of batches)
 
     @property
     def num_prompt_tokens(self) -> int:

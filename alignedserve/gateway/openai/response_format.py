@@ -80,9 +80,11 @@ class ResponseFormatter(ABC):
         }
 
     def _extension(self) -> dict[str, Any]:
-        """Return our own key, only for clients that sent SLO headers."""
-        report = self._generation.slo_report()
-        return {"alignedserve": report} if report is not None else {}
+        """Return our own key, only for clients that sent SLO headers and lines of batches with ignored fields."""
+        report = self._generation.slo_report() or {}
+        if self._request.ignored_fields:
+            report["ignored_fields"] = self._request.ignored_fields
+        return {"alignedserve": report} if report else {}
 
     def _last_chunk_extension(self) -> dict[str, Any]:
         """Return the extension for the last choice's last event, where no usage chunk follows it."""

@@ -13,7 +13,7 @@ from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, RerankRequ
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.parsing import parse, read_json
 from alignedserve.gateway.openai.streaming import BodyResponse
-from alignedserve.gateway.routes.dependencies import rate_limited_services
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of
 
 router = APIRouter()
@@ -24,7 +24,7 @@ async def create_embeddings(http: Request) -> Response:
     """Return a vector per text."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    asked = parse(EmbeddingRequest, await read_json(http, services.config))
+    asked = parse(EmbeddingRequest, await read_json(http, services.config), ignored_fields_of(http))
     request = await build_embedding_request(asked, arrival, services)
     make_formatter = partial(EmbeddingFormatter, encoding_format=asked.encoding_format)
     return BodyResponse(Generation(request, services), make_formatter)
@@ -35,7 +35,7 @@ async def create_scores(http: Request) -> Response:
     """Return how alike texts are: the cosines of their vectors."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    asked = parse(ScoreRequest, await read_json(http, services.config))
+    asked = parse(ScoreRequest, await read_json(http, services.config), ignored_fields_of(http))
     first, second = asked.text_1, asked.text_2
     if len(first) not in (1, len(second)):
         raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
@@ -48,7 +48,7 @@ async def rerank(http: Request) -> Response:
     """Return documents in the order of their likeness to a query."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    asked = parse(RerankRequest, await read_json(http, services.config))
+    asked = parse(RerankRequest, await read_json(http, services.config), ignored_fields_of(http))
     texts = [asked.query, *asked.documents]
     request = await build_prompt_request(asked, texts, arrival, services, param="documents")
     return BodyResponse(Generation(request, services), partial(RerankFormatter, asked=asked))
