@@ -30,6 +30,9 @@ class Formatter(Protocol):
     def closing_events(self) -> bytes:
         """Return the events after the last choice."""
 
+    def failure_events(self, error: Exception) -> bytes:
+        """Return the last events of a stream that fails."""
+
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response, from all deltas of every choice."""
 

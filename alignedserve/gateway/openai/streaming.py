@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from alignedserve.gateway.errors import ClientDisconnected
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.response_format import MakeFormatter, ResponseFormatter, collect_body
+from alignedserve.gateway.openai.response_format import Formatter, MakeFormatter, collect_body
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -62,7 +62,7 @@ class EventStreamResponse(Response):
         sender = _TimedSender(send)
         await while_connected(receive, self._stream(formatter, sender.send), sender.is_stuck)
 
-    async def _stream(self, formatter: ResponseFormatter, send: Send) -> None:
+    async def _stream(self, formatter: Formatter, send: Send) -> None:
         has_started = False
         async with self._generation as generation, aclosing(generation.deltas()) as deltas:
             async for index, delta in deltas:
@@ -75,7 +75,7 @@ class EventStreamResponse(Response):
             closing = await self._closing_events(formatter)
         await send({"type": "http.response.body", "body": closing, "more_body": False})
 
-    async def _closing_events(self, formatter: ResponseFormatter) -> bytes:
+    async def _closing_events(self, formatter: Formatter) -> bytes:
         return formatter.closing_events()
 
 
