@@ -25,8 +25,8 @@ from router.prefix_index import hit_of
 from router.request_registry import RequestRegistry
 from router.state import NO_HIT, PrefixHit, TrackedRequest, WorkerRecord
 
-_WORK_OF_REAL_TIME = 1.25
-_WORK_OF_BEST_EFFORT = 2.0
+_WORK_OF_REAL_TIME = 3.0
+_WORK_OF_BEST_EFFORT = 4.0
 
 
 class ChosenPrefill(NamedTuple):
