@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from alignedserve.config.sections import EngineConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
@@ -206,9 +206,14 @@ class ModelExecutor:
             duration_s=duration_s,
         )
 
-    def prepare(self, message: Message) -> "Future[object] | None":
+    def prepare(self, message: Message) -> "Future[LLMatcher] | None":
         """Begin what the requests of a message need; return what a new one waits for, if anything."""
         return prepare_grammars(self._grammars, message)
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raise InvalidRequest for a grammar that answers of this model cannot follow; empty: there is none."""
+        if grammar:
+            self._grammars.check(grammar)
 
     def start_iteration(self, command: RunIteration, on_completed: Callable[[IterationCompleted], None]) -> None:
         """Perform one iteration on the compute thread."""

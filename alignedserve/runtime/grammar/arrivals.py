@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from concurrent.futures import Future
 
+from llguidance import LLMatcher
+
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import BatchGranted, BlocksWritten
 from alignedserve.messages.wire import Message
@@ -10,7 +12,7 @@ from alignedserve.messages.workers import PrefillRequest
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 
 
-def prepare_grammars(compiler: GrammarCompiler, message: Message) -> "Future[object] | None":
+def prepare_grammars(compiler: GrammarCompiler, message: Message) -> "Future[LLMatcher] | None":
     """Begin to compile the grammars that come with a message; return what a new request waits for, if anything.
 
     One that comes from another worker does not wait: its cache is on its way as well.

@@ -6,13 +6,13 @@ Messages about one request stay in order; those about others pass.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest
 
-Prepare = Callable[[Message], "Future[object] | None"]
+Prepare = Callable[[Message], "Future[Any] | None"]
 
 
 class _Held(NamedTuple):
