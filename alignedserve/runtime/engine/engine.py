@@ -49,6 +49,7 @@ class _Launch:
     masks: "Future[StepMasks] | None" = None  # of its sampled rows; None: no row has a grammar
     draw: Draw | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # by place among the sampled rows
     forwarded: float = 0.0  # time at which the forward pass was computed, or enqueued
 
 
@@ -254,6 +255,7 @@ class Engine:
         if len(rows):
             masks = None if launch.masks is None else launch.masks.result()
             self._choose(launch, self._sampler.start(rows, launch.num_tokens, logits, masks))
+            launch.embeddings = self._embeddings(step, hidden)
         launch.prompt_logprobs = [self._prompt_logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]
 
     def _choose(self, launch: "_Launch", draw: Draw) -> None:
@@ -263,7 +265,7 @@ class Engine:
     def _highest(self, launch: "_Launch") -> HighestLogits | None:
         """Run the forward pass if the step's sequences take their highest logits and the pass finds these alone."""
         step = launch.step
-        if not self.model.has_native_head or not step.is_decode or step.wants_prompt_logprobs:
+        if not self.model.has_native_head or not step.is_decode or step.needs_hidden:
             return None
         if launch.masks is not None or not self._sampler.wants_highest_alone(step.sampled_rows, launch.num_tokens):
             return None
@@ -271,12 +273,12 @@ class Engine:
 
     def _forward(self, step: StepBatch) -> tuple[Tensor, Tensor]:
         """Return last hidden vectors of all tokens, and the logits of the sampled ones."""
-        if self._graphs is not None and step.is_decode and not step.wants_prompt_logprobs:
+        if self._graphs is not None and step.is_decode and not step.needs_hidden:
             logits = self._graphs.run(step)
             if logits is not None:
                 return logits[:0], logits[: len(step.rows)]
         batch = step.forward_batch(self.storage.device)
-        if step.is_decode and not step.wants_prompt_logprobs:
+        if step.is_decode and not step.needs_hidden:
             logits = self.model.decode(batch, self.storage)
             if logits is not None:
                 return logits[:0], logits
@@ -300,7 +302,7 @@ class Engine:
         ids = [request_ids[row] for row in rows.tolist()]
         logprobs = choice.logprobs
         sampled = [
-            SampledToken(request_id, token_id, logprobs.get(index))
+            SampledToken(request_id, token_id, logprobs.get(index), launch.embeddings.get(index, b""))
             for index, (request_id, token_id) in enumerate(zip(ids, token_ids.tolist(), strict=True))
         ]
         if is_usable.all():
@@ -341,6 +343,15 @@ class Engine:
             return None
         self._builder.complete(step)
         return step
+
+    def _embeddings(self, step: StepBatch, hidden: Tensor) -> dict[int, bytes]:
+        """Return the output vectors of the prompts whose embeddings are asked for, by place among the sampled rows."""
+        if not len(step.wants_embeddings):
+            return {}
+        places = step.wants_embeddings if step.last is not None else step.sampled_at[step.wants_embeddings]
+        (at,) = to_device([places], hidden.device)
+        vectors = self.model.outputs(hidden[at]).float().cpu().numpy()
+        return {int(place): vector.tobytes() for place, vector in zip(step.wants_embeddings, vectors, strict=True)}
 
     def _prompt_logprobs(self, step: StepBatch, index: int, hidden: Tensor) -> PromptLogprobs:
         """Return log-probabilities of the prompt tokens that follow the tokens of slice `index`."""
