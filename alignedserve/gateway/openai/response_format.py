@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -20,7 +20,14 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-async def collect_body(generation: Generation, make_formatter: "MakeFormatter") -> bytes:
+class BodyFormatter(Protocol):
+    """Formats whole responses."""
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        """Return the response to a generation that has ended, from the deltas of its choices."""
+
+
+async def collect_body(generation: Generation, make_formatter: Callable[[Generation], BodyFormatter]) -> bytes:
     """Generate and return the body of a whole response. Raises GenerationError."""
     formatter = make_formatter(generation)
     choices: list[list[ChoiceDelta]] = [[] for _ in generation.request.requests]
@@ -73,9 +80,11 @@ class ResponseFormatter(ABC):
         }
 
     def _extension(self) -> dict[str, Any]:
-        """Return our own key, only for clients that sent SLO headers."""
-        report = self._generation.slo_report()
-        return {"alignedserve": report} if report is not None else {}
+        """Return our own key, only for clients that sent SLO headers and lines of batches with ignored fields."""
+        report = self._generation.slo_report() or {}
+        if self._request.ignored_fields:
+            report["ignored_fields"] = self._request.ignored_fields
+        return {"alignedserve": report} if report else {}
 
     def _last_chunk_extension(self) -> dict[str, Any]:
         """Return the extension for the last choice's last event, where no usage chunk follows it."""
