@@ -21,8 +21,7 @@ _MAX_EXACT = 1 << 53  # the numbers beyond are not all floats
 _MIN_FRACTION = 1e-9
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")  # those that answers never hold
-# A class within a class, or an operation of classes: not what they are in ECMAScript or Python.
-_CLASS_OPERATION = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*?(?<!\\)(?:\[|&&|--|~~)", re.DOTALL)
+_CLASS = re.compile(r"\\.|\[((?:\\.|[^\]\\])*)\]?", re.DOTALL)
 _DIALECTS = re.compile(r"https?://json-schema\.org/(?:draft/20(?:19-09|20-12)|draft-0[67])/schema#?")
 
 ANNOTATIONS = frozenset(
@@ -145,9 +144,16 @@ def _names(reader: SchemaReader, keyword: str, value: Any, path: Path) -> Any:
 
 def _pattern(reader: SchemaReader, keyword: str, value: Any, path: Path) -> str:
     _expect(isinstance(value, str) and len(value) <= MAX_PATTERN_LEN, keyword, "is not a pattern, or too long a one")
-    _expect(_CLASS_OPERATION.search(value) is None, keyword, "must escape '[', '&&', '--' and '~~' within a class")
+    _expect(not _has_class_operation(value), keyword, "must escape '[', '&&', '--', '~~' and a first ']' in a class")
     assert isinstance(value, str)
     return value
+
+
+def _has_class_operation(pattern: str) -> bool:
+    """Return whether a class holds what is another class, or an operation of classes, to llguidance alone."""
+    bodies = [match[1] for match in _CLASS.finditer(pattern) if match[1] is not None]
+    plain = (re.sub(r"\\.", "", body, flags=re.DOTALL) for body in bodies)
+    return "" in bodies or "^" in bodies or any(re.search(r"\[|&&|--|~~", body) for body in plain)
 
 
 def _format(reader: SchemaReader, keyword: str, value: Any, path: Path) -> str:
