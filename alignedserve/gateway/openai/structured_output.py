@@ -31,7 +31,7 @@ async def answer_part(fields: ConstraintFields, services: Services) -> GrammarPa
 
 
 async def answer_grammar(fields: ConstraintFields, services: Services) -> str:
-    """Return the grammar of an answer that is the constraint and nothing else; empty: anything. Raises InvalidRequest."""
+    """Return the grammar of an answer that is the constraint alone; empty: anything. Raises InvalidRequest."""
     part = await answer_part(fields, services)
     return "" if part is None else serialize_alone(part)
 
