@@ -178,6 +178,7 @@ class LLM:
         wanted = replace(wanted, max_tokens=min(wanted.max_tokens, max_tokens))
         if blocks_for(len(prompt) + wanted.max_tokens, _BLOCK_SIZE) > self._executor.num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
+        self._executor.check_grammar(wanted.grammar)
         request_id = RequestId(secrets.token_hex(8))
         return Request(request_id, tuple(prompt), wanted, reply_to="", arrival_s=0.0, prefix_root=self._root)
 

@@ -8,7 +8,7 @@ from threading import Lock
 
 from llguidance import LLMatcher, LLTokenizer
 
-from alignedserve.core.errors import ModelError
+from alignedserve.core.errors import InvalidRequest, ModelError
 from alignedserve.runtime.grammar.limits import PARSER_LIMITS
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,13 @@ class GrammarCompiler:
             self._num_characters += len(grammar)
             self._forget_oldest()
         return compiled
+
+    def check(self, grammar: str) -> None:
+        """Wait until a grammar is compiled. Raises InvalidRequest if it cannot be."""
+        try:
+            self.compile(grammar).result()
+        except GrammarError as error:
+            raise InvalidRequest(f"grammar: {error}.", param="grammar") from error
 
     def wait(self) -> None:
         """Wait until the vocabulary is loaded, if it can be."""
