@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field, PlainValidator
 
+from alignedserve.gateway.openai.constraint_fields import ConstraintFields
 from alignedserve.gateway.schema import Schema
 
 MAX_STOP_STRING_LEN = 1024
@@ -22,7 +23,7 @@ class StreamOptions(Schema):
     include_usage: bool | None = None
 
 
-class GenerationFields(Schema):
+class GenerationFields(ConstraintFields):
     """Fields of chat completions and completions alike. Unset means OpenAI's default."""
 
     model: str

@@ -20,7 +20,6 @@ CHAT: NeutralValues = {
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
