@@ -58,12 +58,12 @@ def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"messages": plain}
 
 
-def parse(schema: type[SchemaT], fields: dict[str, Any]) -> SchemaT:
-    """Return the fields as a checked schema. Raises InvalidRequest naming the field."""
+def parse(schema: type[SchemaT], fields: dict[str, Any], *, path: str = "") -> SchemaT:
+    """Return the fields as a checked schema. Raises InvalidRequest naming the field, which stands behind `path`."""
     try:
         return schema.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
-        _refuse(error)
+        _refuse(error, path)
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -152,10 +152,10 @@ def _refuse_unsupported(path: str, known_value: str | None = None) -> NoReturn:
     raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
 
 
-def _refuse(error: ValidationError) -> NoReturn:
+def _refuse(error: ValidationError, parent: str) -> NoReturn:
     """Raise for the first problem; its message shows the field's name, never its value."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = _path_of(problem["loc"])
+    path = parent + _path_of(problem["loc"])
     if problem["type"] == "extra_forbidden":
         raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
     if problem["type"] == "missing":
