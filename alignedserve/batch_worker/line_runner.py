@@ -10,6 +10,7 @@ from alignedserve.core.errors import AlignedServeError, InvalidRequest
 from alignedserve.core.request import Slo
 from alignedserve.gateway.errors import GenerationError, Overloaded, Unavailable, Unservable, error_body, http_error_of
 from alignedserve.gateway.openai.generation import Generation
+from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import check_shape, parse_chat, parse_completion
 from alignedserve.gateway.openai.request_builder import (
     Arrival,
@@ -78,27 +79,30 @@ class ClusterLineRunner:
         """Return the line's request and formatter. Raises InvalidRequest: the line can never be run."""
         check_shape(line.body, self._services.config.max_json_depth)
         headers = {} if line.deadline_s is None else {DEADLINE_HEADER: f"{line.deadline_s * 1000.0:.3f}"}
-        request, make_formatter = await self._build(line, Arrival(line.request_id, headers, client_of(line.owner)))
+        arrival = Arrival(line.request_id, headers, client_of(line.owner))
+        ignored = None if self._services.config.strict else IgnoredFields()
+        request, make_formatter = await self._build(line, arrival, ignored)
+        names = ignored.names if ignored is not None else ()
         # The line's deadline is ours, not the client's: its response does not report it.
-        return _Job(replace(request, slo=Slo()), make_formatter)
+        return _Job(replace(request, slo=Slo(), ignored_fields=names), make_formatter)
 
-    async def _build(self, line: LineRequest, arrival: Arrival) -> _Job:
+    async def _build(self, line: LineRequest, arrival: Arrival, ignored: IgnoredFields | None) -> _Job:
         match line.endpoint:
             case Endpoint.CHAT:
-                chat = _at_best_effort(parse_chat(line.body))
+                chat = _at_best_effort(parse_chat(line.body, ignored))
                 return _Job(await build_chat_request(chat, arrival, self._services), ChatFormatter)
             case Endpoint.COMPLETION:
-                completion = _at_best_effort(parse_completion(line.body))
+                completion = _at_best_effort(parse_completion(line.body, ignored))
                 return _Job(await build_completion_request(completion, arrival, self._services), CompletionFormatter)
             case Endpoint.RESPONSES:
-                return await self._build_response(line, arrival)
+                return await self._build_response(line, arrival, ignored)
 
-    async def _build_response(self, line: LineRequest, arrival: Arrival) -> _Job:
+    async def _build_response(self, line: LineRequest, arrival: Arrival, ignored: IgnoredFields | None) -> _Job:
         for name in _STATE_FIELDS:
             if line.body.get(name):
                 raise InvalidRequest(f"{name} is not supported in a batch.", param=name, code="unsupported_parameter")
-        asked, response_id = _at_best_effort(parse_response(line.body)), new_response_id()
-        items = await resolve_references(None, parse_items(asked.input, response_id))
+        asked, response_id = _at_best_effort(parse_response(line.body, ignored)), new_response_id()
+        items = await resolve_references(None, parse_items(asked.input, response_id, ignored))
         request = await build_response_request(asked, items, response_id, arrival, self._services)
         return _Job(request, partial(ResponsesFormatter, asked=asked))
 

@@ -13,7 +13,13 @@ from typing import Any
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.responses.items import Item, text_of
-from alignedserve.gateway.responses.schemas import CreateResponseRequest, PromptFields, TextFormat
+from alignedserve.gateway.responses.schemas import (
+    CreateResponseRequest,
+    FunctionTool,
+    PromptFields,
+    TextFormat,
+    known_fields,
+)
 
 Message = dict[str, Any]
 
@@ -101,12 +107,16 @@ def _add_answer(message: Message, item: Item) -> None:
 def _tool_fields(asked: PromptFields) -> dict[str, Any]:
     if not asked.tools and asked.tool_choice in ("auto", "none"):
         return {}
-    functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in asked.tools]
     return {
-        "tools": [{"type": "function", "function": function} for function in functions],
+        "tools": [_function_tool(tool) for tool in asked.tools],
         "tool_choice": _tool_choice(asked.tool_choice),
         "parallel_tool_calls": asked.parallel_tool_calls,
     }
+
+
+def _function_tool(tool: FunctionTool) -> dict[str, Any]:
+    function = known_fields(tool, with_unset=False)
+    return {"type": function.pop("type"), "function": function}
 
 
 def _tool_choice(choice: str | dict[str, Any]) -> Any:
@@ -129,7 +139,7 @@ def _tool_choice(choice: str | dict[str, Any]) -> Any:
 def _response_format(given: TextFormat | None) -> dict[str, Any] | None:
     if given is None:
         return None
-    members = given.model_dump(by_alias=True, exclude_none=True)
+    members = known_fields(given, with_unset=False)
     kind = members.pop("type")
     return {"type": kind, "json_schema": members} if kind == "json_schema" else {"type": kind} | members
 

@@ -11,8 +11,9 @@ from alignedserve.gateway.errors import error_body
 from alignedserve.gateway.openai.choice_decoder import ChoiceDelta
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.logprobs import chat_logprobs
+from alignedserve.gateway.openai.response_format import extension_of
 from alignedserve.gateway.responses.output import Event, OutputBuilder
-from alignedserve.gateway.responses.schemas import CreateResponseRequest
+from alignedserve.gateway.responses.schemas import CreateResponseRequest, TextOptions, known_fields
 
 _ECHOED = (
     *("background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
@@ -25,7 +26,6 @@ def new_response(
     asked: CreateResponseRequest, *, response_id: str, created: int, model: str, service_tier: str, is_stored: bool
 ) -> dict[str, Any]:
     """Return a response of which nothing has been generated."""
-    text = asked.text.model_dump(by_alias=True, exclude_none=True) if asked.text is not None else {}
     reasoning = asked.reasoning
     return {
         "id": response_id,
@@ -40,11 +40,20 @@ def new_response(
         "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
         "service_tier": service_tier,
         "store": is_stored,
-        "text": {"format": {"type": "text"}} | text,
-        "tools": [tool.model_dump() for tool in asked.tools],
+        "text": _text(asked.text),
+        "tools": [known_fields(tool) for tool in asked.tools],
         "top_logprobs": asked.top_logprobs or 0,
         "usage": None,
     } | {name: getattr(asked, name) for name in _ECHOED}
+
+
+def _text(asked: TextOptions | None) -> dict[str, Any]:
+    text: dict[str, Any] = {"format": {"type": "text"}}
+    if asked is not None and asked.format is not None:
+        text["format"] = known_fields(asked.format, with_unset=False)
+    if asked is not None and asked.verbosity is not None:
+        text["verbosity"] = asked.verbosity
+    return text
 
 
 class ResponsesFormatter:
@@ -110,8 +119,7 @@ class ResponsesFormatter:
             self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         else:
             self.response |= {"status": "completed", "completed_at": int(time.time())}
-        report = self._generation.slo_report()
-        self.response |= {"alignedserve": report} if report is not None else {}
+        self.response |= extension_of(self._generation)
 
     def _response_event(self, name: str) -> Event:
         return {"type": f"response.{name}", "response": self.response}

@@ -4,10 +4,11 @@ An item's id names its response: `msg_<response>i<place>` is an item of its inpu
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import parse
 from alignedserve.gateway.responses.schemas import (
     FunctionCallItem,
@@ -18,6 +19,7 @@ from alignedserve.gateway.responses.schemas import (
     ReasoningPart,
     RefusalPart,
     TextPart,
+    known_fields,
 )
 from alignedserve.gateway.schema import Schema
 
@@ -32,17 +34,11 @@ _SCHEMAS: dict[str, type[Schema]] = {
     "reasoning": ReasoningItem,
     "item_reference": ItemReference,
 }
-_PART_SCHEMAS: dict[str, type[Schema]] = {
-    "input_text": TextPart,
-    "output_text": TextPart,
-    "refusal": RefusalPart,
-    "reasoning_text": ReasoningPart,
-    "summary_text": ReasoningPart,
-}
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_MESSAGE_PARTS = ("input_text", "output_text", "refusal")
-_OUTPUT_PARTS = ("input_text", "output_text")
-_CONTENT_PARTS, _SUMMARY_PARTS = ("reasoning_text",), ("summary_text",)
+_OUTPUT_PARTS: dict[str, type[Schema]] = {"input_text": TextPart, "output_text": TextPart}
+_MESSAGE_PARTS = _OUTPUT_PARTS | {"refusal": RefusalPart}
+_SUMMARY_PARTS: dict[str, type[Schema]] = {"summary_text": ReasoningPart}
+_THOUGHTS: dict[str, type[Schema]] = {"reasoning_text": ReasoningPart}
 _UNSUPPORTED = (
     *("input_image", "input_file", "input_audio", "computer_screenshot"),
     *("file_search_call", "web_search_call", "computer_call", "computer_call_output", "image_generation_call"),
@@ -83,10 +79,16 @@ def place_of(text: str) -> ItemPlace | None:
     return ItemPlace(f"resp_{match[1]}", match[2] == "i", int(match[3], 16)) if match else None
 
 
-def parse_items(given: str | Sequence[dict[str, Any]], response_id: str) -> list[Item]:
-    """Return the items of an input. Raises InvalidRequest naming the field. References are left as they are."""
+def parse_items(
+    given: str | Sequence[dict[str, Any]], response_id: str, ignored: IgnoredFields | None = None
+) -> list[Item]:
+    """Return the items of an input. Raises InvalidRequest naming the field. References are left as they are.
+
+    `ignored`: see `parse`.
+    """
+    parser = _ItemParser(ignored)
     sent = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    items = [_parse_item(one, f"input[{place}]") for place, one in enumerate(sent)]
+    items = [parser.parse(one, f"input[{place}]") for place, one in enumerate(sent)]
     for place, item in enumerate(items):
         if item["type"] != "item_reference":
             item["id"] = item_id(item["type"], response_id, place, is_input=True)
@@ -100,53 +102,58 @@ def text_of(content: str | Sequence[dict[str, Any]]) -> str:
     return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
 
 
-def _parse_item(given: dict[str, Any], path: str) -> Item:
-    kind = given.get("type") or ("message" if "role" in given else "item_reference")
+class _ItemParser:
+    """Checks items one by one."""
+
+    def __init__(self, ignored: IgnoredFields | None) -> None:
+        self._ignored = ignored
+
+    def parse(self, given: dict[str, Any], path: str) -> Item:
+        """Return an item in its one form, without an id. Raises InvalidRequest."""
+        kind = given.get("type") or ("message" if "role" in given else "item_reference")
+        item = parse(_schema_of(kind, _SCHEMAS, path), given, self._ignored, parent=f"{path}.")
+        members = known_fields(item) | {"id": "", "type": kind, "status": "completed"}
+        match item:
+            case MessageItem():
+                del members["phase"]
+                return members | {"content": self._content(item, path)}
+            case FunctionCallOutputItem() if not isinstance(item.output, str):
+                return members | {"output": self._parts(item.output, f"{path}.output", _OUTPUT_PARTS)}
+            case ReasoningItem():
+                summary = self._parts(item.summary, f"{path}.summary", _SUMMARY_PARTS)
+                return members | {
+                    "summary": summary,
+                    "content": self._parts(item.content, f"{path}.content", _THOUGHTS),
+                }
+            case ItemReference():
+                return {"type": kind, "id": item.id}
+        return members
+
+    def _content(self, item: MessageItem, path: str) -> list[Item]:
+        if isinstance(item.content, str):
+            return [_text_part("output_text" if item.role == "assistant" else "input_text", item.content)]
+        if not item.content:
+            raise InvalidRequest(f"{path}.content must not be empty.", param=f"{path}.content", code="invalid_value")
+        return self._parts(item.content, f"{path}.content", _MESSAGE_PARTS)
+
+    def _parts(self, given: Sequence[dict[str, Any]], path: str, schemas: Mapping[str, type[Schema]]) -> list[Item]:
+        parts = []
+        for place, one in enumerate(given):
+            at = f"{path}[{place}]"
+            part = parse(_schema_of(one.get("type"), schemas, at), one, self._ignored, parent=f"{at}.")
+            parts.append(_text_part(part.type, part.text) if isinstance(part, TextPart) else known_fields(part))
+        return parts
+
+
+def _schema_of(kind: Any, schemas: Mapping[str, type[Schema]], path: str) -> type[Schema]:
+    """Return the schema of a type. Raises InvalidRequest naming the type only if it is one of OpenAI's."""
     if kind in _UNSUPPORTED:
-        raise InvalidRequest(f"{path}.type {kind!r} is not supported.", param=path, code="unsupported_parameter")
-    if not isinstance(kind, str) or kind not in _SCHEMAS:
-        raise InvalidRequest(f"Invalid value for {path}.type.", param=f"{path}.type", code="invalid_value")
-    item = parse(_SCHEMAS[kind], given, path=f"{path}.")
-    match item:
-        case MessageItem():
-            return _message(item, path)
-        case FunctionCallOutputItem():
-            output = item.output if isinstance(item.output, str) else _parts(item.output, path, "output", _OUTPUT_PARTS)
-            return {"id": "", "type": kind, "call_id": item.call_id, "output": output, "status": "completed"}
-        case ReasoningItem():
-            summary = _parts(item.summary, path, "summary", _SUMMARY_PARTS)
-            content = _parts(item.content, path, "content", _CONTENT_PARTS)
-            return {"id": "", "type": kind, "summary": summary, "content": content, "status": "completed"}
-        case ItemReference():
-            return {"type": kind, "id": item.id}
-        case _:
-            return {"id": ""} | item.model_dump(exclude={"id", "status"}) | {"status": "completed"}
-
-
-def _message(item: MessageItem, path: str) -> Item:
-    kind = "output_text" if item.role == "assistant" else "input_text"
-    if isinstance(item.content, str):
-        parts = [_text_part(kind, item.content)]
-    else:
-        parts = _parts(item.content, path, "content", _MESSAGE_PARTS)
-    if not parts:
-        raise InvalidRequest(f"{path}.content must not be empty.", param=f"{path}.content", code="invalid_value")
-    return {"id": "", "type": "message", "role": item.role, "content": parts, "status": "completed"}
-
-
-def _parts(given: Sequence[dict[str, Any]], path: str, member: str, kinds: Sequence[str]) -> list[Item]:
-    parts = []
-    for place, one in enumerate(given):
-        at = f"{path}.{member}[{place}]"
-        kind = one.get("type")
-        if kind in _UNSUPPORTED:
-            raise InvalidRequest(f"{at}.type {kind!r} is not supported.", param=at, code="unsupported_parameter")
-        if kind not in kinds:
-            message = f"Invalid value for {at}.type: must be {' or '.join(kinds)}."
-            raise InvalidRequest(message, param=f"{at}.type", code="invalid_value")
-        part = parse(_PART_SCHEMAS[kind], one, path=f"{at}.")
-        parts.append(_text_part(kind, part.text) if isinstance(part, TextPart) else part.model_dump())
-    return parts
+        message = f"{path}.type {kind!r} is not supported."
+        raise InvalidRequest(message, param=f"{path}.type", code="unsupported_parameter")
+    if not isinstance(kind, str) or kind not in schemas:
+        message = f"Invalid value for {path}.type: it must be {' or '.join(schemas)}."
+        raise InvalidRequest(message, param=f"{path}.type", code="invalid_value")
+    return schemas[kind]
 
 
 def _text_part(kind: str, text: str) -> dict[str, Any]:

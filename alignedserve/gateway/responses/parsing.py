@@ -3,6 +3,7 @@
 from typing import Any, NoReturn
 
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import SchemaT, parse
 from alignedserve.gateway.responses.schemas import CreateResponseRequest, InputTokensRequest
 
@@ -17,9 +18,9 @@ _HOSTED_TOOLS = (
 )
 
 
-def parse_response(body: dict[str, Any]) -> CreateResponseRequest:
-    """Check the body of a new response. Raises InvalidRequest naming the field."""
-    asked = _parse(CreateResponseRequest, body)
+def parse_response(body: dict[str, Any], ignored: IgnoredFields | None) -> CreateResponseRequest:
+    """Check the body of a new response but for its items. Raises InvalidRequest naming the field."""
+    asked = _parse(CreateResponseRequest, body, ignored)
     if asked.stream_options is not None and not asked.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     if asked.background and asked.stream:
@@ -29,12 +30,12 @@ def parse_response(body: dict[str, Any]) -> CreateResponseRequest:
     return asked
 
 
-def parse_input_tokens(body: dict[str, Any]) -> InputTokensRequest:
-    """Check the body of a count of input tokens. Raises InvalidRequest naming the field."""
-    return _parse(InputTokensRequest, body)
+def parse_input_tokens(body: dict[str, Any], ignored: IgnoredFields | None) -> InputTokensRequest:
+    """Check the body of a count of input tokens but for its items. Raises InvalidRequest naming the field."""
+    return _parse(InputTokensRequest, body, ignored)
 
 
-def _parse(schema: type[SchemaT], body: dict[str, Any]) -> SchemaT:
+def _parse(schema: type[SchemaT], body: dict[str, Any], ignored: IgnoredFields | None) -> SchemaT:
     for name in _UNSUPPORTED:
         if body.get(name) is not None:
             _refuse(name)
@@ -44,7 +45,7 @@ def _parse(schema: type[SchemaT], body: dict[str, Any]) -> SchemaT:
     for place, tool in enumerate(tools if isinstance(tools, list) else ()):
         if isinstance(tool, dict) and tool.get("type") in _HOSTED_TOOLS:
             _refuse(f"tools[{place}].type {tool['type']!r}", f"tools[{place}].type")
-    return parse(schema, body)
+    return parse(schema, body, ignored)
 
 
 def _refuse(what: str, param: str | None = None) -> NoReturn:

@@ -10,6 +10,7 @@ import orjson
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.responses.background import BackgroundJobs, cancelled
 from alignedserve.gateway.responses.context import Context, load_context, resolve_references
 from alignedserve.gateway.responses.items import Item, parse_items
@@ -50,14 +51,14 @@ class ResponsesApi:
         state = ResponseState(files_api.stores.responses, config, owner)
         return cls(state, BackgroundJobs(files_api, owner, config.response_lifetime_s))
 
-    async def begin(self, asked: PromptFields) -> Turn:
+    async def begin(self, asked: PromptFields, ignored: IgnoredFields | None) -> Turn:
         """Return the turn that a client asks for. Raises InvalidRequest, NotFound."""
         response_id = new_response_id()
         state = self.state if asked.previous_response_id is None else self._stored("previous_response_id")
         context = Context([])
         if state is not None and asked.previous_response_id is not None:
             context = await load_context(state, asked.previous_response_id)
-        items = await resolve_references(state, parse_items(asked.input, response_id))
+        items = await resolve_references(state, parse_items(asked.input, response_id, ignored))
         is_stored = isinstance(asked, CreateResponseRequest) and self._is_stored(asked)
         if is_stored:
             check_storable(items)

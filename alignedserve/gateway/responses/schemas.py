@@ -190,3 +190,9 @@ class ItemReference(Schema):
 
     type: Literal["item_reference"] = "item_reference"
     id: ItemId
+
+
+def known_fields(body: Schema, *, with_unset: bool = True) -> dict[str, Any]:
+    """Return the fields that the schema has, by the names that clients use; those of other schemas are not for this."""
+    fields = {field.alias or name: getattr(body, name) for name, field in type(body).model_fields.items()}
+    return fields if with_unset else {name: value for name, value in fields.items() if value is not None}

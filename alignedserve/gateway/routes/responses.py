@@ -20,7 +20,7 @@ from alignedserve.gateway.responses.parsing import parse_input_tokens, parse_res
 from alignedserve.gateway.responses.request_builder import build_response_request, count_input_tokens
 from alignedserve.gateway.responses.responses_api import ResponsesApi, Turn
 from alignedserve.gateway.responses.schemas import CreateResponseRequest
-from alignedserve.gateway.routes.dependencies import rate_limited_services
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of
 from alignedserve.gateway.routes.request_parameters import one_of, positive
 from alignedserve.gateway.services import Services
@@ -35,9 +35,10 @@ async def create_response(http: Request) -> Response:
     """Answer items, streamed if the client asked for that, or later in the background."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    asked = parse_response(await read_json(http, services.config))
+    ignored = ignored_fields_of(http)
+    asked = parse_response(await read_json(http, services.config), ignored)
     api = ResponsesApi.of(services, arrival.tenant)
-    turn = await api.begin(asked)
+    turn = await api.begin(asked, ignored)
     request = await build_response_request(asked, turn.all_items, turn.response_id, arrival, services)
     if asked.background:
         return JsonResponse(await _submit(api, asked, turn, request))
@@ -48,8 +49,9 @@ async def create_response(http: Request) -> Response:
 async def count_tokens(http: Request) -> Response:
     """Count the tokens of the prompt that a response would have."""
     services = await rate_limited_services(http)
-    asked = parse_input_tokens(await read_json(http, services.config))
-    turn = await _api(http, services).begin(asked)
+    ignored = ignored_fields_of(http)
+    asked = parse_input_tokens(await read_json(http, services.config), ignored)
+    turn = await _api(http, services).begin(asked, ignored)
     num_tokens = await count_input_tokens(asked, turn.all_items, services)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
