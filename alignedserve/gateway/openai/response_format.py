@@ -22,14 +22,14 @@ def event(payload: bytes) -> bytes:
 
 
 class BodyFormatter(Protocol):
-    """Formats whole responses."""
+    """Formats whole responses in the shapes of one endpoint."""
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
-        """Return the response to a generation that has ended, from the deltas of its choices."""
+        """Return the response to a generation that has ended, from all deltas of every choice."""
 
 
 class Formatter(BodyFormatter, Protocol):
-    """Formats one response in the shapes of one API, whole or streamed."""
+    """Formats responses in the shapes of one API, streamed or whole."""
 
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the events for what became visible of a choice; empty when there is nothing to show."""

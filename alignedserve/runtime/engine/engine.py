@@ -120,9 +120,7 @@ class Engine:
         is allocated for it. `masks`: empty; None: no sequence may have a grammar.
 
         Raises ConfigError for options that are unavailable here.
-        """`attention`: one of CHOICES of runtime.attention. `streams`, `capture`: replace those of the storage's
-        device. `hidden_block_tokens`: sequences may have a hidden cache, whose blocks hold so many tokens each; memory
-        is allocated for it. `masks`: empty; None: no sequence may have a grammar. Raises ConfigError for options that are unavailable here."""
+        """
         layout, config = storage.layout, model.config
         assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
             "more context than positions"
