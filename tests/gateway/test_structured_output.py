@@ -37,7 +37,8 @@ def following(request: Request) -> Script:
     while not matcher.is_stopped() and len(tokens) < 200:
         mask = matcher.compute_bitmask()
         allowed = [token for token in range(tokenizer().vocab_size) if mask[token // 8] >> (token % 8) & 1]
-        tokens.append(rng.choice(allowed))
+        closing = [token for token in allowed if token == EOS or tokenizer().token_bytes(token) in (b'"', b"}", b"]")]
+        tokens.append(rng.choice(closing if closing and len(tokens) > 30 else allowed))
         matcher.consume_token(tokens[-1])
     return Script((*tokens, EOS) if tokens[-1] != EOS else tuple(tokens))
 
