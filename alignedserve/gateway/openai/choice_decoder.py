@@ -20,7 +20,7 @@ class OffsetLogprob(NamedTuple):
 class ToolCallDelta(NamedTuple):
     """A tool call that begins, or more of the arguments of one that has begun."""
 
-    index: int  # of the call among those of its choice
+    call_index: int  # of the call among those of its choice
     arguments: str = ""  # JSON text, to be appended to what came before
     call_id: str | None = None  # with the first delta of a call, as the name
     name: str | None = None
@@ -35,6 +35,7 @@ class ChoiceDelta(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    stop_string: str | None = None  # the one that ended the choice
 
 
 class ChoiceDecoder:
@@ -75,7 +76,7 @@ class ChoiceDecoder:
             self.num_tokens += len(new.token_ids) - len(token_ids)
             text += self._flush()
         logprobs = self._visible_logprobs(is_all=new.finish_reason is not None)
-        return ChoiceDelta(text, logprobs, finish_reason, new.prompt_logprobs)
+        return ChoiceDelta(text, logprobs, finish_reason, new.prompt_logprobs, stop_string=self._stops.found)
 
     def _without_end_token(self, new: GeneratedTokens) -> tuple[int, ...]:
         token_ids = new.token_ids
@@ -89,7 +90,7 @@ class ChoiceDecoder:
                 self._held_logprobs.append(OffsetLogprob(logprobs[index], self._num_decoded))
             self.num_tokens += 1
             visible.append(self._filter_stops(self._stream.push((token_id,))))
-            if self._stops.is_found:
+            if self._stops.found is not None:
                 self.is_stopped = True
                 break
         return "".join(visible)

@@ -12,7 +12,7 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 from alignedserve.gateway.openai import unsupported_fields as unsupported
 from alignedserve.gateway.openai.ignored_fields import IgnoredFields, unknown_fields
-from alignedserve.gateway.openai.schemas import PROMPT_FORMS, ChatCompletionRequest, CompletionRequest
+from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
 from alignedserve.gateway.schema import Schema
 
 _BODY_TIMEOUT_S = 30.0
@@ -164,7 +164,7 @@ def _refuse(error: ValidationError) -> NoReturn:
     path = _path_of(problem["loc"])
     if problem["type"] == "missing":
         raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
-    expected = _UNION_FIELDS.get(path.rpartition(".")[2], problem["msg"])
+    expected = _UNION_FIELDS.get(path.rpartition(".")[2], problem["msg"].replace("Value error, ", "Input "))
     raise InvalidRequest(f"Invalid value for {path}: {expected}.", param=path, code="invalid_value")
 
 
@@ -182,7 +182,6 @@ def _path_of(location: tuple[int | str, ...]) -> str:
 
 
 _UNION_FIELDS = {
-    "prompt": f"Input {PROMPT_FORMS}",
     "stop": "Input should be a string or a list of strings, none empty",
     "content": "Input should be a string or a list of text parts, not empty",
 }

@@ -100,7 +100,7 @@ async def build_completion_request(
 ) -> GenerationRequest:
     """Return the requests of a completion. Raises InvalidRequest."""
     services.check_model(completion.model)
-    prompts = await encode_prompts(completion, services)
+    prompts = await encode_prompts(completion.prompt, services)
     if completion.max_tokens == 0 and not completion.echo:
         raise InvalidRequest("max_tokens must be at least 1, or echo must be true.", param="max_tokens")
     num_prompt_logprobs = completion.logprobs if completion.echo else None

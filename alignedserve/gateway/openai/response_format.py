@@ -3,10 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
+from alignedserve.gateway.errors import error_body
 from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.logprobs import chat_logprobs, completion_logprobs, concatenate, prompt_logprobs
@@ -20,7 +21,30 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-async def collect_body(generation: Generation, make_formatter: "MakeFormatter") -> bytes:
+class BodyFormatter(Protocol):
+    """Formats whole responses in the shapes of one endpoint."""
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        """Return the response to a generation that has ended, from all deltas of every choice."""
+
+
+class Formatter(BodyFormatter, Protocol):
+    """Formats responses in the shapes of one API, streamed or whole."""
+
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return the events for what became visible of a choice; empty when there is nothing to show."""
+
+    def closing_events(self) -> bytes:
+        """Return the events after the last choice."""
+
+    def failure_events(self, error: Exception) -> bytes:
+        """Return the last events of a stream that fails."""
+
+
+MakeFormatter = Callable[[Generation], Formatter]
+
+
+async def collect_body(generation: Generation, make_formatter: Callable[[Generation], BodyFormatter]) -> bytes:
     """Generate and return the body of a whole response. Raises GenerationError."""
     formatter = make_formatter(generation)
     choices: list[list[ChoiceDelta]] = [[] for _ in generation.request.requests]
@@ -31,7 +55,7 @@ async def collect_body(generation: Generation, make_formatter: "MakeFormatter") 
 
 
 class ResponseFormatter(ABC):
-    """Formats the response to one generation, in the shapes of one endpoint."""
+    """Formats the response to one generation, in the shapes of one of OpenAI's two endpoints."""
 
     kind: str
     chunk_kind: str
@@ -55,6 +79,10 @@ class ResponseFormatter(ABC):
             return DONE
         chunk = self._envelope(self.chunk_kind, []) | {"usage": self._generation.usage()}
         return event(orjson.dumps(chunk | self._extension())) + DONE
+
+    def failure_events(self, error: Exception) -> bytes:
+        """Return the last events of a stream that fails."""
+        return event(error_body(error))
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response."""
@@ -178,9 +206,6 @@ class CompletionFormatter(ResponseFormatter):
     def _prompt(self, index: int) -> Prompt:
         num_per_prompt = len(self._request.requests) // len(self._request.prompts)
         return self._request.prompts[index // num_per_prompt]
-
-
-MakeFormatter = Callable[[Generation], ResponseFormatter]
 
 
 def _text_of(deltas: Sequence[ChoiceDelta]) -> str:
