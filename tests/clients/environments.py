@@ -13,14 +13,8 @@ import pytest
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / ".venv-clients"
 _INSTALL_TIMEOUT_S = 900.0
-_UNREACHABLE = (
-    "Max retries exceeded",
-    "Failed to establish",
-    "name resolution",
-    "ENOTFOUND",
-    "ECONNREFUSED",
-    "EAI_AGAIN",
-)
+_INSTALLER = "uv==0.13.9"  # pip takes minutes for as many packages
+_UNREACHABLE = ("Failed to establish", "name resolution", "Failed to fetch", "dns error", "ENOTFOUND", "EAI_AGAIN")
 
 
 def python_environment() -> Path:
@@ -28,7 +22,9 @@ def python_environment() -> Path:
     folder, listed = FOLDER / "python", HERE / "requirements.txt"
     if not _is_made(folder, listed):
         _run(sys.executable, "-m", "venv", "--clear", folder)
-        _run(folder / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "-r", listed)
+        python = folder / "bin/python"
+        _run(python, "-m", "pip", "install", "--quiet", _INSTALLER)
+        _run(folder / "bin/uv", "pip", "install", "--quiet", "--python", python, "--no-deps", "-r", listed)
         _lend_torch(folder)
         _note_made(folder, listed)
     return folder / "bin"
