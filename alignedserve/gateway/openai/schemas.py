@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field, PlainValidator
 
+from alignedserve.gateway.openai.constraint_fields import ConstraintFields
 from alignedserve.gateway.openai.hints import Hints
 from alignedserve.gateway.schema import Schema
 
@@ -25,7 +26,7 @@ class StreamOptions(Schema):
     include_obfuscation: bool | None = None  # without effect: chunks are not padded
 
 
-class GenerationFields(Hints):
+class GenerationFields(ConstraintFields, Hints):
     """Fields of chat completions and completions alike. Unset means OpenAI's default."""
 
     model: str

@@ -54,7 +54,6 @@ CHAT: NeutralValues = {
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "web_search_options": (),
