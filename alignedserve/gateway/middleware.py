@@ -2,9 +2,14 @@
 
 import logging
 import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from alignedserve.gateway.anthropic.errors import anthropic_error_response, is_anthropic
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.errors import (
     INTERNAL_ERROR,
@@ -19,6 +24,8 @@ from alignedserve.gateway.openai.response_format import event
 
 logger = logging.getLogger(__name__)
 
+MakeErrorResponse = Callable[[Exception], Response]
+
 
 class GatewayMiddleware:
     """ASGI middleware around the whole app."""
@@ -32,11 +39,11 @@ class GatewayMiddleware:
         """Serve one request; only cancellation propagates."""
         if scope["type"] != "http":
             return
-        sender = _ResponseSender(secrets.token_hex(16), send)
+        sender = _response_sender(scope, send)
         state = scope.setdefault("state", {})
         state["request_id"] = sender.request_id
         try:
-            state["key_number"] = self._api_keys.authenticate(scope["path"], _authorization(scope))
+            state["key_number"] = self._api_keys.authenticate(scope["path"], _presented_key(scope))
             await self._app(scope, receive, sender.send)
         except Exception as error:  # noqa: BLE001  (the gateway's single handler)
             self._log(sender.request_id, scope["path"], error)
@@ -59,8 +66,12 @@ class GatewayMiddleware:
 class _ResponseSender:
     """Sends one response: adds headers to its start and knows how far it got."""
 
-    def __init__(self, request_id: str, send: Send) -> None:
+    def __init__(
+        self, request_id: str, id_headers: Sequence[bytes], make_error_response: MakeErrorResponse, send: Send
+    ) -> None:
         self.request_id = request_id
+        self._headers = [(name, request_id.encode()) for name in id_headers] + [(b"x-content-type-options", b"nosniff")]
+        self._make_error_response = make_error_response
         self._send = send
         self._has_started = False
         self._is_event_stream = False
@@ -72,8 +83,7 @@ class _ResponseSender:
             self._has_started = True
             headers = [*message.get("headers", [])]
             self._is_event_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
-            headers += [(b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")]
-            message = {**message, "headers": headers}
+            message = {**message, "headers": headers + self._headers}
         elif not message.get("more_body", False):
             self._is_complete = True
         await self._send(message)
@@ -81,14 +91,22 @@ class _ResponseSender:
     async def send_error(self, error: Exception, scope: Scope, receive: Receive) -> None:
         """Send an error: as an HTTP response, or as the last event of a stream that has started."""
         if not self._has_started:
-            await error_response(error)(scope, receive, self.send)
+            await self._make_error_response(error)(scope, receive, self.send)
         elif not self._is_complete:
             last = event(error_body(error)) if self._is_event_stream else b""
             await self.send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def _authorization(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            return str(value.decode("latin-1"))
-    return None
+def _response_sender(scope: Scope, send: Send) -> _ResponseSender:
+    request_id = secrets.token_hex(16)
+    if is_anthropic(scope):
+        respond = partial(anthropic_error_response, request_id=request_id)
+        return _ResponseSender(request_id, (b"x-request-id", b"request-id"), respond, send)
+    return _ResponseSender(request_id, (b"x-request-id",), error_response, send)
+
+
+def _presented_key(scope: Scope) -> str | None:
+    """Return the key after `Authorization: Bearer`, as OpenAI's clients send it, or of `x-api-key`, as Anthropic's."""
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")

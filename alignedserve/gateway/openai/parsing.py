@@ -40,13 +40,13 @@ async def read_json(request: Request, config: GatewayConfig) -> dict[str, Any]:
 
 def parse_chat(body: dict[str, Any]) -> ChatCompletionRequest:
     """Check the body of a chat completion. Raises InvalidRequest naming the field."""
-    fields = _without_neutral(body, unsupported.CHAT)
+    fields = without_neutral(body, unsupported.CHAT)
     return parse(ChatCompletionRequest, _with_common(plain_messages(fields)))
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     """Check the body of a completion. Raises InvalidRequest naming the field."""
-    return parse(CompletionRequest, _with_common(_without_neutral(body, unsupported.COMPLETION)))
+    return parse(CompletionRequest, _with_common(without_neutral(body, unsupported.COMPLETION)))
 
 
 def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
@@ -58,12 +58,12 @@ def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"messages": plain}
 
 
-def parse(schema: type[SchemaT], fields: dict[str, Any]) -> SchemaT:
-    """Return the fields as a checked schema. Raises InvalidRequest naming the field."""
+def parse(schema: type[SchemaT], fields: dict[str, Any], path: str = "") -> SchemaT:
+    """Return the fields as a checked schema. Raises InvalidRequest naming the field, after the path of its object."""
     try:
         return schema.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
-        _refuse(error)
+        _refuse(error, path)
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -102,7 +102,7 @@ def check_shape(body: Any, max_depth: int) -> None:
 def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
     options = fields.get("stream_options")
     if isinstance(options, dict):
-        fields["stream_options"] = _without_neutral(options, unsupported.STREAM_OPTIONS, "stream_options.")
+        fields["stream_options"] = without_neutral(options, unsupported.STREAM_OPTIONS, "stream_options.")
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     if fields.get("service_tier") in unsupported.SERVICE_TIERS:
@@ -115,7 +115,7 @@ def _plain_message(message: Any, path: str) -> Any:
         return message
     if message.get("role") in unsupported.ROLES:
         _refuse_unsupported(f"{path}.role", message["role"])
-    fields = _without_neutral(message, unsupported.MESSAGE, f"{path}.")
+    fields = without_neutral(message, unsupported.MESSAGE, f"{path}.")
     parts = fields.get("content")
     if isinstance(parts, list):
         fields["content"] = [_plain_part(part, f"{path}.content[{place}]") for place, part in enumerate(parts)]
@@ -127,10 +127,10 @@ def _plain_part(part: Any, path: str) -> Any:
         return part
     if part.get("type") in unsupported.PART_TYPES:
         _refuse_unsupported(f"{path}.type", part["type"])
-    return _without_neutral(part, unsupported.PART, f"{path}.")
+    return without_neutral(part, unsupported.PART, f"{path}.")
 
 
-def _without_neutral(fields: dict[str, Any], table: unsupported.NeutralValues, path: str = "") -> dict[str, Any]:
+def without_neutral(fields: dict[str, Any], table: unsupported.NeutralValues, path: str = "") -> dict[str, Any]:
     """Return the fields without neutral ones. Raises InvalidRequest for those that ask for an unsupported feature."""
     kept = {}
     for name, value in fields.items():
@@ -152,10 +152,10 @@ def _refuse_unsupported(path: str, known_value: str | None = None) -> NoReturn:
     raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
 
 
-def _refuse(error: ValidationError) -> NoReturn:
+def _refuse(error: ValidationError, prefix: str) -> NoReturn:
     """Raise for the first problem; its message shows the field's name, never its value."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = _path_of(problem["loc"])
+    path = prefix + _path_of(problem["loc"])
     if problem["type"] == "extra_forbidden":
         raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
     if problem["type"] == "missing":

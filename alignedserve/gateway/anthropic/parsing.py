@@ -1,0 +1,65 @@
+"""Parses bodies of the Messages API: unsupported fields, types, then each tool and each block of content."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.anthropic.schemas import Block, PromptFields, TextBlock, Tool
+from alignedserve.gateway.openai.parsing import parse, without_neutral
+from alignedserve.gateway.openai.unsupported_fields import NeutralValues
+
+# Fields that are not supported, each with the values that ask for nothing, as in unsupported_fields.py.
+_BODY: NeutralValues = {
+    "compaction": (),
+    "container": (),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    "diagnostics": ({"previous_message_id": None},),
+    "fallbacks": ([],),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "thread": (),
+}
+_TOOL: NeutralValues = {"allowed_callers": (["direct"], []), "input_examples": ([],)}
+_BLOCK: NeutralValues = {"caller": ({"type": "direct"},), "citations": ([], {"enabled": False}), "toolset_name": ()}
+
+PromptFieldsT = TypeVar("PromptFieldsT", bound=PromptFields)
+
+
+def parse_body(schema: type[PromptFieldsT], body: dict[str, Any]) -> PromptFieldsT:
+    """Check the fields of a body. Raises InvalidRequest naming the field."""
+    return parse(schema, without_neutral(body, _BODY))
+
+
+def parse_tools(tools: Sequence[dict[str, Any]]) -> list[Tool]:
+    """Check the tools. Raises InvalidRequest naming the field; tools that Anthropic's servers run are refused."""
+    return [_parse_tool(tool, f"tools[{place}].") for place, tool in enumerate(tools)]
+
+
+def parse_blocks(
+    content: str | Sequence[dict[str, Any]], known: Sequence[type[Block]], path: str
+) -> list[tuple[Block, str]]:
+    """Check the blocks of a content, a text being one; return each with its path. Raises InvalidRequest."""
+    if isinstance(content, str):
+        return [(TextBlock(type="text", text=content), path)]
+    by_type = {schema.model_fields["type"].annotation.__args__[0]: schema for schema in known}  # type: ignore[union-attr]
+    paths = [f"{path}[{place}]" for place in range(len(content))]
+    return [(_parse_block(block, by_type, at), at) for block, at in zip(content, paths, strict=True)]
+
+
+def _parse_tool(tool: dict[str, Any], path: str) -> Tool:
+    if tool.get("type") not in (None, "custom"):
+        _refuse(f"{path}type", "only tools of the type 'custom', which the client runs, are supported")
+    return parse(Tool, without_neutral(tool, _TOOL, path), path)
+
+
+def _parse_block(block: dict[str, Any], by_type: dict[str, type[Block]], path: str) -> Block:
+    kind = block.get("type")
+    schema = by_type.get(kind) if isinstance(kind, str) else None
+    if schema is None:
+        _refuse(f"{path}.type", f"the blocks supported here are {', '.join(by_type)}")
+    return parse(schema, without_neutral(block, _BLOCK, f"{path}."), f"{path}.")
+
+
+def _refuse(path: str, reason: str) -> NoReturn:
+    raise InvalidRequest(f"Invalid value for {path}: {reason}.", param=path)
