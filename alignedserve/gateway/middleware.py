@@ -14,13 +14,11 @@ from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.errors import (
     INTERNAL_ERROR,
     ClientDisconnected,
-    error_body,
     error_response,
     http_error_of,
     rejection_code,
 )
 from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
-from alignedserve.gateway.openai.response_format import event
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +91,7 @@ class _ResponseSender:
         if not self._has_started:
             await self._make_error_response(error)(scope, receive, self.send)
         elif not self._is_complete:
-            last = event(error_body(error)) if self._is_event_stream else b""
+            last = scope["state"]["failure_events"](error) if self._is_event_stream else b""
             await self.send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from alignedserve.gateway.errors import error_body
 from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.logprobs import chat_logprobs, completion_logprobs, concatenate, prompt_logprobs
@@ -28,6 +29,9 @@ class Formatter(Protocol):
 
     def closing_events(self) -> bytes:
         """Return the events after the last choice."""
+
+    def failure_events(self, error: Exception) -> bytes:
+        """Return the last events of a stream that fails."""
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response, from all deltas of every choice."""
@@ -71,6 +75,10 @@ class ResponseFormatter(ABC):
             return DONE
         chunk = self._envelope(self.chunk_kind, []) | {"usage": self._generation.usage()}
         return event(orjson.dumps(chunk | self._extension())) + DONE
+
+    def failure_events(self, error: Exception) -> bytes:
+        """Return the last events of a stream that fails."""
+        return event(error_body(error))
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response."""

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from alignedserve.gateway.errors import ClientDisconnected
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.response_format import MakeFormatter, collect_body
+from alignedserve.gateway.openai.response_format import Formatter, MakeFormatter, collect_body
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,14 +37,17 @@ class BodyResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, then send."""
-        body = await while_connected(receive, collect_body(self._generation, self._make_formatter))
+        body = await while_connected(receive, self._body())
         await JsonResponse(body)(scope, receive, send)
+
+    async def _body(self) -> bytes:
+        return await collect_body(self._generation, self._make_formatter)
 
 
 class EventStreamResponse(Response):
     """A streamed response. It starts with the first token, so that a refusal still is a proper HTTP error.
 
-    Later errors are raised as well; the middleware ends the stream with an error event.
+    Later errors are raised as well; the middleware ends the stream with the formatter's events of a failure.
     """
 
     def __init__(self, generation: Generation, make_formatter: MakeFormatter) -> None:
@@ -54,11 +57,12 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, sending each delta as it comes."""
-        sender = _TimedSender(send)
-        await while_connected(receive, self._stream(sender.send), sender.is_stuck)
-
-    async def _stream(self, send: Send) -> None:
         formatter = self._make_formatter(self._generation)
+        scope["state"]["failure_events"] = formatter.failure_events
+        sender = _TimedSender(send)
+        await while_connected(receive, self._stream(formatter, sender.send), sender.is_stuck)
+
+    async def _stream(self, formatter: Formatter, send: Send) -> None:
         has_started = False
         async with self._generation as generation, aclosing(generation.deltas()) as deltas:
             async for index, delta in deltas:
@@ -68,8 +72,11 @@ class EventStreamResponse(Response):
                 events = formatter.events(index, delta)
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-            closing = formatter.closing_events()
+            closing = await self._closing_events(formatter)
         await send({"type": "http.response.body", "body": closing, "more_body": False})
+
+    async def _closing_events(self, formatter: Formatter) -> bytes:
+        return formatter.closing_events()
 
 
 class _TimedSender:
