@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.anthropic.schemas import Block, PromptFields, TextBlock, Tool
+from alignedserve.gateway.anthropic.schemas import Block, BlockTypes, PromptFields, TextBlock, Tool
 from alignedserve.gateway.openai.parsing import parse, without_neutral
 from alignedserve.gateway.openai.unsupported_fields import NeutralValues
 
@@ -36,15 +36,12 @@ def parse_tools(tools: Sequence[dict[str, Any]]) -> list[Tool]:
     return [_parse_tool(tool, f"tools[{place}].") for place, tool in enumerate(tools)]
 
 
-def parse_blocks(
-    content: str | Sequence[dict[str, Any]], known: Sequence[type[Block]], path: str
-) -> list[tuple[Block, str]]:
+def parse_blocks(content: str | Sequence[dict[str, Any]], known: BlockTypes, path: str) -> list[tuple[Block, str]]:
     """Check the blocks of a content, a text being one; return each with its path. Raises InvalidRequest."""
     if isinstance(content, str):
         return [(TextBlock(type="text", text=content), path)]
-    by_type = {schema.model_fields["type"].annotation.__args__[0]: schema for schema in known}  # type: ignore[union-attr]
     paths = [f"{path}[{place}]" for place in range(len(content))]
-    return [(_parse_block(block, by_type, at), at) for block, at in zip(content, paths, strict=True)]
+    return [(_parse_block(block, known, at), at) for block, at in zip(content, paths, strict=True)]
 
 
 def _parse_tool(tool: dict[str, Any], path: str) -> Tool:
@@ -53,11 +50,11 @@ def _parse_tool(tool: dict[str, Any], path: str) -> Tool:
     return parse(Tool, without_neutral(tool, _TOOL, path), path)
 
 
-def _parse_block(block: dict[str, Any], by_type: dict[str, type[Block]], path: str) -> Block:
+def _parse_block(block: dict[str, Any], known: BlockTypes, path: str) -> Block:
     kind = block.get("type")
-    schema = by_type.get(kind) if isinstance(kind, str) else None
+    schema = known.get(kind) if isinstance(kind, str) else None
     if schema is None:
-        _refuse(f"{path}.type", f"the blocks supported here are {', '.join(by_type)}")
+        _refuse(f"{path}.type", f"the blocks supported here are {', '.join(known)}")
     return parse(schema, without_neutral(block, _BLOCK, f"{path}."), f"{path}.")
 
 

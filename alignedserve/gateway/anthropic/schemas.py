@@ -1,5 +1,6 @@
 """Bodies that clients of the Messages API may send. Content blocks are checked one by one, by their types."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
@@ -7,7 +8,7 @@ from pydantic import FailFast, Field
 from alignedserve.gateway.openai.schemas import MAX_PARTS, StopString
 from alignedserve.gateway.schema import Schema
 
-BlockList = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS), FailFast()]
+BlockList = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class CacheControl(Schema):
@@ -21,6 +22,9 @@ class Block(Schema):
     """What all blocks of content have."""
 
     cache_control: CacheControl | None = None
+
+
+BlockTypes = Mapping[str, type[Block]]
 
 
 class TextBlock(Block):
@@ -70,11 +74,22 @@ class RedactedThinkingBlock(Block):
     data: str
 
 
+SYSTEM_BLOCKS: BlockTypes = {"text": TextBlock}
+USER_BLOCKS: BlockTypes = {"text": TextBlock, "tool_result": ToolResultBlock}
+RESULT_BLOCKS: BlockTypes = {"text": TextBlock, "tool_reference": ToolReferenceBlock}
+ASSISTANT_BLOCKS: BlockTypes = {
+    "text": TextBlock,
+    "tool_use": ToolUseBlock,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedThinkingBlock,
+}
+
+
 class InputMessage(Schema):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | BlockList
+    content: str | Annotated[BlockList, Field(min_length=1)]
 
 
 class Tool(Schema):
