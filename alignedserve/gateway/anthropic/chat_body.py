@@ -90,7 +90,7 @@ def sampling_fields(asked: MessagesRequest) -> dict[str, Any]:
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "parameters": tool.input_schema}
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     function |= {"description": tool.description} if tool.description is not None else {}
     function |= {"strict": tool.strict} if tool.strict is not None else {}
     return {"type": "function", "function": function}

@@ -52,7 +52,7 @@ class ContentBlocks:
         self._open = None
 
     def _extend_call(self, call: ToolCallDelta) -> Iterator[Event]:
-        block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
+        block: dict[str, Any] = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
         yield from self._switch(call.call_index, block)
         if call.arguments:
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})

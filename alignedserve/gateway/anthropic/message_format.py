@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from alignedserve.core.request import FinishReason
-from alignedserve.gateway.anthropic.content_blocks import ContentBlocks, collect_blocks
+from alignedserve.gateway.anthropic.content_blocks import ContentBlocks, Event, collect_blocks
 from alignedserve.gateway.anthropic.errors import anthropic_error_body
 from alignedserve.gateway.anthropic.schemas import MessagesRequest
 from alignedserve.gateway.openai.choice_decoder import ChoiceDelta
@@ -55,7 +55,7 @@ class MessageFormatter:
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole message."""
-        events = []
+        events: list[Event] = []
         for delta in choices[0]:
             events += self._blocks.extend(delta)
             self._note_stop(delta)
