@@ -79,6 +79,19 @@ async def test_wrong_fields_are_named_as_they_were_sent(fields: dict[str, Any], 
     assert path in error["message"].replace(":", " ").replace(".  ", " ").split() or f"{path}." in error["message"]
 
 
+async def test_fields_that_nobody_knows_are_ignored_and_named() -> None:
+    odd: dict[str, Any] = user(TEXT | {"mood": 1}, TEXT | {"mood": 2})
+    odd |= {"nonsense": 1, "tools": [], "system": [TEXT | {"volume": 1}], "metadata": {"team": "a"}}
+    async with gateway() as served:
+        response = await ask(served, **odd)
+        message_of(response)
+    named = response.headers["x-alignedserve-ignored-fields"]
+    assert named == "nonsense, metadata.team, system[].volume, messages[].content[].mood"
+    async with gateway(strict=True) as served:
+        assert "nonsense" in failure_of(await ask(served, nonsense=1), 400)["message"]
+        assert "mood" in failure_of(await ask(served, **user(TEXT | {"mood": 1})), 400)["message"]
+
+
 async def test_errors_show_no_content() -> None:
     async with gateway() as served:
         for fields in (user({"type": "secret"}), {"thinking": {"type": "secret"}}, {"system": {"secret": 1}}):

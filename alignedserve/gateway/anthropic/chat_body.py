@@ -8,7 +8,7 @@ from typing import Any
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.anthropic.conversation import Conversation
-from alignedserve.gateway.anthropic.parsing import parse_tools
+from alignedserve.gateway.anthropic.parsing import BodyParser
 from alignedserve.gateway.anthropic.schemas import JsonFormat, MessagesRequest, PromptFields, Thinking, Tool, ToolChoice
 
 _SERVICE_TIERS = {"auto": "auto", "standard_only": "default", "priority": "priority", "flex": "flex"}
@@ -61,12 +61,12 @@ class ChatBody:
         return path
 
 
-def chat_body_of(asked: PromptFields) -> ChatBody:
+def chat_body_of(asked: PromptFields, parser: BodyParser) -> ChatBody:
     """Return the body with all fields that decide the prompt. Raises InvalidRequest naming the field."""
-    conversation = Conversation(asked.system, asked.messages)
+    conversation = Conversation(asked.system, asked.messages, parser)
     tools = {
         f"tools[{place}]": tool
-        for place, tool in enumerate(parse_tools(asked.tools))
+        for place, tool in enumerate(parser.tools(asked.tools))
         if not tool.defer_loading or tool.name in conversation.referenced_tools
     }
     fields = {"model": asked.model, "messages": conversation.messages}

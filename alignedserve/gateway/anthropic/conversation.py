@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.anthropic.parsing import parse_blocks
+from alignedserve.gateway.anthropic.parsing import BodyParser, Content
 from alignedserve.gateway.anthropic.schemas import (
     ASSISTANT_BLOCKS,
     RESULT_BLOCKS,
@@ -26,13 +26,14 @@ ChatMessage = dict[str, Any]
 class Conversation:
     """Messages for chat completions. Turns of one role in a row become one, as templates expect."""
 
-    def __init__(self, system: str | Sequence[dict[str, Any]], messages: Sequence[InputMessage]) -> None:
+    def __init__(self, system: Content, messages: Sequence[InputMessage], parser: BodyParser) -> None:
         """Raises InvalidRequest naming the field."""
         self.messages: list[ChatMessage] = []
         self.paths: list[str] = []  # of the field that each message came from
         self.referenced_tools: set[str] = set()  # deferred tools that results have made known
+        self._parser = parser
         if system:
-            self._add({"role": "system", "content": _text_parts(system, "system")}, "system")
+            self._add({"role": "system", "content": self._text_parts(system, "system")}, "system")
         for place, message in enumerate(messages):
             path = f"messages[{place}]"
             for translated in self._translate(message, f"{path}.content"):
@@ -40,15 +41,15 @@ class Conversation:
 
     def _translate(self, message: InputMessage, path: str) -> Iterator[ChatMessage]:
         if message.role == "assistant":
-            yield _assistant_message(message, path)
+            yield self._assistant_message(message, path)
         elif message.role == "system":
-            yield {"role": "system", "content": _text_parts(message.content, path)}
+            yield {"role": "system", "content": self._text_parts(message.content, path)}
         else:
             yield from self._user_messages(message, path)
 
     def _user_messages(self, message: InputMessage, path: str) -> Iterator[ChatMessage]:
         parts = []
-        for block, at in parse_blocks(message.content, USER_BLOCKS, path):
+        for block, at in self._parser.blocks(message.content, USER_BLOCKS, path):
             if isinstance(block, TextBlock):
                 parts.append(_text_part(block))
             elif isinstance(block, ToolResultBlock):
@@ -60,7 +61,7 @@ class Conversation:
 
     def _tool_message(self, result: ToolResultBlock, path: str) -> ChatMessage:
         texts = []
-        for block, _ in parse_blocks(result.content, RESULT_BLOCKS, f"{path}.content"):
+        for block, _ in self._parser.blocks(result.content, RESULT_BLOCKS, f"{path}.content"):
             if isinstance(block, TextBlock):
                 texts.append(block.text)
             elif isinstance(block, ToolReferenceBlock):
@@ -73,27 +74,29 @@ class Conversation:
             "content": f"Error: {content}" if result.is_error else content,
         }
 
+    def _assistant_message(self, message: InputMessage, path: str) -> ChatMessage:
+        """Return the message; redacted thoughts, which only their author can read, are left out."""
+        parts, thoughts, calls = [], [], []
+        for block, _ in self._parser.blocks(message.content, ASSISTANT_BLOCKS, path):
+            if isinstance(block, TextBlock):
+                parts.append(_text_part(block))
+            elif isinstance(block, ThinkingBlock):
+                thoughts.append(block.thinking)
+            elif isinstance(block, ToolUseBlock):
+                calls.append(_tool_call(block))
+        translated: ChatMessage = {"role": "assistant", "content": parts or (None if calls else "")}
+        translated |= {"tool_calls": calls} if calls else {}
+        return translated | ({"reasoning_content": "\n".join(thoughts)} if any(thoughts) else {})
+
+    def _text_parts(self, content: Content, path: str) -> list[dict[str, str]]:
+        return [_text_part(block) for block, _ in self._parser.blocks(content, SYSTEM_BLOCKS, path)]
+
     def _add(self, message: ChatMessage, path: str) -> None:
         if self.messages and self.messages[-1]["role"] == message["role"] in ("user", "assistant"):
             self.messages[-1] = _joined(self.messages[-1], message)
         else:
             self.messages.append(message)
             self.paths.append(path)
-
-
-def _assistant_message(message: InputMessage, path: str) -> ChatMessage:
-    """Return the message; redacted thoughts, which only their author can read, are left out."""
-    parts, thoughts, calls = [], [], []
-    for block, _ in parse_blocks(message.content, ASSISTANT_BLOCKS, path):
-        if isinstance(block, TextBlock):
-            parts.append(_text_part(block))
-        elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
-        elif isinstance(block, ToolUseBlock):
-            calls.append(_tool_call(block))
-    translated: ChatMessage = {"role": "assistant", "content": parts or (None if calls else "")}
-    translated |= {"tool_calls": calls} if calls else {}
-    return translated | ({"reasoning_content": "\n".join(thoughts)} if any(thoughts) else {})
 
 
 def _joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
@@ -107,10 +110,6 @@ def _joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
 def _tool_call(block: ToolUseBlock) -> dict[str, Any]:
     arguments = orjson.dumps(block.input).decode()
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
-
-
-def _text_parts(content: str | Sequence[dict[str, Any]], path: str) -> list[dict[str, str]]:
-    return [_text_part(block) for block, _ in parse_blocks(content, SYSTEM_BLOCKS, path)]
 
 
 def _text_part(block: Any) -> dict[str, str]:

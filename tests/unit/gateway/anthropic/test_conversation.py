@@ -7,7 +7,7 @@ import pytest
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.anthropic.chat_body import chat_body_of
 from alignedserve.gateway.anthropic.conversation import Conversation
-from alignedserve.gateway.anthropic.parsing import parse_body
+from alignedserve.gateway.anthropic.parsing import BodyParser
 from alignedserve.gateway.anthropic.schemas import CountTokensRequest, InputMessage
 
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": [1, 2]}}
@@ -21,12 +21,12 @@ def text(words: str) -> dict[str, str]:
 
 
 def translated(*messages: tuple[Any, Any], system: Any = "") -> Conversation:
-    return Conversation(system, [InputMessage(role=role, content=content) for role, content in messages])
+    return Conversation(system, [InputMessage(role=role, content=content) for role, content in messages], BodyParser())
 
 
 def body(**fields: Any) -> dict[str, Any]:
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]} | fields
-    return chat_body_of(parse_body(CountTokensRequest, asked)).fields
+    return chat_body_of(BodyParser().fields(CountTokensRequest, asked), BodyParser()).fields
 
 
 def test_a_call_and_its_result() -> None:
@@ -124,7 +124,7 @@ def test_thinking_and_the_form_of_the_answer() -> None:
     ],
 )
 def test_fields_are_blamed_by_the_name_under_which_they_came(chat_name: str, own_name: str) -> None:
-    asked = parse_body(
+    asked = BodyParser().fields(
         CountTokensRequest,
         {
             "model": "tiny",
@@ -137,6 +137,6 @@ def test_fields_are_blamed_by_the_name_under_which_they_came(chat_name: str, own
             "tools": [TOOL, TOOL | {"name": "later", "defer_loading": True}, TOOL | {"name": "other"}],
         },
     )
-    with pytest.raises(InvalidRequest) as caught, chat_body_of(asked).naming_own_fields():
+    with pytest.raises(InvalidRequest) as caught, chat_body_of(asked, BodyParser()).naming_own_fields():
         raise InvalidRequest(f"{chat_name} is wrong.", param=chat_name, code="invalid_value")
     assert (caught.value.param, str(caught.value)) == (own_name, f"{own_name} is wrong.")
