@@ -43,6 +43,7 @@ async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any)
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages[1].role"),
         ({"messages": [{"role": "user", "content": ["hello"]}]}, "messages[0].content"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_p": 0.0}, "top_p"),

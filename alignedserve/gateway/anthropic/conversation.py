@@ -38,6 +38,9 @@ class Conversation:
             path = f"messages[{place}]"
             for translated in self._translate(message, f"{path}.content"):
                 self._add(translated, path)
+        if messages[-1].role == "assistant":
+            path = f"messages[{len(messages) - 1}].role"
+            raise InvalidRequest(f"{path}: prefilling an answer is not supported.", param=path)
 
     def _translate(self, message: InputMessage, path: str) -> Iterator[ChatMessage]:
         if message.role == "assistant":

@@ -59,19 +59,26 @@ def test_contents_of_results(fields: dict[str, Any], content: str) -> None:
 def test_turns_of_one_role_in_a_row_become_one() -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     conversation = translated(
-        ("user", "a"), ("user", "b"), ("assistant", [thought, text("c")]), ("assistant", [CALL]), system=[text("d")]
+        ("user", "a"),
+        ("user", "b"),
+        ("assistant", [thought, text("c")]),
+        ("assistant", [CALL]),
+        ("user", [RESULT]),
+        system=[text("d")],
     )
     assert conversation.messages == [
         {"role": "system", "content": [text("d")]},
         {"role": "user", "content": [text("a"), text("b")]},
         {"role": "assistant", "content": [text("c")], "reasoning_content": "hm", "tool_calls": [CHAT_CALL]},
+        {"role": "tool", "tool_call_id": "toolu_1", "content": ""},
     ]
-    assert conversation.paths == ["system", "messages[0]", "messages[2]"]
+    assert conversation.paths == ["system", "messages[0]", "messages[2]", "messages[4]"]
 
 
 def test_a_thought_that_only_its_author_can_read_is_left_out() -> None:
     redacted = {"type": "redacted_thinking", "data": "x"}
-    assert translated(("assistant", [redacted])).messages == [{"role": "assistant", "content": ""}]
+    messages = translated(("assistant", [redacted]), ("user", "go on")).messages
+    assert messages[0] == {"role": "assistant", "content": ""}
 
 
 def test_tools_and_how_they_may_be_used() -> None:
