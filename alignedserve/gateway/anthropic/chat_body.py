@@ -13,6 +13,13 @@ from alignedserve.gateway.anthropic.schemas import JsonFormat, MessagesRequest, 
 
 _SERVICE_TIERS = {"auto": "auto", "standard_only": "default", "priority": "priority", "flex": "flex"}
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_EFFORTS = {
+    "low": "low",
+    "medium": "medium",
+    "xhigh": "xhigh",
+    "max": "xhigh",
+}  # "high" is the default: it asks nothing
+_SWITCHES = ("enable_thinking", "thinking")  # the names that templates have for it
 _INDEXED = re.compile(r"(messages|tools)\[(\d+)\]")
 # Paths in a chat body, and this API's.
 _NAMES = (
@@ -113,14 +120,15 @@ def _thinking_fields(thinking: Thinking) -> dict[str, Any]:
     if thinking.type == "adaptive":
         return {}
     budget = {"thinking_token_budget": thinking.budget_tokens} if thinking.budget_tokens is not None else {}
-    return {"chat_template_kwargs": {"enable_thinking": thinking.type == "enabled"}} | budget
+    return {"chat_template_kwargs": dict.fromkeys(_SWITCHES, thinking.type == "enabled")} | budget
 
 
 def _output_fields(asked: PromptFields) -> dict[str, Any]:
     config = asked.output_config
     form = config.format if config is not None and config.format is not None else asked.output_format
-    effort = {"reasoning_effort": config.effort} if config is not None and config.effort is not None else {}
-    return effort | ({"response_format": _response_format(form)} if form is not None else {})
+    effort = _EFFORTS.get(config.effort) if config is not None and config.effort is not None else None
+    effort_fields = {"reasoning_effort": effort} if effort is not None else {}
+    return effort_fields | ({"response_format": _response_format(form)} if form is not None else {})
 
 
 def _response_format(form: JsonFormat) -> dict[str, Any]:

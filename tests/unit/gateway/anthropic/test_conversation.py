@@ -108,12 +108,15 @@ def test_a_deferred_tool_is_shown_once_a_result_names_it() -> None:
 def test_thinking_and_the_form_of_the_answer() -> None:
     enabled = body(thinking={"type": "enabled", "budget_tokens": 2000})
     assert enabled["thinking_token_budget"] == 2000
-    assert enabled["chat_template_kwargs"] == {"enable_thinking": True}
-    assert body(thinking={"type": "disabled"})["chat_template_kwargs"] == {"enable_thinking": False}
+    assert enabled["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
+    disabled = {"enable_thinking": False, "thinking": False}
+    assert body(thinking={"type": "disabled"})["chat_template_kwargs"] == disabled
+    assert body(thinking={"type": "adaptive"}).keys() == {"model", "messages"}
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for fields in ({"output_config": {"format": form, "effort": "low"}}, {"output_format": form}):
         assert body(**fields)["response_format"]["json_schema"]["schema"] == {"type": "object"}
-    assert body(output_config={"effort": "low"})["reasoning_effort"] == "low"
+    for theirs, ours in (("low", "low"), ("max", "xhigh"), ("high", None)):
+        assert body(output_config={"effort": theirs}).get("reasoning_effort") == ours
 
 
 @pytest.mark.parametrize(
