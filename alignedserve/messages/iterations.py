@@ -100,11 +100,12 @@ class IterationTimes(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class IterationCompleted:
-    """Event: the iteration has ended. A failed request gave no usable logits."""
+    """Event: the iteration has ended. A failed request gave no usable logits, or has a reason of its own."""
 
     sampled: tuple[SampledToken, ...]
     prompt_scores: tuple[PromptScores, ...] = ()
     failed: tuple[RequestId, ...] = ()
+    reasons: tuple[tuple[RequestId, str], ...] = ()  # of failed ones: why no token can follow under their grammar
     # None from a stand-in that has no engine. Two iterations with the same outcome are equal, however long they took.
     times: IterationTimes | None = field(default=None, compare=False)
 
@@ -230,9 +231,9 @@ class BufferOpened:
 def delta_of(
     request: Request, token: SampledToken, index: int, eos_token_ids: frozenset[int], num_cached_tokens: int = 0
 ) -> TokenDelta:
-    """Build the delta for an answer's token number `index`; without a token if only the prompt was to be scored."""
+    """Build the delta for an answer's token number `index`; without a token if only the prompt was asked about."""
     if request.sampling.max_tokens == 0:
-        return TokenDelta(request.request_id, index, (), (), FinishReason.LENGTH, num_cached_tokens)
+        return TokenDelta(request.request_id, index, (), (), FinishReason.LENGTH, num_cached_tokens, token.embedding)
     finished = finish_reason(request, token.token_id, index + 1, eos_token_ids)
     logprobs = (token.logprob,) if token.logprob is not None else ()
     return TokenDelta(request.request_id, index, (token.token_id,), logprobs, finished, num_cached_tokens)

@@ -23,20 +23,18 @@ JSON = {"content-type": "application/json"}
         ("audio", {"voice": "alloy", "format": "wav"}),
         ("function_call", {"name": "f"}),
         ("functions", [{"name": "f"}]),
-        ("metadata", {"a": "b"}),
         ("modalities", ["text", "audio"]),
         ("moderation", {"model": "m"}),
-        ("prediction", {"type": "content", "content": "x"}),
-        ("prompt_cache_options", {}),
-        ("prompt_cache_retention", "24h"),
         ("reasoning_effort", "high"),
-        ("response_format", {"type": "json_object"}),
-        ("store", True),
         ("tool_choice", "required"),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("verbosity", "low"),
         ("web_search_options", {}),
         ("service_tier", "scale"),
+        ("lora_path", "adapter"),
+        ("allowed_token_ids", [1]),
+        ("regex", "a+"),
+        ("use_beam_search", True),
+        ("prompt_embeds", "AAAA"),
     ],
 )
 async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any) -> None:
@@ -57,8 +55,16 @@ async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any)
         ("response_format", {"type": "text"}),
         ("tools", []),
         ("tool_choice", "none"),
-        ("metadata", {}),
+        ("metadata", {"a": "b"}),
         ("metadata", None),
+        ("store", True),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("prompt_cache_options", {"mode": "explicit", "ttl": "30m"}),
+        ("prompt_cache_retention", "24h"),
+        ("verbosity", "low"),
+        ("use_beam_search", False),
+        ("length_penalty", 1.0),
+        ("top_k", -1),
         ("audio", None),
         ("stop", None),
         ("max_tokens", None),
@@ -110,10 +116,15 @@ async def test_what_asks_for_nothing_is_accepted(field: str, value: Any) -> None
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"service_tier": "gold"}, "service_tier"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {"a": "b" * 513}}, "metadata.a"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ({"store": "yes"}, "store"),
+        ({"verbosity": "chatty"}, "verbosity"),
+        ({"prediction": {"content": "x"}}, "prediction.type"),
+        ({"top_k": -2}, "top_k"),
         ({"priority": 5000}, "priority"),
-        ({"nonsense": 1}, "nonsense"),
     ],
 )
 async def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
@@ -277,7 +288,7 @@ async def test_refusals_do_not_repeat_what_was_sent() -> None:
     secret = "a private text"
     async with gateway() as served:
         completions: list[dict[str, Any]] = [{"suffix": secret}, {"prompt": {"a": secret}}]
-        chats: list[dict[str, Any]] = [{"tool_choice": secret}, {"seed": secret}, {secret: 1}]
+        chats: list[dict[str, Any]] = [{"tool_choice": secret}, {"seed": secret}, {"n": 0, secret: 1}]
         answers = [await served.complete(**fields) for fields in completions]
         answers += [await served.chat(**fields) for fields in chats]
     assert [answer.status_code for answer in answers] == [400] * 5

@@ -2,5 +2,5 @@
 
 A request passes parsing, request_builder and generation to the backend; its tokens come back through generation,
 choice_decoder, response_format and streaming. A token has five forms: SampledToken (engine), TokenDelta (message),
-GeneratedTokens (backend), TextDelta (choice_decoder), bytes (response_format).
+GeneratedTokens (backend), ChoiceDelta (choice_decoder), bytes (response_format).
 """

@@ -17,13 +17,25 @@ class OffsetLogprob(NamedTuple):
     text_offset: int
 
 
-class TextDelta(NamedTuple):
-    """New visible text of one choice."""
+class ToolCallDelta(NamedTuple):
+    """A tool call that begins, or more of the arguments of one that has begun."""
+
+    call_index: int  # of the call among those of its choice
+    arguments: str = ""  # JSON text, to be appended to what came before
+    call_id: str | None = None  # with the first delta of a call, as the name
+    name: str | None = None
+
+
+class ChoiceDelta(NamedTuple):
+    """What becomes visible of one choice, in the order reasoning, text, tool calls."""
 
     text: str
     logprobs: tuple[OffsetLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    stop_string: str | None = None  # the one that ended the choice
 
 
 class ChoiceDecoder:
@@ -47,24 +59,24 @@ class ChoiceDecoder:
         self._num_decoded = 0  # characters, like the next
         self._num_visible = 0
 
-    def decode(self, new: GeneratedTokens) -> TextDelta:
+    def decode(self, new: GeneratedTokens) -> ChoiceDelta:
         """Add new tokens and return the text that becomes visible."""
         if self.is_stopped:
-            return TextDelta("")
+            return ChoiceDelta("")
         token_ids = self._without_end_token(new)
         if self._is_plain:
             self.num_tokens += len(new.token_ids)
             text = self._stream.push(token_ids)
             if new.finish_reason is not None:
                 text += self._stream.end()
-            return TextDelta(text, (), new.finish_reason, new.prompt_logprobs)
+            return ChoiceDelta(text, (), new.finish_reason, new.prompt_logprobs)
         text = self._decode_one_by_one(token_ids, new.logprobs)
         finish_reason = FinishReason.STOP if self.is_stopped else new.finish_reason
         if finish_reason is not None and not self.is_stopped:
             self.num_tokens += len(new.token_ids) - len(token_ids)
             text += self._flush()
         logprobs = self._visible_logprobs(is_all=new.finish_reason is not None)
-        return TextDelta(text, logprobs, finish_reason, new.prompt_logprobs)
+        return ChoiceDelta(text, logprobs, finish_reason, new.prompt_logprobs, stop_string=self._stops.found)
 
     def _without_end_token(self, new: GeneratedTokens) -> tuple[int, ...]:
         token_ids = new.token_ids
@@ -78,7 +90,7 @@ class ChoiceDecoder:
                 self._held_logprobs.append(OffsetLogprob(logprobs[index], self._num_decoded))
             self.num_tokens += 1
             visible.append(self._filter_stops(self._stream.push((token_id,))))
-            if self._stops.is_found:
+            if self._stops.found is not None:
                 self.is_stopped = True
                 break
         return "".join(visible)

@@ -8,7 +8,7 @@ from typing import Any
 
 from alignedserve.core.request import FinishReason, Request
 from alignedserve.gateway.backend.interface import GeneratedTokens, RequestStream
-from alignedserve.gateway.openai.choice_decoder import ChoiceDecoder, TextDelta
+from alignedserve.gateway.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
 from alignedserve.gateway.openai.request_builder import GenerationRequest
 from alignedserve.gateway.services import Services
 
@@ -54,7 +54,7 @@ class Generation:
         self._services.limiter.release(len(self.request.requests))
         self._open = []
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
         """Yield (choice, its new text) as it comes, until every choice has ended. Raises GenerationError."""
         while self._open:
             self._ready.clear()
@@ -94,6 +94,11 @@ class Generation:
         cached = [choice.stream.num_cached_tokens for choice in self._choices]
         return sum(min(cached[first : first + num_per_prompt]) for first in range(0, len(cached), num_per_prompt))
 
+    @property
+    def embeddings(self) -> list[bytes]:
+        """Embedding of each choice's prompt, float32, once every choice has ended; empty where not asked for."""
+        return [choice.stream.embedding for choice in self._choices]
+
     def slo_report(self) -> dict[str, Any] | None:
         """Return whether the SLO held, for the slowest choice; None when the client named none."""
         slo = self.request.slo
@@ -109,7 +114,7 @@ class Generation:
             report["deadline"] = _verdict(end_to_end_s, slo.deadline_s)
         return {"slo": report} if report else None
 
-    def _decode(self, choice: "_Choice", new: GeneratedTokens) -> TextDelta:
+    def _decode(self, choice: "_Choice", new: GeneratedTokens) -> ChoiceDelta:
         delta = choice.decoder.decode(new)
         choice.measure(len(new.token_ids), time.monotonic())
         if delta.finish_reason is not None:
@@ -178,9 +183,10 @@ class _Choice:
 
 
 def _submit(request: Request, services: Services) -> RequestStream:
-    """Submit the request, unless it asks only for its own prompt."""
+    """Submit the request, unless it asks for nothing but its own prompt."""
     sampling = request.sampling
-    if sampling.max_tokens > 0 or (sampling.num_prompt_logprobs is not None and request.prompt_len > 1):
+    is_about_prompt = sampling.wants_embedding or (sampling.num_prompt_logprobs is not None and request.prompt_len > 1)
+    if sampling.max_tokens > 0 or is_about_prompt:
         return services.backend.submit(request)
     stream = RequestStream(request)
     stream.push((), (), FinishReason.LENGTH)

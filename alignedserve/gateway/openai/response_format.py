@@ -1,13 +1,14 @@
 """Formats responses, streamed or whole, in OpenAI's shapes. Plain dicts and orjson: this runs for every token."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
-from alignedserve.gateway.openai.choice_decoder import OffsetLogprob, TextDelta
+from alignedserve.gateway.errors import error_body
+from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.logprobs import chat_logprobs, completion_logprobs, concatenate, prompt_logprobs
 from alignedserve.gateway.openai.prompt_encoding import Prompt
@@ -20,23 +21,49 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-def make_formatter(generation: Generation) -> "ResponseFormatter":
-    """Return the formatter of the endpoint that was called."""
-    return ChatFormatter(generation) if generation.request.is_chat else CompletionFormatter(generation)
+class BodyFormatter(Protocol):
+    """Formats whole responses in the shapes of one endpoint."""
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        """Return the response to a generation that has ended, from all deltas of every choice."""
 
 
-async def collect_body(generation: Generation) -> bytes:
+class Formatter(BodyFormatter, Protocol):
+    """Formats responses in the shapes of one API, streamed or whole."""
+
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return the events for what became visible of a choice; empty when there is nothing to show."""
+
+    def closing_events(self) -> bytes:
+        """Return the events after the last choice."""
+
+    def failure_events(self, error: Exception) -> bytes:
+        """Return the last events of a stream that fails."""
+
+
+MakeFormatter = Callable[[Generation], Formatter]
+
+
+async def collect_body(generation: Generation, make_formatter: Callable[[Generation], BodyFormatter]) -> bytes:
     """Generate and return the body of a whole response. Raises GenerationError."""
     formatter = make_formatter(generation)
-    choices: list[list[TextDelta]] = [[] for _ in generation.request.requests]
+    choices: list[list[ChoiceDelta]] = [[] for _ in generation.request.requests]
     async with generation, aclosing(generation.deltas()) as deltas:
         async for index, delta in deltas:
             choices[index].append(delta)
         return formatter.body(choices)
 
 
+def extension_of(generation: Generation) -> dict[str, Any]:
+    """Return our own key, only for clients that sent SLO headers and lines of batches with ignored fields."""
+    report = generation.slo_report() or {}
+    if generation.request.ignored_fields:
+        report["ignored_fields"] = generation.request.ignored_fields
+    return {"alignedserve": report} if report else {}
+
+
 class ResponseFormatter(ABC):
-    """Formats the response to one generation, in the shapes of one endpoint."""
+    """Formats the response to one generation, in the shapes of one of OpenAI's two endpoints."""
 
     kind: str
     chunk_kind: str
@@ -48,11 +75,11 @@ class ResponseFormatter(ABC):
         self._has_begun = [False] * len(generation.request.requests)
 
     @abstractmethod
-    def events(self, index: int, delta: TextDelta) -> bytes:
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the events for new text of a choice; empty when there is nothing to show."""
 
     @abstractmethod
-    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]: ...
+    def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]: ...
 
     def closing_events(self) -> bytes:
         """Return the events after the last choice: the usage chunk, where asked for, and the end mark."""
@@ -61,7 +88,11 @@ class ResponseFormatter(ABC):
         chunk = self._envelope(self.chunk_kind, []) | {"usage": self._generation.usage()}
         return event(orjson.dumps(chunk | self._extension())) + DONE
 
-    def body(self, choices: Sequence[Sequence[TextDelta]]) -> bytes:
+    def failure_events(self, error: Exception) -> bytes:
+        """Return the last events of a stream that fails."""
+        return event(error_body(error))
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response."""
         whole_choices = [self._whole_choice(index, deltas) for index, deltas in enumerate(choices)]
         whole = self._envelope(self.kind, whole_choices) | {"usage": self._generation.usage()}
@@ -78,9 +109,7 @@ class ResponseFormatter(ABC):
         }
 
     def _extension(self) -> dict[str, Any]:
-        """Return our own key, only for clients that sent SLO headers."""
-        report = self._generation.slo_report()
-        return {"alignedserve": report} if report is not None else {}
+        return extension_of(self._generation)
 
     def _last_chunk_extension(self) -> dict[str, Any]:
         """Return the extension for the last choice's last event, where no usage chunk follows it."""
@@ -98,9 +127,9 @@ class ChatFormatter(ResponseFormatter):
         super().__init__(generation)
         empty = orjson.dumps(self._envelope(self.chunk_kind, []))
         self._head = b"data: " + empty[: -len(b"]}")]
-        self._tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
+        self._plain_tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
 
-    def events(self, index: int, delta: TextDelta) -> bytes:
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the role once, then text, then the finish reason."""
         events = b""
         if not self._has_begun[index]:
@@ -114,7 +143,7 @@ class ChatFormatter(ResponseFormatter):
             events += self._chunk(index, b"{}", b"null", reason, self._last_chunk_extension())
         return events
 
-    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+    def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": _text_of(deltas), "refusal": None},
@@ -130,8 +159,13 @@ class ChatFormatter(ResponseFormatter):
     ) -> bytes:
         choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (index, delta, logprobs, reason)
         if not extension:
-            return self._head + choice + self._tail
-        return self._head + choice + b"]," + orjson.dumps(extension)[1:-1] + self._tail[1:]
+            return self._head + choice + self._tail()
+        return self._head + choice + b"]," + orjson.dumps(extension)[1:-1] + self._tail()[1:]
+
+    def _tail(self) -> bytes:
+        if not self._request.has_continuous_usage:
+            return self._plain_tail
+        return b'],"usage":' + orjson.dumps(self._generation.usage()) + b"}\n\n"
 
 
 class CompletionFormatter(ResponseFormatter):
@@ -139,7 +173,7 @@ class CompletionFormatter(ResponseFormatter):
 
     kind = chunk_kind = "text_completion"
 
-    def events(self, index: int, delta: TextDelta) -> bytes:
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return one event per delta."""
         is_first, self._has_begun[index] = not self._has_begun[index], True
         begins_with_prompt = is_first and self._request.echoes
@@ -147,15 +181,15 @@ class CompletionFormatter(ResponseFormatter):
             return b""
         chunk = self._envelope(self.chunk_kind, [self._choice(index, [delta], begins_with_prompt)])
         if self._request.includes_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self._generation.usage() if self._request.has_continuous_usage else None
         if delta.finish_reason is not None:
             chunk |= self._last_chunk_extension()
         return event(orjson.dumps(chunk))
 
-    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+    def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         return self._choice(index, deltas, self._request.echoes)
 
-    def _choice(self, index: int, deltas: Sequence[TextDelta], begins_with_prompt: bool) -> dict[str, Any]:
+    def _choice(self, index: int, deltas: Sequence[ChoiceDelta], begins_with_prompt: bool) -> dict[str, Any]:
         text = _text_of(deltas)
         return {
             "index": index,
@@ -164,7 +198,7 @@ class CompletionFormatter(ResponseFormatter):
             "finish_reason": _finish_reason_of(deltas),
         }
 
-    def _logprobs(self, index: int, deltas: Sequence[TextDelta], begins_with_prompt: bool) -> dict[str, list[Any]]:
+    def _logprobs(self, index: int, deltas: Sequence[ChoiceDelta], begins_with_prompt: bool) -> dict[str, list[Any]]:
         prompt = self._prompt(index)
         first_offset = len(prompt.text) if self._request.echoes else 0
         generated = completion_logprobs(_logprobs_of(deltas), self._tokenizer, first_offset=first_offset)
@@ -178,14 +212,14 @@ class CompletionFormatter(ResponseFormatter):
         return self._request.prompts[index // num_per_prompt]
 
 
-def _text_of(deltas: Sequence[TextDelta]) -> str:
+def _text_of(deltas: Sequence[ChoiceDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def _logprobs_of(deltas: Sequence[TextDelta]) -> list[OffsetLogprob]:
+def _logprobs_of(deltas: Sequence[ChoiceDelta]) -> list[OffsetLogprob]:
     return [entry for delta in deltas for entry in delta.logprobs]
 
 
-def _finish_reason_of(deltas: Sequence[TextDelta]) -> str | None:
+def _finish_reason_of(deltas: Sequence[ChoiceDelta]) -> str | None:
     reason = deltas[-1].finish_reason if deltas else None
     return None if reason is None else reason.value

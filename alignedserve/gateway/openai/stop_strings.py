@@ -9,17 +9,17 @@ class StopStringFinder:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.is_found = False
+        self.found: str | None = None  # the stop string that ended the text
 
     def push(self, piece: str) -> str:
-        """Return text that may be shown now. Sets `is_found` at a complete stop string; it and the rest are dropped."""
+        """Return text that may be shown now. Sets `found` at a complete stop string; it and the rest are dropped."""
         text = self._held + piece
         # The one that is complete first ends the answer, as it would if the text came character by character.
-        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
-            self.is_found = True
+            _, start, self.found = min(ends)
             self._held = ""
-            return text[: min(ends)[1]]
+            return text[:start]
         num_held = max((_overlap_len(text, stop) for stop in self._stops), default=0)
         cut = len(text) - num_held
         self._held = text[cut:]

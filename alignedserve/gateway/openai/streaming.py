@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from alignedserve.gateway.errors import ClientDisconnected
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.response_format import collect_body, make_formatter
+from alignedserve.gateway.openai.response_format import BodyFormatter, Formatter, MakeFormatter, collect_body
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -30,33 +30,39 @@ T = TypeVar("T")
 class BodyResponse(Response):
     """A whole response. Errors are raised before anything is sent."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, make_formatter: Callable[[Generation], BodyFormatter]) -> None:
         super().__init__()
         self._generation = generation
+        self._make_formatter = make_formatter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, then send."""
-        body = await while_connected(receive, collect_body(self._generation))
+        body = await while_connected(receive, self._body())
         await JsonResponse(body)(scope, receive, send)
+
+    async def _body(self) -> bytes:
+        return await collect_body(self._generation, self._make_formatter)
 
 
 class EventStreamResponse(Response):
     """A streamed response. It starts with the first token, so that a refusal still is a proper HTTP error.
 
-    Later errors are raised as well; the middleware ends the stream with an error event.
+    Later errors are raised as well; the middleware ends the stream with the formatter's events of a failure.
     """
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, make_formatter: MakeFormatter) -> None:
         super().__init__()
         self._generation = generation
+        self._make_formatter = make_formatter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, sending each delta as it comes."""
+        formatter = self._make_formatter(self._generation)
+        scope["state"]["failure_events"] = formatter.failure_events
         sender = _TimedSender(send)
-        await while_connected(receive, self._stream(sender.send), sender.is_stuck)
+        await while_connected(receive, self._stream(formatter, sender.send), sender.is_stuck)
 
-    async def _stream(self, send: Send) -> None:
-        formatter = make_formatter(self._generation)
+    async def _stream(self, formatter: Formatter, send: Send) -> None:
         has_started = False
         async with self._generation as generation, aclosing(generation.deltas()) as deltas:
             async for index, delta in deltas:
@@ -66,8 +72,11 @@ class EventStreamResponse(Response):
                 events = formatter.events(index, delta)
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-            closing = formatter.closing_events()
+            closing = await self._closing_events(formatter)
         await send({"type": "http.response.body", "body": closing, "more_body": False})
+
+    async def _closing_events(self, formatter: Formatter) -> bytes:
+        return formatter.closing_events()
 
 
 class _TimedSender:

@@ -12,8 +12,9 @@ from alignedserve.gateway.openai.request_builder import (
     build_chat_request,
     build_completion_request,
 )
+from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter
 from alignedserve.gateway.openai.streaming import BodyResponse, EventStreamResponse
-from alignedserve.gateway.routes.dependencies import rate_limited_services
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
 from alignedserve.gateway.services import Services
 
 router = APIRouter()
@@ -23,24 +24,28 @@ router = APIRouter()
 async def create_chat_completion(http: Request) -> Response:
     """Answer a conversation."""
     services = await rate_limited_services(http)
-    arrival = _arrival(http, services)
-    chat = parse_chat(await read_json(http, services.config))
-    return _respond(await build_chat_request(chat, arrival, services), services)
+    arrival = arrival_of(http, services)
+    chat = parse_chat(await read_json(http, services.config), ignored_fields_of(http))
+    return respond(await build_chat_request(chat, arrival, services), services, ChatFormatter)
 
 
 @router.post("/v1/completions", response_model=None)
 async def create_completion(http: Request) -> Response:
     """Continue one prompt or several."""
     services = await rate_limited_services(http)
-    arrival = _arrival(http, services)
-    completion = parse_completion(await read_json(http, services.config))
-    return _respond(await build_completion_request(completion, arrival, services), services)
+    arrival = arrival_of(http, services)
+    completion = parse_completion(await read_json(http, services.config), ignored_fields_of(http))
+    return respond(await build_completion_request(completion, arrival, services), services, CompletionFormatter)
 
 
-def _arrival(http: Request, services: Services) -> Arrival:
+def arrival_of(http: Request, services: Services) -> Arrival:
+    """Return the facts about this request beside its body."""
     return Arrival(http.state.request_id, http.headers, services.api_keys.owner(http.state.key_number))
 
 
-def _respond(request: GenerationRequest, services: Services) -> Response:
+def respond(request: GenerationRequest, services: Services, make_formatter: MakeFormatter) -> Response:
+    """Return the response that generates, streamed if the client asked for that."""
     generation = Generation(request, services)
-    return EventStreamResponse(generation) if request.is_streamed else BodyResponse(generation)
+    if request.is_streamed:
+        return EventStreamResponse(generation, make_formatter)
+    return BodyResponse(generation, make_formatter)

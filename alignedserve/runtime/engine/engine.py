@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from alignedserve.runtime.engine.hidden_cache import HiddenContexts
 from alignedserve.runtime.engine.last_tokens import LastTokenContexts, LastTokenPlanner
 from alignedserve.runtime.engine.sampler import Draw, Sampler, logprob_entries
 from alignedserve.runtime.engine.step_batch import BatchBuilder, StepBatch
+from alignedserve.runtime.engine.step_output import PromptLogprobs, StepOutput, StepSlice, StepTimes
+from alignedserve.runtime.grammar.token_masks import StepMasks, TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.decode_pass import HighestLogits
 
@@ -37,44 +39,6 @@ COMPUTE = "compute"  # the stream of forward passes
 _NO_TOKEN = -1
 
 
-class StepSlice(NamedTuple):
-    """Work of one sequence in one step: compute its next `num_tokens` known tokens."""
-
-    request_id: RequestId
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of consecutive prompt tokens."""
-
-    request_id: RequestId
-    first_position: int  # of the prompt token that entries[0] is about; 1 or more
-    entries: tuple[TokenLogprob, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """The parts of one step's time, in seconds."""
-
-    prepare_s: float
-    forward_s: float  # the pass and its logits
-    sampling_s: float  # and the log-probabilities of prompt tokens
-    attention_s: float  # of the pass, as Decoder.attention_s
-    chunk_attention_s: float  # likewise
-    padded_share: float  # of attention_s, see StepAttention
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """The results of one step."""
-
-    sampled: list[SampledToken]  # of every sequence whose slice reached its last known token, in any order
-    failed: list[RequestId]  # their logits were not numbers: no token; remove them
-    prompt_logprobs: list[PromptLogprobs]
-    times: StepTimes
-
-
 @dataclass(slots=True)
 class _Launch:
     """A step on the compute stream."""
@@ -82,8 +46,10 @@ class _Launch:
     step: StepBatch
     num_tokens: IntArray  # of each sampled row, before the step
     computed: Event = field(default_factory=HostEvent)  # its tokens are on the host then
+    masks: "Future[StepMasks] | None" = None  # of its sampled rows; None: no row has a grammar
     draw: Draw | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # by place among the sampled rows
     forwarded: float = 0.0  # time at which the forward pass was computed, or enqueued
 
 
@@ -109,10 +75,14 @@ class Engine:
         streams: DeviceStreams | None = None,
         capture: Capture | None = None,
         hidden_block_tokens: int | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
         """`attention`: one of CHOICES of runtime.attention. `streams`, `capture`: replace those of the storage's
         device. `hidden_block_tokens`: sequences may have a hidden cache, whose blocks hold so many tokens each; memory
-        is allocated for it. Raises ConfigError for options that are unavailable here."""
+        is allocated for it. `masks`: empty; None: no sequence may have a grammar.
+
+        Raises ConfigError for options that are unavailable here.
+        """
         layout, config = storage.layout, model.config
         assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
             "more context than positions"
@@ -147,7 +117,7 @@ class Engine:
             self._table, storage, planner, decode_sizes=() if capture is None else sizes, hidden=hidden, last=last
         )
         self._sampler = Sampler(
-            max_sequences=max_sequences, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+            max_sequences=max_sequences, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids, masks=masks
         )
         self._compute = (streams or streams_of(storage.device)).stream(COMPUTE)
         self._chosen = torch.zeros(max_sequences, dtype=torch.int64, device=storage.device)
@@ -243,7 +213,7 @@ class Engine:
         launch = self._launch(step)
         self._prepare_next(step)
         launch.computed.synchronize()
-        output = self._collect(launch)
+        sampled, failed = self._collect(launch)
         del launch.draw  # freeing a megabyte takes time as well, and belongs to the step
         forwarded = launch.forwarded if self.storage.device.type == "cpu" else time.perf_counter()
         times = StepTimes(
@@ -254,7 +224,7 @@ class Engine:
             chunk_attention_s=self.model.chunk_attention_s,
             padded_share=step.attention.padded_share,
         )
-        return StepOutput(*output, launch.prompt_logprobs, times)
+        return StepOutput(sampled, failed, self._reasons(failed), launch.prompt_logprobs, times)
 
     # --- the parts of a step
 
@@ -262,7 +232,7 @@ class Engine:
         """Enqueue the step on the compute stream and update the table to the state after it, except for the tokens."""
         table, rows = self._table, step.sampled_rows
         num_tokens = table.num_tokens[rows]
-        launch = _Launch(step, num_tokens)
+        launch = _Launch(step, num_tokens, masks=self._sampler.start_masks(rows, num_tokens))
         if not self.storage.pending_copies.is_idle:
             self.storage.pending_copies.wait(self._compute, table.blocks_of(step.rows))
         self._compute.run(lambda: self._compute_step(launch))
@@ -283,7 +253,9 @@ class Engine:
         hidden, logits = self._forward(step)
         launch.forwarded = time.perf_counter()
         if len(rows):
-            self._choose(launch, self._sampler.start(rows, launch.num_tokens, logits))
+            masks = None if launch.masks is None else launch.masks.result()
+            self._choose(launch, self._sampler.start(rows, launch.num_tokens, logits, masks))
+            launch.embeddings = self._embeddings(step, hidden)
         launch.prompt_logprobs = [self._prompt_logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]
 
     def _choose(self, launch: "_Launch", draw: Draw) -> None:
@@ -293,20 +265,20 @@ class Engine:
     def _highest(self, launch: "_Launch") -> HighestLogits | None:
         """Run the forward pass if the step's sequences take their highest logits and the pass finds these alone."""
         step = launch.step
-        if not self.model.has_native_head or not step.is_decode or step.wants_prompt_logprobs:
+        if not self.model.has_native_head or not step.is_decode or step.needs_hidden:
             return None
-        if not self._sampler.wants_highest_alone(step.sampled_rows, launch.num_tokens):
+        if launch.masks is not None or not self._sampler.wants_highest_alone(step.sampled_rows, launch.num_tokens):
             return None
         return self.model.decode_highest(step.forward_batch(self.storage.device), self.storage)
 
     def _forward(self, step: StepBatch) -> tuple[Tensor, Tensor]:
         """Return last hidden vectors of all tokens, and the logits of the sampled ones."""
-        if self._graphs is not None and step.is_decode and not step.wants_prompt_logprobs:
+        if self._graphs is not None and step.is_decode and not step.needs_hidden:
             logits = self._graphs.run(step)
             if logits is not None:
                 return logits[:0], logits[: len(step.rows)]
         batch = step.forward_batch(self.storage.device)
-        if step.is_decode and not step.wants_prompt_logprobs:
+        if step.is_decode and not step.needs_hidden:
             logits = self.model.decode(batch, self.storage)
             if logits is not None:
                 return logits[:0], logits
@@ -330,7 +302,7 @@ class Engine:
         ids = [request_ids[row] for row in rows.tolist()]
         logprobs = choice.logprobs
         sampled = [
-            SampledToken(request_id, token_id, logprobs.get(index))
+            SampledToken(request_id, token_id, logprobs.get(index), launch.embeddings.get(index, b""))
             for index, (request_id, token_id) in enumerate(zip(ids, token_ids.tolist(), strict=True))
         ]
         if is_usable.all():
@@ -341,6 +313,10 @@ class Engine:
         self._next_step = None
         good, bad = np.flatnonzero(is_usable).tolist(), np.flatnonzero(~is_usable).tolist()
         return [sampled[index] for index in good], [ids[index] for index in bad]
+
+    def _reasons(self, failed: list[RequestId]) -> dict[RequestId, str]:
+        found = {request_id: self._sampler.failure(self._table.row(request_id)) for request_id in failed}
+        return {request_id: reason for request_id, reason in found.items() if reason is not None}
 
     # --- the step after this one
 
@@ -367,6 +343,15 @@ class Engine:
             return None
         self._builder.complete(step)
         return step
+
+    def _embeddings(self, step: StepBatch, hidden: Tensor) -> dict[int, bytes]:
+        """Return the output vectors of the prompts whose embeddings are asked for, by place among the sampled rows."""
+        if not len(step.wants_embeddings):
+            return {}
+        places = step.wants_embeddings if step.last is not None else step.sampled_at[step.wants_embeddings]
+        (at,) = to_device([places], hidden.device)
+        vectors = self.model.outputs(hidden[at]).float().cpu().numpy()
+        return {int(place): vector.tobytes() for place, vector in zip(step.wants_embeddings, vectors, strict=True)}
 
     def _prompt_logprobs(self, step: StepBatch, index: int, hidden: Tensor) -> PromptLogprobs:
         """Return log-probabilities of the prompt tokens that follow the tokens of slice `index`."""

@@ -13,12 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-import jinja2
 import tokenizers
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from alignedserve.core.errors import InvalidRequest, ModelNotFound, UnsupportedModel
+from alignedserve.runtime.model.chat_template import ChatTemplate, Message, Tools
 from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
 from alignedserve.runtime.model.gguf.tokenizer import gguf_tokenizer
 
@@ -31,6 +29,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_HELD_TOKENS = 16
 # Private-use characters put around control tokens that a message spells out, so that they are encoded as plain text.
 _MARK_START, _MARK_END = "\U000f0000", "\U000f0001"
+
+
+def control_mark(content: str) -> str:
+    """Return a control token's name as no text can spell it."""
+    return f"{_MARK_START}{content}{_MARK_END}"
 
 
 class TextStream(Protocol):
@@ -46,7 +49,13 @@ class TextStream(Protocol):
 class Tokenizer:
     """The tokenizer and chat template of one model. Safe to share between threads."""
 
-    def __init__(self, definition: str, special_tokens: Mapping[str, str], chat_template: str | None) -> None:
+    def __init__(
+        self,
+        definition: str,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
+        tool_template: str | None = None,  # the template of conversations with tools, where there are two
+    ) -> None:
         self._tokenizer = _parse(definition)
         self._literal = _parse(definition)
         self._literal.encode_special_tokens = True
@@ -57,32 +66,33 @@ class Tokenizer:
         self._pieces = _pieces_for(json.loads(definition).get("decoder"))
         self._bytes_of: dict[int, bytes] = {}  # grows to the vocabulary at most
         self._special_tokens = dict(special_tokens)
-        self._template = ChatTemplate(chat_template, special_tokens) if chat_template is not None else None
+        self.chat_template: ChatTemplate | None = None
+        if chat_template is not None:
+            self.chat_template = ChatTemplate(chat_template, special_tokens, tool_template)
         contents = [self._tokenizer.id_to_token(token_id) or "" for token_id in self._special_ids]
         pattern = "|".join(re.escape(content) for content in sorted(filter(None, contents), key=len, reverse=True))
         self._control = re.compile(pattern or "(?!)")
 
     @classmethod
-    def load(cls, folder: Path, num_rows: int | None = None) -> "Tokenizer":
+    def load(cls, folder: Path, num_rows: int | None = None, chat_template: str | None = None) -> "Tokenizer":
         """Read `tokenizer.json`, `tokenizer_config.json` and the chat template, or those of a GGUF file.
 
-        `num_rows` of the embedding: added tokens beyond it are plain text. Raises ModelError.
+        `num_rows` of the embedding: added tokens beyond it are plain text. `chat_template` is used instead of the
+        model's own. Raises ModelError.
         """
         if is_gguf(folder):
             found = gguf_tokenizer(GgufFile(folder))
-            return cls(found.definition, found.special_tokens, found.chat_template)
+            return cls(found.definition, found.special_tokens, chat_template or found.chat_template)
         definition = _read_text(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
         if definition is None:
             raise ModelNotFound(f"{folder}: tokenizer.json is missing")
         config = _read_config(folder / "tokenizer_config.json")
-        template = _template_of(config)
-        for name in _TEMPLATE_FILES:
-            in_file = _read_text(folder / name, MAX_TEXT_FILE_BYTES)
-            template = in_file if in_file is not None else template
-        tokenizer = cls(definition, _special_tokens_of(config), template)
+        templates = _templates_of(folder, config) if chat_template is None else (chat_template, None)
+        tokenizer = cls(definition, _special_tokens_of(config), *templates)
         if num_rows is None or tokenizer.vocab_size <= num_rows:
             return tokenizer
-        return cls(_with_rows_alone(definition, num_rows, template or ""), _special_tokens_of(config), template)
+        rest = _with_rows_alone(definition, num_rows, "".join(filter(None, templates)))
+        return cls(rest, _special_tokens_of(config), *templates)
 
     @property
     def bos_token_id(self) -> int | None:
@@ -95,30 +105,56 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, now: datetime) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of plain text inside an answer: without special tokens, nor a space put before it."""
+        return self._encode_piece(text, is_literal=True, is_first=False)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        now: datetime,
+        tools: Tools = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's answer.
 
-        Special tokens spelled out inside a message are encoded as plain text: no message can end its own turn.
-        Raises InvalidRequest when the model has no chat template or its template refuses the messages.
+        Special tokens spelled out inside a message, a tool or a variable are encoded as plain text: nothing that a
+        client sends can end its own turn. Raises InvalidRequest when the model has no chat template or its template
+        refuses the messages.
         """
-        return self._encode_marked(self.render_chat([self._marked(message) for message in messages], now=now))
+        marked = self._marked({"messages": messages, "tools": tools, "variables": variables or {}})
+        return self._encode_marked(self.render_chat(now=now, **marked))
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, now: datetime) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        now: datetime,
+        tools: Tools = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Render the conversation by the chat template. Raises InvalidRequest."""
-        if self._template is None:
+        if self.chat_template is None:
             raise InvalidRequest("This model has no chat template; use completions.", param="messages")
-        return self._template.render(messages, now=now)
+        return self.chat_template.render(messages, now=now, tools=tools, variables=variables)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a whole sequence."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def stream(self) -> TextStream:
-        """Return a new incremental decoder."""
+    def stream(self, shown: Iterable[int] = ()) -> TextStream:
+        """Return a new incremental decoder. Special tokens among `shown` come as `control_mark` of their name."""
+        marks = {token_id: control_mark(self._tokenizer.id_to_token(token_id)) for token_id in shown}
         if isinstance(self._pieces, _ByteLevelPieces):
-            return _ByteStream(self)
-        return _WindowStream(self._tokenizer, self._special_ids)
+            return _ByteStream(self, marks)
+        return _WindowStream(self._tokenizer, self._special_ids, marks)
+
+    def control_token_id(self, content: str) -> int | None:
+        """Return the id of the special token of this name; None: there is none, it would be written as text."""
+        token_id: int | None = self._tokenizer.token_to_id(content)
+        return token_id if token_id in self._special_ids else None
 
     def is_special(self, token_id: int) -> bool:
         """Return whether this is a control token without text."""
@@ -144,12 +180,14 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def _marked(self, message: Mapping[str, str]) -> dict[str, str]:
-        marked = {}
-        for key, text in message.items():
-            plain = text.replace(_MARK_START, "").replace(_MARK_END, "")
-            marked[key] = plain if key == "role" else self._control.sub(f"{_MARK_START}\\g<0>{_MARK_END}", plain)
-        return marked
+    def _marked(self, value: Any) -> Any:
+        """Return the value with marks around control tokens in its strings; only strings can hold any."""
+        if isinstance(value, str):
+            plain = value.replace(_MARK_START, "").replace(_MARK_END, "")
+            return self._control.sub(lambda found: control_mark(found[0]), plain)
+        if isinstance(value, Mapping):
+            return {self._marked(key): self._marked(item) for key, item in value.items()}
+        return [self._marked(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _encode_marked(self, rendered: str) -> list[int]:
         if _MARK_START not in rendered and _MARK_END not in rendered:
@@ -171,52 +209,6 @@ class Tokenizer:
         if token_ids[: len(newline)] == newline:
             return token_ids[len(newline) :]
         return list(tokenizer.encode(piece, add_special_tokens=False).ids)
-
-
-class ChatTemplate:
-    """A jinja2 chat template, rendered as transformers renders it, in a sandbox that can change nothing."""
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise UnsupportedModel(f"the chat template is not valid: {error}") from error
-        self._special_tokens = dict(special_tokens)
-
-    def render(self, messages: Sequence[Mapping[str, str]], *, now: datetime) -> str:
-        """Render the prompt for the assistant's next answer. Raises InvalidRequest with the template's message."""
-        try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                strftime_now=now.strftime,
-                **self._special_tokens,
-            )
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(
-                f"The model's chat template refused the messages: {str(error)[:200]}", param="messages"
-            ) from error
-        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            raise InvalidRequest(
-                f"The model's chat template cannot render these messages ({type(error).__name__}).", param="messages"
-            ) from error
-
-
-class _GenerationBlocks(Extension):
-    """`{% generation %}` marks answers for training; for serving it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _ByteLevelPieces:
@@ -250,14 +242,18 @@ class _TextPieces:
 
 
 class _ByteStream:
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, marks: Mapping[int, str]) -> None:
         self._tokenizer = tokenizer
+        self._marks = {token_id: mark.encode() for token_id, mark in marks.items()}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
-        tokenizer = self._tokenizer
-        raw = b"".join(tokenizer.token_bytes(token) for token in token_ids if not tokenizer.is_special(token))
-        return self._decoder.decode(raw)
+        return self._decoder.decode(b"".join([self._bytes_of(token_id) for token_id in token_ids]))
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if self._tokenizer.is_special(token_id):
+            return self._marks.get(token_id, b"")
+        return self._tokenizer.token_bytes(token_id)
 
     def end(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -266,26 +262,34 @@ class _ByteStream:
 class _WindowStream:
     """Decodes the tokens since the last but one emission: decoders look at neighbours, but not far."""
 
-    def __init__(self, tokenizer: Any, special_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, special_ids: frozenset[int], marks: Mapping[int, str]) -> None:
         self._tokenizer = tokenizer
         self._special_ids = special_ids
+        self._marks = marks
         self._window: list[int] = []  # tokens already shown, then tokens held
         self._num_shown = 0
 
     def push(self, token_ids: Iterable[int]) -> str:
-        return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._special_ids])
+        return "".join([self._push_one(token_id) for token_id in token_ids])
 
     def end(self) -> str:
         return self._new_text()
 
     def _push_one(self, token_id: int) -> str:
+        if token_id in self._special_ids:
+            return self._take(self._new_text()) + self._marks[token_id] if token_id in self._marks else ""
         self._window.append(token_id)
         text = self._new_text()
         num_held = len(self._window) - self._num_shown
         if num_held <= _MAX_HELD_TOKENS and (not text or text.endswith(_REPLACEMENT)):
             return ""
-        del self._window[: self._num_shown]
-        self._num_shown = len(self._window)
+        return self._take(text)
+
+    def _take(self, text: str) -> str:
+        """Return the text of the held tokens, which stay as the neighbours of the next; those shown before go."""
+        if self._num_shown < len(self._window):
+            del self._window[: self._num_shown]
+            self._num_shown = len(self._window)
         return text
 
     def _new_text(self) -> str:
@@ -347,12 +351,16 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _template_of(config: Mapping[str, Any]) -> str | None:
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _templates_of(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the template of all conversations, and the one of those with tools where that is another."""
+    found = config.get("chat_template")
+    named = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    templates = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, dict)}
+    for name in _TEMPLATE_FILES:
+        in_file = _read_text(folder / name, MAX_TEXT_FILE_BYTES)
+        templates = {"default": in_file} if in_file is not None else templates
+    default, tool_use = templates.get("default"), templates.get("tool_use")
+    return (default if isinstance(default, str) else None, tool_use if isinstance(tool_use, str) else None)
 
 
 def _special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
@@ -362,18 +370,3 @@ def _special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(content, str):
             tokens[name] = content
     return tokens
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes HTML characters, which a model would see.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -14,7 +14,8 @@ from tokenizers import decoders, models
 from alignedserve.core.errors import InvalidRequest, ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.runtime.model import tokenizer as module
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.tokenizer import ChatTemplate, Tokenizer
+from alignedserve.runtime.model.chat_template import ChatTemplate
+from alignedserve.runtime.model.tokenizer import Tokenizer
 from tests.gateway.support import EOS, tokenizer, tokenizer_folder, write_tokenizer
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)

@@ -1,0 +1,105 @@
+"""Compiles grammars in a thread of its own, and keeps those that were used last."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+
+from llguidance import LLMatcher, LLTokenizer
+
+from alignedserve.core.errors import InvalidRequest, ModelError
+from alignedserve.runtime.grammar.limits import PARSER_LIMITS
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT = 512
+MAX_KEPT_CHARACTERS = 16 * 1024 * 1024  # of the grammars; compiled they take some times as much
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be matched: it is malformed, too large, or not for this model."""
+
+
+class GrammarCompiler:
+    """Compiles each grammar once, into a matcher that answers copy. May be called from any thread."""
+
+    def __init__(self, load_vocabulary: Callable[[], LLTokenizer]) -> None:
+        """`load_vocabulary`: takes up to a second; called on the compiling thread, at once. May raise ModelError."""
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._vocabulary = self._thread.submit(load_vocabulary)
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._num_characters = 0
+        self._lock = Lock()
+
+    def compile(self, grammar: str) -> "Future[LLMatcher]":
+        """Return the matcher to copy, when it is compiled; its error is a GrammarError."""
+        with self._lock:
+            known = self._compiled.get(grammar)
+            if known is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+            compiled = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+            self._num_characters += len(grammar)
+            self._forget_oldest()
+        return compiled
+
+    def check(self, grammar: str) -> None:
+        """Wait until a grammar is compiled. Raises InvalidRequest if it cannot be."""
+        try:
+            self.compile(grammar).result()
+        except GrammarError as error:
+            raise InvalidRequest(f"grammar: {error}.", param="grammar") from error
+
+    def wait(self) -> None:
+        """Wait until the vocabulary is loaded, if it can be."""
+        self._vocabulary.exception()
+
+    def close(self) -> None:
+        """End the thread; grammars that wait are not compiled."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        try:
+            vocabulary = self._vocabulary.result()
+        except ModelError as error:
+            raise GrammarError(f"answers of this model cannot follow a grammar: {error}") from error
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=PARSER_LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first takes longest, and copies start from what it leaves
+        if matcher.is_error():
+            raise GrammarError(failure_of(matcher))
+        return matcher
+
+    def _forget_oldest(self) -> None:
+        while len(self._compiled) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
+            oldest, _ = self._compiled.popitem(last=False)
+            self._num_characters -= len(oldest)
+
+
+def failure_of(matcher: LLMatcher) -> str:
+    """Return the reason why a matcher gave up, without the client's words, which the rest of the message may hold."""
+    error = matcher.get_error()
+    named = (reason for phrase, reason in _REFUSALS.items() if phrase in error)
+    return _FAILURES.get(str(matcher.stop_reason())) or next(named, "the grammar cannot be followed")
+
+
+_FAILURES = {
+    "ParserTooComplex": "the grammar is too complex: too many alternatives at once",
+    "LexerTooComplex": "the grammar is too complex: a pattern of it has too many states",
+}
+# Phrases of llguidance's messages, the particular before the general.
+_REFUSALS = {
+    "oneOf constraints": "the JSON Schema keyword 'oneOf' is supported only where its options exclude each other",
+    "are not disjoint": "the JSON Schema keyword 'patternProperties' is supported only where no name matches two",
+    "min/maxProperties": "the JSON Schema keywords 'minProperties' and 'maxProperties' need all others in 'required'",
+    "stack level": "the JSON schema is nested too deep, or refers to itself in too many ways",
+    "'multipleOf'": "the JSON Schema keyword 'multipleOf' has too many digits",
+    "circular references": "the JSON Schema keyword '$ref' leads to itself beside other keywords",
+    "look-around": "a pattern has look-around, which is not supported",
+    "regex": "a pattern is not a regular expression, or too complex a one",
+    "NoExtension": "nothing matches the grammar",
+    "Unsatisfiable": "nothing matches the JSON schema",
+    "too large": "the grammar is too large",
+    "unknown special token": "the grammar names a token that the model does not have",
+}
