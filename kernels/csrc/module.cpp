@@ -53,6 +53,12 @@ void bind(nb::module_& module);  // of what workers learn, see iteration_costs.c
 
 }  // namespace iteration_costs
 
+namespace token_masks {
+
+void bind(nb::module_& module);  // of grammars, see token_masks.cpp
+
+}  // namespace token_masks
+
 namespace decode_pass {
 
 void bind_parts(nb::module_& module);  // before what implements them; see decode_pass/module.cpp
@@ -414,6 +420,7 @@ NB_MODULE(_native, module) {
     length_prediction::bind(module);
     request_table::bind(module);
     iteration_costs::bind(module);
+    token_masks::bind(module);
     nb::class_<Cache>(module, "Cache")
         .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool>());
     nb::class_<DecodePlan, decode_pass::Attention>(module, "DecodePlan")

@@ -1,4 +1,4 @@
-"""Answers under grammars go on where they were when a worker is lost or a request moves, and recordings hold no grammar."""
+"""Answers under grammars go on where they were when a worker is lost or a request moves; recordings hold none."""
 
 import asyncio
 import re

@@ -1,0 +1,63 @@
+// Masks of tokens over rows of logits, eight tokens at a time and without a branch: allowed ones lie anywhere. Bits are
+// read by bytes, the lowest of a word first, as on every processor that this is built for.
+//
+// Addresses are checked by the caller (kernels/cpu/token_masks.py), which holds the tensors.
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+namespace nb = nanobind;
+
+namespace token_masks {
+
+namespace {
+
+// For each byte of a mask, ones in the elements of its eight tokens that are allowed.
+template <typename T>
+struct Kept {
+    T of[256][8];
+    Kept() {
+        for (int byte = 0; byte < 256; ++byte)
+            for (int i = 0; i < 8; ++i) of[byte][i] = (byte >> i) & 1 ? T(-1) : T(0);
+    }
+};
+
+// `lowest`: minus infinity in the elements' own format.
+template <typename T>
+void mask_row(T* logits, const uint8_t* bits, int64_t vocab_size, T lowest) {
+    static const Kept<T> kept;
+    const int64_t whole = vocab_size / 8 * 8;
+    for (int64_t first = 0; first < whole; first += 8) {
+        const T* keep = kept.of[bits[first / 8]];
+        T* own = logits + first;
+        for (int i = 0; i < 8; ++i) own[i] = T((own[i] & keep[i]) | (lowest & ~keep[i]));
+    }
+    for (int64_t i = whole; i < vocab_size; ++i)
+        if (!((bits[i / 8] >> (i % 8)) & 1)) logits[i] = lowest;
+}
+
+template <typename T>
+void mask_rows(uintptr_t logits, int64_t stride, uintptr_t rows, uintptr_t bits, int64_t num_masked, int64_t vocab_size,
+               T lowest, int num_threads) {
+    nb::gil_scoped_release released;
+    const int64_t num_words = (vocab_size + 31) / 32;
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1 && num_masked > 8)
+    for (int64_t i = 0; i < num_masked; ++i)
+        mask_row(reinterpret_cast<T*>(logits) + reinterpret_cast<const int64_t*>(rows)[i] * stride,
+                 reinterpret_cast<const uint8_t*>(bits) + i * num_words * 4, vocab_size, lowest);
+}
+
+// Rows and bits as in kernels/sampling.py; stride in elements of the logits, which have 2 or 4 bytes.
+void mask_tokens(uintptr_t logits, int64_t stride, uintptr_t rows, uintptr_t bits, int64_t num_masked,
+                 int64_t vocab_size, uint32_t lowest, int element_bytes, int num_threads) {
+    if (element_bytes == 2)
+        mask_rows<uint16_t>(logits, stride, rows, bits, num_masked, vocab_size, uint16_t(lowest), num_threads);
+    else
+        mask_rows<uint32_t>(logits, stride, rows, bits, num_masked, vocab_size, lowest, num_threads);
+}
+
+}  // namespace
+
+void bind(nb::module_& module) { module.def("mask_tokens", mask_tokens); }
+
+}  // namespace token_masks
