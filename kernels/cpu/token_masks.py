@@ -1,4 +1,4 @@
-"""Masks of tokens over rows of logits, by the native kernel where it is built; the plain form is in kernels.sampling."""
+"""Masks of tokens over rows of logits, by the native kernel where it is built; its plain form: kernels.sampling."""
 
 import torch
 from torch import Tensor
