@@ -3,8 +3,8 @@ of a first token, and the time of a mask by vocabulary and kind of schema.
 
 Models have the shape of a real one and random weights; vocabularies are trained on the sources of Python's library.
 
-    GOMP_SPINCOUNT=1000 python -m benchmarks.engine.grammar_masks            # 50 000 tokens: an OPT of 125M; target: at most 3 % below
-    GOMP_SPINCOUNT=1000 python -m benchmarks.engine.grammar_masks --wide     # 150 000 tokens: a Qwen2 of 0.5B; target: at most 5 % below
+    GOMP_SPINCOUNT=1000 python -m benchmarks.engine.grammar_masks         # OPT of 125M, 50 000 tokens: at most 3 %
+    GOMP_SPINCOUNT=1000 python -m benchmarks.engine.grammar_masks --wide  # Qwen2 of 0.5B, 150 000 tokens: 5 %
 """
 
 import argparse
