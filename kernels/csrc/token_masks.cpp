@@ -1,9 +1,10 @@
-// Masks of tokens over rows of logits, eight tokens at a time and without a branch: allowed ones lie anywhere. Bits are
-// read by bytes, the lowest of a word first, as on every processor that this is built for.
+// Masks of tokens over rows of logits, 32 tokens at a time: of most, all are allowed or none is. The others are masked by
+// bytes, without a branch.
 //
 // Addresses are checked by the caller (kernels/cpu/token_masks.py), which holds the tensors.
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace nb = nanobind;
@@ -24,16 +25,24 @@ struct Kept {
 
 // `lowest`: minus infinity in the elements' own format.
 template <typename T>
-void mask_row(T* logits, const uint8_t* bits, int64_t vocab_size, T lowest) {
+void mask_row(T* logits, const uint32_t* bits, int64_t vocab_size, T lowest) {
     static const Kept<T> kept;
-    const int64_t whole = vocab_size / 8 * 8;
-    for (int64_t first = 0; first < whole; first += 8) {
-        const T* keep = kept.of[bits[first / 8]];
-        T* own = logits + first;
-        for (int i = 0; i < 8; ++i) own[i] = T((own[i] & keep[i]) | (lowest & ~keep[i]));
+    const int64_t num_whole = vocab_size / 32;
+    for (int64_t at = 0; at < num_whole; ++at) {
+        const uint32_t word = bits[at];
+        T* own = logits + at * 32;
+        if (word == UINT32_MAX) continue;
+        if (word == 0) {
+            std::fill_n(own, 32, lowest);
+            continue;
+        }
+        for (int byte = 0; byte < 4; ++byte) {
+            const T* keep = kept.of[word >> (8 * byte) & 255];
+            for (int i = 0; i < 8; ++i) own[byte * 8 + i] = T((own[byte * 8 + i] & keep[i]) | (lowest & ~keep[i]));
+        }
     }
-    for (int64_t i = whole; i < vocab_size; ++i)
-        if (!((bits[i / 8] >> (i % 8)) & 1)) logits[i] = lowest;
+    for (int64_t i = num_whole * 32; i < vocab_size; ++i)
+        if (!(bits[num_whole] >> (i % 32) & 1)) logits[i] = lowest;
 }
 
 template <typename T>
@@ -44,7 +53,7 @@ void mask_rows(uintptr_t logits, int64_t stride, uintptr_t rows, uintptr_t bits,
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1 && num_masked > 8)
     for (int64_t i = 0; i < num_masked; ++i)
         mask_row(reinterpret_cast<T*>(logits) + reinterpret_cast<const int64_t*>(rows)[i] * stride,
-                 reinterpret_cast<const uint8_t*>(bits) + i * num_words * 4, vocab_size, lowest);
+                 reinterpret_cast<const uint32_t*>(bits) + i * num_words, vocab_size, lowest);
 }
 
 // Rows and bits as in kernels/sampling.py; stride in elements of the logits, which have 2 or 4 bytes.
