@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from alignedserve.batches import run
+from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import FinishReason, Request, RequestClass
 from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.errors import GenerationFailed, Overloaded, Unavailable
@@ -87,7 +88,7 @@ async def test_bad_lines_do_not_stop_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strict", [False, True])
 async def test_lines_name_their_ignored_fields(tmp_path: Path, strict: bool) -> None:
     content = chat_line("a", nonsense=1, mood="good") + b"\n" + chat_line("b")
-    async with batch_gateway(tmp_path, strict=strict) as served:
+    async with batch_gateway(tmp_path, gateway_config=GatewayConfig(strict=strict)) as served:
         done = await served.wait_for((await served.submit(content))["id"])
         results = [json.loads(line) for line in await served.results(done["output_file_id"])]
     bodies = {one["custom_id"]: one["response"]["body"] for one in results}

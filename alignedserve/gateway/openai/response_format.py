@@ -54,6 +54,14 @@ async def collect_body(generation: Generation, make_formatter: Callable[[Generat
         return formatter.body(choices)
 
 
+def extension_of(generation: Generation) -> dict[str, Any]:
+    """Return our own key, only for clients that sent SLO headers and lines of batches with ignored fields."""
+    report = generation.slo_report() or {}
+    if generation.request.ignored_fields:
+        report["ignored_fields"] = generation.request.ignored_fields
+    return {"alignedserve": report} if report else {}
+
+
 class ResponseFormatter(ABC):
     """Formats the response to one generation, in the shapes of one of OpenAI's two endpoints."""
 
@@ -101,11 +109,7 @@ class ResponseFormatter(ABC):
         }
 
     def _extension(self) -> dict[str, Any]:
-        """Return our own key, only for clients that sent SLO headers and lines of batches with ignored fields."""
-        report = self._generation.slo_report() or {}
-        if self._request.ignored_fields:
-            report["ignored_fields"] = self._request.ignored_fields
-        return {"alignedserve": report} if report else {}
+        return extension_of(self._generation)
 
     def _last_chunk_extension(self) -> dict[str, Any]:
         """Return the extension for the last choice's last event, where no usage chunk follows it."""
