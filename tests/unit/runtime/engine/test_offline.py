@@ -1,7 +1,7 @@
 """The engine in this process, by its public names."""
 
-import re
 import json
+import re
 import subprocess
 import sys
 from typing import Any

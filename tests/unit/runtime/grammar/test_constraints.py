@@ -128,3 +128,37 @@ def test_the_page_lists_what_is_supported() -> None:
     assert named >= READERS.keys()
     assert named >= ANNOTATIONS
     assert named >= FORMATS.keys()
+
+
+TAGS = {
+    "structures": [
+        {"begin": "<f=a>", "schema": {"type": "object", "maxProperties": 0}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+@pytest.mark.parametrize("wanted", [TAGS, json.dumps(TAGS), TAGS | {"type": "structural_tag"}])
+def test_tags_within_free_text(wanted: Any) -> None:
+    tags = StructuredOutputs(structural_tag=wanted, disable_any_whitespace=True)
+    assert all(answers(tags, "", "text", "x <f=a>{}</f> y", "<f=a>{}</f><f=b>true</f>", "1 < 2", "<f"))
+    assert not any(answers(tags, "<f=", "<f=c>", "<f=a>", "<f=b>{}</f>", "x <f=b>true</f> <f="))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"structures": []},
+        {"structures": TAGS["structures"] * 65},
+        {"structures": [{"begin": "<f="}]},
+        {"structures": [{"begin": "<g>", "schema": {}, "end": ""}]},
+        {"structures": [{"begin": "<f=", "schema": {"not": {}}, "end": ""}]},
+        {"triggers": [""]},
+        {"triggers": ["<" * 300]},
+        {"more": 1},
+    ],
+)
+def test_bad_tags(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        part_of(StructuredOutputs(structural_tag=TAGS | change))
