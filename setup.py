@@ -39,6 +39,7 @@ SOURCES = (
     "length_prediction",
     "request_table",
     "iteration_costs",
+    "token_masks",
     "nanobind",
 )
 HEADERS = (

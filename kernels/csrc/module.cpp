@@ -46,6 +46,12 @@ void bind(nb::module_& module);  // of what workers learn, see iteration_costs.c
 
 }  // namespace iteration_costs
 
+namespace token_masks {
+
+void bind(nb::module_& module);  // of grammars, see token_masks.cpp
+
+}  // namespace token_masks
+
 namespace decode_pass {
 
 void bind_parts(nb::module_& module);  // before what implements them; see decode_pass/module.cpp
@@ -63,5 +69,6 @@ NB_MODULE(_native, module) {
     length_prediction::bind(module);
     request_table::bind(module);
     iteration_costs::bind(module);
+    token_masks::bind(module);
     paged::bind(module);
 }
