@@ -174,6 +174,17 @@ def penalise_(logits: Tensor, seen: SeenTokens, penalties: Penalties) -> None:
     logits[seen.rows, seen.token_ids] = scaled - frequency * seen.counts - presence * (seen.counts > 0)
 
 
+def mask_tokens_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Set the logits of tokens that are not allowed to -inf, in place.
+
+    logits [all rows, vocabulary] of any dtype; rows [masked] int64; bits [masked, words] int32, bit i of word w for
+    token 32 w + i, 1: allowed.
+    """
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    is_masked = (((bits[:, :, None] >> shifts) & 1) == 0).view(len(rows), -1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill_(is_masked, -float("inf"))
+
+
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities in the raw distribution.
 

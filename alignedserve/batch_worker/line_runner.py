@@ -9,6 +9,7 @@ from alignedserve.core.errors import AlignedServeError, InvalidRequest
 from alignedserve.core.request import Slo
 from alignedserve.gateway.errors import GenerationError, Overloaded, Unavailable, Unservable, error_body, http_error_of
 from alignedserve.gateway.openai.generation import Generation
+from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import check_shape, parse_chat, parse_completion
 from alignedserve.gateway.openai.request_builder import (
     Arrival,
@@ -66,14 +67,15 @@ class ClusterLineRunner:
         check_shape(line.body, self._services.config.max_json_depth)
         headers = {} if line.deadline_s is None else {DEADLINE_HEADER: f"{line.deadline_s * 1000.0:.3f}"}
         arrival = Arrival(line.request_id, headers, line.owner)
+        ignored = None if self._services.config.strict else IgnoredFields()
         if line.endpoint is Endpoint.CHAT:
-            chat = _at_best_effort(parse_chat(line.body))
+            chat = _at_best_effort(parse_chat(line.body, ignored))
             request = await build_chat_request(chat, arrival, self._services)
         else:
-            completion = _at_best_effort(parse_completion(line.body))
+            completion = _at_best_effort(parse_completion(line.body, ignored))
             request = await build_completion_request(completion, arrival, self._services)
         # The line's deadline is ours, not the client's: its response does not report it.
-        return replace(request, slo=Slo())
+        return replace(request, slo=Slo(), ignored_fields=ignored.names if ignored is not None else ())
 
 
 def _at_best_effort(fields: FieldsT) -> FieldsT:

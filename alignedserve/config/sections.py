@@ -97,6 +97,7 @@ class GatewayConfig(Section, frozen=True):
     max_stop_strings: int = 16
     max_concurrent_requests: int = 1024
     requests_per_minute: int | None = None  # per key; 429 above
+    strict: bool = False  # unknown fields are refused; otherwise ignored, and named by a header of the response
     first_token_timeout_s: float = 120.0  # accepted but silent: the request fails
     token_timeout_s: float = 60.0  # longest silence within an answer
 

@@ -25,9 +25,12 @@ def plan_chunks(remaining: Iterable[tuple[RequestId, int]], budget: int) -> tupl
 def finish_reason(
     request: Request, token_id: int, num_generated: int, eos_token_ids: frozenset[int]
 ) -> FinishReason | None:
-    """Return why the answer ends with this token, its `num_generated`-th; None: it continues."""
+    """Return why the answer ends with this token, its `num_generated`-th; None: it continues.
+
+    Under a grammar an end token that is to be ignored comes only where nothing else may follow.
+    """
     sampling = request.sampling
-    is_eos = token_id in eos_token_ids and not sampling.ignore_eos
+    is_eos = token_id in eos_token_ids and (not sampling.ignore_eos or bool(sampling.grammar))
     if is_eos or token_id in sampling.stop_token_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if num_generated >= sampling.max_tokens else None

@@ -52,6 +52,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
     num_logprobs: int | None = None  # None: none; 0: the chosen token's; n: those of the n likeliest as well
     num_prompt_logprobs: int | None = None  # the same, for every prompt token after the first
+    wants_embedding: bool = False  # of the prompt; max_tokens is 0 then
     grammar: str = ""  # what the answer must match, in the form that llguidance reads; empty: anything
 
     def __post_init__(self) -> None:
@@ -69,6 +70,7 @@ class SamplingParams:
         _require(len(self.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias", "too many entries")
         _require(all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias), "logit_bias", "must lie in -100..100")
         _require(len(self.grammar) <= MAX_GRAMMAR_LEN, "grammar", "is too long")
+        _require(not self.wants_embedding or self.max_tokens == 0, "max_tokens", "must be 0 for an embedding")
         for name in ("num_logprobs", "num_prompt_logprobs"):
             count = getattr(self, name)
             _require(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
@@ -133,6 +135,7 @@ class SampledToken(NamedTuple):
     request_id: RequestId
     token_id: int
     logprob: TokenLogprob | None = None
+    embedding: bytes = b""  # of the prompt in its place, where that was asked for: float32, little-endian
 
 
 def _require(holds: bool, field: str, problem: str) -> None:

@@ -1,7 +1,10 @@
 """The outermost layer: gives every request an id, authenticates it, and alone turns errors into answers."""
 
 import logging
+import re
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,8 +17,11 @@ from alignedserve.gateway.errors import (
     rejection_code,
 )
 from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
+from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 
 logger = logging.getLogger(__name__)
+
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 
 
 class GatewayMiddleware:
@@ -30,11 +36,11 @@ class GatewayMiddleware:
         """Serve one request; only cancellation propagates."""
         if scope["type"] != "http":
             return
-        sender = _ResponseSender(secrets.token_hex(16), send)
         state = scope.setdefault("state", {})
-        state["request_id"] = sender.request_id
+        state["request_id"] = request_id = secrets.token_hex(16)
+        sender = _ResponseSender(_client_request_id(scope) or request_id, state, send)
         try:
-            state["key_number"] = self._api_keys.authenticate(scope["path"], _authorization(scope))
+            state["key_number"] = self._api_keys.authenticate(scope["path"], _header(scope, b"authorization"))
             await self._app(scope, receive, sender.send)
         except Exception as error:  # noqa: BLE001  (the gateway's single handler)
             self._log(sender.request_id, scope["path"], error)
@@ -57,8 +63,9 @@ class GatewayMiddleware:
 class _ResponseSender:
     """Sends one response: adds headers to its start and knows how far it got."""
 
-    def __init__(self, request_id: str, send: Send) -> None:
+    def __init__(self, request_id: str, state: Mapping[str, Any], send: Send) -> None:
         self.request_id = request_id
+        self._state = state
         self._send = send
         self._has_started = False
         self._is_event_stream = False
@@ -71,10 +78,16 @@ class _ResponseSender:
             headers = [*message.get("headers", [])]
             self._is_event_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
             headers += [(b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")]
+            headers += self._ignored_fields()
             message = {**message, "headers": headers}
         elif not message.get("more_body", False):
             self._is_complete = True
         await self._send(message)
+
+    def _ignored_fields(self) -> list[tuple[bytes, bytes]]:
+        ignored: IgnoredFields | None = self._state.get("ignored_fields")
+        header = ignored.as_header() if ignored is not None else None
+        return [] if header is None else [header]
 
     async def send_error(self, error: Exception, scope: Scope, receive: Receive) -> None:
         """Send an error: as an HTTP response, or as the last event of a stream that has started."""
@@ -85,8 +98,14 @@ class _ResponseSender:
             await self.send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def _authorization(scope: Scope) -> str | None:
+def _header(scope: Scope, wanted: bytes) -> str | None:
     for name, value in scope["headers"]:
-        if name == b"authorization":
+        if name == wanted:
             return str(value.decode("latin-1"))
     return None
+
+
+def _client_request_id(scope: Scope) -> str | None:
+    """Return the client's own id for this request, if it is a plain word. It names the request to the client only."""
+    own = _header(scope, b"x-request-id")
+    return own if own is not None and _PLAIN_WORD.fullmatch(own) else None

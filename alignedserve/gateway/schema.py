@@ -4,6 +4,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Schema(BaseModel):
-    """Strict: no coercion, no unknown fields."""
+    """Strict: no coercion. Unknown fields are kept aside, for `parse` to refuse or to name."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)

@@ -14,6 +14,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0.0)]
 PredictedLen = Annotated[float, msgspec.Meta(ge=0.0)]  # output tokens in all, those already generated included
+Embedding = Annotated[bytes, msgspec.Meta(max_length=1 << 18)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 
 

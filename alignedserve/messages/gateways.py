@@ -4,7 +4,17 @@ import msgspec
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
-from alignedserve.messages.fields import Attempt, Count, FailureKind, NonNegative, Seconds, Share, Text, TokenIds
+from alignedserve.messages.fields import (
+    Attempt,
+    Count,
+    Embedding,
+    FailureKind,
+    NonNegative,
+    Seconds,
+    Share,
+    Text,
+    TokenIds,
+)
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.prefixes import BlockNames
 from alignedserve.messages.wire import Message
@@ -146,6 +156,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token when asked for
     finish_reason: FinishReason | None = None  # set on the last delta; with STOP the last token is the stop token
     num_cached_tokens: Count = 0  # of the prompt, that came from the prefix cache; set on the first delta
+    embedding: Embedding = b""  # of the prompt, where that was asked for: float32, little-endian; it has no tokens then
 
 
 class TokensEmitted(Message, frozen=True):

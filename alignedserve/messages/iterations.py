@@ -230,9 +230,9 @@ class BufferOpened:
 def delta_of(
     request: Request, token: SampledToken, index: int, eos_token_ids: frozenset[int], num_cached_tokens: int = 0
 ) -> TokenDelta:
-    """Build the delta for an answer's token number `index`; without a token if only the prompt was to be scored."""
+    """Build the delta for an answer's token number `index`; without a token if only the prompt was asked about."""
     if request.sampling.max_tokens == 0:
-        return TokenDelta(request.request_id, index, (), (), FinishReason.LENGTH, num_cached_tokens)
+        return TokenDelta(request.request_id, index, (), (), FinishReason.LENGTH, num_cached_tokens, token.embedding)
     finished = finish_reason(request, token.token_id, index + 1, eos_token_ids)
     logprobs = (token.logprob,) if token.logprob is not None else ()
     return TokenDelta(request.request_id, index, (token.token_id,), logprobs, finished, num_cached_tokens)

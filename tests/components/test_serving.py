@@ -69,6 +69,21 @@ async def test_one_token_and_prompt_scoring_end_at_the_prefill(config: ClusterCo
     assert all(len(entry.top) == 2 for entry in scored.prompt_scores)
 
 
+async def test_embeddings_are_the_same_whatever_is_computed_beside_them(config: ClusterConfig, tmp_path: Path) -> None:
+    embedding = SamplingParams(max_tokens=0, wants_embedding=True)
+    async with running(config, tmp_path) as cluster:
+        work = prompts(6, seed=3)
+        alone = [await cluster.gateway.generate(prompt, embedding) for prompt in work]
+        crowd = [cluster.gateway.submit(other, SamplingParams(max_tokens=20)) for other in prompts(6, seed=4)]
+        together = await asyncio.gather(*(cluster.gateway.generate(prompt, embedding) for prompt in work))
+        for answer in crowd:
+            cluster.gateway.abort(answer)
+        await cluster.gateway.idle()
+    assert all(answer.embedding and not answer.token_ids for answer in alone)
+    assert [answer.embedding for answer in alone] == [answer.embedding for answer in together]
+    assert len({answer.embedding for answer in alone}) == len(work)
+
+
 async def test_abort_frees_everything(config: ClusterConfig, tmp_path: Path) -> None:
     sampling = SamplingParams(max_tokens=350, temperature=0.0, ignore_eos=True)
     async with running(config, tmp_path) as cluster:

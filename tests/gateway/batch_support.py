@@ -126,6 +126,7 @@ async def batch_gateway(
     api_keys: tuple[str, ...] = (),
     is_driven: bool = True,
     max_in_flight: int = 8,
+    strict: bool = False,
     **config: Any,
 ) -> AsyncIterator[BatchGateway]:
     records = MemoryRecords()
@@ -137,7 +138,7 @@ async def batch_gateway(
         backend=backend,
         tokenizer=tokenizer(),
         model=model,
-        config=GatewayConfig(),
+        config=GatewayConfig(strict=strict),
         api_keys=api_keys,
         reply_to="unix:/nowhere",
         files_api=FilesApi(stores, batches),

@@ -84,7 +84,7 @@ def never(request: Request) -> Script:
 
 
 async def test_from_file_to_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, chat_lines(5) + chat_line("odd", nonsense=1))
+    path = written(tmp_path, chat_lines(5) + chat_line("odd", n=0))
     async with command_line(tmp_path, capsys) as cli:
         assert await cli.run("submit", path, "--window", "2h", "--metadata", "team=a", "--watch") == 0
         assert "5 of 6 completed, 1 failed" in cli.out
@@ -96,7 +96,7 @@ async def test_from_file_to_results(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert await cli.run("results", batch_id) == 0
         assert len({json.loads(line)["custom_id"] for line in cli.out.splitlines()}) == 5
         assert await cli.run("errors", batch_id) == 0
-        assert cli.out == "odd: 400 unknown_parameter: Unrecognized request argument: nonsense.\n"
+        assert cli.out == "odd: 400 invalid_value: Invalid value for n: Input should be greater than or equal to 1.\n"
         assert await cli.run("errors", batch_id, "--json") == 0
         assert json.loads(cli.out)["custom_id"] == "odd"
         assert await cli.run("cancel", batch_id) == 1

@@ -57,7 +57,7 @@ async def test_bad_lines_do_not_stop_the_others(tmp_path: Path) -> None:
     content = b"\n".join(
         [
             chat_line("good"),
-            chat_line("field", nonsense=1),
+            chat_line("field", n=0),
             chat_line("long", content="fox " * 400),
             chat_line("stream", stream=True),
             chat_line("tier", service_tier="priority"),
@@ -73,13 +73,26 @@ async def test_bad_lines_do_not_stop_the_others(tmp_path: Path) -> None:
         errors = {one["custom_id"]: one for one in map(json.loads, await served.results(done["error_file_id"]))}
     codes = {name: error["response"]["body"]["error"]["code"] for name, error in errors.items()}
     assert codes == {
-        "field": "unknown_parameter",
+        "field": "invalid_value",
         "long": "context_length_exceeded",
         "stream": "unsupported_parameter",
         "tier": "unsupported_parameter",
         "deep": "invalid_json",
     }
     assert {error["response"]["status_code"] for error in errors.values()} == {400}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+async def test_lines_name_their_ignored_fields(tmp_path: Path, strict: bool) -> None:
+    content = chat_line("a", nonsense=1, mood="good") + b"\n" + chat_line("b")
+    async with batch_gateway(tmp_path, strict=strict) as served:
+        done = await served.wait_for((await served.submit(content))["id"])
+        results = [json.loads(line) for line in await served.results(done["output_file_id"])]
+    bodies = {one["custom_id"]: one["response"]["body"] for one in results}
+    assert done["request_counts"]["failed"] == strict
+    assert ("a" in bodies) != strict
+    assert strict or bodies["a"]["alignedserve"] == {"ignored_fields": ["nonsense", "mood"]}
+    assert "alignedserve" not in bodies["b"]
 
 
 @pytest.mark.parametrize(
@@ -343,7 +356,7 @@ async def test_without_batches_the_routes_say_so(tmp_path: Path) -> None:
 
 async def test_metrics(tmp_path: Path) -> None:
     async with batch_gateway(tmp_path) as served:
-        await served.wait_for((await served.submit(chat_line("a") + b"\n" + chat_line("b", nonsense=1)))["id"])
+        await served.wait_for((await served.submit(chat_line("a") + b"\n" + chat_line("b", n=0)))["id"])
 
         async def are_told() -> bool:
             text = (await served.client.get("/metrics")).text

@@ -31,7 +31,7 @@ ENDPOINT: Any = "/v1/chat/completions"
 
 
 def write_inputs(folder: Path) -> None:
-    good = [chat_line("a"), chat_line("wrong", nonsense=1), chat_line("b")]
+    good = [chat_line("a"), chat_line("wrong", n=0), chat_line("b")]
     (folder / "good.jsonl").write_bytes(b"\n".join(good) + b"\n")
     (folder / "bad.jsonl").write_bytes(chat_line("a") + b"\n{\n" + chat_line("a"))
     (folder / "slow.jsonl").write_bytes(chat_lines(2, max_tokens=7))

@@ -77,7 +77,7 @@ async def test_models_and_errors() -> None:
         validator("Model").validate(models["data"][0])
         failures = [
             await served.chat(),
-            await served.chat(headers=headers, nonsense=1),
+            await served.chat(headers=headers, temperature=9),
             await served.client.get("/nothing", headers=headers),
             await served.client.put("/v1/models", headers=headers),
         ]

@@ -35,6 +35,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_scores: list[TokenLogprob] = field(default_factory=list)
+    embedding: bytes = b""
     finish_reason: FinishReason | None = None
     failure: RequestFailed | RequestRejected | None = None
     num_repeats: int = 0
@@ -148,6 +149,7 @@ class ClientGateway:
     def _take(answer: Answer, delta: TokenDelta, worker: str) -> None:
         answer.last_worker = worker
         answer.early[delta.first_index] = delta
+        answer.embedding = delta.embedding or answer.embedding
         while answer.early and min(answer.early) <= len(answer.token_ids) and not answer.done.is_set():
             following = answer.early.pop(min(answer.early))
             fresh = len(answer.token_ids) - following.first_index

@@ -235,7 +235,7 @@ EXAMPLES: tuple[Message, ...] = (
         leans=(WorkerLean(DECODE, 0.5),),
         prefixes=PrefixTotals(80, 60, 12, 3),
     ),
-    TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
+    TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP, 16, bytes(8)))),
     PromptScored(R1, 1, _SCORES),
     WorkerRegistered(
         256,

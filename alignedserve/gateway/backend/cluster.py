@@ -311,6 +311,7 @@ class _OpenRequest:
             return
         if not self._token_ids:  # a later attempt counts answers among its hits
             self.stream.num_cached_tokens = min(delta.num_cached_tokens, self.request.prompt_len)
+            self.stream.embedding = delta.embedding
         self._token_ids += new
         self.last_heard_s = now
         self._has_last = delta.finish_reason is not None

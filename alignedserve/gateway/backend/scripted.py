@@ -1,7 +1,8 @@
 """An in-process backend that answers by script, for tests and for measuring the gateway alone."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from alignedserve.core.ids import RequestId
@@ -66,6 +67,8 @@ class ScriptedBackend:
     async def _play(self, request: Request, script: Script, stream: RequestStream) -> None:
         await asyncio.sleep(script.first_token_delay_s)
         stream.num_cached_tokens = min(script.num_cached_tokens, request.prompt_len)
+        if request.sampling.wants_embedding:
+            stream.embedding = made_up_embedding(request.prompt_token_ids)
         if request.sampling.num_prompt_logprobs is not None:
             num_top = request.sampling.num_prompt_logprobs
             stream.push_prompt_logprobs(
@@ -82,6 +85,11 @@ class ScriptedBackend:
             stream.fail(script.failure)
         elif not token_ids:
             stream.push((), (), _finish_reason(request, script))
+
+
+def made_up_embedding(prompt_token_ids: Sequence[int]) -> bytes:
+    """Return three numbers: how many tokens the prompt has, its first and its last."""
+    return struct.pack("<3f", len(prompt_token_ids), prompt_token_ids[0], prompt_token_ids[-1])
 
 
 def made_up_logprob(token_id: int, num_top: int) -> TokenLogprob:

@@ -102,6 +102,11 @@ class Generation:
         cached = [choice.stream.num_cached_tokens for choice in self._choices]
         return sum(min(cached[first : first + num_per_prompt]) for first in range(0, len(cached), num_per_prompt))
 
+    @property
+    def embeddings(self) -> list[bytes]:
+        """Embedding of each choice's prompt, float32, once every choice has ended; empty where not asked for."""
+        return [choice.stream.embedding for choice in self._choices]
+
     def slo_report(self) -> dict[str, Any] | None:
         """Return whether the SLO held, for the slowest choice; None when the client named none."""
         slo = self.request.slo
@@ -190,9 +195,10 @@ class _Choice:
 
 
 def _submit(request: Request, services: Services) -> RequestStream:
-    """Submit the request, unless it asks only for its own prompt."""
+    """Submit the request, unless it asks for nothing but its own prompt."""
     sampling = request.sampling
-    if sampling.max_tokens > 0 or (sampling.num_prompt_logprobs is not None and request.prompt_len > 1):
+    is_about_prompt = sampling.wants_embedding or (sampling.num_prompt_logprobs is not None and request.prompt_len > 1)
+    if sampling.max_tokens > 0 or is_about_prompt:
         return services.backend.submit(request)
     stream = RequestStream(request)
     stream.push((), (), FinishReason.LENGTH)

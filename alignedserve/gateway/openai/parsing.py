@@ -1,4 +1,4 @@
-"""Parses bodies into checked schemas: sizes, JSON, unsupported fields, types, in this order."""
+"""Parses bodies into checked schemas: sizes, JSON, unsupported fields, types, unknown fields, in this order."""
 
 import asyncio
 from typing import Any, NoReturn, TypeVar
@@ -12,7 +12,8 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 from alignedserve.gateway.openai import unsupported_fields as unsupported
 from alignedserve.gateway.openai.conversation import check_messages
-from alignedserve.gateway.openai.schemas import PROMPT_FORMS, ChatCompletionRequest, CompletionRequest
+from alignedserve.gateway.openai.ignored_fields import IgnoredFields, unknown_fields
+from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
 from alignedserve.gateway.openai.tool_schemas import TOOL_CHOICE_FORMS, check_tools
 from alignedserve.gateway.schema import Schema
 
@@ -40,18 +41,18 @@ async def read_json(request: Request, config: GatewayConfig) -> dict[str, Any]:
     return body
 
 
-def parse_chat(body: dict[str, Any]) -> ChatCompletionRequest:
-    """Check the body of a chat completion. Raises InvalidRequest naming the field."""
+def parse_chat(body: dict[str, Any], ignored: IgnoredFields | None = None) -> ChatCompletionRequest:
+    """Check the body of a chat completion; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
     fields = _without_neutral(body, unsupported.CHAT)
-    chat = parse(ChatCompletionRequest, _with_common(plain_messages(fields)))
+    chat = parse(ChatCompletionRequest, _with_common(plain_messages(fields)), ignored)
     check_messages(chat.messages)
     check_tools(chat.tools, chat.tool_choice)
     return chat
 
 
-def parse_completion(body: dict[str, Any]) -> CompletionRequest:
-    """Check the body of a completion. Raises InvalidRequest naming the field."""
-    return parse(CompletionRequest, _with_common(_without_neutral(body, unsupported.COMPLETION)))
+def parse_completion(body: dict[str, Any], ignored: IgnoredFields | None = None) -> CompletionRequest:
+    """Check the body of a completion; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
+    return parse(CompletionRequest, _with_common(_without_neutral(body, unsupported.COMPLETION)), ignored)
 
 
 def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
@@ -66,12 +67,20 @@ def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"messages": plain}
 
 
-def parse(schema: type[SchemaT], fields: dict[str, Any]) -> SchemaT:
-    """Return the fields as a checked schema. Raises InvalidRequest naming the field."""
+def parse(schema: type[SchemaT], fields: dict[str, Any], ignored: IgnoredFields | None = None) -> SchemaT:
+    """Return the fields as a checked schema. Raises InvalidRequest naming the field.
+
+    `ignored` gets the fields that the schema does not know; None: the first one is refused.
+    """
     try:
-        return schema.model_validate({name: value for name, value in fields.items() if value is not None})
+        parsed = schema.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
         _refuse(error)
+    for path in map(_path_of, unknown_fields(parsed)):
+        if ignored is None:
+            raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+        ignored.add(path)
+    return parsed
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -164,11 +173,9 @@ def _refuse(error: ValidationError) -> NoReturn:
     """Raise for the first problem; its message shows the field's name, never its value."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = _path_of(problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
     if problem["type"] == "missing":
         raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
-    expected = _UNION_FIELDS.get(path.rpartition(".")[2], problem["msg"])
+    expected = _UNION_FIELDS.get(path.rpartition(".")[2], problem["msg"].replace("Value error, ", "Input "))
     raise InvalidRequest(f"Invalid value for {path}: {expected}.", param=path, code="invalid_value")
 
 
@@ -186,7 +193,6 @@ def _path_of(location: tuple[int | str, ...]) -> str:
 
 
 _UNION_FIELDS = {
-    "prompt": f"Input {PROMPT_FORMS}",
     "stop": "Input should be a string or a list of strings, none empty",
     "content": "Input should be a string or a list of text parts, not empty",
     "tool_choice": f"Input {TOOL_CHOICE_FORMS}",

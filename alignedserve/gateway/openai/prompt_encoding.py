@@ -9,7 +9,7 @@ from functools import partial
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.openai.chat_prompt import chat_prompt
 from alignedserve.gateway.openai.message_schemas import ChatMessage
-from alignedserve.gateway.openai.schemas import CompletionRequest, TemplateFields
+from alignedserve.gateway.openai.schemas import PromptForms, TemplateFields
 from alignedserve.gateway.services import Services
 
 _LONG_TEXT_LEN = 16_384
@@ -40,19 +40,22 @@ async def encode_text(text: str, services: Services, *, add_special_tokens: bool
     return tuple(await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens))
 
 
-async def encode_prompts(completion: CompletionRequest, services: Services) -> list[Prompt]:
-    """Return the prompts of a completion, whatever form they were sent in. Raises InvalidRequest."""
-    prompt = completion.prompt
+async def encode_prompts(prompt: PromptForms, services: Services, *, param: str = "prompt") -> list[Prompt]:
+    """Return the prompts of a completion or of embeddings, whatever form they were sent in.
+
+    Raises InvalidRequest naming `param`.
+    """
     if isinstance(prompt, str):
-        return [await _text_prompt(prompt, services)]
+        return [await _text_prompt(prompt, services, param)]
     token_ids = [item for item in prompt if isinstance(item, int)]
     if token_ids:
-        return [_token_prompt(token_ids, services)]
+        return [_token_prompt(token_ids, services, param)]
     if len(prompt) > services.config.max_concurrent_requests:
-        raise InvalidRequest(f"More than {services.config.max_concurrent_requests} prompts.", param="prompt")
+        raise InvalidRequest(f"{param} holds more than {services.config.max_concurrent_requests} texts.", param=param)
     texts = [item for item in prompt if isinstance(item, str)]
     lists = [item for item in prompt if isinstance(item, list)]
-    return [await _text_prompt(text, services) for text in texts] + [_token_prompt(one, services) for one in lists]
+    of_texts = [await _text_prompt(text, services, param) for text in texts]
+    return of_texts + [_token_prompt(one, services, param) for one in lists]
 
 
 def check_token_ids(token_ids: Sequence[int], services: Services, *, param: str = "prompt") -> tuple[int, ...]:
@@ -63,15 +66,15 @@ def check_token_ids(token_ids: Sequence[int], services: Services, *, param: str 
     return tuple(token_ids)
 
 
-async def _text_prompt(text: str, services: Services) -> Prompt:
+async def _text_prompt(text: str, services: Services, param: str) -> Prompt:
     token_ids = await encode_text(text, services)
     if not token_ids and services.tokenizer.bos_token_id is not None:
         token_ids = (services.tokenizer.bos_token_id,)  # an empty prompt begins a new document
     if not token_ids:
-        raise InvalidRequest("prompt must hold at least one token: this model has no begin token.", param="prompt")
+        raise InvalidRequest(f"{param} must hold at least one token: this model has no begin token.", param=param)
     return Prompt(token_ids, text)
 
 
-def _token_prompt(token_ids: list[int], services: Services) -> Prompt:
-    known = check_token_ids(token_ids, services)
+def _token_prompt(token_ids: list[int], services: Services, param: str) -> Prompt:
+    known = check_token_ids(token_ids, services, param=param)
     return Prompt(known, services.tokenizer.decode(known))

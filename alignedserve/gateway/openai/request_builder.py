@@ -65,6 +65,7 @@ class GenerationRequest:
     includes_usage: bool  # streams only
     echoes: bool  # completions only
     output_format: OutputFormat = OutputFormat()  # chat completions only
+    ignored_fields: tuple[str, ...] = ()  # named in the response's body, where it has no headers (lines of batches)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -99,7 +100,7 @@ async def build_completion_request(
 ) -> GenerationRequest:
     """Return the requests of a completion. Raises InvalidRequest."""
     services.check_model(completion.model)
-    prompts = await encode_prompts(completion, services)
+    prompts = await encode_prompts(completion.prompt, services)
     if completion.max_tokens == 0 and not completion.echo:
         raise InvalidRequest("max_tokens must be at least 1, or echo must be true.", param="max_tokens")
     num_prompt_logprobs = completion.logprobs if completion.echo else None

@@ -23,8 +23,15 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-class Formatter(Protocol):
-    """Formats one response in the shapes of one API."""
+class BodyFormatter(Protocol):
+    """Formats whole responses in the shapes of one endpoint."""
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        """Return the response to a generation that has ended, from all deltas of every choice."""
+
+
+class Formatter(BodyFormatter, Protocol):
+    """Formats responses in the shapes of one API, streamed or whole."""
 
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the events for what became visible of a choice; empty when there is nothing to show."""
@@ -35,14 +42,11 @@ class Formatter(Protocol):
     def failure_events(self, error: Exception) -> bytes:
         """Return the last events of a stream that fails."""
 
-    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
-        """Return the whole response, from all deltas of every choice."""
-
 
 MakeFormatter = Callable[[Generation], Formatter]
 
 
-async def collect_body(generation: Generation, make_formatter: MakeFormatter) -> bytes:
+async def collect_body(generation: Generation, make_formatter: Callable[[Generation], BodyFormatter]) -> bytes:
     """Generate and return the body of a whole response. Raises GenerationError."""
     formatter = make_formatter(generation)
     choices: list[list[ChoiceDelta]] = [[] for _ in generation.request.requests]
@@ -99,9 +103,11 @@ class ResponseFormatter(ABC):
         }
 
     def _extension(self) -> dict[str, Any]:
-        """Return our own key, only for clients that sent SLO headers."""
-        report = self._generation.slo_report()
-        return {"alignedserve": report} if report is not None else {}
+        """Return our own key, only for clients that sent SLO headers and lines of batches with ignored fields."""
+        report = self._generation.slo_report() or {}
+        if self._request.ignored_fields:
+            report["ignored_fields"] = self._request.ignored_fields
+        return {"alignedserve": report} if report else {}
 
     def _last_chunk_extension(self) -> dict[str, Any]:
         """Return the extension for the last choice's last event, where no usage chunk follows it."""

@@ -88,8 +88,12 @@ class ChatCompletionRequest(GenerationFields, TemplateFields):
     thinking_token_budget: int | None = Field(None, ge=0)  # an extension: tokens of the thought
 
 
-def _checked_prompt(prompt: Any) -> PromptForms:
-    """Check the form by hand: a union would try every form on every item, and report every item of every form."""
+def checked_prompt(prompt: Any) -> PromptForms:
+    """Return the prompt if its form is one of PROMPT_FORMS.
+
+    Checked by hand: a union would try every form on every item, and report every item of every form. Raises
+    ValueError.
+    """
     items = prompt if isinstance(prompt, list) else [prompt]
     kind = type(items[0]) if items else None
     is_uniform = all(type(item) is kind for item in items)
@@ -103,7 +107,7 @@ def _checked_prompt(prompt: Any) -> PromptForms:
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: Annotated[PromptForms, PlainValidator(_checked_prompt)]
+    prompt: Annotated[PromptForms, PlainValidator(checked_prompt)]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
 

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from alignedserve.gateway.errors import ClientDisconnected
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.response_format import Formatter, MakeFormatter, collect_body
+from alignedserve.gateway.openai.response_format import BodyFormatter, Formatter, MakeFormatter, collect_body
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class BodyResponse(Response):
     """A whole response. Errors are raised before anything is sent."""
 
-    def __init__(self, generation: Generation, make_formatter: MakeFormatter) -> None:
+    def __init__(self, generation: Generation, make_formatter: Callable[[Generation], BodyFormatter]) -> None:
         super().__init__()
         self._generation = generation
         self._make_formatter = make_formatter

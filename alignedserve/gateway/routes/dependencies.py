@@ -6,6 +6,7 @@ from starlette.requests import HTTPConnection, Request
 
 from alignedserve.gateway.errors import NotFound
 from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.services import Services
 
 
@@ -30,3 +31,11 @@ async def files_api_of(http: Request) -> tuple[FilesApi, str]:
     if services.files_api is None:
         raise NotFound("Files and batches are not served here (batches.enabled is false).", code="batches_disabled")
     return services.files_api, services.api_keys.owner(http.state.key_number)
+
+
+def ignored_fields_of(http: Request) -> IgnoredFields | None:
+    """Return what collects this request's ignored fields for its response's header; None where they are refused."""
+    if services_of(http).config.strict:
+        return None
+    http.state.ignored_fields = IgnoredFields()
+    return http.state.ignored_fields  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from alignedserve.gateway.openai.request_builder import (
 )
 from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter
 from alignedserve.gateway.openai.streaming import BodyResponse, EventStreamResponse
-from alignedserve.gateway.routes.dependencies import rate_limited_services
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
 from alignedserve.gateway.services import Services
 
 router = APIRouter()
@@ -25,7 +25,7 @@ async def create_chat_completion(http: Request) -> Response:
     """Answer a conversation."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    chat = parse_chat(await read_json(http, services.config))
+    chat = parse_chat(await read_json(http, services.config), ignored_fields_of(http))
     return respond(await build_chat_request(chat, arrival, services), services, ChatFormatter)
 
 
@@ -34,7 +34,7 @@ async def create_completion(http: Request) -> Response:
     """Continue one prompt or several."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    completion = parse_completion(await read_json(http, services.config))
+    completion = parse_completion(await read_json(http, services.config), ignored_fields_of(http))
     return respond(await build_completion_request(completion, arrival, services), services, CompletionFormatter)
 
 

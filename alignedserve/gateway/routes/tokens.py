@@ -11,7 +11,7 @@ from alignedserve.gateway.openai.parsing import parse, plain_messages, read_json
 from alignedserve.gateway.openai.prompt_encoding import check_token_ids, encode_chat, encode_text
 from alignedserve.gateway.openai.schemas import DetokenizeRequest, TokenizeRequest
 from alignedserve.gateway.openai.tool_schemas import check_tools
-from alignedserve.gateway.routes.dependencies import rate_limited_services
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
 
 router = APIRouter()
 
@@ -20,7 +20,8 @@ router = APIRouter()
 async def tokenize(http: Request) -> Response:
     """Return the token ids of a text or a conversation, as generation would use them."""
     services = await rate_limited_services(http)
-    asked = parse(TokenizeRequest, plain_messages(await read_json(http, services.config)))
+    body = plain_messages(await read_json(http, services.config))
+    asked = parse(TokenizeRequest, body, ignored_fields_of(http))
     services.check_model(asked.model)
     if (asked.prompt is None) == (not asked.messages):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
@@ -38,7 +39,7 @@ async def tokenize(http: Request) -> Response:
 async def detokenize(http: Request) -> Response:
     """Return the text of token ids, special tokens included."""
     services = await rate_limited_services(http)
-    asked = parse(DetokenizeRequest, await read_json(http, services.config))
+    asked = parse(DetokenizeRequest, await read_json(http, services.config), ignored_fields_of(http))
     services.check_model(asked.model)
     token_ids = check_token_ids(asked.tokens, services, param="tokens")
     text = services.tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -54,6 +54,7 @@ class SequenceTable:
         self.block_tokens = np.full(max_sequences, block_size)  # that a block of the sequence holds
         self.has_unclean_tail = np.zeros(max_sequences, np.bool_)
         self.wants_prompt_logprobs = np.zeros(max_sequences, np.bool_)
+        self.wants_embedding = np.zeros(max_sequences, np.bool_)
         self._row_of: dict[RequestId, int] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
 
@@ -98,6 +99,7 @@ class SequenceTable:
         # Behind a reversed sequence's tokens lie slots that may be those of another one.
         self.has_unclean_tail[row] = sequence.num_cached > 0 and not (sequence.is_hidden or sequence.is_reversed)
         self.wants_prompt_logprobs[row] = sequence.sampling.num_prompt_logprobs is not None
+        self.wants_embedding[row] = sequence.sampling.wants_embedding
         self.version += 1
         self.append_blocks(request_id, sequence.block_ids)
         capacity = len(sequence.block_ids) * int(self.block_tokens[row])

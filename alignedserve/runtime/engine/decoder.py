@@ -117,14 +117,17 @@ class Decoder:
         self.chunk_attention_s = 0.0
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Compute hidden [rows, hidden_size], rows >= 1 -> logits [rows, vocab_size], dtype of the weights."""
+    def outputs(self, hidden: Tensor) -> Tensor:
+        """Compute hidden [rows, hidden_size] -> what the model's head takes [rows, output width]: embeddings."""
         weights = self._weights
         if weights.final_norm is not None:
             hidden = weights.final_norm(hidden)
-        if weights.project_out is not None:
-            hidden = weights.project_out(hidden)
-        logits = weights.lm_head(hidden)
+        return hidden if weights.project_out is None else weights.project_out(hidden)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute hidden [rows, hidden_size], rows >= 1 -> logits [rows, vocab_size], dtype of the weights."""
+        logits = self._weights.lm_head(self.outputs(hidden))
         return logits if self.config.logits_divisor == 1.0 else logits.div_(self.config.logits_divisor)
 
     def _rotations(self, positions: Tensor) -> list[Rotation]:

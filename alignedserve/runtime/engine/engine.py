@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from alignedserve.runtime.engine.hidden_cache import HiddenContexts
 from alignedserve.runtime.engine.last_tokens import LastTokenContexts, LastTokenPlanner
 from alignedserve.runtime.engine.sampler import Draw, Sampler, logprob_entries
 from alignedserve.runtime.engine.step_batch import BatchBuilder, StepBatch
+from alignedserve.runtime.grammar.token_masks import StepMasks, TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.decode_pass import HighestLogits
 
@@ -82,8 +84,10 @@ class _Launch:
     step: StepBatch
     num_tokens: IntArray  # of each sampled row, before the step
     computed: Event = field(default_factory=HostEvent)  # its tokens are on the host then
+    masks: "Future[StepMasks] | None" = None  # of its sampled rows; None: no row has a grammar
     draw: Draw | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # by place among the sampled rows
     forwarded: float = 0.0  # time at which the forward pass was computed, or enqueued
 
 
@@ -109,10 +113,14 @@ class Engine:
         streams: DeviceStreams | None = None,
         capture: Capture | None = None,
         hidden_block_tokens: int | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
         """`attention`: one of CHOICES of runtime.attention. `streams`, `capture`: replace those of the storage's
         device. `hidden_block_tokens`: sequences may have a hidden cache, whose blocks hold so many tokens each; memory
-        is allocated for it. Raises ConfigError for options that are unavailable here."""
+        is allocated for it. `masks`: empty; None: no sequence may have a grammar.
+
+        Raises ConfigError for options that are unavailable here.
+        """
         layout, config = storage.layout, model.config
         assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
             "more context than positions"
@@ -147,7 +155,7 @@ class Engine:
             self._table, storage, planner, decode_sizes=() if capture is None else sizes, hidden=hidden, last=last
         )
         self._sampler = Sampler(
-            max_sequences=max_sequences, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+            max_sequences=max_sequences, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids, masks=masks
         )
         self._compute = (streams or streams_of(storage.device)).stream(COMPUTE)
         self._chosen = torch.zeros(max_sequences, dtype=torch.int64, device=storage.device)
@@ -262,7 +270,7 @@ class Engine:
         """Enqueue the step on the compute stream and update the table to the state after it, except for the tokens."""
         table, rows = self._table, step.sampled_rows
         num_tokens = table.num_tokens[rows]
-        launch = _Launch(step, num_tokens)
+        launch = _Launch(step, num_tokens, masks=self._sampler.start_masks(rows, num_tokens))
         if not self.storage.pending_copies.is_idle:
             self.storage.pending_copies.wait(self._compute, table.blocks_of(step.rows))
         self._compute.run(lambda: self._compute_step(launch))
@@ -283,7 +291,9 @@ class Engine:
         hidden, logits = self._forward(step)
         launch.forwarded = time.perf_counter()
         if len(rows):
-            self._choose(launch, self._sampler.start(rows, launch.num_tokens, logits))
+            masks = None if launch.masks is None else launch.masks.result()
+            self._choose(launch, self._sampler.start(rows, launch.num_tokens, logits, masks))
+            launch.embeddings = self._embeddings(step, hidden)
         launch.prompt_logprobs = [self._prompt_logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]
 
     def _choose(self, launch: "_Launch", draw: Draw) -> None:
@@ -293,20 +303,20 @@ class Engine:
     def _highest(self, launch: "_Launch") -> HighestLogits | None:
         """Run the forward pass if the step's sequences take their highest logits and the pass finds these alone."""
         step = launch.step
-        if not self.model.has_native_head or not step.is_decode or step.wants_prompt_logprobs:
+        if not self.model.has_native_head or not step.is_decode or step.needs_hidden:
             return None
-        if not self._sampler.wants_highest_alone(step.sampled_rows, launch.num_tokens):
+        if launch.masks is not None or not self._sampler.wants_highest_alone(step.sampled_rows, launch.num_tokens):
             return None
         return self.model.decode_highest(step.forward_batch(self.storage.device), self.storage)
 
     def _forward(self, step: StepBatch) -> tuple[Tensor, Tensor]:
         """Return last hidden vectors of all tokens, and the logits of the sampled ones."""
-        if self._graphs is not None and step.is_decode and not step.wants_prompt_logprobs:
+        if self._graphs is not None and step.is_decode and not step.needs_hidden:
             logits = self._graphs.run(step)
             if logits is not None:
                 return logits[:0], logits[: len(step.rows)]
         batch = step.forward_batch(self.storage.device)
-        if step.is_decode and not step.wants_prompt_logprobs:
+        if step.is_decode and not step.needs_hidden:
             logits = self.model.decode(batch, self.storage)
             if logits is not None:
                 return logits[:0], logits
@@ -330,7 +340,7 @@ class Engine:
         ids = [request_ids[row] for row in rows.tolist()]
         logprobs = choice.logprobs
         sampled = [
-            SampledToken(request_id, token_id, logprobs.get(index))
+            SampledToken(request_id, token_id, logprobs.get(index), launch.embeddings.get(index, b""))
             for index, (request_id, token_id) in enumerate(zip(ids, token_ids.tolist(), strict=True))
         ]
         if is_usable.all():
@@ -367,6 +377,15 @@ class Engine:
             return None
         self._builder.complete(step)
         return step
+
+    def _embeddings(self, step: StepBatch, hidden: Tensor) -> dict[int, bytes]:
+        """Return the output vectors of the prompts whose embeddings are asked for, by place among the sampled rows."""
+        if not len(step.wants_embeddings):
+            return {}
+        places = step.wants_embeddings if step.last is not None else step.sampled_at[step.wants_embeddings]
+        (at,) = to_device([places], hidden.device)
+        vectors = self.model.outputs(hidden[at]).float().cpu().numpy()
+        return {int(place): vector.tobytes() for place, vector in zip(step.wants_embeddings, vectors, strict=True)}
 
     def _prompt_logprobs(self, step: StepBatch, index: int, hidden: Tensor) -> PromptLogprobs:
         """Return log-probabilities of the prompt tokens that follow the tokens of slice `index`."""

@@ -1,4 +1,4 @@
-"""Logits processing by each sequence's parameters: penalties, biases, and a minimum of tokens.
+"""Logits processing by each sequence's parameters: penalties, biases, a minimum of tokens, and masks of grammars.
 
 The changes of all rows of a step are collected on the host, copied to the device at once and applied there together,
 without waiting for the device.
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.arrays import to_device
-from kernels.sampling import Penalties, SeenTokens, penalise_
+from alignedserve.runtime.grammar.token_masks import StepMasks
+from kernels.sampling import Penalties, SeenTokens, mask_tokens_, penalise_
 
 _NOTHING = np.empty(0, np.int64)
 
@@ -41,7 +42,7 @@ class LogitsProcessor:
             known = [(token_id, bias) for token_id, bias in params.logit_bias if 0 <= token_id < self._vocab_size]
             token_ids, biases = np.array([entry[0] for entry in known], np.int64), [entry[1] for entry in known]
             self._biases[row] = token_ids, np.array(biases, np.float32)
-        if params.min_tokens:
+        if params.min_tokens and not params.grammar:  # else its masks say when it may stop
             stops = (() if params.ignore_eos else self._eos_token_ids) + params.stop_token_ids
             self._stops[row] = np.array([stop for stop in stops if 0 <= stop < self._vocab_size], np.int64)
 
@@ -60,16 +61,28 @@ class LogitsProcessor:
 
     def changes(self, rows: IntArray, num_tokens: IntArray) -> bool:
         """Return whether `apply` changes the logits of any of these rows."""
-        return bool((self._is_early(rows, num_tokens) | self._is_changed[rows]).any())
+        return bool((self.is_early(rows, num_tokens) | self._is_changed[rows]).any())
 
-    def apply(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
+    def apply(self, rows: IntArray, num_tokens: IntArray, logits: Tensor, masks: StepMasks | None = None) -> Tensor:
         """Return the processed logits of these rows, float32; the same tensor where there is nothing to change.
 
-        logits [n, vocab_size]; num_tokens [n]: tokens of each row so far.
+        logits [n, vocab_size]; num_tokens [n]: tokens of each row so far; masks: of those rows that have a grammar.
         """
-        if not self.changes(rows, num_tokens):
-            return logits
-        is_early = self._is_early(rows, num_tokens)
+        changed = self._apply_parameters(rows, num_tokens, logits) if self.changes(rows, num_tokens) else logits
+        if masks is None:
+            return changed
+        if changed is logits:
+            changed = logits.to(torch.float32, copy=True)
+        mask_tokens_(changed, *to_device([masks.at, masks.bits], logits.device))
+        return changed
+
+    def is_early(self, rows: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
+        """Return which of these rows must not stop yet."""
+        is_early: npt.NDArray[np.bool_] = num_tokens < self._min_lens[rows]
+        return is_early
+
+    def _apply_parameters(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
+        is_early = self.is_early(rows, num_tokens)
         changed = logits.to(torch.float32, copy=True)
         own = rows.tolist()
         seen = [(at, *self._seen[row].arrays) for at, row in enumerate(own) if row in self._seen]
@@ -93,11 +106,6 @@ class LogitsProcessor:
         if len(stopped_ids):
             changed[stopped_at, stopped_ids] = -float("inf")
         return changed
-
-    def _is_early(self, rows: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
-        """Return which of these rows must not stop yet."""
-        is_early: npt.NDArray[np.bool_] = num_tokens < self._min_lens[rows]
-        return is_early
 
 
 class _SeenTokens:

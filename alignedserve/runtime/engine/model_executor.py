@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from llguidance import LLTokenizer
 
 from alignedserve.config.sections import EngineConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
@@ -34,11 +35,14 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.engine.hidden_cache import recomputed_blocks
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
+from alignedserve.runtime.grammar.compiler import GrammarCompiler
+from alignedserve.runtime.grammar.token_masks import TokenMasks
+from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.registry import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.model.random_weights import random_weights
-from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.loading_progress import LoadingProgress
@@ -152,6 +156,13 @@ class ModelExecutor:
             )
         self.layout = layout
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
+        self._grammars = GrammarCompiler(partial(_load_vocabulary, served))
+        self._masks = TokenMasks(
+            self._grammars,
+            vocab_size=served.config.vocab_size,
+            eos_token_ids=served.config.eos_token_ids,
+            num_threads=sizes.num_threads or num_cores(),
+        )
         self._storage = BlockStorage(layout, self.num_blocks, device)
         streams = streams_of(device)
         self._engine = Engine(
@@ -162,6 +173,7 @@ class ModelExecutor:
             attention=sizes.attention_backend,
             streams=streams,
             hidden_block_tokens=sizes.hidden_block_tokens,
+            masks=self._masks,
         )
         self.has_shared_blocks = sizes.wants_shared_blocks and self._engine.can_share_blocks
         self._swap_space: HostCaches
@@ -174,6 +186,7 @@ class ModelExecutor:
         self._engine.record_graphs()
         self._threads = WorkerThreads(partial(use_device, device))
         self._sizes, self._max_context_len = sizes, served.max_context_len
+        self._grammars.wait()  # until then it takes time from what is measured next
 
     def copier(self, identity: Identity, *, transport: str = AUTO_TRANSPORT) -> BlockCopier:
         """Return a copier of this engine's blocks; `transport` as in engine.kv_transport."""
@@ -197,6 +210,8 @@ class ModelExecutor:
     def close(self) -> None:
         """Wait for the threads to end; pending work is cancelled without a callback."""
         self._threads.close()
+        self._masks.close()
+        self._grammars.close()
 
     # --- on the threads
 
@@ -257,6 +272,12 @@ def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes
         attention_s=step.attention_s,
         padded_share=step.padded_share,
     )
+
+
+def _load_vocabulary(served: ServedModel) -> LLTokenizer:
+    config = served.config
+    tokenizer = load_tokenizer(served)
+    return grammar_vocabulary(tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
 
 
 def _load_decoder(served: ServedModel, device: torch.device, progress_path: Path | None) -> Decoder:

@@ -1,5 +1,6 @@
 """Sampling by each sequence's parameters. Greedy rows without options cost one argmax."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from alignedserve.core.request import TokenLogprob
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.engine.logits_processors import LogitsProcessor
+from alignedserve.runtime.grammar.token_masks import StepMasks, TokenMasks
 from kernels.cpu.decode_pass import HighestLogits
 from kernels.gpu_dispatch import fused_kernels
 from kernels.sampling import Filters, RowParameters, greedy, sample, top_logprobs, uniforms
@@ -38,7 +40,11 @@ class Draw(NamedTuple):
 class Sampler:
     """Sampling state of the engine's rows. A row is added before it is sampled and removed when it is freed."""
 
-    def __init__(self, *, max_sequences: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, *, max_sequences: int, vocab_size: int, eos_token_ids: tuple[int, ...], masks: TokenMasks | None = None
+    ) -> None:
+        """`masks`: empty; None: no sequence may have a grammar."""
+        self._masks = masks
         self._vocab_size = vocab_size
         self._sequences: list[NewSequence | None] = [None] * max_sequences
         self._logits_processor = LogitsProcessor(
@@ -64,15 +70,31 @@ class Sampler:
         self._seeds[row] = params.seed
         self._wants_logprobs[row] = params.num_logprobs is not None
         self._logits_processor.add(row, sequence)
+        if params.grammar:
+            assert self._masks is not None, "a grammar for an engine that has none"
+            self._masks.add(row, params, sequence.token_ids[sequence.prompt_len :])
 
     def remove(self, row: int) -> None:
         """Remove the row."""
         self._sequences[row] = None
         self._logits_processor.remove(row)
+        if self._masks is not None:
+            self._masks.remove(row)
+
+    def start_masks(self, rows: IntArray, num_tokens: IntArray) -> "Future[StepMasks] | None":
+        """Begin to compute the masks of rows that have a grammar, beside the forward pass; None: none of them has."""
+        if self._masks is None or not self._masks.has_any(rows):
+            return None
+        return self._masks.start(rows, self._logits_processor.is_early(rows, num_tokens))
+
+    def failure(self, row: int) -> str | None:
+        """Return why no token of the row can be chosen, if its grammar is the reason."""
+        return None if self._masks is None else self._masks.failure(row)
 
     def choose(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Choice:
         """Choose tokens: `start` and `finish`, with the host waiting in between."""
-        draw = self.start(rows, num_tokens, logits)
+        masks = self.start_masks(rows, num_tokens)
+        draw = self.start(rows, num_tokens, logits, None if masks is None else masks.result())
         return self.finish(draw, draw.token_ids.cpu().numpy(), draw.is_usable.cpu().numpy())
 
     def wants_highest_alone(self, rows: IntArray, num_tokens: IntArray) -> bool:
@@ -84,12 +106,13 @@ class Sampler:
         """Choose as `start` does, for rows of which the highest logits are enough."""
         return Draw(rows, None, highest.token_ids, highest.values.isfinite())
 
-    def start(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Draw:
+    def start(self, rows: IntArray, num_tokens: IntArray, logits: Tensor, masks: StepMasks | None = None) -> Draw:
         """Choose the next token of each row, on the device of the logits.
 
-        rows [n]; num_tokens [n]: tokens of each row so far; logits [n, vocab_size] of any dtype, not changed.
+        rows [n]; num_tokens [n]: tokens of each row so far; logits [n, vocab_size] of any dtype, not changed; masks: of
+        the rows that have a grammar.
         """
-        adjusted = self._logits_processor.apply(rows, num_tokens, logits)
+        adjusted = self._logits_processor.apply(rows, num_tokens, logits, masks)
         kernels = fused_kernels("token_sampling", adjusted.device, adjusted.dtype)
         if kernels is not None and self._vocab_size <= kernels.MOST_TOKENS:
             parameters = self._parameters(rows, num_tokens, logits.device)
@@ -119,6 +142,8 @@ class Sampler:
     def finish(self, draw: Draw, token_ids: IntArray, is_usable: npt.NDArray[np.bool_]) -> Choice:
         """Record the tokens of `start`, now on the host, for later penalties; return them with log-probabilities."""
         self._logits_processor.record(draw.rows, token_ids)
+        if self._masks is not None:
+            self._masks.record(draw.rows, token_ids)
         return Choice(token_ids, is_usable, self._logprobs(draw))
 
     def _sample(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,9 +39,15 @@ class StepBatch:
     sampled_rows: IntArray  # rows of the sequence table that reach their last known token
     sampled_at: IntArray  # the token rows whose logits they need, in the same order
     wants_prompt_logprobs: tuple[int, ...]  # slices that compute prompt tokens of sequences that asked
+    wants_embeddings: IntArray  # places in sampled_rows of sequences that asked for their prompt's
     is_decode: bool  # one token of each slice, each the last known one, and keys and values in its blocks
     hidden: HiddenPlan | None = None  # of the last slices
     last: LastTokens | None = None  # of the sampled rows; None: the last layer computes all tokens to the end
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Return whether hidden vectors are asked for, and not logits alone."""
+        return bool(self.wants_prompt_logprobs) or len(self.wants_embeddings) > 0
 
     @property
     def host_arrays(self) -> tuple[Array, ...]:
@@ -192,6 +198,7 @@ class BatchBuilder:
             sampled_rows=sampled_rows,
             sampled_at=sampled_at,
             wants_prompt_logprobs=wants_prompt_logprobs,
+            wants_embeddings=np.flatnonzero(table.wants_embedding[sampled_rows]),
             is_decode=is_all_decodes and bool(is_sampled.all()),
             hidden=hidden,
             last=last,

@@ -105,6 +105,11 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of plain text; special tokens spelled out in it are text as well."""
+        ids: list[int] = self._literal.encode(text, add_special_tokens=False).ids
+        return ids
+
     def encode_chat(
         self,
         messages: Sequence[Message],

@@ -1,0 +1,84 @@
+"""Formats what is computed from embeddings: vectors as OpenAI returns them, scores and rankings as vLLM does."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+
+from alignedserve.gateway.embeddings.schemas import RerankRequest
+from alignedserve.gateway.embeddings.vectors import Vectors, encoded, unit_vectors
+from alignedserve.gateway.openai.choice_decoder import ChoiceDelta
+from alignedserve.gateway.openai.generation import Generation
+
+
+class EmbeddingFormatter:
+    """Formats the body of /v1/embeddings."""
+
+    def __init__(self, generation: Generation, encoding_format: str) -> None:
+        self._generation = generation
+        self._encoding_format = encoding_format
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        """Return the whole response; see BodyFormatter."""
+        vectors = unit_vectors(self._generation.embeddings)
+        data = [
+            {"object": "embedding", "index": index, "embedding": encoded(vector, self._encoding_format)}
+            for index, vector in enumerate(vectors)
+        ]
+        model, usage = self._generation.request.model, _usage(self._generation)
+        return orjson.dumps({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+class ScoreFormatter:
+    """Formats the body of /v1/score. The last `num_second` texts are the second ones."""
+
+    def __init__(self, generation: Generation, num_second: int) -> None:
+        self._generation = generation
+        self._num_second = num_second
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        """Return the whole response; see BodyFormatter."""
+        vectors = unit_vectors(self._generation.embeddings)
+        scores = _cosines(vectors[: -self._num_second], vectors[-self._num_second :])
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        request = self._generation.request
+        whole = {"id": request.response_id, "object": "list", "created": request.created, "model": request.model}
+        return orjson.dumps(whole | {"data": data, "usage": _usage(self._generation)})
+
+
+class RerankFormatter:
+    """Formats the body of /v1/rerank. The first text is the query."""
+
+    def __init__(self, generation: Generation, asked: RerankRequest) -> None:
+        self._generation = generation
+        self._asked = asked
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        """Return the whole response; see BodyFormatter."""
+        vectors = unit_vectors(self._generation.embeddings)
+        scores = _cosines(vectors[:1], vectors[1:])
+        ranking = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+        results = [self._result(index, scores[index]) for index in ranking[: self._asked.top_n]]
+        request = self._generation.request
+        whole = {"id": request.response_id, "model": request.model, "results": results}
+        return orjson.dumps(whole | {"usage": _usage(self._generation)})
+
+    def _result(self, index: int, score: float) -> dict[str, Any]:
+        result: dict[str, Any] = {"index": index, "relevance_score": score}
+        if self._asked.return_documents:
+            result["document"] = {"text": self._asked.documents[index]}
+        return result
+
+
+def _cosines(first: Vectors, second: Vectors) -> list[float]:
+    """Return the cosine of each pair of unit vectors; either side may be a single one, which is paired with all."""
+    cosines: list[float] = np.einsum("ij,ij->i", *np.broadcast_arrays(first, second)).tolist()
+    return cosines
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    usage = generation.usage()
+    return {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]} | {
+        "prompt_tokens_details": usage["prompt_tokens_details"]
+    }

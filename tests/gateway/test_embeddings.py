@@ -1,0 +1,106 @@
+"""Embeddings, scores and rankings over HTTP."""
+
+import base64
+import struct
+from typing import Any
+
+import httpx
+import httpx2
+import openai
+import pytest
+from openai.types import CreateEmbeddingResponse
+
+from tests.gateway.support import Gateway, error_of, gateway, tokens_of
+
+
+async def post(served: Gateway, path: str, **body: Any) -> httpx.Response:
+    return await served.client.post(path, json={"model": "tiny"} | body)
+
+
+def direction(token_ids: tuple[int, ...]) -> list[float]:
+    """Return what the scripted backend computes, at length 1."""
+    vector = (len(token_ids), token_ids[0], token_ids[-1])
+    length = sum(value * value for value in vector) ** 0.5
+    return [value / length for value in vector]
+
+
+@pytest.mark.parametrize("given", ["hello", ["hello", "the dog"], [40, 41], [[40, 41], [42]]])
+async def test_a_vector_of_length_one_for_every_text(given: Any) -> None:
+    async with gateway() as served:
+        body = (await post(served, "/v1/embeddings", input=given)).json()
+        requests = served.backend.submitted
+    CreateEmbeddingResponse.model_validate(body, strict=True)
+    assert [entry["index"] for entry in body["data"]] == list(range(len(requests)))
+    for entry, request in zip(body["data"], requests, strict=True):
+        assert entry["embedding"] == pytest.approx(direction(request.prompt_token_ids), abs=1e-6)
+    assert body["usage"]["prompt_tokens"] == sum(request.prompt_len for request in requests)
+
+
+async def test_base64_holds_the_same_numbers() -> None:
+    async with gateway() as served:
+        body = (await post(served, "/v1/embeddings", input="hello", encoding_format="base64")).json()
+    raw = base64.b64decode(body["data"][0]["embedding"])
+    assert list(struct.unpack("<3f", raw)) == pytest.approx(direction(tokens_of("hello")), abs=1e-6)
+
+
+async def test_best_effort_by_service_tier() -> None:
+    async with gateway() as served:
+        await post(served, "/v1/embeddings", input="hello", service_tier="flex")
+        assert served.backend.submitted[0].request_class.value == "be"
+
+
+async def test_openais_sdk_reads_them() -> None:
+    async with gateway() as served, httpx2.AsyncClient(transport=httpx2.ASGITransport(served.app)) as http:
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
+        answer = await client.embeddings.create(model="tiny", input=["hello", "the dog"])
+    assert answer.data[1].embedding == pytest.approx(direction(tokens_of("the dog")), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": ["hello", ""]}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": [9999]}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": "the " * 300}, "input"),
+        ({"input": ["a"] * 1025}, "input"),
+        ({"input": "a", "dimensions": 2}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({}, "input"),
+    ],
+)
+async def test_refusals(fields: dict[str, Any], param: str) -> None:
+    async with gateway() as served:
+        assert error_of(await post(served, "/v1/embeddings", **fields), 400)["param"] == param
+
+
+async def test_scores_are_cosines() -> None:
+    async with gateway() as served:
+        one = (await post(served, "/v1/score", text_1="hello", text_2=["hello", "the quick dog"])).json()
+        pairs = (await post(served, "/v1/score", text_1=["hello", "the dog"], text_2=["hello", "the dog"])).json()
+    assert [entry["score"] for entry in pairs["data"]] == pytest.approx([1.0, 1.0])
+    assert one["data"][0]["score"] == pytest.approx(1.0)
+    first, second = direction(tokens_of("hello")), direction(tokens_of("the quick dog"))
+    assert one["data"][1]["score"] == pytest.approx(sum(a * b for a, b in zip(first, second, strict=True)), abs=1e-6)
+
+
+async def test_pairs_that_do_not_match_are_refused() -> None:
+    async with gateway() as served:
+        response = await post(served, "/v1/score", text_1=["a", "b"], text_2=["a", "b", "c"])
+    assert error_of(response, 400)["param"] == "text_1"
+
+
+async def test_a_ranking_begins_with_the_likest() -> None:
+    async with gateway() as served:
+        body = (
+            await post(
+                served, "/v1/rerank", query="hello", documents=["the quick dog", "hello", "hello world"], top_n=2
+            )
+        ).json()
+    first = body["results"][0]
+    assert (first["index"], first["document"]) == (1, {"text": "hello"})
+    assert first["relevance_score"] == pytest.approx(1.0)
+    assert len(body["results"]) == 2
