@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field, PlainValidator
 
+from alignedserve.gateway.openai.constraint_fields import ConstraintFields
 from alignedserve.gateway.openai.message_schemas import ChatMessage
 from alignedserve.gateway.openai.tool_schemas import ToolChoice, ToolList, parse_tool_choice
 from alignedserve.gateway.schema import Schema
@@ -31,7 +32,7 @@ class StreamOptions(Schema):
     include_usage: bool | None = None
 
 
-class GenerationFields(Schema):
+class GenerationFields(ConstraintFields):
     """Fields of chat completions and completions alike. Unset means OpenAI's default."""
 
     model: str

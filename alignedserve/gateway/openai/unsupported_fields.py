@@ -18,7 +18,6 @@ CHAT: NeutralValues = {
     "prediction": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
