@@ -132,7 +132,8 @@ def _plain_message(message: Any, path: str) -> Any:
         return message
     if message.get("role") in unsupported.ROLES:
         _refuse_unsupported(f"{path}.role", message["role"])
-    fields = _without_neutral(message, unsupported.MESSAGE, f"{path}.")
+    given = {name: value for name, value in message.items() if value is not None}
+    fields = _without_neutral(given, unsupported.MESSAGE, f"{path}.")
     parts = fields.get("content")
     if isinstance(parts, list):
         fields["content"] = [_plain_part(part, f"{path}.content[{place}]") for place, part in enumerate(parts)]
