@@ -1,7 +1,8 @@
 """Runs a line of a batch as a best-effort request: the LineRunner of a cluster."""
 
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from alignedserve.batches.interfaces import ClusterTotals, LineFailed, LineRejected, LineRequest, LineResponse
 from alignedserve.batches.records import Endpoint
@@ -20,18 +21,30 @@ from alignedserve.gateway.openai.request_builder import (
 from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter, collect_body
 from alignedserve.gateway.openai.schemas import GenerationFields
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER
+from alignedserve.gateway.responses.background import client_of
+from alignedserve.gateway.responses.context import resolve_references
+from alignedserve.gateway.responses.formatter import ResponsesFormatter
+from alignedserve.gateway.responses.items import parse_items
+from alignedserve.gateway.responses.parsing import parse_response
+from alignedserve.gateway.responses.request_builder import build_response_request, new_response_id
+from alignedserve.gateway.responses.schemas import CreateResponseRequest
 from alignedserve.gateway.services import Services
 
 _RETRY_AFTER_S = 1.0
 _SERVICE_TIER = "flex"  # best effort
 _ALLOWED_SERVICE_TIERS = ("auto", "default", _SERVICE_TIER)
 
-_FORMATTERS: dict[Endpoint, MakeFormatter] = {
-    Endpoint.CHAT: ChatFormatter,
-    Endpoint.COMPLETION: CompletionFormatter,
-}
+# Fields of a response that are about its place among stored ones: a line's result is its only record.
+_STATE_FIELDS = ("background", "previous_response_id", "store")
 
-FieldsT = TypeVar("FieldsT", bound=GenerationFields)
+FieldsT = TypeVar("FieldsT", bound=GenerationFields | CreateResponseRequest)
+
+
+class _Job(NamedTuple):
+    """What a line asks for."""
+
+    request: GenerationRequest
+    make_formatter: MakeFormatter
 
 
 class ClusterLineRunner:
@@ -43,12 +56,12 @@ class ClusterLineRunner:
     async def run(self, line: LineRequest) -> LineResponse:
         """Run one line; see LineRunner."""
         try:
-            request = await self._build_request(line)
+            request, make_formatter = await self._build_job(line)
         except InvalidRequest as error:
             return _error_response(error)
         generation = Generation(request, self._services)
         try:
-            body = await collect_body(generation, _FORMATTERS[line.endpoint])
+            body = await collect_body(generation, make_formatter)
         except GenerationError as error:
             return _failure(error, has_started=generation.has_started)
         num_prompt_tokens, num_cached_tokens = request.num_prompt_tokens, generation.num_cached_tokens
@@ -62,20 +75,36 @@ class ClusterLineRunner:
         totals = status.iteration_log
         return ClusterTotals(totals.num_requests, totals.wall_s, totals.nothing_to_do_s)
 
-    async def _build_request(self, line: LineRequest) -> GenerationRequest:
-        """Return the line's request. Raises InvalidRequest: the line can never be run."""
+    async def _build_job(self, line: LineRequest) -> _Job:
+        """Return the line's request and formatter. Raises InvalidRequest: the line can never be run."""
         check_shape(line.body, self._services.config.max_json_depth)
         headers = {} if line.deadline_s is None else {DEADLINE_HEADER: f"{line.deadline_s * 1000.0:.3f}"}
-        arrival = Arrival(line.request_id, headers, line.owner)
+        arrival = Arrival(line.request_id, headers, client_of(line.owner))
         ignored = None if self._services.config.strict else IgnoredFields()
-        if line.endpoint is Endpoint.CHAT:
-            chat = _at_best_effort(parse_chat(line.body, ignored))
-            request = await build_chat_request(chat, arrival, self._services)
-        else:
-            completion = _at_best_effort(parse_completion(line.body, ignored))
-            request = await build_completion_request(completion, arrival, self._services)
+        request, make_formatter = await self._build(line, arrival, ignored)
+        names = ignored.names if ignored is not None else ()
         # The line's deadline is ours, not the client's: its response does not report it.
-        return replace(request, slo=Slo(), ignored_fields=ignored.names if ignored is not None else ())
+        return _Job(replace(request, slo=Slo(), ignored_fields=names), make_formatter)
+
+    async def _build(self, line: LineRequest, arrival: Arrival, ignored: IgnoredFields | None) -> _Job:
+        match line.endpoint:
+            case Endpoint.CHAT:
+                chat = _at_best_effort(parse_chat(line.body, ignored))
+                return _Job(await build_chat_request(chat, arrival, self._services), ChatFormatter)
+            case Endpoint.COMPLETION:
+                completion = _at_best_effort(parse_completion(line.body, ignored))
+                return _Job(await build_completion_request(completion, arrival, self._services), CompletionFormatter)
+            case Endpoint.RESPONSES:
+                return await self._build_response(line, arrival, ignored)
+
+    async def _build_response(self, line: LineRequest, arrival: Arrival, ignored: IgnoredFields | None) -> _Job:
+        for name in _STATE_FIELDS:
+            if line.body.get(name):
+                raise InvalidRequest(f"{name} is not supported in a batch.", param=name, code="unsupported_parameter")
+        asked, response_id = _at_best_effort(parse_response(line.body, ignored)), new_response_id()
+        items = await resolve_references(None, parse_items(asked.input, response_id, ignored))
+        request = await build_response_request(asked, items, response_id, arrival, self._services)
+        return _Job(request, partial(ResponsesFormatter, asked=asked))
 
 
 def _at_best_effort(fields: FieldsT) -> FieldsT:

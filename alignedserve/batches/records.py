@@ -21,6 +21,7 @@ class Endpoint(enum.Enum):
 
     CHAT = "/v1/chat/completions"
     COMPLETION = "/v1/completions"
+    RESPONSES = "/v1/responses"
 
 
 class BatchStatus(enum.Enum):

@@ -100,6 +100,9 @@ class GatewayConfig(Section, frozen=True):
     strict: bool = False  # unknown fields are refused; otherwise ignored, and named by a header of the response
     first_token_timeout_s: float = 120.0  # accepted but silent: the request fails
     token_timeout_s: float = 60.0  # longest silence within an answer
+    max_responses_bytes: int = 100_000_000  # stored responses of one key; its oldest ones make room
+    max_response_turns: int = 256  # stored responses that one more may continue
+    response_lifetime_s: float = 30 * 24 * 3600.0  # of a stored response
 
     def __post_init__(self) -> None:
         self._require(0 < self.port < 65536, "port", "must be a TCP port")
@@ -107,6 +110,7 @@ class GatewayConfig(Section, frozen=True):
         self._require(self.port + self.count <= 65536, "count", "needs as many ports from gateway.port on")
         self._require_positive("max_body_bytes", "max_json_depth", "max_choices", "max_stop_strings")
         self._require_positive("max_concurrent_requests", "first_token_timeout_s", "token_timeout_s")
+        self._require_positive("max_responses_bytes", "max_response_turns", "response_lifetime_s")
         self._require(
             self.requests_per_minute is None or self.requests_per_minute > 0, "requests_per_minute", "must be above 0"
         )

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from alignedserve.gateway.errors import error_json
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.middleware import GatewayMiddleware
-from alignedserve.gateway.routes import batches, embeddings, files, generate, health, models, page, tokens
+from alignedserve.gateway.routes import batches, embeddings, files, generate, health, models, page, responses, tokens
 from alignedserve.gateway.services import Services
 
 _MAX_ECHOED_PATH_LEN = 120
@@ -18,7 +18,7 @@ def build_app(services: Services) -> FastAPI:
     """Build the HTTP side over these services."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.services = services
-    for module in (generate, embeddings, models, tokens, files, batches, health, page):
+    for module in (generate, responses, embeddings, models, tokens, files, batches, health, page):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_middleware(GatewayMiddleware, api_keys=services.api_keys, metrics=services.metrics)

@@ -12,18 +12,19 @@ from alignedserve.gateway.schema import Schema
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
 MIN_WINDOW_S, MAX_WINDOW_S = 60.0, 7 * 86_400.0
-_MIN_LIFETIME_S, _MAX_LIFETIME_S = 3600, 2_592_000
+MIN_LIFETIME_S, MAX_LIFETIME_S = 3600, 2_592_000
 _MAX_METADATA = 16
 
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=_MAX_METADATA)]
 
 
 class ExpiresAfter(Schema):
     """Expiry of a file."""
 
     anchor: Literal["created_at"]
-    seconds: int = Field(ge=_MIN_LIFETIME_S, le=_MAX_LIFETIME_S)
+    seconds: int = Field(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)
 
 
 class CreateBatchRequest(Schema):
@@ -32,7 +33,7 @@ class CreateBatchRequest(Schema):
     input_file_id: Annotated[str, Field(max_length=256)]
     endpoint: str
     completion_window: Annotated[str, Field(max_length=16)]
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=_MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
@@ -41,7 +42,7 @@ def endpoint_of(name: str) -> Endpoint:
     try:
         return Endpoint(name)
     except ValueError:
-        known = " and ".join(endpoint.value for endpoint in Endpoint)
+        known = ", ".join(endpoint.value for endpoint in Endpoint)
         raise InvalidRequest(f"endpoint must be one of {known}.", param="endpoint", code="invalid_value") from None
 
 
@@ -66,9 +67,9 @@ def lifetime_of(fields: dict[str, str]) -> float | None:
     seconds = fields.get("expires_after[seconds]", "")
     if fields.get("expires_after[anchor]") != "created_at":
         raise InvalidRequest("expires_after[anchor] must be created_at.", param="expires_after[anchor]")
-    if not re.fullmatch(r"\d{1,9}", seconds, re.ASCII) or not _MIN_LIFETIME_S <= int(seconds) <= _MAX_LIFETIME_S:
+    if not re.fullmatch(r"\d{1,9}", seconds, re.ASCII) or not MIN_LIFETIME_S <= int(seconds) <= MAX_LIFETIME_S:
         raise InvalidRequest(
-            f"expires_after[seconds] must be between {_MIN_LIFETIME_S} and {_MAX_LIFETIME_S}.",
+            f"expires_after[seconds] must be between {MIN_LIFETIME_S} and {MAX_LIFETIME_S}.",
             param="expires_after[seconds]",
         )
     return float(seconds)

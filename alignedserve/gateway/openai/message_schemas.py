@@ -20,6 +20,7 @@ class TextPart(Schema):
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # without effect: see Hints
 
 
 class FunctionCall(Schema):

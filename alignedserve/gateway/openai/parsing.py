@@ -67,16 +67,18 @@ def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"messages": plain}
 
 
-def parse(schema: type[SchemaT], fields: dict[str, Any], ignored: IgnoredFields | None = None) -> SchemaT:
-    """Return the fields as a checked schema. Raises InvalidRequest naming the field.
+def parse(
+    schema: type[SchemaT], fields: dict[str, Any], ignored: IgnoredFields | None = None, *, parent: str = ""
+) -> SchemaT:
+    """Return the fields as a checked schema. Raises InvalidRequest naming the field, which stands behind `parent`.
 
     `ignored` gets the fields that the schema does not know; None: the first one is refused.
     """
     try:
         parsed = schema.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
-        _refuse(error)
-    for path in map(_path_of, unknown_fields(parsed)):
+        _refuse(error, parent)
+    for path in (parent + _path_of(location) for location in unknown_fields(parsed)):
         if ignored is None:
             raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
         ignored.add(path)
@@ -117,9 +119,6 @@ def check_shape(body: Any, max_depth: int) -> None:
 
 
 def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
-    options = fields.get("stream_options")
-    if isinstance(options, dict):
-        fields["stream_options"] = _without_neutral(options, unsupported.STREAM_OPTIONS, "stream_options.")
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     if fields.get("service_tier") in unsupported.SERVICE_TIERS:
@@ -170,10 +169,10 @@ def _refuse_unsupported(path: str, known_value: str | None = None) -> NoReturn:
     raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
 
 
-def _refuse(error: ValidationError) -> NoReturn:
+def _refuse(error: ValidationError, parent: str) -> NoReturn:
     """Raise for the first problem; its message shows the field's name, never its value."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = _path_of(problem["loc"])
+    path = parent + _path_of(problem["loc"])
     if problem["type"] == "missing":
         raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
     expected = _UNION_FIELDS.get(path.rpartition(".")[2], problem["msg"].replace("Value error, ", "Input "))

@@ -69,6 +69,7 @@ class GenerationRequest:
     includes_usage: bool  # streams only
     echoes: bool  # completions only
     output_format: OutputFormat = field(default_factory=OutputFormat)  # chat completions only
+    has_continuous_usage: bool = False  # every chunk shows the usage so far
     ignored_fields: tuple[str, ...] = ()  # named in the response's body, where it has no headers (lines of batches)
 
     @property
@@ -136,6 +137,7 @@ def _build(
         is_streamed=fields.stream,
         has_logprobs=output.num_logprobs is not None,
         includes_usage=fields.includes_usage,
+        has_continuous_usage=fields.has_continuous_usage,
         echoes=isinstance(fields, CompletionRequest) and fields.echo,
     )
 
@@ -199,7 +201,7 @@ def _sampling_params(
         min_tokens=fields.min_tokens,
         temperature=fields.temperature,
         top_p=fields.top_p,
-        top_k=fields.top_k,
+        top_k=max(fields.top_k, 0),
         min_p=fields.min_p,
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,

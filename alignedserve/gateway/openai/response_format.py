@@ -56,6 +56,14 @@ async def collect_body(generation: Generation, make_formatter: Callable[[Generat
         return formatter.body(choices)
 
 
+def extension_of(generation: Generation) -> dict[str, Any]:
+    """Return our own key, only for clients that sent SLO headers and lines of batches with ignored fields."""
+    report = generation.slo_report() or {}
+    if generation.request.ignored_fields:
+        report["ignored_fields"] = generation.request.ignored_fields
+    return {"alignedserve": report} if report else {}
+
+
 class ResponseFormatter(ABC):
     """Formats the response to one generation, in the shapes of one of OpenAI's two endpoints."""
 
@@ -103,11 +111,7 @@ class ResponseFormatter(ABC):
         }
 
     def _extension(self) -> dict[str, Any]:
-        """Return our own key, only for clients that sent SLO headers and lines of batches with ignored fields."""
-        report = self._generation.slo_report() or {}
-        if self._request.ignored_fields:
-            report["ignored_fields"] = self._request.ignored_fields
-        return {"alignedserve": report} if report else {}
+        return extension_of(self._generation)
 
     def _last_chunk_extension(self) -> dict[str, Any]:
         """Return the extension for the last choice's last event, where no usage chunk follows it."""
@@ -125,7 +129,7 @@ class ChatFormatter(ResponseFormatter):
         super().__init__(generation)
         empty = orjson.dumps(self._envelope(self.chunk_kind, []))
         self._head = b"data: " + empty[: -len(b"]}")]
-        self._tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
+        self._plain_tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
 
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the role once, then thought, text and tool calls, then the finish reason."""
@@ -163,8 +167,13 @@ class ChatFormatter(ResponseFormatter):
     ) -> bytes:
         choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (index, delta, logprobs, reason)
         if not extension:
-            return self._head + choice + self._tail
-        return self._head + choice + b"]," + orjson.dumps(extension)[1:-1] + self._tail[1:]
+            return self._head + choice + self._tail()
+        return self._head + choice + b"]," + orjson.dumps(extension)[1:-1] + self._tail()[1:]
+
+    def _tail(self) -> bytes:
+        if not self._request.has_continuous_usage:
+            return self._plain_tail
+        return b'],"usage":' + orjson.dumps(self._generation.usage()) + b"}\n\n"
 
 
 class CompletionFormatter(ResponseFormatter):
@@ -180,7 +189,7 @@ class CompletionFormatter(ResponseFormatter):
             return b""
         chunk = self._envelope(self.chunk_kind, [self._choice(index, [delta], begins_with_prompt)])
         if self._request.includes_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self._generation.usage() if self._request.has_continuous_usage else None
         if delta.finish_reason is not None:
             chunk |= self._last_chunk_extension()
         return event(orjson.dumps(chunk))

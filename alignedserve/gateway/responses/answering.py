@@ -1,0 +1,39 @@
+"""Sends a response, whole or as events, once it is stored: a client that has its end can continue it."""
+
+from collections.abc import Awaitable, Callable
+
+import orjson
+
+from alignedserve.gateway.openai.generation import Generation
+from alignedserve.gateway.openai.response_format import Formatter, MakeFormatter
+from alignedserve.gateway.openai.streaming import BodyResponse, EventStreamResponse
+from alignedserve.gateway.responses.formatter import ResponsesFormatter
+
+Keep = Callable[[bytes], Awaitable[None]]
+
+
+class ResponseBody(BodyResponse):
+    """A whole response."""
+
+    def __init__(self, generation: Generation, make_formatter: MakeFormatter, keep: Keep) -> None:
+        super().__init__(generation, make_formatter)
+        self._keep = keep
+
+    async def _body(self) -> bytes:
+        body = await super()._body()
+        await self._keep(body)
+        return body
+
+
+class ResponseEvents(EventStreamResponse):
+    """A streamed response."""
+
+    def __init__(self, generation: Generation, make_formatter: MakeFormatter, keep: Keep) -> None:
+        super().__init__(generation, make_formatter)
+        self._keep = keep
+
+    async def _closing_events(self, formatter: Formatter) -> bytes:
+        assert isinstance(formatter, ResponsesFormatter), "a formatter of another API"
+        events = formatter.closing_events()
+        await self._keep(orjson.dumps(formatter.response))
+        return events

@@ -1,0 +1,164 @@
+"""Responses generated in the background: each is a batch of one line, which the driver of batches runs.
+
+Its files and its batch belong to an owner beside the client's own, so that they are not in the client's lists; limits
+of batches hold for both. What a batch has come to is seen, and kept with the response, when a client asks for it.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import orjson
+
+from alignedserve.batches.records import BatchKey, BatchRecord, BatchStatus, Endpoint, ResultKind
+from alignedserve.batches.repository import BatchSnapshot
+from alignedserve.batches.response_repository import StoredResponse
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.errors import Conflict, NotFound
+from alignedserve.gateway.files.files_api import INPUT_PURPOSE, FilesApi, new_file_id
+from alignedserve.gateway.files.schemas import MAX_LIFETIME_S, MIN_LIFETIME_S, CreateBatchRequest, ExpiresAfter
+from alignedserve.gateway.files.uploads import Upload
+from alignedserve.gateway.responses.items import Item, item_id
+from alignedserve.gateway.responses.schemas import CreateResponseRequest
+from alignedserve.gateway.responses.state import raw_json
+
+_WINDOW = "24h"
+_STATUS = {
+    BatchStatus.VALIDATING: "queued",
+    BatchStatus.IN_PROGRESS: "in_progress",
+    BatchStatus.FINALIZING: "in_progress",
+    BatchStatus.CANCELLING: "in_progress",
+}
+_GENERATED = ("status", "output", "usage", "incomplete_details", "error", "completed_at")
+_LEFT_OUT = {"background", "metadata", "previous_response_id", "store", "stream", "input"}
+_OWNER_SUFFIX = "/background"
+_SERVICE_TIERS = ("auto", "default", "flex")
+
+
+def client_of(owner: str) -> str:
+    """Return the client whose line a batch of this owner runs."""
+    return owner.removesuffix(_OWNER_SUFFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundJobs:
+    """Runs responses of one client as batches."""
+
+    files_api: FilesApi
+    owner: str
+    lifetime_s: float  # of a stored response
+
+    async def submit(self, asked: CreateResponseRequest, items: list[Item], response_id: str) -> BatchKey:
+        """Create the batch that generates a response to these items. Raises InvalidRequest, QuotaExceeded."""
+        if asked.service_tier not in _SERVICE_TIERS:
+            raise InvalidRequest("A response in the background runs at best effort.", param="service_tier")
+        line = _line(asked, items, response_id)
+        if len(line) > self.files_api.config.max_line_bytes:
+            raise InvalidRequest("input is too large for the background.", param="input")
+        file_id = new_file_id()
+        blob = await self.files_api.stores.blobs.begin(file_id)
+        try:
+            await blob.write(line)
+            upload = Upload(blob, response_id, len(line), 1, blake2b(line, digest_size=16).hexdigest())
+            upload.fields["purpose"] = INPUT_PURPOSE
+            record = await self.files_api.add_file(self._owner, file_id, upload)
+        finally:
+            await blob.discard()
+        return (await self.files_api.create(self._owner, self._batch_of(record.file_id), None)).record.batch_id
+
+    async def settled(self, record: StoredResponse, batch_id: BatchKey) -> StoredResponse:
+        """Return the response as it is now, without its batch once that is over."""
+        try:
+            snapshot = await self.files_api.batch(self._owner, batch_id)
+        except NotFound:
+            return _changed(record, _failure("The result of this response is not there any more."), None)
+        if not snapshot.record.is_over:
+            return _changed(record, {"status": _STATUS[snapshot.record.status]}, batch_id)
+        return _changed(record, await self._outcome(snapshot, record.response_id), None)
+
+    async def cancel(self, batch_id: BatchKey) -> bool:
+        """Cancel a batch; False: it is over."""
+        try:
+            await self.files_api.cancel(self._owner, batch_id)
+        except (Conflict, NotFound):
+            return False
+        return True
+
+    async def clean_up(self, batch_id: BatchKey) -> None:
+        """Delete the files of a batch that is over. What is left behind expires."""
+        with contextlib.suppress(NotFound):
+            record = (await self.files_api.batch(self._owner, batch_id)).record
+            for file_id in (record.input_file_id, record.output_file_id, record.error_file_id):
+                with contextlib.suppress(NotFound, Conflict):
+                    await self.files_api.remove(self._owner, file_id)
+
+    @property
+    def _owner(self) -> str:
+        return self.owner + _OWNER_SUFFIX
+
+    def _batch_of(self, file_id: str) -> CreateBatchRequest:
+        seconds = int(min(max(self.lifetime_s, MIN_LIFETIME_S), MAX_LIFETIME_S))
+        return CreateBatchRequest(
+            input_file_id=file_id,
+            endpoint=Endpoint.RESPONSES.value,
+            completion_window=_WINDOW,
+            output_expires_after=ExpiresAfter(anchor="created_at", seconds=seconds),
+        )
+
+    async def _outcome(self, snapshot: BatchSnapshot, response_id: str) -> dict[str, Any]:
+        """Return what a batch that is over changes in its response."""
+        match snapshot.record.status:
+            case BatchStatus.CANCELLED:
+                return {"status": "cancelled"}
+            case BatchStatus.COMPLETED:
+                return _generated(await self._result(snapshot), response_id)
+        return _failure(_reason(snapshot.record))
+
+    async def _result(self, snapshot: BatchSnapshot) -> dict[str, Any]:
+        progress = snapshot.progress
+        kind = ResultKind.OUTPUT if progress.counts.completed else ResultKind.ERROR
+        chunks = self.files_api.stores.logs.chunks(snapshot.record.batch_id, kind, progress.log_bytes)
+        result: dict[str, Any] = orjson.loads(b"".join([chunk async for chunk in chunks]))
+        return result
+
+
+def _line(asked: CreateResponseRequest, items: list[Item], response_id: str) -> bytes:
+    """Return the line of the batch. It holds all turns, so that it depends on no stored response."""
+    body = asked.model_dump(exclude=_LEFT_OUT, exclude_none=True, exclude_unset=True, by_alias=True) | {"input": items}
+    line = {"custom_id": response_id, "method": "POST", "url": Endpoint.RESPONSES.value, "body": body}
+    return orjson.dumps(line) + b"\n"
+
+
+def _generated(result: dict[str, Any], response_id: str) -> dict[str, Any]:
+    """Return what a line's result changes in its response, whose items it names by another id."""
+    answer = result["response"]
+    if answer is None:
+        return _failure(result["error"]["message"])
+    if answer["status_code"] != 200:
+        return _failure(answer["body"]["error"]["message"])
+    generated = {name: answer["body"][name] for name in _GENERATED}
+    for place, item in enumerate(generated["output"]):
+        item["id"] = item_id(item["type"], response_id, place)
+    return generated
+
+
+def _reason(record: BatchRecord) -> str:
+    if record.problems:
+        return record.problems[0].message
+    return f"It was not generated within {_WINDOW}."
+
+
+def _failure(message: str) -> dict[str, Any]:
+    return {"status": "failed", "error": {"code": "server_error", "message": message}}
+
+
+def _changed(record: StoredResponse, changes: dict[str, Any], batch_id: BatchKey | None) -> StoredResponse:
+    response = orjson.loads(bytes(record.response)) | changes
+    return msgspec.structs.replace(record, response=raw_json(response), batch_id=batch_id)
+
+
+def cancelled(record: StoredResponse) -> StoredResponse:
+    """Return the response as cancelled."""
+    return _changed(record, {"status": "cancelled", "completed_at": None}, None)

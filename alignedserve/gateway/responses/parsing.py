@@ -1,0 +1,52 @@
+"""Parses bodies of the Responses API. What is not supported and would change an answer is refused by name."""
+
+from typing import Any, NoReturn
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.openai.ignored_fields import IgnoredFields
+from alignedserve.gateway.openai.parsing import SchemaT, parse
+from alignedserve.gateway.responses.schemas import CreateResponseRequest, InputTokensRequest
+
+_UNSUPPORTED = (
+    *("access_programs", "context_management", "conversation", "image", "moderation", "personality", "prompt"),
+    *("prompt_cache_options", "prompt_cache_retention"),
+)
+_HOSTED_TOOLS = (
+    *("file_search", "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    *("computer", "computer_use_preview", "mcp", "code_interpreter", "image_generation", "local_shell", "shell"),
+    *("apply_patch", "custom", "namespace", "tool_search", "programmatic_tool_calling"),
+)
+
+
+def parse_response(body: dict[str, Any], ignored: IgnoredFields | None) -> CreateResponseRequest:
+    """Check the body of a new response but for its items. Raises InvalidRequest naming the field."""
+    asked = _parse(CreateResponseRequest, body, ignored)
+    if asked.stream_options is not None and not asked.stream:
+        raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+    if asked.background and asked.stream:
+        _refuse("stream with background", "stream")
+    if asked.background and asked.store is False:
+        raise InvalidRequest("background needs store to be true.", param="store")
+    return asked
+
+
+def parse_input_tokens(body: dict[str, Any], ignored: IgnoredFields | None) -> InputTokensRequest:
+    """Check the body of a count of input tokens but for its items. Raises InvalidRequest naming the field."""
+    return _parse(InputTokensRequest, body, ignored)
+
+
+def _parse(schema: type[SchemaT], body: dict[str, Any], ignored: IgnoredFields | None) -> SchemaT:
+    for name in _UNSUPPORTED:
+        if body.get(name) is not None:
+            _refuse(name)
+    if body.get("truncation") == "auto":
+        _refuse("truncation 'auto'", "truncation")
+    tools = body.get("tools")
+    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if isinstance(tool, dict) and tool.get("type") in _HOSTED_TOOLS:
+            _refuse(f"tools[{place}].type {tool['type']!r}", f"tools[{place}].type")
+    return parse(schema, body, ignored)
+
+
+def _refuse(what: str, param: str | None = None) -> NoReturn:
+    raise InvalidRequest(f"{what} is not supported.", param=param or what, code="unsupported_parameter")

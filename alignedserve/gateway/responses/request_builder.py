@@ -1,0 +1,49 @@
+"""Builds the request that generates a response, for routes and for lines of batches."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.openai.parsing import parse_chat
+from alignedserve.gateway.openai.prompt_encoding import encode_chat
+from alignedserve.gateway.openai.request_builder import Arrival, GenerationRequest, build_chat_request
+from alignedserve.gateway.responses.chat_body import chat_body, name_as_asked
+from alignedserve.gateway.responses.items import Item
+from alignedserve.gateway.responses.schemas import CreateResponseRequest, PromptFields
+from alignedserve.gateway.services import Services
+
+
+def new_response_id() -> str:
+    """Make a random id of a response that cannot be guessed."""
+    return f"resp_{secrets.token_hex(16)}"
+
+
+async def build_response_request(
+    asked: CreateResponseRequest, items: Sequence[Item], response_id: str, arrival: Arrival, services: Services
+) -> GenerationRequest:
+    """Return the request for a response to these items, earlier turns first. Raises InvalidRequest."""
+    with _named_as_asked():
+        request = await build_chat_request(parse_chat(chat_body(asked, items)), arrival, services)
+    return replace(request, response_id=response_id)
+
+
+async def count_input_tokens(asked: PromptFields, items: Sequence[Item], services: Services) -> int:
+    """Return the length of the prompt in tokens. Raises InvalidRequest."""
+    with _named_as_asked():
+        body = chat_body(asked, items)
+        chat = parse_chat(body | {"model": asked.model or services.model.name})
+        services.check_model(chat.model)
+        return len(await encode_chat(chat.messages, services))
+
+
+@contextmanager
+def _named_as_asked() -> Iterator[None]:
+    """Name fields in errors of the chat completion as the client knows them."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = None if error.param is None else name_as_asked(error.param)
+        error.args = (name_as_asked(str(error)),)
+        raise

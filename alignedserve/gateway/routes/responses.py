@@ -1,0 +1,117 @@
+"""Routes of /v1/responses: create, get, delete, cancel, list input items, count input tokens."""
+
+from functools import partial
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.request import Slo
+from alignedserve.gateway.files.views import list_view
+from alignedserve.gateway.json_response import JsonResponse
+from alignedserve.gateway.openai.generation import Generation
+from alignedserve.gateway.openai.parsing import read_json
+from alignedserve.gateway.openai.request_builder import GenerationRequest
+from alignedserve.gateway.responses.answering import ResponseBody, ResponseEvents
+from alignedserve.gateway.responses.formatter import ResponsesFormatter, new_response
+from alignedserve.gateway.responses.parsing import parse_input_tokens, parse_response
+from alignedserve.gateway.responses.request_builder import build_response_request, count_input_tokens
+from alignedserve.gateway.responses.responses_api import ResponsesApi, Turn
+from alignedserve.gateway.responses.schemas import CreateResponseRequest
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
+from alignedserve.gateway.routes.generate import arrival_of
+from alignedserve.gateway.routes.request_parameters import one_of, positive
+from alignedserve.gateway.services import Services
+
+router = APIRouter()
+
+_DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
+
+
+@router.post("/v1/responses", response_model=None)
+async def create_response(http: Request) -> Response:
+    """Answer items, streamed if the client asked for that, or later in the background."""
+    services = await rate_limited_services(http)
+    arrival = arrival_of(http, services)
+    ignored = ignored_fields_of(http)
+    asked = parse_response(await read_json(http, services.config), ignored)
+    api = ResponsesApi.of(services, arrival.tenant)
+    turn = await api.begin(asked, ignored)
+    request = await build_response_request(asked, turn.all_items, turn.response_id, arrival, services)
+    if asked.background:
+        return JsonResponse(await _submit(api, asked, turn, request))
+    return _respond(api, asked, turn, Generation(request, services))
+
+
+@router.post("/v1/responses/input_tokens", response_model=None)
+async def count_tokens(http: Request) -> Response:
+    """Count the tokens of the prompt that a response would have."""
+    services = await rate_limited_services(http)
+    ignored = ignored_fields_of(http)
+    asked = parse_input_tokens(await read_json(http, services.config), ignored)
+    turn = await _api(http, services).begin(asked, ignored)
+    num_tokens = await count_input_tokens(asked, turn.all_items, services)
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+@router.get("/v1/responses/{response_id}", response_model=None)
+async def get_response(http: Request, response_id: str) -> Response:
+    """Return a stored response."""
+    services = await rate_limited_services(http)
+    if one_of(http, "stream", ("false", "true")) == "true":
+        raise InvalidRequest("stream is not supported here.", param="stream", code="unsupported_parameter")
+    return JsonResponse(bytes((await _api(http, services).retrieve(response_id)).response))
+
+
+@router.delete("/v1/responses/{response_id}", response_model=None)
+async def delete_response(http: Request, response_id: str) -> Response:
+    """Delete a stored response."""
+    services = await rate_limited_services(http)
+    record = await _api(http, services).delete(response_id)
+    return JsonResponse({"id": record.response_id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_model=None)
+async def cancel_response(http: Request, response_id: str) -> Response:
+    """Cancel a response in the background."""
+    services = await rate_limited_services(http)
+    return JsonResponse(bytes((await _api(http, services).cancel(response_id)).response))
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_model=None)
+async def list_input_items(http: Request, response_id: str) -> Response:
+    """List the items of a response's own input, a page at a time."""
+    services = await rate_limited_services(http)
+    items, has_more = await _api(http, services).input_items(
+        response_id,
+        after=http.query_params.get("after"),
+        limit=positive(http, "limit", default=_DEFAULT_LIMIT, at_most=_MAX_LIMIT),
+        newest_first=one_of(http, "order", ("desc", "asc")) == "desc",
+    )
+    return JsonResponse({"first_id": "", "last_id": ""} | list_view(items, has_more=has_more))
+
+
+def _api(http: Request, services: Services) -> ResponsesApi:
+    return ResponsesApi.of(services, services.api_keys.owner(http.state.key_number))
+
+
+def _respond(api: ResponsesApi, asked: CreateResponseRequest, turn: Turn, generation: Generation) -> Response:
+    make_formatter = partial(ResponsesFormatter, asked=asked, is_stored=turn.is_stored)
+    kind = ResponseEvents if asked.stream else ResponseBody
+    return kind(generation, make_formatter, partial(api.keep, turn))
+
+
+async def _submit(api: ResponsesApi, asked: CreateResponseRequest, turn: Turn, request: GenerationRequest) -> bytes:
+    if request.slo != Slo():
+        raise InvalidRequest("Objectives of latency are not supported with background.", param="background")
+    response = new_response(
+        asked,
+        response_id=turn.response_id,
+        created=request.created,
+        model=request.model,
+        service_tier="flex",
+        is_stored=True,
+    )
+    return orjson.dumps(await api.submit(asked, turn, response))
