@@ -19,7 +19,7 @@ from alignedserve.gateway.openai.request_builder import (
     build_completion_request,
 )
 from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter, collect_body
-from alignedserve.gateway.openai.schemas import GenerationFields
+from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER
 from alignedserve.gateway.responses.background import client_of
 from alignedserve.gateway.responses.context import resolve_references
@@ -37,7 +37,7 @@ _ALLOWED_SERVICE_TIERS = ("auto", "default", _SERVICE_TIER)
 # Fields of a response that are about its place among stored ones: a line's result is its only record.
 _STATE_FIELDS = ("background", "previous_response_id", "store")
 
-FieldsT = TypeVar("FieldsT", bound=GenerationFields | CreateResponseRequest)
+FieldsT = TypeVar("FieldsT", ChatCompletionRequest, CompletionRequest, CreateResponseRequest)
 
 
 class _Job(NamedTuple):

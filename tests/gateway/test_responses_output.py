@@ -23,7 +23,7 @@ def call(index: int, arguments: str, *, is_first: bool = False) -> ChoiceDelta:
 def built(deltas: Sequence[ChoiceDelta], *, is_complete: bool = True) -> tuple[list[dict[str, Any]], list[str]]:
     """The items and the types of the events; both as OpenAI's types accept them."""
     output = OutputBuilder(RESPONSE_ID, lambda logprobs: [])
-    names = []
+    names: list[str] = []
     for batch in [*map(output.add, deltas), output.end(is_complete=is_complete)]:
         for event in batch:
             _EVENT.validate_python(event | {"sequence_number": len(names)})

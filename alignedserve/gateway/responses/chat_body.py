@@ -56,11 +56,16 @@ def chat_body(asked: PromptFields, items: Sequence[Item]) -> dict[str, Any]:
 
 def messages_of(items: Sequence[Item], instructions: str | None) -> list[Message]:
     """Return items as messages of a chat. References must have been resolved."""
-    num_system = next((place for place, item in enumerate(items) if item.get("role") not in _SYSTEM_ROLES), len(items))
+    num_system = num_system_items(items)
     system = [instructions] if instructions is not None else []
     system += [text_of(item["content"]) for item in items[:num_system]]
     messages = [{"role": "system", "content": "\n\n".join(system)}] if system else []
     return messages + _later_messages(items[num_system:])
+
+
+def num_system_items(items: Sequence[Item]) -> int:
+    """Return how many items at the beginning are system messages."""
+    return next((place for place, item in enumerate(items) if item.get("role") not in _SYSTEM_ROLES), len(items))
 
 
 def _later_messages(items: Sequence[Item]) -> list[Message]:

@@ -83,7 +83,7 @@ class ResponsesFormatter:
         return begin + self._numbered(self._output.add(delta))
 
     def closing_events(self) -> bytes:
-        """Return the events that end the last item and the response. A failure until they are sent takes their place."""
+        """Return the events that end the last item and the response, which those of a failure may still replace."""
         num_sent = self._num_events
         events = self._numbered(self._output.end(is_complete=not self._is_cut))
         self._end()

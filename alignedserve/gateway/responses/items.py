@@ -60,7 +60,7 @@ class ItemPlace(NamedTuple):
 
     response_id: str
     is_input: bool
-    index: int
+    place: int
 
 
 def parsed_response_id(text: str) -> str | None:

@@ -55,9 +55,8 @@ class OutputBuilder:
         if self._open == kind:
             return
         yield from self._close("completed")
-        item: Item = {"type": kind, "content": []}
-        item |= {"role": "assistant"} if kind == "message" else {"summary": []}
-        yield self._begin(kind, item)
+        members: Item = {"role": "assistant"} if kind == "message" else {"summary": []}
+        yield self._begin(kind, {"type": kind, "content": []} | members)
         yield self._part_event("added", self._part())
 
     def _open_call(self, call: ToolCallDelta) -> Iterator[Event]:

@@ -39,8 +39,6 @@ def _parse(schema: type[SchemaT], body: dict[str, Any], ignored: IgnoredFields |
     for name in _UNSUPPORTED:
         if body.get(name) is not None:
             _refuse(name)
-    if body.get("truncation") == "auto":
-        _refuse("truncation 'auto'", "truncation")
     tools = body.get("tools")
     for place, tool in enumerate(tools if isinstance(tools, list) else ()):
         if isinstance(tool, dict) and tool.get("type") in _HOSTED_TOOLS:

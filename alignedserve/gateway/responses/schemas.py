@@ -79,7 +79,7 @@ class PromptFields(Schema):
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
 
 
 class InputTokensRequest(PromptFields):
