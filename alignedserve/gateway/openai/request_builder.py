@@ -65,6 +65,7 @@ class GenerationRequest:
     has_logprobs: bool
     includes_usage: bool  # streams only
     echoes: bool  # completions only
+    output_format: OutputFormat = OutputFormat()  # chat completions only
     ignored_fields: tuple[str, ...] = ()  # named in the response's body, where it has no headers (lines of batches)
 
     @property
@@ -86,7 +87,7 @@ class _OutputFields(NamedTuple):
 async def build_chat_request(chat: ChatCompletionRequest, arrival: Arrival, services: Services) -> GenerationRequest:
     """Return the requests of a chat completion. Raises InvalidRequest."""
     services.check_model(chat.model)
-    prompt = Prompt(await encode_chat(chat.messages, services))
+    prompt = Prompt(await encode_chat(chat.messages, chat, services))
     if chat.top_logprobs is not None and not chat.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
