@@ -71,7 +71,7 @@ class BatchService:
 
     async def start(self) -> None:
         """Connect to the cluster and start the driver. Raises ModelError or StorageError."""
-        tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder, self._model.vocab_size)
+        tokenizer = await asyncio.to_thread(self._model.load_tokenizer)
         self._stores = open_driver_stores(self._location)
         await self._start_state_server(self._stores)
         self._backend = ClusterBackend(self._links, self._config, self._prefix_hasher)

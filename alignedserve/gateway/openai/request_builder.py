@@ -15,6 +15,7 @@ from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.gateway.openai.prompt_encoding import Prompt, check_token_ids, encode_chat, encode_prompts
 from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER, TPOT_HEADER, TTFT_HEADER, parse_slo
+from alignedserve.gateway.openai.structured_output import answer_grammar
 from alignedserve.gateway.services import Services
 
 _TOKEN_ID = re.compile(r"\d{1,9}", re.ASCII)
@@ -64,6 +65,7 @@ class GenerationRequest:
     has_logprobs: bool
     includes_usage: bool  # streams only
     echoes: bool  # completions only
+    output_format: OutputFormat = OutputFormat()  # chat completions only
     ignored_fields: tuple[str, ...] = ()  # named in the response's body, where it has no headers (lines of batches)
 
     @property
@@ -78,20 +80,22 @@ class _OutputFields(NamedTuple):
     max_tokens: int | None
     num_logprobs: int | None
     num_prompt_logprobs: int | None
+    grammar: str  # what the answer must match; empty: anything
     default_max_tokens: int | None = None  # at most the rest of the context; None: all of it
 
 
 async def build_chat_request(chat: ChatCompletionRequest, arrival: Arrival, services: Services) -> GenerationRequest:
     """Return the requests of a chat completion. Raises InvalidRequest."""
     services.check_model(chat.model)
-    prompt = Prompt(await encode_chat(chat.messages, services))
+    prompt = Prompt(await encode_chat(chat.messages, chat, services))
     if chat.top_logprobs is not None and not chat.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
     if chat.max_tokens is not None and max_tokens != chat.max_tokens:
         raise InvalidRequest("max_tokens and max_completion_tokens differ.", param="max_tokens")
     num_logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    return _build(chat, (prompt,), arrival, services, _OutputFields(max_tokens, num_logprobs, None))
+    output = _OutputFields(max_tokens, num_logprobs, None, await answer_grammar(chat, services))
+    return _build(chat, (prompt,), arrival, services, output)
 
 
 async def build_completion_request(
@@ -103,7 +107,10 @@ async def build_completion_request(
     if completion.max_tokens == 0 and not completion.echo:
         raise InvalidRequest("max_tokens must be at least 1, or echo must be true.", param="max_tokens")
     num_prompt_logprobs = completion.logprobs if completion.echo else None
-    output = _OutputFields(completion.max_tokens, completion.logprobs, num_prompt_logprobs, _DEFAULT_COMPLETION_TOKENS)
+    grammar = await answer_grammar(completion, services)
+    output = _OutputFields(
+        completion.max_tokens, completion.logprobs, num_prompt_logprobs, grammar, _DEFAULT_COMPLETION_TOKENS
+    )
     return _build(completion, prompts, arrival, services, output)
 
 
@@ -198,6 +205,7 @@ def _sampling_params(
         logit_bias=_logit_bias(fields, services),
         num_logprobs=output.num_logprobs,
         num_prompt_logprobs=output.num_prompt_logprobs,
+        grammar=output.grammar,
     )
 
 

@@ -4,15 +4,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field, PlainValidator
 
+from alignedserve.gateway.openai.constraint_fields import ConstraintFields
+from alignedserve.gateway.openai.message_schemas import ChatMessage
+from alignedserve.gateway.openai.tool_schemas import ToolChoice, ToolList, parse_tool_choice
 from alignedserve.gateway.schema import Schema
 
 MAX_STOP_STRING_LEN = 1024
-MAX_PARTS = 1024
+MAX_TEMPLATE_VARIABLES = 32
 MAX_CACHE_SALT_LEN = 256
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LEN)]
 TokenIdList = Annotated[list[int], FailFast()]
 PromptForms = str | list[str] | list[int] | list[list[int]]
 PROMPT_FORMS = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
+# Scalars: a template could not be kept from taking time over more.
+TemplateVariable = str | int | float | bool | None
+TemplateVariables = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")], TemplateVariable],
+    Field(max_length=MAX_TEMPLATE_VARIABLES),
+]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ServiceTierName = Literal["auto", "default", "priority", "fast", "flex"]
 
 
@@ -22,7 +32,7 @@ class StreamOptions(Schema):
     include_usage: bool | None = None
 
 
-class GenerationFields(Schema):
+class GenerationFields(ConstraintFields):
     """Fields of chat completions and completions alike. Unset means OpenAI's default."""
 
     model: str
@@ -58,27 +68,16 @@ class GenerationFields(Schema):
         return self.stream_options is not None and self.stream_options.include_usage is True
 
 
-class TextPart(Schema):
-    """One text part of a message."""
+class TemplateFields(Schema):
+    """Fields beside the messages that chat templates show the model."""
 
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Schema):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
-
-    def as_template_message(self) -> dict[str, str]:
-        """Return the message for chat templates: `developer` is a newer name of `system`, parts become lines."""
-        role = "system" if self.role == "developer" else self.role
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": role, "content": content}
+    tools: ToolList = Field(default_factory=list)
+    tool_choice: Annotated[ToolChoice, PlainValidator(parse_tool_choice)] = ToolChoice()
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)  # an extension: variables of the template
 
 
-class ChatCompletionRequest(GenerationFields):
+class ChatCompletionRequest(GenerationFields, TemplateFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
@@ -86,6 +85,8 @@ class ChatCompletionRequest(GenerationFields):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    parallel_tool_calls: bool = True
+    thinking_token_budget: int | None = Field(None, ge=0)  # an extension: tokens of the thought
 
 
 def checked_prompt(prompt: Any) -> PromptForms:
@@ -112,7 +113,7 @@ class CompletionRequest(GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class TokenizeRequest(Schema):
+class TokenizeRequest(TemplateFields):
     """POST /tokenize: a text, or the messages of a conversation."""
 
     model: str | None = None

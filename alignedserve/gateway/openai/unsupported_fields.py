@@ -15,15 +15,10 @@ CHAT: NeutralValues = {
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -37,10 +32,9 @@ MESSAGE: NeutralValues = {
     "function_call": (),
     "name": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 PART: NeutralValues = {"prompt_cache_breakpoint": ()}
 SERVICE_TIERS = ("scale",)
-ROLES = ("tool", "function")
+ROLES = ("function",)
+TOOL_TYPES = ("custom",)
 PART_TYPES = ("image_url", "input_audio", "file", "refusal")
