@@ -30,7 +30,6 @@ JSON = {"content-type": "application/json"}
         ("prompt_cache_options", {}),
         ("prompt_cache_retention", "24h"),
         ("reasoning_effort", "high"),
-        ("response_format", {"type": "json_object"}),
         ("store", True),
         ("tool_choice", "required"),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
