@@ -15,11 +15,11 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.responses.items import Item, text_of
 from alignedserve.gateway.responses.schemas import (
     CreateResponseRequest,
-    FunctionTool,
     PromptFields,
     TextFormat,
     known_fields,
 )
+from alignedserve.gateway.responses.tools import OfferedFunction, chat_name, offered_functions
 
 Message = dict[str, Any]
 
@@ -104,7 +104,7 @@ def _add_answer(message: Message, item: Item) -> None:
             if thought:
                 message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), thought]))
         case _:
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            function = {"name": chat_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
 
@@ -113,14 +113,14 @@ def _tool_fields(asked: PromptFields) -> dict[str, Any]:
     if not asked.tools and asked.tool_choice in ("auto", "none"):
         return {}
     return {
-        "tools": [_function_tool(tool) for tool in asked.tools],
+        "tools": [_function_tool(one) for one in offered_functions(asked.tools)],
         "tool_choice": _tool_choice(asked.tool_choice),
         "parallel_tool_calls": asked.parallel_tool_calls,
     }
 
 
-def _function_tool(tool: FunctionTool) -> dict[str, Any]:
-    function = known_fields(tool, with_unset=False)
+def _function_tool(offered: OfferedFunction) -> dict[str, Any]:
+    function = known_fields(offered.tool, with_unset=False) | {"name": offered.chat_name}
     return {"type": function.pop("type"), "function": function}
 
 

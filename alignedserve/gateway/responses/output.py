@@ -5,7 +5,7 @@ answer       output_item.added, content_part.added, output_text.delta…, and th
 call         output_item.added, function_call_arguments.delta…, .done, output_item.done
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, OffsetLogprob, ToolCallDelta
@@ -20,10 +20,14 @@ _PART_KINDS = {"message": "output_text", "reasoning": "reasoning_text"}
 class OutputBuilder:
     """Keeps `items`, of which the last one may be open."""
 
-    def __init__(self, response_id: str, show_logprobs: ShowLogprobs) -> None:
+    def __init__(
+        self, response_id: str, *, show_logprobs: ShowLogprobs, function_names: Mapping[str, dict[str, str]]
+    ) -> None:
+        """`function_names`: of functions by their name in the prompt, as items have them."""
         self.items: list[Item] = []
         self._response_id = response_id
         self._show_logprobs = show_logprobs
+        self._function_names = function_names
         self._open: str | None = None  # type of the open item
         self._call_index: int | None = None  # of the open call
         self._pieces: list[str] = []  # of the open item's text or arguments
@@ -64,7 +68,9 @@ class OutputBuilder:
             return
         yield from self._close("completed")
         self._call_index = call.call_index
-        item = {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": ""}
+        assert call.name is not None, "a call that begins without its name"
+        names = self._function_names.get(call.name, {"name": call.name})
+        item = {"type": "function_call", "call_id": call.call_id, **names, "arguments": ""}
         yield self._begin("function_call", item)
 
     def _begin(self, kind: str, item: Item) -> Event:
