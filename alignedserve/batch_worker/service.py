@@ -17,7 +17,6 @@ from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
 from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.services import build_services
-from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.process.background_tasks import start_background
 from alignedserve.runtime.process.process_spec import ProcessSpec
 

@@ -160,7 +160,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"truncation": "some"}, "truncation"),
     ({"truncation": "auto", "input": "fox " * 300}, "input"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),

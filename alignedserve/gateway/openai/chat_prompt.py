@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.openai.conversation import template_messages
 from alignedserve.gateway.openai.message_schemas import ChatMessage
-from alignedserve.gateway.openai.schemas import TemplateFields
+from alignedserve.gateway.openai.output_parser import OutputFormat
+from alignedserve.gateway.openai.schemas import ChatCompletionRequest, TemplateFields
 from alignedserve.gateway.reasoning.effort import effort_variables
-from alignedserve.gateway.reasoning.formats import ReasoningFormat, find_reasoning_format
+from alignedserve.gateway.reasoning.formats import ReasoningFormat, find_reasoning_format, thought_start
 from alignedserve.gateway.services import Services
 from alignedserve.gateway.tools.formats import ToolFormat, find_tool_format
 from alignedserve.gateway.tools.prompted_messages import prompted_messages
 from alignedserve.runtime.model.chat_template import ChatTemplate
 
+_NUM_END_TOKENS = 16  # of a prompt; a mark at its end is a few at most
 _SHORT_ID_LEN = 9  # letters and digits, as Mistral's templates want
 
 
@@ -56,6 +58,16 @@ def reasoning_format(services: Services) -> ReasoningFormat | None:
     return find_reasoning_format(services.model.reasoning_format, _source(services))
 
 
+def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], services: Services) -> OutputFormat:
+    """Return what the answer to this prompt may hold beside content."""
+    tools = tool_format(services) if chat.tools and chat.tool_choice.mode != "none" else None
+    reasoning = reasoning_format(services)
+    if reasoning is None:
+        return OutputFormat(tools=tools)
+    prompt_end = services.tokenizer.decode(prompt[-_NUM_END_TOKENS:], skip_special_tokens=False)
+    return OutputFormat(reasoning, thought_start(prompt_end, reasoning), tools)
+
+
 def _source(services: Services) -> str:
     template = services.tokenizer.chat_template
     return template.source if template is not None else ""
@@ -73,7 +85,7 @@ def _variables(fields: TemplateFields, template: ChatTemplate) -> dict[str, Any]
         variables = effort_variables(fields.reasoning_effort, template.variables)
     if variables is None:
         raise InvalidRequest(
-            "reasoning_effort is not supported: this model's chat template knows no such thing.",
+            "reasoning_effort is not supported by this model's chat template.",
             param="reasoning_effort",
             code="unsupported_parameter",
         )

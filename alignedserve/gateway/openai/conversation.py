@@ -39,7 +39,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     names: dict[str, str] = {}
     shown = []
     for message in messages:
-        names |= {call.id: call.function.name for call in message.tool_calls or ()}
+        names |= {call.id: call.function.name for call in message.tool_calls}
         shown.append(_template_message(message, names))
     return shown
 
@@ -74,7 +74,7 @@ def _check_fields(message: ChatMessage, path: str) -> None:
 
 def _call_ids(message: ChatMessage, path: str) -> set[str]:
     ids: set[str] = set()
-    for place, call in enumerate(message.tool_calls or ()):
+    for place, call in enumerate(message.tool_calls):
         if call.id in ids:
             _refuse(f"{path}.tool_calls[{place}].id", "two calls of one message have it")
         if _arguments_of(call) is None:

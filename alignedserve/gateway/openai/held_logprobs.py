@@ -34,7 +34,7 @@ class HeldLogprobs:
 
     def add_text(self, length: int, content_length: int) -> None:
         """Divide the next characters of the answer: they are content, or nothing of them is."""
-        self._is_in_content = content_length > 0 or length == 0 and self._is_in_content
+        self._is_in_content = content_length > 0 or (length == 0 and self._is_in_content)
         while self._undivided and self._undivided[0].text_offset < self._num_divided + length:
             held = self._undivided.popleft()
             if self._is_in_content:

@@ -20,6 +20,7 @@ class TextPart(Schema):
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # without effect: see Hints
 
 
 class FunctionCall(Schema):
@@ -42,7 +43,7 @@ class ChatMessage(Schema):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS), FailFast()] | None = None  # of an assistant
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS), FailFast()] = Field(default_factory=list)
     reasoning_content: str | None = None  # of an assistant
     reasoning: str | None = None  # another name of reasoning_content
     tool_call_id: CallId | None = None  # of a tool's result

@@ -119,9 +119,6 @@ def check_shape(body: Any, max_depth: int) -> None:
 
 
 def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
-    options = fields.get("stream_options")
-    if isinstance(options, dict):
-        fields["stream_options"] = _without_neutral(options, unsupported.STREAM_OPTIONS, "stream_options.")
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     if fields.get("service_tier") in unsupported.SERVICE_TIERS:
@@ -134,7 +131,8 @@ def _plain_message(message: Any, path: str) -> Any:
         return message
     if message.get("role") in unsupported.ROLES:
         _refuse_unsupported(f"{path}.role", message["role"])
-    fields = _without_neutral(message, unsupported.MESSAGE, f"{path}.")
+    given = {name: value for name, value in message.items() if value is not None}
+    fields = _without_neutral(given, unsupported.MESSAGE, f"{path}.")
     parts = fields.get("content")
     if isinstance(parts, list):
         fields["content"] = [_plain_part(part, f"{path}.content[{place}]") for place, part in enumerate(parts)]

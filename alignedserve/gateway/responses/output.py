@@ -8,8 +8,9 @@ call         output_item.added, function_call_arguments.delta…, .done, output_
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, OffsetLogprob, ToolCallDelta
+from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.gateway.responses.items import Item, item_id
+from alignedserve.gateway.tools.deltas import ToolCallDelta
 
 Event = dict[str, Any]
 ShowLogprobs = Callable[[Sequence[OffsetLogprob]], list[dict[str, Any]]]

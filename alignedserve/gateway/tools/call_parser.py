@@ -59,7 +59,7 @@ class ToolCallParser:
         if marker is None:
             return self._content(before)
         self._is_reading = True
-        runs = self._content(before) if before.strip() else [CallRun(len(before))]
+        runs = self._content(before) if self._has_content or before.strip() else [CallRun(len(before))]
         return [*runs, CallRun(len(marker)), self._read(after)]
 
     def _content(self, text: str) -> list[CallRun]:
