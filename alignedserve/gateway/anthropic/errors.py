@@ -1,0 +1,49 @@
+"""Errors in the shape of Anthropic's API."""
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Scope
+
+from alignedserve.gateway.errors import Overloaded, error_headers, error_message, http_error_of
+from alignedserve.gateway.json_response import JsonResponse
+
+VERSION_HEADER = "anthropic-version"
+_PATH = "/v1/messages"
+_OVERLOADED_STATUS = 529
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    _OVERLOADED_STATUS: "overloaded_error",
+}
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether this request speaks Anthropic's API: by its path, or by the header that its clients send."""
+    path = scope["path"]
+    return path == _PATH or path.startswith(f"{_PATH}/") or VERSION_HEADER in Headers(scope=scope)
+
+
+def anthropic_error_response(error: Exception, *, request_id: str) -> Response:
+    """Return the HTTP response for this error."""
+    body = anthropic_error_body(error, request_id=request_id)
+    return JsonResponse(body, _status_of(error), headers=error_headers(error))
+
+
+def anthropic_error_body(error: Exception, *, request_id: str) -> bytes:
+    """Return the error object for this error."""
+    return error_object(error_message(error), _status_of(error), request_id)
+
+
+def error_object(message: str, status: int, request_id: str) -> bytes:
+    """Return the error object of a response with this status."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id})
+
+
+def _status_of(error: Exception) -> int:
+    return _OVERLOADED_STATUS if isinstance(error, Overloaded) else http_error_of(error).status

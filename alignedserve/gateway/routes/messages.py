@@ -1,0 +1,34 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from functools import partial
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from alignedserve.gateway.anthropic.message_format import MessageFormatter
+from alignedserve.gateway.anthropic.message_request import build_message_call, count_input_tokens
+from alignedserve.gateway.json_response import JsonResponse
+from alignedserve.gateway.openai.parsing import read_json
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
+from alignedserve.gateway.routes.generate import arrival_of, respond
+
+router = APIRouter()
+
+
+@router.post("/v1/messages", response_model=None)
+async def create_message(http: Request) -> Response:
+    """Answer a conversation."""
+    services = await rate_limited_services(http)
+    arrival = arrival_of(http, services)
+    body = await read_json(http, services.config)
+    call = await build_message_call(body, arrival, services, ignored_fields_of(http))
+    return respond(call.request, services, partial(MessageFormatter, asked=call.asked))
+
+
+@router.post("/v1/messages/count_tokens", response_model=None)
+async def count_tokens(http: Request) -> Response:
+    """Count the tokens of a prompt without answering it."""
+    services = await rate_limited_services(http)
+    body = await read_json(http, services.config)
+    return JsonResponse({"input_tokens": await count_input_tokens(body, services, ignored_fields_of(http))})
