@@ -1,5 +1,7 @@
 """Errors in the shape of Anthropic's API."""
 
+from typing import Any
+
 import orjson
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -36,13 +38,13 @@ def anthropic_error_response(error: Exception, *, request_id: str) -> Response:
 
 def anthropic_error_body(error: Exception, *, request_id: str) -> bytes:
     """Return the error object for this error."""
-    return error_object(error_message(error), _status_of(error), request_id)
+    return orjson.dumps(error_view(error_message(error), _status_of(error), request_id))
 
 
-def error_object(message: str, status: int, request_id: str) -> bytes:
+def error_view(message: str, status: int, request_id: str | None) -> dict[str, Any]:
     """Return the error object of a response with this status."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id})
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def _status_of(error: Exception) -> int:
