@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo cluster-demo chat eval test test-all faults check check-types check-style format bench install install-dev clean
+.PHONY: serve demo cluster-demo chat eval test test-all test-clients faults check check-types check-style format bench install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -38,6 +38,9 @@ test-all: install-dev  ## the longer ones as well; clusters first, as their time
 	@$(BIN)/python -m pytest -m "alone" tests/cluster
 	@$(BIN)/python -m pytest -m "slow and not gpu and not alone" -n 2 tests/cluster
 	@$(BIN)/python -m pytest -m "slow and not gpu" --ignore=tests/cluster
+
+test-clients: install-dev  ## clients of the field against a served model, in environments of their own (registries)
+	@$(BIN)/python -m pytest -m clients -n 0 tests/clients
 
 faults: install-dev  ## deliberate faults, each of which the default tests must catch: about ten minutes
 	@$(BIN)/python -m tests.faults.run --output benchmarks/results/faults_after.json

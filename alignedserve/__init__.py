@@ -1,8 +1,8 @@
-"""AlignedServe. `LLM` and `SamplingParams` are loaded when they are first asked for; importing this loads nothing."""
+"""AlignedServe. What it exports is loaded when it is first asked for; importing this loads nothing."""
 
 from typing import Any
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs"]
 
 
 def __getattr__(name: str) -> Any:
@@ -14,4 +14,8 @@ def __getattr__(name: str) -> Any:
         from alignedserve.core.request import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputs":
+        from alignedserve.runtime.grammar.constraints import StructuredOutputs
+
+        return StructuredOutputs
     raise AttributeError(f"module 'alignedserve' has no attribute {name!r}")

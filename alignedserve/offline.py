@@ -32,6 +32,8 @@ from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.device.devices import worker_devices
 from alignedserve.runtime.device.dtypes import has_native_bfloat16
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of
+from alignedserve.runtime.grammar.lark import serialize_alone
 from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
 from decode_worker.colocated.logic import ColocatedCommand
@@ -116,26 +118,48 @@ class LLM:
         self._root = prefix_root(b"", tenant="", salt="", form=b"")  # of one model, for one user
         self._perform(self._logic.on_event(PeerConnected(Role.ROUTER, _ROUTER), 0.0), {})
 
-    def generate(self, prompts: Sequence[str], sampling: SamplingParams | None = None) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: Sequence[str],
+        sampling: SamplingParams | None = None,
+        *,
+        structured_outputs: StructuredOutputs | None = None,
+    ) -> list[RequestOutput]:
         """Continue every prompt and return one output per prompt, in order.
 
-        Without `sampling`: greedily, for as long as context and `memory_bytes` allow. Raises ContextTooLong,
-        InvalidRequest for one that needs more cache than there is.
+        Without `sampling`: greedily, for as long as context and `memory_bytes` allow. `structured_outputs`: what every
+        output must match. Raises ContextTooLong, InvalidRequest for one that needs more cache than there is or a
+        constraint that is not supported.
         """
-        return self._run([self._tokenizer.encode(prompt) for prompt in prompts], sampling)
+        return self._run([self._tokenizer.encode(prompt) for prompt in prompts], sampling, structured_outputs)
 
-    def chat(self, messages: Sequence[str], sampling: SamplingParams | None = None) -> list[RequestOutput]:
+    def chat(
+        self,
+        messages: Sequence[str],
+        sampling: SamplingParams | None = None,
+        *,
+        structured_outputs: StructuredOutputs | None = None,
+    ) -> list[RequestOutput]:
         """Answer every message as the first of a conversation. Raises like `generate`."""
         now = datetime.now().astimezone()
         prompts = [self._tokenizer.encode_chat([{"role": "user", "content": text}], now=now) for text in messages]
-        return self._run(prompts, sampling)
+        return self._run(prompts, sampling, structured_outputs)
 
     def close(self) -> None:
         """End the engine's threads."""
         self._executor.close()
 
-    def _run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None) -> list[RequestOutput]:
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | None,
+        structured_outputs: StructuredOutputs | None,
+    ) -> list[RequestOutput]:
         requests = [self._request(prompt, sampling) for prompt in prompts]
+        if structured_outputs is not None:
+            grammar = serialize_alone(part_of(structured_outputs))
+            self._executor.check_grammar(grammar)
+            requests = [replace(one, sampling=replace(one.sampling, grammar=grammar)) for one in requests]
         outputs = {request.request_id: RequestOutput() for request in requests}
         commands: list[ColocatedCommand] = []
         for number, request in enumerate(requests):
@@ -154,6 +178,7 @@ class LLM:
         wanted = replace(wanted, max_tokens=min(wanted.max_tokens, max_tokens))
         if blocks_for(len(prompt) + wanted.max_tokens, _BLOCK_SIZE) > self._executor.num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
+        self._executor.check_grammar(wanted.grammar)
         request_id = RequestId(secrets.token_hex(8))
         return Request(request_id, tuple(prompt), wanted, reply_to="", arrival_s=0.0, prefix_root=self._root)
 

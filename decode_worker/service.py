@@ -33,7 +33,12 @@ class DecodeWorker:
         self._copier: BlockCopier = executor.copier(process_spec.identity(), transport=transport)
         self.iteration_log = logic.iteration_log
         self._driver: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
-            logic, process_spec, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
+            logic,
+            process_spec,
+            Codec(DecodeWorkerInbound),
+            self._perform,
+            process_spec.recorder(make),
+            executor.prepare,
         )
 
     async def start(self, *, router_at: str, pool_at: str) -> None:

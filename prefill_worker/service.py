@@ -31,7 +31,12 @@ class PrefillWorker:
         self._copies = LendingCopier(executor.copier(process_spec.identity()), memory)
         self._pool_name = pool_name
         self._driver: LogicDriver[CommonEvent | PrefillEvent, WorkCommand] = LogicDriver(
-            make(), process_spec, Codec(PrefillWorkerInbound), self._perform, process_spec.recorder(make)
+            make(),
+            process_spec,
+            Codec(PrefillWorkerInbound),
+            self._perform,
+            process_spec.recorder(make),
+            executor.prepare,
         )
 
     async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:

@@ -40,19 +40,19 @@ class PrefixIndex:
         bit, holders = self._bit_of(worker), self._holders
         if changed.is_complete:
             self._forget_held(bit)
+        num_held = self._num_held
         for name in changed.removed:
-            having = holders.get(name, 0)
-            if having == bit:
-                del holders[name]
-                self._num_held -= 1
-            elif having & bit:
-                holders[name] = having ^ bit
-                self._num_held -= 1
+            having = holders.pop(name, 0)
+            if having & bit:
+                num_held -= 1
+            if having & ~bit:
+                holders[name] = having & ~bit
         for name in changed.stored:
             having = holders.get(name, 0)
-            if not having & bit and self._num_held < self._max_names:
+            if not having & bit and num_held < self._max_names:
                 holders[name] = having | bit
-                self._num_held += 1
+                num_held += 1
+        self._num_held = num_held
 
     def forget(self, worker: str) -> None:
         """Forget a worker that is lost; what it was given must have been settled."""
@@ -113,6 +113,8 @@ class PrefixIndex:
         A run ends with the last block of which workers tell, or where what is expected ends.
         """
         holders, expected = self._holders, self._expected
+        if not self._may_have(block_names):
+            return {}
         ends: dict[int, int] = {}  # of runs, by the worker's bit
         running, end = -1, 0  # workers that hold every block so far that is told, and where the last one of these ends
         furthest = 0  # end of what is expected
@@ -130,6 +132,16 @@ class PrefixIndex:
         if end:
             _note_ends(ends, running, end)
         return {self._workers[bit]: length for bit, length in ends.items()}
+
+    def _may_have(self, block_names: bytes) -> bool:
+        """Return whether any worker has or will have the first of a context's blocks: of most prompts none does."""
+        for place in range(0, len(block_names), BLOCK_NAME_BYTES):
+            name = block_names[place : place + BLOCK_NAME_BYTES]
+            if name in self._expected:
+                return True
+            if is_told(name):
+                return name in self._holders
+        return False
 
     def _note_expected(self, ends: dict[int, int], running: int, place: int, block_names: bytes) -> None:
         """Note how far workers that have all blocks before this place are to compute those from there on."""

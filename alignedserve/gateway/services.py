@@ -9,6 +9,7 @@ from alignedserve.gateway.backend.interface import CompletionBackend
 from alignedserve.gateway.backend.readiness_probe import ReadinessProbe
 from alignedserve.gateway.errors import Overloaded, UnknownModel
 from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.grammar_checker import GrammarChecker
 from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.prefix_hasher import PrefixHasher
@@ -49,6 +50,7 @@ class Services:
     metrics: GatewayMetrics
     limiter: RequestLimiter
     readiness_probe: ReadinessProbe
+    grammars: GrammarChecker
     files_api: FilesApi | None = None  # None: files and batches are not served
     prefix_hasher: PrefixHasher | None = None  # None: the prefix cache is off
 
@@ -88,6 +90,7 @@ def build_services(
         metrics=GatewayMetrics(model.name, backend.status, backend.num_answers),
         limiter=RequestLimiter(config.max_concurrent_requests),
         readiness_probe=ReadinessProbe(backend, token_id=probe_token_id, reply_to=reply_to),
+        grammars=GrammarChecker(tokenizer, model.eos_token_ids),
         files_api=files_api,
         prefix_hasher=prefix_hasher,
     )

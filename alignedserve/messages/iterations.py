@@ -100,11 +100,12 @@ class IterationTimes(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class IterationCompleted:
-    """Event: the iteration has ended. A failed request gave no usable logits."""
+    """Event: the iteration has ended. A failed request gave no usable logits, or has a reason of its own."""
 
     sampled: tuple[SampledToken, ...]
     prompt_scores: tuple[PromptScores, ...] = ()
     failed: tuple[RequestId, ...] = ()
+    reasons: tuple[tuple[RequestId, str], ...] = ()  # of failed ones: why no token can follow under their grammar
     # None from a stand-in that has no engine. Two iterations with the same outcome are equal, however long they took.
     times: IterationTimes | None = field(default=None, compare=False)
 

@@ -31,7 +31,7 @@ BlockNames = Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_NAMES * BLOCK_NA
 
 
 class PrefixBlocksChanged(Message, frozen=True):
-    """Worker or pool to router, when they changed: blocks of its prefix cache, by their hashes' first bytes.
+    """Worker or pool to router, when a prompt is computed or with a tick: changes of its cached blocks, by their names.
 
     Of four blocks about one is told (`names_told`): the router hears of every worker's, and a run whose end is known to
     two or three blocks places a prompt as well. Removed ones first, then stored ones: a block in both is there.

@@ -23,6 +23,7 @@ from alignedserve.messages.wire import Message
 _GENERATED = "generated_token_ids"
 _NO_LOGPROB = TokenLogprob(0, 0.0)
 _ONE_TOKEN = (0,)
+_SOME_GRAMMAR = "redacted"  # that there is one says when an answer ends, see finish_reason
 _HASHED_BYTES = 4
 _DIGEST_BYTES = 32
 _MAX_TOKEN = (1 << 31) - 1
@@ -187,8 +188,9 @@ class Redactor:
     def _request(self, request: Request) -> Request:
         prompt, root = self._policy.prompt(request), self._policy.hashes(request.prefix_root)
         sampling = request.sampling
-        if sampling.logit_bias:
-            sampling = dataclasses.replace(sampling, logit_bias=())
+        if sampling.logit_bias or sampling.grammar:
+            grammar = sampling.grammar and _SOME_GRAMMAR
+            sampling = dataclasses.replace(sampling, logit_bias=(), grammar=grammar)
         return dataclasses.replace(request, prompt_token_ids=prompt, sampling=sampling, prefix_root=root)
 
     def _sampled(self, token: SampledToken) -> SampledToken:

@@ -97,8 +97,16 @@ class IterationCycle(Generic[RequestT, CommandT]):
                 commands += self._router.finished(one)
             elif self._proceed is not None:
                 commands += self._proceed(one)
+        reasons = dict(event.reasons)
         for request_id in event.failed:
             one = requests[request_id]
             commands += self._release(one)
-            commands += self._router.failed(one, FailureKind.INTERNAL, "the model gave no usable logits")
+            commands += self._router.failed(one, *_failure(reasons.get(request_id)))
         return [*scored, *group_by_gateway(deltas), *commands]
+
+
+def _failure(reason: str | None) -> tuple[FailureKind, str]:
+    """Return how a failed request is reported; `reason`: why its grammar cannot be followed."""
+    if reason is None:
+        return FailureKind.INTERNAL, "the model gave no usable logits"
+    return FailureKind.UNSERVABLE, reason

@@ -109,7 +109,7 @@ class ColocatedLogic:
             case Ticked():
                 if self._moves is not None:
                     self._measure_lean()
-                return [*self._hang_up_unused(now), *self._router.totals(self.iteration_log, now)]
+                return [*self._hang_up_unused(now), *self._router.totals(self.iteration_log, now), *self._tell_blocks()]
             case _ if self._pooled is not None and self._pooled.takes(event):
                 return self._on_pool(self._pooled, event, now)
             case _ if self._moves is not None:
@@ -233,7 +233,7 @@ class ColocatedLogic:
         self._performer.completed()
         self._scheduler.completed(self._state, now=now, duration_s=self._iterations.end(event, now))
         self._requests.store_filled(event.failed)
-        commands = [*self._tell_blocks(), *self._iterations.outcome(event, self._requests.by_id)]
+        commands = [*self._tell_prompts(event), *self._iterations.outcome(event, self._requests.by_id)]
         for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
             self._requests.drop(tracked)
             if tracked.successor is not None:
@@ -264,6 +264,15 @@ class ColocatedLogic:
             num_prefix_evictions=prefixes.blocks.num_evicted if prefixes is not None else 0,
         )
         return self._router.load(load)
+
+    def _tell_prompts(self, event: IterationCompleted) -> list[ColocatedCommand]:
+        """Tell the router of blocks before it hears that a prompt is complete, as it ceases to expect them then.
+
+        What decodes fill is told with the next tick: thousands of workers tell a router at most so often.
+        """
+        by_id = self._requests.by_id
+        is_complete = any(not by_id[token.request_id].is_prefilled for token in event.sampled)
+        return self._tell_blocks() if is_complete else []
 
     def _tell_blocks(self, *, is_new: bool = False) -> list[ColocatedCommand]:
         """Tell the router which blocks have come and gone; all of them if it is new."""

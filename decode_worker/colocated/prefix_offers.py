@@ -3,8 +3,8 @@
 A block that enters the worker's cache is offered to the pool, together with all others that did since the last offer:
 one message for those that the pool has already. It answers with places for those that it lacks and keeps; they are
 copied and reported with their checksums. There is one offer at a time, so that a slow pool gets fewer and larger ones,
-and after its copies a rest of several times as long, so that they take a small part of one core at most. Small offers
-are a quarter of a second apart.
+and after its copies a rest of several times as long, so that they take a small part of one core at most. Offers are a
+quarter of a second apart, and a second where little is new: messages cost as much as copies of single blocks.
 
 Nothing is held for a copy, as policies count on the blocks that are free. One that has left the cache before the copy
 was done may have been overwritten in the middle of it: it is not reported, nor are those after it.
@@ -29,7 +29,9 @@ from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, c
 
 _OFFERED_BYTES = 64 << 20  # in one offer: loads of blocks wait for its copies
 _REST = 4.0  # times the duration of the last copies, until the next offer
-_SPACING_S = 0.25  # of offers that take all there is: decoding requests fill a block in most iterations
+_SPACING_S = 0.25  # of offers that take all there is
+_SMALL_SPACING_S = 1.0  # before one of fewer blocks than this: decoding requests fill one in most iterations
+_MANY_BLOCKS = 64
 _REFUSED_REST_S = 1.0  # where the pool has no room
 _NO_REQUEST = RequestId("")  # blocks of a prefix belong to none
 
@@ -59,6 +61,7 @@ class PrefixOffers:
         self._offered: list[_Offer] = []  # awaiting the pool's answer
         self._writing: dict[int, _Offer] = {}  # by lease
         self._began_s = self._rests_until_s = 0.0
+        self._gathers_until_s = 0.0  # unless many blocks are new
         self.num_stored = 0  # blocks written, since it started
 
     # --- the worker's cache
@@ -84,7 +87,7 @@ class PrefixOffers:
         self._pool = pool
         self._max_offered = max(_OFFERED_BYTES // block_bytes, 1)
         self._new = dict.fromkeys(sorted(self._cached, key=lambda block: block.depth))
-        self._rests_until_s = 0.0
+        self._rests_until_s = self._gathers_until_s = 0.0
 
     def disconnected(self) -> None:
         """Stop: a pool that is gone wants nothing. Copies under way end by themselves."""
@@ -96,11 +99,14 @@ class PrefixOffers:
         """Offer what is new, unless an offer is under way."""
         if not self._new or self._pool is None or self._offered or self._writing or now < self._rests_until_s:
             return []
+        if now < self._gathers_until_s and len(self._new) < _MANY_BLOCKS:
+            return []
         taken = [block for block, _ in zip(self._new, range(self._max_offered), strict=False)]
         for block in taken:
             del self._new[block]
         if not self._new:
             self._rests_until_s = now + _SPACING_S
+            self._gathers_until_s = now + _SMALL_SPACING_S
         self._offered = [_Offer(part) for part in _in_parts(taken)]
         return [Send(self._pool, StorePrefixBlocks(tuple(_part_of(offer) for offer in self._offered)))]
 

@@ -40,7 +40,12 @@ class ColocatedWorker:
         if memory is not None or pool_at is not None:
             self._copies = LendingCopier(executor.copier(process_spec.identity(), transport=transport), memory)
         self._driver: LogicDriver[CommonEvent | ColocatedEvent, RunIteration | CopyCommand] = LogicDriver(
-            logic, process_spec, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
+            logic,
+            process_spec,
+            Codec(DecodeWorkerInbound),
+            self._perform,
+            process_spec.recorder(make),
+            executor.prepare,
         )
 
     async def start(self, *, router_at: str, listen_at: str | None = None) -> None:

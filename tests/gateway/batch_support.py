@@ -126,7 +126,7 @@ async def batch_gateway(
     api_keys: tuple[str, ...] = (),
     is_driven: bool = True,
     max_in_flight: int = 8,
-    strict: bool = False,
+    gateway_config: GatewayConfig | None = None,
     **config: Any,
 ) -> AsyncIterator[BatchGateway]:
     records = MemoryRecords()
@@ -138,7 +138,7 @@ async def batch_gateway(
         backend=backend,
         tokenizer=tokenizer(),
         model=model,
-        config=GatewayConfig(strict=strict),
+        config=gateway_config or GatewayConfig(),
         api_keys=api_keys,
         reply_to="unix:/nowhere",
         files_api=FilesApi(stores, batches),

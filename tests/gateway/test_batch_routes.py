@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from alignedserve.batches import run
+from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import FinishReason, Request, RequestClass
 from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.errors import GenerationFailed, Overloaded, Unavailable
@@ -62,13 +63,14 @@ async def test_bad_lines_do_not_stop_the_others(tmp_path: Path) -> None:
             chat_line("stream", stream=True),
             chat_line("tier", service_tier="priority"),
             chat_line("deep", messages=json.loads("[" * 40 + "]" * 40)),
-            chat_line("also good"),
+            chat_line("schema", structured_outputs={"json": {"not": {}}}),
+            chat_line("also good", structured_outputs={"json": {"type": "object"}}),
         ]
     )
     async with batch_gateway(tmp_path) as served:
         done = await served.wait_for((await served.submit(content))["id"])
         assert done["status"] == "completed"
-        assert done["request_counts"] == {"total": 7, "completed": 2, "failed": 5}
+        assert done["request_counts"] == {"total": 8, "completed": 2, "failed": 6}
         assert custom_ids(await served.results(done["output_file_id"])) == ["also good", "good"]
         errors = {one["custom_id"]: one for one in map(json.loads, await served.results(done["error_file_id"]))}
     codes = {name: error["response"]["body"]["error"]["code"] for name, error in errors.items()}
@@ -78,6 +80,7 @@ async def test_bad_lines_do_not_stop_the_others(tmp_path: Path) -> None:
         "stream": "unsupported_parameter",
         "tier": "unsupported_parameter",
         "deep": "invalid_json",
+        "schema": "invalid_json_schema",
     }
     assert {error["response"]["status_code"] for error in errors.values()} == {400}
 
@@ -85,7 +88,7 @@ async def test_bad_lines_do_not_stop_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strict", [False, True])
 async def test_lines_name_their_ignored_fields(tmp_path: Path, strict: bool) -> None:
     content = chat_line("a", nonsense=1, mood="good") + b"\n" + chat_line("b")
-    async with batch_gateway(tmp_path, strict=strict) as served:
+    async with batch_gateway(tmp_path, gateway_config=GatewayConfig(strict=strict)) as served:
         done = await served.wait_for((await served.submit(content))["id"])
         results = [json.loads(line) for line in await served.results(done["output_file_id"])]
     bodies = {one["custom_id"]: one["response"]["body"] for one in results}

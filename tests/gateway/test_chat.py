@@ -49,6 +49,19 @@ async def test_usage_comes_in_a_chunk_of_its_own() -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == 3
 
 
+async def test_the_usage_so_far_in_every_chunk() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with gateway(saying("the quick brown fox")) as served:
+        for ask in (served.chat, served.complete):
+            chunks = chunks_of(await ask(stream=True, stream_options=options, headers={"x-slo-ttft-ms": "9000"}))
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts)
+            assert counts[0] < counts[-1] == 5
+            assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
+        alone = chunks_of(await served.chat(stream=True, stream_options={"continuous_usage_stats": True}))
+    assert all("usage" not in chunk for chunk in alone)
+
+
 @pytest.mark.parametrize("tokens_per_step", [1, 2, 50])
 @pytest.mark.parametrize(
     ("stop", "shown"),

@@ -91,7 +91,7 @@ async def test_every_described_field_is_known(schema: str) -> None:
     """A field of OpenAI's is either served or refused by name, never called unrecognized."""
     names = _field_names({"$ref": f"#/components/schemas/{schema}"})
     assert len(names) > 15
-    async with gateway() as served:
+    async with gateway(strict=True) as served:
         for name in sorted(names - {"model", "messages", "prompt"}):
             ask = served.chat if "Chat" in schema else served.complete
             odd: dict[str, Any] = {name: {"odd": ["value"]}}

@@ -298,7 +298,7 @@ class RoomCluster:
         while len(tokens) < sampling.max_tokens:
             tokens.append(engine.execute([StepSlice(request_id, num_tokens)]).sampled[0].token_id)
             num_tokens = 1
-            if tokens[-1] in worker.eos_token_ids and not sampling.ignore_eos:
+            if tokens[-1] in worker.eos_token_ids and (not sampling.ignore_eos or sampling.grammar):
                 break
         worker.close()
         return tokens

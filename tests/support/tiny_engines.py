@@ -20,6 +20,7 @@ from alignedserve.runtime.engine.cuda_graphs import Capture
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.engine.step_batch import BatchBuilder
+from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weight_files import load_weights
@@ -69,6 +70,7 @@ class TinyEngine:
         capture: Capture | None = None,
         has_hidden_cache: bool = False,
         cache_dtype: str | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
         has_scratch = capture is not None or decoder.device.type != "cpu"
         self.storage = poisoned_storage(decoder, has_scratch=has_scratch, cache_dtype=cache_dtype)
@@ -81,6 +83,7 @@ class TinyEngine:
             streams=streams,
             capture=capture,
             hidden_block_tokens=decoder.config.hidden_block_tokens(BLOCK_SIZE) if has_hidden_cache else None,
+            masks=masks,
         )
         self.free_blocks = shuffled_blocks(seed)
         self.blocks: dict[str, tuple[BlockId, ...]] = {}

@@ -168,7 +168,7 @@ class MessagesRequest(PromptFields):
     stream: bool = False
     temperature: float = Field(1.0, ge=0.0, le=1.0)
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = Field(0, ge=0)
     metadata: Metadata | None = None
     # The last two are ours: a best-effort class, and one before others.
     service_tier: Literal["auto", "standard_only", "priority", "flex"] = "auto"

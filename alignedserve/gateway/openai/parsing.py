@@ -111,9 +111,6 @@ def check_shape(body: Any, max_depth: int) -> None:
 
 
 def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
-    options = fields.get("stream_options")
-    if isinstance(options, dict):
-        fields["stream_options"] = without_neutral(options, unsupported.STREAM_OPTIONS, "stream_options.")
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     if fields.get("service_tier") in unsupported.SERVICE_TIERS:

@@ -15,6 +15,7 @@ from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.gateway.openai.prompt_encoding import Prompt, check_token_ids, encode_chat, encode_prompts
 from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER, TPOT_HEADER, TTFT_HEADER, parse_slo
+from alignedserve.gateway.openai.structured_output import answer_grammar
 from alignedserve.gateway.services import Services
 
 _TOKEN_ID = re.compile(r"\d{1,9}", re.ASCII)
@@ -64,6 +65,7 @@ class GenerationRequest:
     has_logprobs: bool
     includes_usage: bool  # streams only
     echoes: bool  # completions only
+    has_continuous_usage: bool = False  # every chunk shows the usage so far
     ignored_fields: tuple[str, ...] = ()  # named in the response's body, where it has no headers (lines of batches)
 
     @property
@@ -78,6 +80,7 @@ class _OutputFields(NamedTuple):
     max_tokens: int | None
     num_logprobs: int | None
     num_prompt_logprobs: int | None
+    grammar: str  # what the answer must match; empty: anything
     default_max_tokens: int | None = None  # at most the rest of the context; None: all of it
 
 
@@ -91,7 +94,8 @@ async def build_chat_request(chat: ChatCompletionRequest, arrival: Arrival, serv
     if chat.max_tokens is not None and max_tokens != chat.max_tokens:
         raise InvalidRequest("max_tokens and max_completion_tokens differ.", param="max_tokens")
     num_logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    return _build(chat, (prompt,), arrival, services, _OutputFields(max_tokens, num_logprobs, None))
+    output = _OutputFields(max_tokens, num_logprobs, None, await answer_grammar(chat, services))
+    return _build(chat, (prompt,), arrival, services, output)
 
 
 async def build_completion_request(
@@ -103,7 +107,10 @@ async def build_completion_request(
     if completion.max_tokens == 0 and not completion.echo:
         raise InvalidRequest("max_tokens must be at least 1, or echo must be true.", param="max_tokens")
     num_prompt_logprobs = completion.logprobs if completion.echo else None
-    output = _OutputFields(completion.max_tokens, completion.logprobs, num_prompt_logprobs, _DEFAULT_COMPLETION_TOKENS)
+    grammar = await answer_grammar(completion, services)
+    output = _OutputFields(
+        completion.max_tokens, completion.logprobs, num_prompt_logprobs, grammar, _DEFAULT_COMPLETION_TOKENS
+    )
     return _build(completion, prompts, arrival, services, output)
 
 
@@ -125,6 +132,7 @@ def _build(
         is_streamed=fields.stream,
         has_logprobs=output.num_logprobs is not None,
         includes_usage=fields.includes_usage,
+        has_continuous_usage=fields.has_continuous_usage,
         echoes=isinstance(fields, CompletionRequest) and fields.echo,
     )
 
@@ -188,7 +196,7 @@ def _sampling_params(
         min_tokens=fields.min_tokens,
         temperature=fields.temperature,
         top_p=fields.top_p,
-        top_k=fields.top_k,
+        top_k=max(fields.top_k, 0),
         min_p=fields.min_p,
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
@@ -198,6 +206,7 @@ def _sampling_params(
         logit_bias=_logit_bias(fields, services),
         num_logprobs=output.num_logprobs,
         num_prompt_logprobs=output.num_prompt_logprobs,
+        grammar=output.grammar,
     )
 
 

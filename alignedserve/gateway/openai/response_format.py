@@ -127,7 +127,7 @@ class ChatFormatter(ResponseFormatter):
         super().__init__(generation)
         empty = orjson.dumps(self._envelope(self.chunk_kind, []))
         self._head = b"data: " + empty[: -len(b"]}")]
-        self._tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
+        self._plain_tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
 
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the role once, then text, then the finish reason."""
@@ -159,8 +159,13 @@ class ChatFormatter(ResponseFormatter):
     ) -> bytes:
         choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (index, delta, logprobs, reason)
         if not extension:
-            return self._head + choice + self._tail
-        return self._head + choice + b"]," + orjson.dumps(extension)[1:-1] + self._tail[1:]
+            return self._head + choice + self._tail()
+        return self._head + choice + b"]," + orjson.dumps(extension)[1:-1] + self._tail()[1:]
+
+    def _tail(self) -> bytes:
+        if not self._request.has_continuous_usage:
+            return self._plain_tail
+        return b'],"usage":' + orjson.dumps(self._generation.usage()) + b"}\n\n"
 
 
 class CompletionFormatter(ResponseFormatter):
@@ -176,7 +181,7 @@ class CompletionFormatter(ResponseFormatter):
             return b""
         chunk = self._envelope(self.chunk_kind, [self._choice(index, [delta], begins_with_prompt)])
         if self._request.includes_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self._generation.usage() if self._request.has_continuous_usage else None
         if delta.finish_reason is not None:
             chunk |= self._last_chunk_extension()
         return event(orjson.dumps(chunk))

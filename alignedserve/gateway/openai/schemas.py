@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field, PlainValidator
 
+from alignedserve.gateway.openai.constraint_fields import ConstraintFields
+from alignedserve.gateway.openai.hints import Hints
 from alignedserve.gateway.schema import Schema
 
 MAX_STOP_STRING_LEN = 1024
@@ -20,9 +22,11 @@ class StreamOptions(Schema):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with include_usage: the usage so far in every chunk, as vLLM has it
+    include_obfuscation: bool | None = None  # without effect: chunks are not padded
 
 
-class GenerationFields(Schema):
+class GenerationFields(ConstraintFields, Hints):
     """Fields of chat completions and completions alike. Unset means OpenAI's default."""
 
     model: str
@@ -39,7 +43,7 @@ class GenerationFields(Schema):
     max_tokens: int | None = Field(None, ge=0)
     service_tier: ServiceTierName = "auto"
     # Extensions, by the names that other open servers use.
-    top_k: int = 0
+    top_k: int = Field(0, ge=-1)  # 0 and -1: no limit
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
@@ -47,15 +51,17 @@ class GenerationFields(Schema):
     stop_token_ids: TokenIdList = Field(default_factory=list)
     priority: int | None = Field(None, ge=-1000, le=1000)  # smaller goes first; by service_tier when unset
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LEN)  # shares prefixes with equal ones
-    # Hints about the end user; they never change an answer.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @property
     def includes_usage(self) -> bool:
         """True when the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage is True
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """True when every chunk of the stream has the usage so far."""
+        options = self.stream_options
+        return self.includes_usage and options is not None and options.continuous_usage_stats is True
 
 
 class TextPart(Schema):
@@ -63,6 +69,7 @@ class TextPart(Schema):
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # without effect: see Hints
 
 
 class ChatMessage(Schema):

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's API that are not supported, each with its neutral values.
+"""Fields of OpenAI's API, and of other servers', that are not supported, each with its neutral values.
 
 Neutral values ask for nothing and are accepted; any other is refused by name. JSON null is always neutral.
 """
@@ -8,30 +8,61 @@ from typing import Any
 
 NeutralValues = Mapping[str, tuple[Any, ...]]
 
+# Fields of other open servers that change an answer, on both endpoints: never ignored as those that nobody knows are.
+OTHER_SERVERS: NeutralValues = {
+    # Adapters.
+    "adapter": (),
+    "adapter_id": (),
+    "lora": ([],),
+    "lora_path": (),
+    "lora_request": (),
+    # Other inputs than text.
+    "images": ([],),
+    "image_data": (),
+    "input_embeds": (),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    # Constraints.
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "ebnf": (),
+    "format": (),
+    "grammar": ("",),
+    "json_schema": (),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "regex": (),
+    "stop_regex": ([],),
+    "structural_tag": (),
+    # Other ways to choose tokens.
+    "early_stopping": (False,),
+    "length_penalty": (1.0, 1),
+    "mirostat": (0,),
+    "typical_p": (1.0, 1),
+    "use_beam_search": (False,),
+    # Other prompts and answers.
+    "chat_template": (),
+    "documents": ([],),
+    "prompt_logprobs": (),
+}
 CHAT: NeutralValues = {
+    **OTHER_SERVERS,
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
 COMPLETION: NeutralValues = {
+    **OTHER_SERVERS,
     "best_of": (1,),
     "suffix": (),
 }
-STREAM_OPTIONS: NeutralValues = {"include_obfuscation": (False,)}
 MESSAGE: NeutralValues = {
     "audio": (),
     "function_call": (),
@@ -40,7 +71,7 @@ MESSAGE: NeutralValues = {
     "tool_call_id": (),
     "tool_calls": ([],),
 }
-PART: NeutralValues = {"prompt_cache_breakpoint": ()}
+PART: NeutralValues = {}
 SERVICE_TIERS = ("scale",)
 ROLES = ("tool", "function")
 PART_TYPES = ("image_url", "input_audio", "file", "refusal")

@@ -80,20 +80,23 @@ class ResponsesFormatter:
         """Return the events for what became visible; the first ones tell of the response itself."""
         begin = b"" if self._num_events else self._opening_events()
         self._finish_reason = delta.finish_reason or self._finish_reason
-        return begin + self._sent(self._output.add(delta))
+        return begin + self._numbered(self._output.add(delta))
 
     def closing_events(self) -> bytes:
-        """Return the events that end the last item and the response."""
-        events = self._sent(self._output.end(is_complete=not self._is_cut))
+        """Return the events that end the last item and the response. A failure until they are sent takes their place."""
+        num_sent = self._num_events
+        events = self._numbered(self._output.end(is_complete=not self._is_cut))
         self._end()
-        return events + self._sent([self._response_event(self.response["status"])])
+        events += self._numbered([self._response_event(self.response["status"])])
+        self._num_events = num_sent
+        return events
 
     def failure_events(self, error: Exception) -> bytes:
         """Return the event of a response that failed: it holds the items so far."""
         message = orjson.loads(error_body(error))["error"]["message"]
         failed = {"status": "failed", "error": {"code": "server_error", "message": message}}
         self.response |= failed | {"output": self._output.items}
-        return self._sent([self._response_event("failed")])
+        return self._numbered([self._response_event("failed")])
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response."""
@@ -111,7 +114,7 @@ class ResponsesFormatter:
         return self._finish_reason is FinishReason.LENGTH
 
     def _opening_events(self) -> bytes:
-        return self._sent(self._response_event(name) for name in ("created", "in_progress"))
+        return self._numbered(self._response_event(name) for name in ("created", "in_progress"))
 
     def _end(self) -> None:
         self.response |= {"output": self._output.items, "usage": _usage(self._generation.usage())}
@@ -124,7 +127,7 @@ class ResponsesFormatter:
     def _response_event(self, name: str) -> Event:
         return {"type": f"response.{name}", "response": self.response}
 
-    def _sent(self, events: Iterable[Event]) -> bytes:
+    def _numbered(self, events: Iterable[Event]) -> bytes:
         """Number the events, and encode each before the next one changes an item."""
         return b"".join(self._encoded(event) for event in events)
 

@@ -110,5 +110,5 @@ class OutputBuilder:
         name = f"{_PART_KINDS[self._open]}.{suffix}"
         return self._event(name, item_id=self.items[-1]["id"], content_index=0, **members)
 
-    def _event(self, name: str, **members: Any) -> Event:
+    def _event(self, name: str, /, **members: Any) -> Event:
         return {"type": f"response.{name}", "output_index": len(self.items) - 1, **members}

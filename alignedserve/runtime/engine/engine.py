@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from alignedserve.runtime.engine.hidden_cache import HiddenContexts
 from alignedserve.runtime.engine.last_tokens import LastTokenContexts, LastTokenPlanner
 from alignedserve.runtime.engine.sampler import Draw, Sampler, logprob_entries
 from alignedserve.runtime.engine.step_batch import BatchBuilder, StepBatch
+from alignedserve.runtime.engine.step_output import PromptLogprobs, StepOutput, StepSlice, StepTimes
 from alignedserve.runtime.grammar.token_masks import StepMasks, TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.decode_pass import HighestLogits
@@ -37,44 +37,6 @@ _PROMPT_LOGPROB_ROWS = 64
 COMPUTE = "compute"  # the stream of forward passes
 # In place of a token where logits were not numbers.
 _NO_TOKEN = -1
-
-
-class StepSlice(NamedTuple):
-    """Work of one sequence in one step: compute its next `num_tokens` known tokens."""
-
-    request_id: RequestId
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of consecutive prompt tokens."""
-
-    request_id: RequestId
-    first_position: int  # of the prompt token that entries[0] is about; 1 or more
-    entries: tuple[TokenLogprob, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """The parts of one step's time, in seconds."""
-
-    prepare_s: float
-    forward_s: float  # the pass and its logits
-    sampling_s: float  # and the log-probabilities of prompt tokens
-    attention_s: float  # of the pass, as Decoder.attention_s
-    chunk_attention_s: float  # likewise
-    padded_share: float  # of attention_s, see StepAttention
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """The results of one step."""
-
-    sampled: list[SampledToken]  # of every sequence whose slice reached its last known token, in any order
-    failed: list[RequestId]  # their logits were not numbers: no token; remove them
-    prompt_logprobs: list[PromptLogprobs]
-    times: StepTimes
 
 
 @dataclass(slots=True)
@@ -251,7 +213,7 @@ class Engine:
         launch = self._launch(step)
         self._prepare_next(step)
         launch.computed.synchronize()
-        output = self._collect(launch)
+        sampled, failed = self._collect(launch)
         del launch.draw  # freeing a megabyte takes time as well, and belongs to the step
         forwarded = launch.forwarded if self.storage.device.type == "cpu" else time.perf_counter()
         times = StepTimes(
@@ -262,7 +224,7 @@ class Engine:
             chunk_attention_s=self.model.chunk_attention_s,
             padded_share=step.attention.padded_share,
         )
-        return StepOutput(*output, launch.prompt_logprobs, times)
+        return StepOutput(sampled, failed, self._reasons(failed), launch.prompt_logprobs, times)
 
     # --- the parts of a step
 
@@ -351,6 +313,10 @@ class Engine:
         self._next_step = None
         good, bad = np.flatnonzero(is_usable).tolist(), np.flatnonzero(~is_usable).tolist()
         return [sampled[index] for index in good], [ids[index] for index in bad]
+
+    def _reasons(self, failed: list[RequestId]) -> dict[RequestId, str]:
+        found = {request_id: self._sampler.failure(self._table.row(request_id)) for request_id in failed}
+        return {request_id: reason for request_id, reason in found.items() if reason is not None}
 
     # --- the step after this one
 

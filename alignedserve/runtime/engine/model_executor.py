@@ -6,12 +6,13 @@ Prefill and decode workers differ in their decisions, not in how these are perfo
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from alignedserve.config.sections import EngineConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
@@ -24,6 +25,7 @@ from alignedserve.messages.iterations import (
     PromptScores,
     RunIteration,
 )
+from alignedserve.messages.wire import Message
 from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CPU, free_bytes, use_device
@@ -35,6 +37,7 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.engine.hidden_cache import recomputed_blocks
 from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
+from alignedserve.runtime.grammar.arrivals import prepare_grammars
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
@@ -203,6 +206,15 @@ class ModelExecutor:
             duration_s=duration_s,
         )
 
+    def prepare(self, message: Message) -> "Future[LLMatcher] | None":
+        """Begin what the requests of a message need; return what a new one waits for, if anything."""
+        return prepare_grammars(self._grammars, message)
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raise InvalidRequest for a grammar that answers of this model cannot follow; empty: there is none."""
+        if grammar:
+            self._grammars.check(grammar)
+
     def start_iteration(self, command: RunIteration, on_completed: Callable[[IterationCompleted], None]) -> None:
         """Perform one iteration on the compute thread."""
         self._threads.submit(_COMPUTE, lambda: self.run_iteration(command), on_completed)
@@ -228,7 +240,8 @@ class ModelExecutor:
             PromptScores(part.request_id, part.first_position, part.entries) for part in output.prompt_logprobs
         )
         sampled, failed = tuple(output.sampled), tuple(output.failed)
-        return IterationCompleted(sampled, scores, failed, _times_of(output.times, started, changed))
+        reasons = tuple(output.reasons.items())
+        return IterationCompleted(sampled, scores, failed, reasons, _times_of(output.times, started, changed))
 
     def _change_sequences(self, command: RunIteration) -> None:
         """Apply the command's changes to the engine's sequences."""

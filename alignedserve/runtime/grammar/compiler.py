@@ -8,7 +8,7 @@ from threading import Lock
 
 from llguidance import LLMatcher, LLTokenizer
 
-from alignedserve.core.errors import ModelError
+from alignedserve.core.errors import InvalidRequest, ModelError
 from alignedserve.runtime.grammar.limits import PARSER_LIMITS
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,13 @@ class GrammarCompiler:
             self._forget_oldest()
         return compiled
 
+    def check(self, grammar: str) -> None:
+        """Wait until a grammar is compiled. Raises InvalidRequest if it cannot be."""
+        try:
+            self.compile(grammar).result()
+        except GrammarError as error:
+            raise InvalidRequest(f"grammar: {error}.", param="grammar") from error
+
     def wait(self) -> None:
         """Wait until the vocabulary is loaded, if it can be."""
         self._vocabulary.exception()
@@ -72,11 +79,27 @@ class GrammarCompiler:
 
 def failure_of(matcher: LLMatcher) -> str:
     """Return the reason why a matcher gave up, without the client's words, which the rest of the message may hold."""
-    reason = str(matcher.stop_reason())
-    return _FAILURES.get(reason, "the grammar cannot be followed")
+    error = matcher.get_error()
+    named = (reason for phrase, reason in _REFUSALS.items() if phrase in error)
+    return _FAILURES.get(str(matcher.stop_reason())) or next(named, "the grammar cannot be followed")
 
 
 _FAILURES = {
     "ParserTooComplex": "the grammar is too complex: too many alternatives at once",
     "LexerTooComplex": "the grammar is too complex: a pattern of it has too many states",
+}
+# Phrases of llguidance's messages, the particular before the general.
+_REFUSALS = {
+    "oneOf constraints": "the JSON Schema keyword 'oneOf' is supported only where its options exclude each other",
+    "are not disjoint": "the JSON Schema keyword 'patternProperties' is supported only where no name matches two",
+    "min/maxProperties": "the JSON Schema keywords 'minProperties' and 'maxProperties' need all others in 'required'",
+    "stack level": "the JSON schema is nested too deep, or refers to itself in too many ways",
+    "'multipleOf'": "the JSON Schema keyword 'multipleOf' has too many digits",
+    "circular references": "the JSON Schema keyword '$ref' leads to itself beside other keywords",
+    "look-around": "a pattern has look-around, which is not supported",
+    "regex": "a pattern is not a regular expression, or too complex a one",
+    "NoExtension": "nothing matches the grammar",
+    "Unsatisfiable": "nothing matches the JSON schema",
+    "too large": "the grammar is too large",
+    "unknown special token": "the grammar names a token that the model does not have",
 }

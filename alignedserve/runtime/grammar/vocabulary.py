@@ -30,7 +30,26 @@ class _Words:
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         special = (token_id for token_id in range(vocab_size) if tokenizer.is_special(token_id))
         self.special_token_ids = sorted({*special, *eos_token_ids})
+        of_text = set(range(vocab_size)).difference(self.special_token_ids)
+        self._id_of = {self.tokens[token_id]: token_id for token_id in sorted(of_text, reverse=True)}
+        self._max_bytes = max(map(len, self._id_of), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the token ids of a text, none of them special."""
-        return self._tokenizer.encode_text(text)
+        """Return the token ids of text that a grammar forces: those that the model knows it by, if they spell it."""
+        token_ids = self._tokenizer.encode_text(text)
+        raw = text.encode()
+        if b"".join([self.tokens[token_id] for token_id in token_ids]) == raw:
+            return token_ids
+        return self._longest_first(raw)
+
+    def _longest_first(self, raw: bytes) -> list[int]:
+        """Return tokens of these bytes, the longest that fits first, as far as there are any."""
+        token_ids = []
+        while raw:
+            prefixes = (raw[:length] for length in range(min(len(raw), self._max_bytes), 0, -1))
+            known = next((prefix for prefix in prefixes if prefix in self._id_of), None)
+            if known is None:
+                break
+            token_ids.append(self._id_of[known])
+            raw = raw[len(known) :]
+        return token_ids

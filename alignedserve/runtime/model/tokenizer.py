@@ -106,9 +106,8 @@ class Tokenizer:
         return ids
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the token ids of plain text; special tokens spelled out in it are text as well."""
-        ids: list[int] = self._literal.encode(text, add_special_tokens=False).ids
-        return ids
+        """Return the token ids of plain text inside an answer: without special tokens, nor a space put before it."""
+        return self._encode_piece(text, is_literal=True, is_first=False)
 
     def encode_chat(
         self,

@@ -22,6 +22,7 @@ from alignedserve.messages.events import (
 )
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.messages.workers import RegistrationRefused
+from alignedserve.runtime.process.held_messages import HeldMessages, Prepare
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Peer
 from alignedserve.runtime.process.process_spec import ProcessSpec
@@ -43,11 +44,14 @@ class LogicDriver(Generic[EventT, CommandT]):
         codec: Codec,
         perform: Callable[[CommandT], None],
         recorder: Recorder | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
+        """`prepare`: begins what a message needs before the logic gets it, see HeldMessages."""
         self.links = LinkManager(process_spec.identity(), codec, self, process_spec.addresses)
         self._logic = logic
         self._perform = perform
         self._recorder = recorder
+        self._held = None if prepare is None else HeldMessages(prepare, self._receive)
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
@@ -82,18 +86,28 @@ class LogicDriver(Generic[EventT, CommandT]):
         if isinstance(message, RegistrationRefused):
             logger.error("the router refuses this process: %s", message.reason)
             return
-        self.dispatch(Received(peer.name, message))
+        if self._held is None:
+            self._receive(peer.name, message)
+        else:
+            self._held.take(peer.name, message)
 
     def on_lost(self, peer: Peer) -> None:
         """See LinkHandler."""
+        if self._held is not None:
+            self._held.drop(peer.name)
         self.dispatch(PeerDisconnected(peer.role, peer.name))
 
     async def close(self) -> None:
         """Stop ticking and drop the links."""
         self._timer.cancel()
+        if self._held is not None:
+            self._held.close()
         await self.links.close()
         if self._recorder is not None:
             self._recorder.close()
+
+    def _receive(self, peer: str, message: Message) -> None:
+        self.dispatch(Received(peer, message))
 
     def _tick(self) -> None:
         """Dispatch a tick, from a timer instead of a task: the loop then reports errors, which end a hosted process."""

@@ -1,11 +1,12 @@
 """A colocated worker with a prefix cache, step by step: blocks of four tokens."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import Request, SampledToken, SamplingParams
-from alignedserve.messages.events import PeerConnected, Send, SendTo
+from alignedserve.messages.events import PeerConnected, Send, SendTo, Ticked
 from alignedserve.messages.gateways import TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlockCopied, BlockReplacement, RunIteration
@@ -22,7 +23,7 @@ OTHER = prefix_root(b"key", tenant="another", salt="", form=b"")
 
 def of(name: str, *tokens: int, root: bytes = ROOT, **sampling: Any) -> Request:
     made = replace(request(name), prompt_token_ids=tokens, prefix_root=root)
-    return replace(made, sampling=SamplingParams(max_tokens=20, **sampling)) if sampling else made
+    return replace(made, sampling=SamplingParams(**{"max_tokens": 20} | sampling)) if sampling else made
 
 
 def worker(**sizes: Any) -> ColocatedHarness:
@@ -44,6 +45,11 @@ def alone(name: str, num_tokens: int) -> Step:
 def only(commands: list[Any]) -> RunIteration:
     (iteration,) = runs(commands)
     return iteration
+
+
+def told(commands: Sequence[object]) -> list[PrefixBlocksChanged]:
+    messages = [one.message for one in commands if isinstance(one, Send)]
+    return [one for one in messages if isinstance(one, PrefixBlocksChanged)]
 
 
 def test_a_request_that_begins_alike_computes_the_rest() -> None:
@@ -158,13 +164,22 @@ def test_a_router_that_is_new_is_told_all() -> None:
         made.completed()
     commands = made.sampled(first=2)
     assert not [one for one in commands if isinstance(one, Send) and getattr(one.message, "is_complete", False)]
-    (told,) = [
-        one.message
-        for one in made.do(PeerConnected(Role.ROUTER, ROUTER))
-        if isinstance(one, Send) and isinstance(one.message, PrefixBlocksChanged)
-    ]
-    assert told.is_complete
-    assert told.stored
+    (changed,) = told(made.do(PeerConnected(Role.ROUTER, ROUTER)))
+    assert changed.is_complete
+    assert changed.stored
+
+
+def test_the_router_hears_of_a_prompt_at_once_and_of_an_answer_with_the_tick() -> None:
+    made = worker()
+    made.begin(of("first", *range(5, 35), max_tokens=40))
+    made.follow(Step(first=30), *[Step(first=1)] * 39)
+    commands = made.sampled(first=50)
+    assert told(commands)
+    kinds = [type(one.message) for one in commands if isinstance(one, Send)]
+    assert kinds.index(PrefixBlocksChanged) < kinds.index(PrefillCompleted)
+    assert not any(told(made.sampled(first=51 + place)) for place in range(38))
+    assert told(made.do(Ticked()))
+    assert not told(made.do(Ticked()))
 
 
 def test_without_a_cache_a_root_leaves_no_trace() -> None:

@@ -1,0 +1,118 @@
+"""What clients ask answers to match, by vLLM's names, and the part of a grammar that each becomes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from llguidance.gbnf_to_lark import any_to_lark
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE, normalize_schema
+from alignedserve.runtime.grammar.lark import GrammarPart, quoted, regular_expression
+
+MAX_REGEX_LEN = 16 * 1024
+MAX_GRAMMAR_TEXT_LEN = 64 * 1024
+MAX_CHOICES = 1000
+MAX_CHOICES_LEN = 64 * 1024
+_MAX_WHITESPACE_LEN = 256
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """One constraint on an answer: exactly one of the first five is set.
+
+    Raises InvalidRequest naming the field.
+    """
+
+    json: Any = None  # a JSON schema, as an object or as JSON text
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # all of the answer matches it
+    choice: Sequence[str] | None = None  # the answer is one of these
+    grammar: str | None = None  # in llguidance's Lark, or in GBNF (recognised by `::=`)
+    disable_any_whitespace: bool = False  # of JSON: compact
+    whitespace_pattern: str | None = None  # of JSON: a regular expression of what may stand between two tokens
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidRequest(f"exactly one of {', '.join(_KINDS)} must be given")
+        is_json = self.json is not None or self.json_object
+        if (self.disable_any_whitespace or self.whitespace_pattern is not None) and not is_json:
+            raise InvalidRequest("whitespace can be chosen for JSON only", param="whitespace_pattern")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise InvalidRequest("whitespace cannot be disabled and have a pattern", param="whitespace_pattern")
+        if len(self.whitespace_pattern or "") > _MAX_WHITESPACE_LEN:
+            raise InvalidRequest(f"is longer than {_MAX_WHITESPACE_LEN} characters", param="whitespace_pattern")
+
+    @property
+    def kind(self) -> str:
+        """Name of the field that is set."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+
+
+def part_of(outputs: StructuredOutputs) -> GrammarPart:
+    """Return the constraint as a part of a grammar. Raises InvalidRequest, whose `param` is a field of `outputs`."""
+    kind = outputs.kind
+    try:
+        return _PARTS[kind](outputs)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), param=kind, code=error.code) from error
+
+
+def _json_part(outputs: StructuredOutputs) -> GrammarPart:
+    schema = outputs.json
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest("the JSON schema is not valid JSON", code="invalid_json_schema") from error
+    return {"json_schema": normalize_schema(schema, whitespace_pattern=_whitespace(outputs))}
+
+
+def _json_object_part(outputs: StructuredOutputs) -> GrammarPart:
+    return {"json_schema": normalize_schema({"type": "object"}, whitespace_pattern=_whitespace(outputs))}
+
+
+def _regex_part(outputs: StructuredOutputs) -> GrammarPart:
+    regex = outputs.regex or ""
+    _require(0 < len(regex) <= MAX_REGEX_LEN, f"the regular expression must have 1 to {MAX_REGEX_LEN} characters")
+    return {"lark_grammar": f"start: ANSWER\nANSWER: {regular_expression(regex)}"}
+
+
+def _choice_part(outputs: StructuredOutputs) -> GrammarPart:
+    choices = list(outputs.choice or ())
+    _require(0 < len(choices) <= MAX_CHOICES, f"there must be 1 to {MAX_CHOICES} choices")
+    _require(all(isinstance(choice, str) and choice for choice in choices), "choices must be texts, none empty")
+    _require(sum(map(len, choices)) <= MAX_CHOICES_LEN, f"the choices have more than {MAX_CHOICES_LEN} characters")
+    return {"lark_grammar": f"start: ANSWER\nANSWER: {' | '.join(map(quoted, choices))}"}
+
+
+def _grammar_part(outputs: StructuredOutputs) -> GrammarPart:
+    text = outputs.grammar or ""
+    _require(0 < len(text) <= MAX_GRAMMAR_TEXT_LEN, f"the grammar must have 1 to {MAX_GRAMMAR_TEXT_LEN} characters")
+    try:
+        return {"lark_grammar": any_to_lark(text)}
+    except Exception as error:  # the library raises nothing more precise
+        raise InvalidRequest("the grammar is not GBNF that can be read", code="invalid_grammar") from error
+
+
+def _whitespace(outputs: StructuredOutputs) -> str | None:
+    if outputs.disable_any_whitespace:
+        return None
+    return outputs.whitespace_pattern if outputs.whitespace_pattern is not None else FLEXIBLE_WHITESPACE
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise InvalidRequest(problem)
+
+
+_PARTS: dict[str, Callable[[StructuredOutputs], GrammarPart]] = {
+    "choice": _choice_part,
+    "grammar": _grammar_part,
+    "json": _json_part,
+    "json_object": _json_object_part,
+    "regex": _regex_part,
+}

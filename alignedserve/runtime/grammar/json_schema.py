@@ -1,0 +1,190 @@
+"""Checks JSON schemas and rewrites them for llguidance, so that every answer under them is valid.
+
+1. The size is bounded, then every schema within is read, keyword by keyword (schema_keywords.py); annotations go.
+2. What older drafts write otherwise is written as draft 2020-12 does; formats become patterns, integers have bounds.
+3. References must point to a schema that was read, and something finite must match.
+4. `oneOf` becomes `anyOf` where its options exclude each other; llguidance refuses the rest.
+"""
+
+from typing import Any
+from urllib.parse import unquote
+
+import orjson
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.runtime.grammar.exclusive_options import are_exclusive
+from alignedserve.runtime.grammar.finite_schemas import has_finite_instance
+from alignedserve.runtime.grammar.schema_formats import pattern_of
+from alignedserve.runtime.grammar.schema_keywords import (
+    ANNOTATIONS,
+    NEUTRAL,
+    READERS,
+    Path,
+    check_dialect,
+    unsupported_keyword,
+)
+
+MAX_SCHEMA_BYTES = 256 * 1024
+MAX_PROPERTIES = 2000
+MAX_OPTIONAL_PROPERTIES = 300  # of one object: any of them may come next, and the parser keeps them all in mind
+_MAX_PATH_LEN = 64
+_MAX_INTEGER = (1 << 53) - 1
+
+# Bounded: a model cannot go on with white space for ever. A space, or a new line with its indentation.
+FLEXIBLE_WHITESPACE = r" |\n[ \t]{0,32}"
+
+
+def normalize_schema(schema: Any, *, whitespace_pattern: str | None = FLEXIBLE_WHITESPACE) -> dict[str, Any]:
+    """Return the schema for `%json` or `json_schema` of llguidance, with options that keep answers valid and finite.
+
+    `whitespace_pattern`: a regular expression of what may stand between two tokens of JSON; None: nothing.
+    Raises InvalidRequest naming the keyword, without a `param`.
+    """
+    _check_size(schema)
+    reader = _Reader()
+    read = reader.schema(schema, ())
+    targets = reader.targets(read)
+    if not has_finite_instance(read, targets):
+        raise InvalidRequest("no finite JSON value matches the schema", code="invalid_json_schema")
+    for holder in reader.one_ofs:
+        if are_exclusive(holder["oneOf"], targets):
+            _with_any_of(holder)
+    return {**({} if read is True else read), "x-guidance": _options(whitespace_pattern)}
+
+
+class _Reader:
+    """Reads one document; counts over all of its schemas."""
+
+    def __init__(self) -> None:
+        self._paths: set[Path] = set()
+        self._references: set[str] = set()
+        self._num_properties = 0
+        self.one_ofs: list[dict[str, Any]] = []
+
+    def schema(self, schema: Any, path: Path) -> Any:
+        """Return the schema at this path, checked and rewritten. Raises InvalidRequest."""
+        self._paths.add(path)
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise InvalidRequest("a JSON schema must be an object or a boolean", code="invalid_json_schema")
+        if len(path) > _MAX_PATH_LEN:
+            raise InvalidRequest("the JSON schema is nested too deep", code="invalid_json_schema")
+        read = {}
+        for keyword, value in schema.items():
+            if not self._is_without_effect(keyword, value, path):
+                if keyword not in READERS:
+                    raise unsupported_keyword(keyword)
+                read[keyword] = READERS[keyword](self, keyword, value, path)
+        if "oneOf" in read:
+            self.one_ofs.append(read)
+        return _rewritten(read)
+
+    def reference(self, pointer: str) -> str:
+        """Note a reference to another place of the document."""
+        self._references.add(pointer)
+        return pointer
+
+    def property_names(self, names: list[str]) -> None:
+        """Count properties. Raises InvalidRequest."""
+        self._num_properties += len(names)
+        if self._num_properties > MAX_PROPERTIES:
+            raise unsupported_keyword("properties", f"names more than {MAX_PROPERTIES} properties in all")
+
+    def targets(self, root: Any) -> dict[str, Any]:
+        """Return the schema that each reference points to. Raises InvalidRequest if to none that was read."""
+        try:
+            return {pointer: self._target(root, _steps(pointer)) for pointer in sorted(self._references)}
+        except LookupError as error:
+            raise unsupported_keyword("$ref", "points to something that is not a schema here") from error
+
+    def _target(self, node: Any, path: Path) -> Any:
+        if path not in self._paths:
+            raise LookupError(path)
+        for step in path:
+            node = node[int(step)] if isinstance(node, list) else node[step]
+        return node
+
+    @staticmethod
+    def _is_without_effect(keyword: str, value: Any, path: Path) -> bool:
+        if keyword == "$schema":
+            check_dialect(value)
+            return True
+        if keyword == "$id" and not path:
+            return True  # references are local to the document, whatever its address
+        is_extension = keyword.startswith("x-") and keyword != "x-guidance"
+        is_neutral = keyword in NEUTRAL and value is NEUTRAL[keyword]
+        return keyword in ANNOTATIONS or is_extension or is_neutral
+
+
+def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
+    _check_property_counts(schema)
+    additional_items = schema.pop("additionalItems", None)
+    if isinstance(schema.get("items"), list):
+        schema["prefixItems"] = schema.pop("items")
+        if additional_items is not None:
+            schema["items"] = additional_items
+    _bound_integers(schema)
+    pattern = pattern_of(schema["format"]) if "format" in schema else None
+    if pattern is not None:
+        del schema["format"]
+        if "pattern" in schema:
+            schema["allOf"] = [*schema.get("allOf", ()), {"pattern": pattern}]
+        else:
+            schema["pattern"] = pattern
+    return schema
+
+
+def _bound_integers(schema: dict[str, Any]) -> None:
+    """Bound integers without bounds to those that every reader of JSON knows exactly, so that their digits end."""
+    types = schema.get("type", ())
+    if types != "integer" and not ("integer" in types and "number" not in types):
+        return
+    if not {"maximum", "exclusiveMaximum"} & schema.keys():
+        schema["maximum"] = _MAX_INTEGER
+    if not {"minimum", "exclusiveMinimum"} & schema.keys():
+        schema["minimum"] = -_MAX_INTEGER
+
+
+def _check_property_counts(schema: dict[str, Any]) -> None:
+    required = set(schema.get("required", ()))
+    num_optional = len(set(schema.get("properties", ())) - required)
+    if num_optional > MAX_OPTIONAL_PROPERTIES:
+        raise unsupported_keyword("properties", f"has more than {MAX_OPTIONAL_PROPERTIES} that are not required")
+    # Names that are not listed may come twice, and then count once.
+    if schema.get("minProperties", 0) > max(1, len(required)):
+        raise unsupported_keyword("minProperties", "must not exceed 1 or the number of required properties")
+
+
+def _with_any_of(holder: dict[str, Any]) -> None:
+    """Write `anyOf` where `oneOf` stands in this schema."""
+    keywords = list(holder.items())
+    holder.clear()
+    for keyword, value in keywords:
+        if keyword != "oneOf":
+            holder[keyword] = value
+        elif any(name == "anyOf" for name, _ in keywords):
+            holder["allOf"] = [*dict(keywords).get("allOf", ()), {"anyOf": value}]
+        else:
+            holder["anyOf"] = value
+
+
+def _check_size(schema: Any) -> None:
+    try:
+        size = len(orjson.dumps(schema))
+    except TypeError as error:
+        raise InvalidRequest("the JSON schema is not JSON", code="invalid_json_schema") from error
+    if size > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(f"the JSON schema is larger than {MAX_SCHEMA_BYTES} bytes", code="invalid_json_schema")
+
+
+def _steps(pointer: str) -> Path:
+    return tuple(unquote(step).replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:])
+
+
+def _options(whitespace_pattern: str | None) -> dict[str, Any]:
+    # Without \u escapes every text has one form: a name in `properties` cannot come again under another.
+    whitespace = (
+        {"whitespace_flexible": False} if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
+    )
+    return {**whitespace, "json_allowed_escapes": 'nrbtf\\"'}

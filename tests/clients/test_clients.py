@@ -1,0 +1,78 @@
+"""Clients of the field, each in its own environment, against a served model: what they show is the model's answer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from alignedserve.runtime.model.built_in import pocket_folder
+from tests.clients.running import RunDriver, run_client
+from tests.cluster.serving import Serving
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
+
+ANSWER = "c a t"
+
+
+def test_langchain(run_python: RunDriver) -> None:
+    told = run_python("langchain_chat")
+    assert told["whole"] == told["streamed"] == told["batch"][0] == ANSWER
+    assert told["whole_usage"] == told["streamed_usage"]
+    assert told["num_pieces"] > 3
+    assert told["with_stop"] == "c "
+
+
+def test_litellm(run_python: RunDriver) -> None:
+    told = run_python("litellm_chat")
+    assert told["whole"] == told["streamed"] == ANSWER
+    assert told["usage"] > 0
+    assert told["text"]
+    assert told["refused"] == "BadRequestError"
+
+
+def test_openai_agents(run_python: RunDriver) -> None:
+    told = run_python("openai_agents")
+    assert told["whole"] == told["streamed"] == ANSWER
+    assert told["tokens"] > 0
+
+
+def test_openai_for_node(run_node: RunDriver) -> None:
+    told = run_node("openai_sdk")
+    assert told["whole"] == told["streamed"] == ANSWER
+    assert (told["requestId"], told["ignored"]) == ("of-node", "made_up")
+    assert told["refused"] == ["BadRequestError", 400, "temperature"]
+
+
+def test_lm_eval(server: Serving, python_clients: Path, tmp_path: Path) -> None:
+    driver = Path(__file__).parent / "drivers/lm_eval_tasks.py"
+    words = (python_clients / "python", driver, pocket_folder())
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    told = json.loads(run_client(*words, url=server.url, cwd=tmp_path, **offline).splitlines()[-1])
+    assert told == {"spelling": 1.0, "choosing": 1.0}
+
+
+def test_guidellm(server: Serving, python_clients: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = (
+        f"run --backend kind=openai_http,target={server.url} --profile kind=concurrent,streams=8 "
+        f"--constraint kind=max_requests,count=64 --tokenizer kind=hf_auto,model={pocket_folder()} "
+        "--data kind=synthetic_text,prompt_tokens=64,output_tokens=32 --disable-progress "
+        f"--output kind=json,path={report}"
+    )
+    run_client(python_clients / "guidellm", *arguments.split(), url=server.url, cwd=tmp_path, HF_HUB_OFFLINE="1")
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"], totals["incomplete"]) == (64, 0, 0)
+
+
+def test_aiperf(server: Serving, python_clients: Path, tmp_path: Path) -> None:
+    arguments = (
+        f"profile --model pocket --url {server.url} --endpoint-type chat --streaming --concurrency 4 "
+        f"--request-count 16 --tokenizer {pocket_folder()} --synthetic-input-tokens-mean 30 "
+        f"--output-tokens-mean 16 --ui none --artifact-dir {tmp_path}"
+    )
+    run_client(python_clients / "aiperf", *arguments.split(), url=server.url, cwd=tmp_path)
+    (report,) = tmp_path.rglob("profile_export_aiperf.json")
+    found = json.loads(report.read_text())
+    assert found["request_count"]["avg"] == 16
+    assert found.get("error_request_count", {"avg": 0})["avg"] == 0

@@ -1,0 +1,67 @@
+"""Answers under grammars go on where they were when a worker is lost or a request moves, and recordings hold no grammar."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from alignedserve.config.sections import RecordingConfig, Topology
+from alignedserve.core.request import FinishReason, SamplingParams
+from alignedserve.messages.fields import FailureKind
+from alignedserve.replay.component_replay import recordings_in
+from tests.replay.recorded import replays
+from tests.support.grammars import byte_vocabulary, regex_grammar, text_of
+from tests.support.in_process import TINY_LLAMA, RoomCluster, running, small_config
+from tests.support.waiting import holds
+
+VOCAB_SIZE = TINY_LLAMA["vocab_size"]
+REGEX = "((ab|[c-k]{2})-){10,15}!!"
+SAMPLING = SamplingParams(max_tokens=70, temperature=1.0, seed=3, ignore_eos=True, grammar=regex_grammar(REGEX))
+PROMPTS = [[5 + number, 6, 7, 8 + number] for number in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def _vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model has no tokenizer."""
+    monkeypatch.setattr(
+        "alignedserve.runtime.engine.model_executor._load_vocabulary", lambda _: byte_vocabulary(VOCAB_SIZE)
+    )
+
+
+async def check(cluster: RoomCluster, lost: str | None) -> None:
+    answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in PROMPTS]
+    if lost is not None:
+        await holds(lambda: all(len(answer.token_ids) >= 8 for answer in answers))
+        await cluster.stop(lost)
+        await cluster.start_decode(lost)
+    async with asyncio.timeout(40):
+        await asyncio.gather(*(answer.done.wait() for answer in answers))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.failure is None
+        assert answer.token_ids == cluster.reference(prompt, SAMPLING)
+        assert answer.finish_reason is FinishReason.STOP
+        assert re.fullmatch(REGEX, text_of(answer.token_ids, VOCAB_SIZE))
+    await cluster.gateway.idle()
+
+
+@pytest.mark.parametrize("lost", [None, "decode-0"])
+@pytest.mark.parametrize("topology", Topology)
+async def test_answers_go_on_and_are_decided_again(topology: Topology, lost: str | None, tmp_path: Path) -> None:
+    recording = RecordingConfig(folder=str(tmp_path / "run"))
+    config = small_config(tmp_path / "model", topology=topology, recording=recording)
+    async with running(config, tmp_path) as cluster:
+        await check(cluster, lost)
+    assert not any(REGEX.encode() in path.read_bytes() for path in recordings_in(tmp_path / "run"))
+    assert [one.name for one in replays(tmp_path / "run") if one.difference is not None] == []
+
+
+@pytest.mark.parametrize("topology", [Topology.DISAGGREGATED, Topology.ELASTIC])
+async def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(topology: Topology, tmp_path: Path) -> None:
+    async with running(small_config(tmp_path / "model", topology=topology), tmp_path) as cluster:
+        bad = cluster.gateway.submit([5, 6, 7], SamplingParams(max_tokens=9, grammar="no grammar"))
+        await check(cluster, None)
+        await bad.done.wait()
+        assert bad.failure is not None
+        assert bad.failure.kind is FailureKind.UNSERVABLE
+        assert "no grammar" not in bad.failure.reason

@@ -1,0 +1,87 @@
+"""Items as messages of a chat."""
+
+from typing import Any
+
+from alignedserve.gateway.responses.chat_body import chat_body, messages_of, name_as_asked
+from alignedserve.gateway.responses.items import item_id, parse_items, place_of
+from alignedserve.gateway.responses.parsing import parse_response
+
+RESPONSE_ID = "resp_" + "ab" * 16
+
+
+def messages(*items: dict[str, Any], instructions: str | None = None) -> list[dict[str, Any]]:
+    return messages_of(parse_items(list(items), RESPONSE_ID), instructions)
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def called(call_id: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": "f", "arguments": "{}"}
+
+
+def test_a_turn_with_calls_is_one_assistant_message() -> None:
+    asked = {"role": "user", "content": "go"}
+    answer = {"role": "assistant", "content": "wait"}
+    output = {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "7"}]}
+    found = messages(asked, thought("hm"), answer, called("a"), called("b"), output, thought("so"))
+    assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant"]
+    assert (found[1]["reasoning_content"], found[1]["content"]) == ("hm", "wait")
+    assert [call["id"] for call in found[1]["tool_calls"]] == ["a", "b"]
+    assert found[2] == {"role": "tool", "tool_call_id": "a", "content": "7"}
+    assert found[3] == {"role": "assistant", "content": "", "reasoning_content": "so"}
+
+
+def test_answers_that_follow_each_other_stay_apart() -> None:
+    found = messages({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}, thought("c"))
+    assert [message["content"] for message in found] == ["a", "b", ""]
+
+
+def test_only_the_first_system_messages_join_the_instructions() -> None:
+    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
+    assert [m["content"] for m in messages(system, user, system, instructions="i")] == ["i\n\ns", "u", "s"]
+
+
+def test_a_thought_may_have_only_a_summary() -> None:
+    item = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}]}
+    assert messages(item)[0]["reasoning_content"] == "short"
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    asked = parse_response({"model": "m", "input": "x", **fields}, None)
+    return chat_body(asked, parse_items(asked.input, RESPONSE_ID))
+
+
+def test_tools_and_formats_as_chat_has_them() -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    found = body(tools=[tool], tool_choice=allowed, text={"format": schema}, reasoning={"effort": "low"})
+    named = {"type": "function", "function": {"name": "f"}}
+    assert found["tools"] == [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+    ]
+    assert found["tool_choice"] == {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    assert found["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
+    }
+    assert found["reasoning_effort"] == "low"
+    assert body(tools=[tool], tool_choice={"type": "function", "name": "f"})["tool_choice"] == named
+
+
+def test_errors_are_renamed() -> None:
+    for chat, ours in {
+        "Invalid value for messages[2].content[0].text: no.": "Invalid value for input: no.",
+        "tools[1].function.name": "tools[1].name",
+        "response_format.json_schema.schema": "text.format.schema",
+        "max_completion_tokens": "max_output_tokens",
+        "tool_choice.function.name": "tool_choice.name",
+    }.items():
+        assert name_as_asked(chat) == ours
+
+
+def test_ids_lead_to_their_place() -> None:
+    assert place_of(item_id("message", RESPONSE_ID, 300, is_input=True)) == (RESPONSE_ID, True, 300)
+    assert place_of("msg_" + "ab" * 16 + "x1") is None

@@ -1,0 +1,135 @@
+"""Answers under a grammar: valid whatever the sampling, alone in what they change, and ended by the model's own end."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import SampledToken, SamplingParams
+from alignedserve.runtime.engine.decoder import Decoder
+from tests.support.grammars import EOS, PERSON, byte_masks, encode, regex_grammar, text_of
+from tests.support.tiny_engines import GREEDY, TinyEngine, capture_nothing, random_tokens, tiny_decoder
+from tests.support.tiny_models import make_tiny_model
+
+PROMPT = random_tokens(1, 9)
+CONSTRAINED = SamplingParams(temperature=0.0, max_tokens=60, grammar=PERSON)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, "llama")
+    return tiny_decoder(folder)
+
+
+def answer(engine: TinyEngine, name: str, sampling: SamplingParams, *companions: str) -> list[SampledToken]:
+    """Generate until the end of the answer."""
+    engine.add(name, PROMPT, sampling)
+    sampled = engine.generate(name, 1, *companions)
+    while sampled[-1].token_id != EOS and len(sampled) < sampling.max_tokens:
+        sampled += [one for one in engine.step(**dict.fromkeys((*companions, name), 1)).sampled if one[0] == name]
+    return sampled
+
+
+def ids(sampled: list[SampledToken]) -> list[int]:
+    return [token.token_id for token in sampled]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 2.0, "seed": 8, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+        {"repetition_penalty": 2.0, "presence_penalty": 1.5, "frequency_penalty": -1.0},
+        {"logit_bias": tuple((token_id, -100.0) for token_id in range(199))},
+        {"ignore_eos": True},
+        {"min_tokens": 60},
+        {"num_logprobs": 3},
+    ],
+    ids=str,
+)
+def test_answers_are_valid_with_every_option(decoder: Decoder, changes: dict[str, object]) -> None:
+    sampled = answer(TinyEngine(decoder, masks=byte_masks()), "a", replace(CONSTRAINED, **changes))  # type: ignore[arg-type]
+    assert sampled[-1].token_id == EOS
+    person = json.loads(text_of(ids(sampled)))
+    assert re.fullmatch("[a-z]{2,8}", person["name"])
+    assert set(person) == {"name", "is_here", "tags"}
+
+
+def test_a_seed_gives_the_same_answer(decoder: Decoder) -> None:
+    sampling = replace(CONSTRAINED, temperature=1.5, seed=11)
+    one, again = (ids(answer(TinyEngine(decoder, masks=byte_masks()), "a", sampling)) for _ in range(2))
+    assert one == again
+    assert one != ids(answer(TinyEngine(decoder, masks=byte_masks()), "a", replace(sampling, seed=12)))
+
+
+def test_a_limit_cuts_the_answer(decoder: Decoder) -> None:
+    sampled = answer(TinyEngine(decoder, masks=byte_masks()), "a", replace(CONSTRAINED, max_tokens=5))
+    assert len(sampled) == 5
+    assert text_of(ids(sampled)).startswith('{"')
+
+
+def test_others_in_the_batch_are_as_without(decoder: Decoder) -> None:
+    plain = TinyEngine(decoder)
+    plain.add("other", PROMPT, GREEDY)
+    expected = ids(plain.generate("other", 20))
+    engine = TinyEngine(decoder, masks=byte_masks())
+    engine.add("other", PROMPT, GREEDY)
+    engine.generate("other", 1)
+    answer(engine, "a", replace(CONSTRAINED, max_tokens=19), "other")
+    assert engine.tokens("other")[len(PROMPT) :][:20] == expected
+
+
+def test_log_probabilities_are_those_of_the_whole_vocabulary(decoder: Decoder) -> None:
+    """As with biases: they say what the model thinks, not what it was allowed."""
+    plain = TinyEngine(decoder)
+    plain.add("a", PROMPT, replace(GREEDY, num_logprobs=3))
+    free = plain.generate("a", 1)[0].logprob
+    bound = answer(TinyEngine(decoder, masks=byte_masks()), "a", replace(CONSTRAINED, num_logprobs=3))[0].logprob
+    assert free is not None
+    assert bound is not None
+    assert bound.top == free.top
+    assert bound.logprob < free.logprob
+
+
+def test_a_grammar_that_fails_ends_its_own_sequence_alone(decoder: Decoder) -> None:
+    engine = TinyEngine(decoder, masks=byte_masks())
+    engine.add("good", PROMPT, CONSTRAINED)
+    engine.add("bad", PROMPT, replace(CONSTRAINED, grammar="nonsense"))
+    engine.add("late", (*PROMPT, *encode("x")), CONSTRAINED, prompt_len=len(PROMPT))
+    output = engine.step(good=len(PROMPT), bad=len(PROMPT), late=len(PROMPT) + 1)
+    assert [token.request_id for token in output.sampled] == ["good"]
+    assert set(output.failed) == {"bad", "late"}
+    assert set(output.reasons) == {"bad", "late"}
+    for name in ("bad", "late"):
+        engine.engine.remove_sequence(RequestId(name))
+    assert engine.step(good=1).sampled
+
+
+def test_steps_that_are_planned_ahead_have_masks_too(decoder: Decoder) -> None:
+    expected = ids(answer(TinyEngine(decoder, masks=byte_masks()), "a", CONSTRAINED))
+    ahead = TinyEngine(decoder, masks=byte_masks(), attention="triton", capture=capture_nothing)
+    assert ids(answer(ahead, "a", CONSTRAINED)) == expected
+
+
+@pytest.mark.parametrize("num_kept", [1, 4, 15])
+def test_a_resumed_answer_goes_on_as_if_it_had_not_stopped(decoder: Decoder, num_kept: int) -> None:
+    sampling = replace(CONSTRAINED, temperature=1.0, seed=5)
+    whole = ids(answer(TinyEngine(decoder, masks=byte_masks()), "a", sampling))
+    resumed = TinyEngine(decoder, masks=byte_masks())
+    resumed.add("a", (*PROMPT, *whole[:num_kept]), sampling, prompt_len=len(PROMPT))
+    assert ids(resumed.generate("a", len(whole) - num_kept)) == whole[num_kept:]
+
+
+def test_a_row_is_free_of_its_grammar_for_the_next_sequence(decoder: Decoder) -> None:
+    engine = TinyEngine(decoder, max_sequences=1, masks=byte_masks())
+    answer(engine, "a", replace(CONSTRAINED, grammar=regex_grammar("ab")))
+    engine.engine.remove_sequence(RequestId("a"))
+    engine.add("b", PROMPT, GREEDY)
+    plain = TinyEngine(decoder)
+    plain.add("b", PROMPT, GREEDY)
+    assert ids(engine.generate("b", 8)) == ids(plain.generate("b", 8))
