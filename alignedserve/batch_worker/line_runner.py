@@ -25,7 +25,7 @@ from alignedserve.gateway.openai.request_builder import (
     build_completion_request,
 )
 from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter, collect_body
-from alignedserve.gateway.openai.schemas import GenerationFields
+from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER
 from alignedserve.gateway.responses.context import resolve_references
 from alignedserve.gateway.responses.formatter import ResponsesFormatter
@@ -42,7 +42,7 @@ _ALLOWED_SERVICE_TIERS = ("auto", "default", "standard_only", _SERVICE_TIER)
 # Fields of a response that are about its place among stored ones: a line's result is its only record.
 _STATE_FIELDS = ("background", "previous_response_id", "store")
 
-FieldsT = TypeVar("FieldsT", bound=GenerationFields | CreateResponseRequest | MessagesRequest)
+FieldsT = TypeVar("FieldsT", ChatCompletionRequest, CompletionRequest, CreateResponseRequest, MessagesRequest)
 
 
 class _Job(NamedTuple):
