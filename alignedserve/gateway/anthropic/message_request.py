@@ -45,7 +45,7 @@ async def _prompt_too_long(chat: ChatCompletionRequest, services: Services) -> C
     """Return the error in the words by which clients know that they must shorten their conversation."""
     num_tokens = len(await encode_chat(chat.messages, chat, services))
     limit = services.model.max_context_len - 1
-    return ContextTooLong(f"prompt is too long: {num_tokens} tokens > {limit} maximum", param="messages")
+    return ContextTooLong(f"prompt is too long: {num_tokens} tokens > {limit} maximum")
 
 
 def _limited(request: Request, max_tokens: int) -> Request:
