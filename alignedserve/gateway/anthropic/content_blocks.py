@@ -6,7 +6,8 @@ from typing import Any
 
 import orjson
 
-from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, ToolCallDelta
+from alignedserve.gateway.openai.choice_decoder import ChoiceDelta
+from alignedserve.gateway.tools.deltas import ToolCallDelta
 
 Event = dict[str, Any]
 

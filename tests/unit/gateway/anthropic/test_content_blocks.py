@@ -7,7 +7,8 @@ from anthropic.types import RawContentBlockDeltaEvent, RawContentBlockStartEvent
 from pydantic import TypeAdapter
 
 from alignedserve.gateway.anthropic.content_blocks import ContentBlocks, collect_blocks
-from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, ToolCallDelta
+from alignedserve.gateway.openai.choice_decoder import ChoiceDelta
+from alignedserve.gateway.tools.deltas import ToolCallDelta
 
 _EVENT: TypeAdapter[Any] = TypeAdapter(RawContentBlockStartEvent | RawContentBlockDeltaEvent | RawContentBlockStopEvent)
 
