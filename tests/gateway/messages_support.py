@@ -10,6 +10,7 @@ import httpx2
 from anthropic import AsyncAnthropic
 from anthropic.types import Message, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
+from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from alignedserve.core.request import Request
@@ -63,7 +64,7 @@ def failure_of(response: httpx.Response, status: int) -> dict[str, Any]:
     body = response.json()
     assert body.keys() == {"type", "error", "request_id"}
     assert body["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
-    assert body["error"].keys() == {"type", "message"}
+    assert body["error"].keys() - {"details"} == {"type", "message"}
     if body["error"]["type"] not in _UNTYPED_KINDS:
         ErrorResponse.model_validate(body)
     error: dict[str, Any] = body["error"]
@@ -75,12 +76,10 @@ async def sdk_client(
     script: Callable[[Request], Script] | None = None, *, api_key: str = "any", **options: Any
 ) -> AsyncIterator[tuple[AsyncAnthropic, Gateway]]:
     """Anthropic's SDK in front of an app, without a socket."""
-    async with gateway(script, **options) as served:
-        transport = httpx2.ASGITransport(served.app)
-        async with AsyncAnthropic(
-            base_url="http://test",
-            api_key=api_key,
-            max_retries=0,
-            http_client=httpx2.AsyncClient(transport=transport),
-        ) as client:
-            yield client, served
+    async with gateway(script, **options) as served, sdk_of(served.app, api_key) as client:
+        yield client, served
+
+
+def sdk_of(app: FastAPI, api_key: str = "any") -> AsyncAnthropic:
+    http_client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+    return AsyncAnthropic(base_url="http://test", api_key=api_key, max_retries=0, http_client=http_client)

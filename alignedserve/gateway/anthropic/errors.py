@@ -1,5 +1,7 @@
 """Errors in the shape of Anthropic's API."""
 
+from typing import Any
+
 import orjson
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -9,6 +11,8 @@ from alignedserve.gateway.errors import Overloaded, error_headers, error_message
 from alignedserve.gateway.json_response import JsonResponse
 
 VERSION_HEADER = "anthropic-version"
+# The one code that clients act on: they go on without a thread, and send the whole conversation.
+THREAD_UNSUPPORTED = "thread_unsupported_request"
 _PATH = "/v1/messages"
 _OVERLOADED_STATUS = 529
 _KINDS = {
@@ -35,14 +39,20 @@ def anthropic_error_response(error: Exception, *, request_id: str) -> Response:
 
 
 def anthropic_error_body(error: Exception, *, request_id: str) -> bytes:
-    """Return the error object for this error."""
-    return error_object(error_message(error), _status_of(error), request_id)
+    """Return the error object for this error. There is no member for the field to blame: the message names it."""
+    message, param = error_message(error), getattr(error, "param", None)
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    view = error_view(message, _status_of(error), request_id)
+    if getattr(error, "code", None) == THREAD_UNSUPPORTED:
+        view["error"]["details"] = {"error_code": THREAD_UNSUPPORTED}
+    return orjson.dumps(view)
 
 
-def error_object(message: str, status: int, request_id: str) -> bytes:
+def error_view(message: str, status: int, request_id: str | None) -> dict[str, Any]:
     """Return the error object of a response with this status."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id})
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def _status_of(error: Exception) -> int:

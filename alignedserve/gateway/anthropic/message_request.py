@@ -1,14 +1,12 @@
 """Builds the requests that the cluster serves from a checked body of the Messages API."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from alignedserve.core.errors import ContextTooLong
 from alignedserve.core.request import Request
 from alignedserve.gateway.anthropic.chat_body import chat_body_of, sampling_fields
 from alignedserve.gateway.anthropic.parsing import BodyParser
-from alignedserve.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
-from alignedserve.gateway.openai.ignored_fields import IgnoredFields
+from alignedserve.gateway.anthropic.schemas import MessagesRequest, PromptFields
 from alignedserve.gateway.openai.parsing import parse_chat
 from alignedserve.gateway.openai.prompt_encoding import encode_chat
 from alignedserve.gateway.openai.request_builder import Arrival, GenerationRequest, build_chat_request
@@ -16,22 +14,13 @@ from alignedserve.gateway.openai.schemas import ChatCompletionRequest
 from alignedserve.gateway.services import Services
 
 
-class MessageCall(NamedTuple):
-    """A message that was asked for, and the requests that make it."""
-
-    asked: MessagesRequest
-    request: GenerationRequest
-
-
-async def build_message_call(
-    body: dict[str, Any], arrival: Arrival, services: Services, ignored: IgnoredFields | None
-) -> MessageCall:
-    """Return the call that a body asks for. Raises InvalidRequest.
+async def build_message_request(
+    asked: MessagesRequest, parser: BodyParser, arrival: Arrival, services: Services
+) -> GenerationRequest:
+    """Return the request of a message. Raises InvalidRequest.
 
     `max_tokens` may be more than the context has room for: then the answer ends where the context does.
     """
-    parser = BodyParser(ignored)
-    asked = parser.fields(MessagesRequest, body)
     chat_body = chat_body_of(asked, parser)
     with chat_body.naming_own_fields():
         chat = parse_chat(chat_body.fields | sampling_fields(asked))
@@ -40,13 +29,11 @@ async def build_message_call(
         except ContextTooLong as error:
             raise await _prompt_too_long(chat, services) from error
     requests = tuple(_limited(one, asked.max_tokens) for one in request.requests)
-    return MessageCall(asked, replace(request, response_id=f"msg_{arrival.request_id}", requests=requests))
+    return replace(request, response_id=f"msg_{arrival.request_id}", requests=requests)
 
 
-async def count_input_tokens(body: dict[str, Any], services: Services, ignored: IgnoredFields | None) -> int:
+async def count_input_tokens(asked: PromptFields, parser: BodyParser, services: Services) -> int:
     """Return the number of tokens of the prompt, however long. Raises InvalidRequest."""
-    parser = BodyParser(ignored)
-    asked = parser.fields(CountTokensRequest, body)
     services.check_model(asked.model)
     chat_body = chat_body_of(asked, parser)
     with chat_body.naming_own_fields():
@@ -57,7 +44,7 @@ async def _prompt_too_long(chat: ChatCompletionRequest, services: Services) -> C
     """Return the error in the words by which clients know that they must shorten their conversation."""
     num_tokens = len(await encode_chat(chat, services))
     limit = services.model.max_context_len - 1
-    return ContextTooLong(f"prompt is too long: {num_tokens} tokens > {limit} maximum", param="messages")
+    return ContextTooLong(f"prompt is too long: {num_tokens} tokens > {limit} maximum")
 
 
 def _limited(request: Request, max_tokens: int) -> Request:

@@ -1,8 +1,8 @@
 """The served model as Anthropic's clients see it."""
 
-from datetime import UTC, datetime
 from typing import Any
 
+from alignedserve.gateway.anthropic.timestamps import timestamp
 from alignedserve.gateway.model_card import ModelCard
 
 
@@ -12,7 +12,7 @@ def model_info(model: ModelCard) -> dict[str, Any]:
         "type": "model",
         "id": model.name,
         "display_name": model.name,
-        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
+        "created_at": timestamp(model.created),
         "lifecycle": "active",
         "max_input_tokens": model.max_context_len,
         "max_tokens": model.max_context_len,

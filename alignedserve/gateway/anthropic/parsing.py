@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.anthropic.errors import THREAD_UNSUPPORTED
 from alignedserve.gateway.anthropic.schemas import Block, BlockTypes, PromptFields, TextBlock, Tool
 from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import parse, without_neutral
@@ -19,7 +20,6 @@ _BODY: NeutralValues = {
     "inference_geo": (),
     "mcp_servers": ([],),
     "speed": ("standard",),
-    "thread": (),
 }
 _TOOL: NeutralValues = {"allowed_callers": (["direct"], []), "input_examples": ([],)}
 _BLOCK: NeutralValues = {"caller": ({"type": "direct"},), "citations": ([], {"enabled": False}), "toolset_name": ()}
@@ -36,6 +36,8 @@ class BodyParser:
 
     def fields(self, schema: type[PromptFieldsT], body: dict[str, Any]) -> PromptFieldsT:
         """Check the fields of a body, except for the insides of tools and of blocks."""
+        if body.get("thread") is not None:
+            raise InvalidRequest("thread is not supported.", param="thread", code=THREAD_UNSUPPORTED)
         return parse(schema, without_neutral(body, _BODY), self._ignored)
 
     def tools(self, tools: Sequence[dict[str, Any]]) -> list[Tool]:

@@ -7,7 +7,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.gateway.anthropic.message_format import MessageFormatter
-from alignedserve.gateway.anthropic.message_request import build_message_call, count_input_tokens
+from alignedserve.gateway.anthropic.message_request import build_message_request, count_input_tokens
+from alignedserve.gateway.anthropic.parsing import BodyParser
+from alignedserve.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.parsing import read_json
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
@@ -21,14 +23,16 @@ async def create_message(http: Request) -> Response:
     """Answer a conversation."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    body = await read_json(http, services.config)
-    call = await build_message_call(body, arrival, services, ignored_fields_of(http))
-    return respond(call.request, services, partial(MessageFormatter, asked=call.asked))
+    parser = BodyParser(ignored_fields_of(http))
+    asked = parser.fields(MessagesRequest, await read_json(http, services.config))
+    request = await build_message_request(asked, parser, arrival, services)
+    return respond(request, services, partial(MessageFormatter, asked=asked))
 
 
 @router.post("/v1/messages/count_tokens", response_model=None)
 async def count_tokens(http: Request) -> Response:
     """Count the tokens of a prompt without answering it."""
     services = await rate_limited_services(http)
-    body = await read_json(http, services.config)
-    return JsonResponse({"input_tokens": await count_input_tokens(body, services, ignored_fields_of(http))})
+    parser = BodyParser(ignored_fields_of(http))
+    asked = parser.fields(CountTokensRequest, await read_json(http, services.config))
+    return JsonResponse({"input_tokens": await count_input_tokens(asked, parser, services)})
