@@ -1,6 +1,7 @@
 """The pocket model, which was never taught tools, calls them: its answer is decoded under their grammar."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,12 @@ async def test_calls_match_their_schema(name: str) -> None:
     card = ModelCard("pocket", pocket_folder(), 2048, end_tokens, tool_format=name)
     async with gateway(model=card) as served:
         chosen = {"type": "function", "function": {"name": "get_weather"}}
-        fields = {"model": "pocket", "tools": [TOOL], "tool_choice": chosen, "parallel_tool_calls": False}
+        fields: dict[str, Any] = {
+            "model": "pocket",
+            "tools": [TOOL],
+            "tool_choice": chosen,
+            "parallel_tool_calls": False,
+        }
         assert (await served.chat(**fields)).status_code == 200
         grammar = served.backend.submitted[0].sampling.grammar
     llm = LLM("pocket", max_running=4)

@@ -3,6 +3,7 @@
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.gateway.tool_support import HERMES, TEXT_ARGUMENTS
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "r", "tool_call_id": "a", "name": "f"},
