@@ -14,6 +14,7 @@ import statistics
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -235,6 +236,10 @@ def throughput(harness: Harness, temperature: float) -> dict[str, Any]:
     }
 
 
+def _ratio(pairs: list[tuple[Pace, Pace]], at: int) -> float:
+    return round(statistics.median(bound[at] / free[at] for free, bound in pairs), 4)
+
+
 def first_tokens(harness: Harness) -> dict[str, float]:
     """Compare the times of first tokens with a new schema of 2 KB and without one, interleaved."""
     times: dict[str, list[float]] = {"free_ms": [], "constrained_ms": []}
@@ -251,9 +256,10 @@ def first_tokens(harness: Harness) -> dict[str, float]:
 def mask_costs(harness: Harness) -> Iterator[dict[str, Any]]:
     """Yield the times of compiling, of a mask and of a token, along random answers of each kind."""
     for kind, grammar in KINDS.items():
-        matcher, compile_s = timed(lambda grammar=grammar: LLMatcher(harness.vocabulary, grammar, limits=PARSER_LIMITS))
+        matcher, compile_s = timed(partial(LLMatcher, harness.vocabulary, grammar, limits=PARSER_LIMITS))
         _, first_s = timed(matcher.compute_bitmask)
-        masks, consumed = [], []
+        masks: list[float] = []
+        consumed: list[float] = []
         for seed in range(8):
             walk(matcher.deep_copy(), random.Random(seed), masks, consumed)
         yield {
@@ -275,7 +281,7 @@ def walk(matcher: LLMatcher, rng: random.Random, masks: list[float], consumed: l
         token_id = int(allowed[rng.randrange(len(allowed))])
         if token_id == EOS:
             return
-        _, seconds = timed(lambda token_id=token_id: matcher.consume_token(token_id))
+        _, seconds = timed(partial(matcher.consume_token, token_id))
         consumed.append(seconds)
 
 

@@ -2,15 +2,18 @@
 
 import asyncio
 import re
+import threading
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher
 
 from alignedserve.config.sections import RecordingConfig, Topology
 from alignedserve.core.request import FinishReason, SamplingParams
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import RequestFailed
 from alignedserve.replay.component_replay import recordings_in
+from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from tests.replay.recorded import replays
 from tests.support.grammars import byte_vocabulary, regex_grammar, text_of
 from tests.support.in_process import RoomCluster, running, small_config
@@ -66,3 +69,27 @@ async def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(topolog
         assert isinstance(bad.failure, RequestFailed)
         assert bad.failure.kind is FailureKind.UNSERVABLE
         assert "no grammar" not in bad.failure.reason
+
+
+@pytest.mark.parametrize("topology", [Topology.DISAGGREGATED, Topology.ELASTIC])
+async def test_nobody_waits_while_a_grammar_is_compiled(
+    topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    compile_now = GrammarCompiler._compile
+
+    def compile_slowly(self: GrammarCompiler, grammar: str) -> LLMatcher:
+        may_go_on.wait(timeout=30)
+        return compile_now(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", compile_slowly)
+    async with running(small_config(tmp_path / "model", topology=topology), tmp_path) as cluster:
+        slow = cluster.gateway.submit([5, 6, 7], SAMPLING)
+        others = [cluster.gateway.submit(prompt, SamplingParams(max_tokens=20)) for prompt in PROMPTS]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(answer.done.wait() for answer in others))
+        assert not slow.token_ids
+        may_go_on.set()
+        async with asyncio.timeout(20):
+            await slow.done.wait()
+        assert re.fullmatch(REGEX, text_of(slow.token_ids, VOCAB_SIZE))
