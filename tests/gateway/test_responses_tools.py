@@ -86,7 +86,7 @@ async def test_the_sdk_streams_and_parses_calls(tmp_path: Path) -> None:
     tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
     async with (
         sdk(tmp_path, model, CALL) as (client, _),
-        client.responses.stream(model="tiny", input="Oslo?", tools=[tool]) as stream,  # type: ignore[list-item]
+        client.responses.stream(model="tiny", input="Oslo?", tools=[tool]) as stream,
     ):
         events = [event async for event in stream]
         final = await stream.get_final_response()
@@ -112,7 +112,7 @@ async def test_thoughts_are_items_of_their_own(tmp_path: Path) -> None:
     model = model_with(THINKING)
     text = "<think>\nit rains\n</think>\n\nyes"
     async with batch_gateway(tmp_path, saying(model, text, text, "so"), model=model) as served:
-        body = {"model": "tiny", "input": "hello"}
+        body: dict[str, Any] = {"model": "tiny", "input": "hello"}
         whole = response_of(await served.client.post("/v1/responses", json=body))
         events = events_of(await served.client.post("/v1/responses", json=body | {"stream": True}))
         thought, answer = whole["output"]
