@@ -229,10 +229,8 @@ def throughput(harness: Harness, temperature: float) -> dict[str, Any]:
         "temperature": temperature,
         "free_tokens_per_s": round(statistics.median(one.tokens_per_s for one, _ in pairs), 1),
         "constrained_tokens_per_s": round(statistics.median(one.tokens_per_s for _, one in pairs), 1),
-        "constrained_over_free": [
-            round(statistics.median(bound[at] / free[at] for free, bound in pairs), 4)
-            for at in range(len(Pace._fields))
-        ],
+        "constrained_over_free": _ratio(pairs, 0),
+        "constrained_over_free_by_cpu_time": _ratio(pairs, 1),
     }
 
 
