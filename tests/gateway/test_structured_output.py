@@ -33,7 +33,8 @@ def following(request: Request) -> Script:
     """Return a random answer under the request's grammar, as a model that knows nothing would give."""
     vocabulary = grammar_vocabulary(tokenizer(), vocab_size=tokenizer().vocab_size, eos_token_ids=[EOS])
     matcher = LLMatcher(vocabulary, request.sampling.grammar, limits=PARSER_LIMITS)
-    rng, tokens = random.Random(request.sampling.seed), []
+    rng = random.Random(request.sampling.seed)
+    tokens: list[int] = []
     while not matcher.is_stopped() and len(tokens) < 200:
         mask = matcher.compute_bitmask()
         allowed = [token for token in range(tokenizer().vocab_size) if mask[token // 8] >> (token % 8) & 1]
@@ -115,7 +116,7 @@ async def test_white_space_is_bounded_and_may_be_forbidden() -> None:
 
 async def test_it_composes_with_choices_streams_log_probabilities_and_stops() -> None:
     async with gateway(following) as served:
-        fields = {
+        fields: dict[str, Any] = {
             "n": 3,
             "stream": True,
             "logprobs": True,
@@ -220,5 +221,5 @@ def _text(script: Script) -> list[str]:
     return [tokenizer().decode(list(script.token_ids))]
 
 
-def _client(served: Gateway) -> httpx.AsyncClient:
+def _client(served: Gateway) -> Any:
     return httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test")

@@ -125,7 +125,7 @@ def _structured_outputs(fields: ConstraintFields) -> list[Constraint]:
 
 
 def _guided(fields: ConstraintFields) -> list[Constraint]:
-    given = {
+    given: dict[str, Any] = {
         "json": fields.guided_json,
         "regex": fields.guided_regex,
         "choice": fields.guided_choice,

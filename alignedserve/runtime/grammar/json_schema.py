@@ -6,6 +6,8 @@
 4. `oneOf` becomes `anyOf` where its options exclude each other; llguidance refuses the rest.
 """
 
+from decimal import Decimal
+from math import lcm
 from typing import Any
 from urllib.parse import unquote
 
@@ -27,6 +29,8 @@ from alignedserve.runtime.grammar.schema_keywords import (
 MAX_SCHEMA_BYTES = 256 * 1024
 MAX_PROPERTIES = 2000
 MAX_OPTIONAL_PROPERTIES = 300  # of one object: any of them may come next, and the parser keeps them all in mind
+MAX_PATTERNS_AT_ONCE = 8
+MAX_DIVISOR = 10_000
 _MAX_PATH_LEN = 64
 _MAX_INTEGER = (1 << 53) - 1
 
@@ -43,6 +47,7 @@ def normalize_schema(schema: Any, *, whitespace_pattern: str | None = FLEXIBLE_W
     _check_size(schema)
     reader = _Reader()
     read = reader.schema(schema, ())
+    reader.check_conjunctions()
     targets = reader.targets(read)
     if not has_finite_instance(read, targets):
         raise InvalidRequest("no finite JSON value matches the schema, or a part of it", code="invalid_json_schema")
@@ -59,6 +64,9 @@ class _Reader:
         self._paths: set[Path] = set()
         self._references: set[str] = set()
         self._num_properties = 0
+        self._num_patterns = 0
+        self._has_conjunction = False
+        self._divisor = 1  # that all of `multipleOf` divide
         self.one_ofs: list[dict[str, Any]] = []
 
     def schema(self, schema: Any, path: Path) -> Any:
@@ -76,6 +84,7 @@ class _Reader:
                 if keyword not in READERS:
                     raise unsupported_keyword(keyword)
                 read[keyword] = READERS[keyword](self, keyword, value, path)
+        self._note_conjunction(read)
         if "oneOf" in read:
             self.one_ofs.append(read)
         return _rewritten(read)
@@ -104,6 +113,22 @@ class _Reader:
         for step in path:
             node = node[int(step)] if isinstance(node, list) else node[step]
         return node
+
+    def check_conjunctions(self) -> None:
+        """Raise InvalidRequest for many patterns that may have to hold at once: their states multiply."""
+        if self._has_conjunction and self._num_patterns > MAX_PATTERNS_AT_ONCE:
+            raise unsupported_keyword(
+                "pattern", f"stands more than {MAX_PATTERNS_AT_ONCE} times beside 'allOf' or '$ref'"
+            )
+        if self._divisor > MAX_DIVISOR:
+            raise unsupported_keyword("multipleOf", "has too many digits")
+
+    def _note_conjunction(self, read: dict[str, Any]) -> None:
+        self._num_patterns += ("pattern" in read) + ("format" in read)
+        own = read.keys() - {"$defs", "definitions"}
+        self._has_conjunction |= "allOf" in own or (len(own) > 1 and bool(own & {"$ref", "anyOf", "oneOf"}))
+        if "multipleOf" in read:
+            self._divisor = lcm(self._divisor, Decimal(str(read["multipleOf"])).as_integer_ratio()[0])
 
     @staticmethod
     def _is_without_effect(keyword: str, value: Any, path: Path) -> bool:

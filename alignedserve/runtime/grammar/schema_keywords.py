@@ -16,6 +16,7 @@ Path = tuple[str, ...]  # keywords, names and numbers that lead to a schema, as 
 
 MAX_ENUM_VALUES = 1000
 MAX_PATTERN_LEN = 4096
+MAX_NAME_PATTERNS = 32  # of one object: each is compared with each
 MAX_COUNT = 100_000  # of characters, items or properties: state is kept of each
 _MAX_EXACT = 1 << 53  # the numbers beyond are not all floats
 _MIN_FRACTION = 1e-9
@@ -87,6 +88,7 @@ def _properties(reader: SchemaReader, keyword: str, value: Any, path: Path) -> d
 
 def _patterns(reader: SchemaReader, keyword: str, value: Any, path: Path) -> dict[str, Any]:
     named = _named_schemas(reader, keyword, value, path)
+    _expect(len(named) <= MAX_NAME_PATTERNS, keyword, f"has more than {MAX_NAME_PATTERNS} patterns")
     for pattern in named:
         _pattern(reader, keyword, pattern, path)
     return named

@@ -130,7 +130,7 @@ def test_the_page_lists_what_is_supported() -> None:
     assert named >= FORMATS.keys()
 
 
-TAGS = {
+TAGS: dict[str, Any] = {
     "structures": [
         {"begin": "<f=a>", "schema": {"type": "object", "maxProperties": 0}, "end": "</f>"},
         {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
