@@ -63,13 +63,14 @@ async def test_bad_lines_do_not_stop_the_others(tmp_path: Path) -> None:
             chat_line("stream", stream=True),
             chat_line("tier", service_tier="priority"),
             chat_line("deep", messages=json.loads("[" * 40 + "]" * 40)),
-            chat_line("also good"),
+            chat_line("schema", structured_outputs={"json": {"not": {}}}),
+            chat_line("also good", structured_outputs={"json": {"type": "object"}}),
         ]
     )
     async with batch_gateway(tmp_path) as served:
         done = await served.wait_for((await served.submit(content))["id"])
         assert done["status"] == "completed"
-        assert done["request_counts"] == {"total": 7, "completed": 2, "failed": 5}
+        assert done["request_counts"] == {"total": 8, "completed": 2, "failed": 6}
         assert custom_ids(await served.results(done["output_file_id"])) == ["also good", "good"]
         errors = {one["custom_id"]: one for one in map(json.loads, await served.results(done["error_file_id"]))}
     codes = {name: error["response"]["body"]["error"]["code"] for name, error in errors.items()}
@@ -79,6 +80,7 @@ async def test_bad_lines_do_not_stop_the_others(tmp_path: Path) -> None:
         "stream": "unsupported_parameter",
         "tier": "unsupported_parameter",
         "deep": "invalid_json",
+        "schema": "invalid_json_schema",
     }
     assert {error["response"]["status_code"] for error in errors.values()} == {400}
 

@@ -26,7 +26,6 @@ JSON = {"content-type": "application/json"}
         ("modalities", ["text", "audio"]),
         ("moderation", {"model": "m"}),
         ("reasoning_effort", "high"),
-        ("response_format", {"type": "json_object"}),
         ("tool_choice", "required"),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("web_search_options", {}),

@@ -14,8 +14,8 @@ from alignedserve.core.request import Request
 from alignedserve.gateway.backend.scripted import Script
 from alignedserve.runtime.grammar.limits import PARSER_LIMITS
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
+from benchmarks.structured_output.random_answers import is_valid
 from tests.gateway.support import EOS, Gateway, chunks_of, error_of, gateway, tokenizer
-from tests.support.grammar_walks import is_valid
 
 SCHEMA = {
     "type": "object",
@@ -37,7 +37,8 @@ def following(request: Request) -> Script:
     while not matcher.is_stopped() and len(tokens) < 200:
         mask = matcher.compute_bitmask()
         allowed = [token for token in range(tokenizer().vocab_size) if mask[token // 8] >> (token % 8) & 1]
-        tokens.append(rng.choice(allowed))
+        closing = [token for token in allowed if token == EOS or tokenizer().token_bytes(token) in (b'"', b"}", b"]")]
+        tokens.append(rng.choice(closing if closing and len(tokens) > 30 else allowed))
         matcher.consume_token(tokens[-1])
     return Script((*tokens, EOS) if tokens[-1] != EOS else tuple(tokens))
 

@@ -1,14 +1,14 @@
 """Fields that constrain an answer, under OpenAI's names and vLLM's, and the one constraint that they ask for."""
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, FailFast, Field
+from pydantic import ConfigDict, Field
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.schema import Schema
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
 
-ChoiceList = Annotated[list[str], FailFast()]
+ChoiceList = list[Any]  # of texts, which StructuredOutputs checks
 SchemaForms = dict[str, Any] | str | bool
 
 

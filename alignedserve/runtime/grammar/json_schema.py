@@ -1,7 +1,7 @@
 """Checks JSON schemas and rewrites them for llguidance, so that every answer under them is valid.
 
 1. The size is bounded, then every schema within is read, keyword by keyword (schema_keywords.py); annotations go.
-2. What older drafts write otherwise is written as draft 2020-12 does; formats become patterns.
+2. What older drafts write otherwise is written as draft 2020-12 does; formats become patterns, integers have bounds.
 3. References must point to a schema that was read, and something finite must match.
 4. `oneOf` becomes `anyOf` where its options exclude each other; llguidance refuses the rest.
 """
@@ -28,6 +28,7 @@ MAX_SCHEMA_BYTES = 256 * 1024
 MAX_PROPERTIES = 2000
 MAX_OPTIONAL_PROPERTIES = 300  # of one object: any of them may come next, and the parser keeps them all in mind
 _MAX_PATH_LEN = 64
+_MAX_INTEGER = (1 << 53) - 1
 
 # Bounded: a model cannot go on with white space for ever. A space, or a new line with its indentation.
 FLEXIBLE_WHITESPACE = r" |\n[ \t]{0,32}"
@@ -123,6 +124,7 @@ def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
         schema["prefixItems"] = schema.pop("items")
         if additional_items is not None:
             schema["items"] = additional_items
+    _bound_integers(schema)
     pattern = pattern_of(schema["format"]) if "format" in schema else None
     if pattern is not None:
         del schema["format"]
@@ -131,6 +133,17 @@ def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
         else:
             schema["pattern"] = pattern
     return schema
+
+
+def _bound_integers(schema: dict[str, Any]) -> None:
+    """Bound integers without bounds to those that every reader of JSON knows exactly, so that their digits end."""
+    types = schema.get("type", ())
+    if types != "integer" and not ("integer" in types and "number" not in types):
+        return
+    if not {"maximum", "exclusiveMaximum"} & schema.keys():
+        schema["maximum"] = _MAX_INTEGER
+    if not {"minimum", "exclusiveMinimum"} & schema.keys():
+        schema["minimum"] = -_MAX_INTEGER
 
 
 def _check_property_counts(schema: dict[str, Any]) -> None:

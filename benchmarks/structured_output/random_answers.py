@@ -36,16 +36,20 @@ class _Bytes:
 
 
 class Walk(NamedTuple):
+    """One answer, whole or cut off."""
+
     answer: bytes
     has_ended: bool
 
 
 @cache
 def byte_vocabulary() -> LLTokenizer:
+    """Return the vocabulary of single bytes and an end."""
     return LLTokenizer(TokenizerWrapper(_Bytes()))
 
 
 def matcher_of(grammar: str) -> LLMatcher:
+    """Return a matcher of single bytes, in error if the grammar is refused."""
     return LLMatcher(byte_vocabulary(), grammar, log_level=0, limits=PARSER_LIMITS)
 
 
@@ -90,6 +94,7 @@ def is_valid(schema: Any, answer: bytes | str, draft: type = Draft202012Validato
     Exact where jsonschema is not: decimal numbers, classes of patterns in ASCII, formats that it needs packages for.
     """
     value = json.loads(answer, parse_float=_number)
+    schema = json.loads(json.dumps(schema), parse_float=_number)  # a Decimal equals no float but a whole one
     return bool(_EXACT[draft](schema, format_checker=_FORMATS).is_valid(value))
 
 

@@ -1,0 +1,1 @@
+"""Answers under constraints: are they valid?"""
