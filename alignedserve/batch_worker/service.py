@@ -17,7 +17,6 @@ from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
 from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.services import build_services
-from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.process.background_tasks import start_background
 from alignedserve.runtime.process.process_spec import ProcessSpec
 
@@ -71,7 +70,7 @@ class BatchService:
 
     async def start(self) -> None:
         """Connect to the cluster and start the driver. Raises ModelError or StorageError."""
-        tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder, self._model.vocab_size)
+        tokenizer = await asyncio.to_thread(self._model.load_tokenizer)
         self._stores = open_driver_stores(self._location)
         await self._start_state_server(self._stores)
         self._backend = ClusterBackend(self._links, self._config, self._prefix_hasher)

@@ -12,6 +12,18 @@ import msgspec
 from alignedserve.core.errors import ConfigError
 
 MIB = 1024 * 1024
+# Names of alignedserve.gateway.tools.formats and alignedserve.gateway.reasoning.formats, which stand on a higher floor.
+TOOL_FORMATS = (
+    "smollm2",
+    "functionary",
+    "deepseek_v31",
+    "mistral_args",
+    "mistral",
+    "hermes",
+    "llama3_json",
+    "json",
+)
+REASONING_FORMATS = ("think", "magistral", "seed_oss", "command_a")
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.=-]+)*/?")
 
 
@@ -54,6 +66,9 @@ class ModelSectionConfig(Section, frozen=True):
     quantization: str | None = None  # int8: linear layers with weights of 8 bits, less exact
     max_context_len: int | None = None  # tokens; when unset the model's own limit, or less where memory is short
     random_weights: bool = False  # serve a config.json without weights, for benchmarks
+    chat_template: str | None = None  # a file with a jinja2 template to use instead of the model's own
+    tool_format: str | None = None  # how the model writes tool calls; when unset found from its chat template
+    reasoning_format: str | None = None  # how it marks a thought; when unset found from its chat template
 
     @classmethod
     def _section_name(cls) -> str:
@@ -65,6 +80,9 @@ class ModelSectionConfig(Section, frozen=True):
         self._require(self.dtype in known, "dtype", f"must be one of {', '.join(known)}")
         self._require(self.quantization in (None, "int8"), "quantization", "must be int8 or unset")
         self._require(self.max_context_len is None or self.max_context_len > 1, "max_context_len", "must exceed 1")
+        for field, names in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+            is_known = getattr(self, field) in (None, *names)
+            self._require(is_known, field, f"must be one of {', '.join(names)}, or unset")
 
 
 class GatewayConfig(Section, frozen=True):

@@ -26,6 +26,7 @@ class FinishReason(enum.Enum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"  # the gateway's word for a STOP after calls; no worker says it
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class GatewayServer:
 
     async def start(self) -> None:
         """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse, ConfigError or StorageError."""
-        tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder, self._model.vocab_size)
+        tokenizer = await asyncio.to_thread(self._model.load_tokenizer)
         try:
             await self._start(tokenizer)
         except BaseException:

@@ -3,7 +3,7 @@
 import atexit
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -41,8 +41,8 @@ def tokenizer_folder() -> Path:
     return folder
 
 
-def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
-    special = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+def write_tokenizer(folder: Path, template: str | None = TEMPLATE, control_tokens: Sequence[str] = ()) -> None:
+    special = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", *control_tokens]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -97,12 +97,13 @@ def services_for(
     config: GatewayConfig,
     api_keys: tuple[str, ...] = (),
     prefix_hasher: PrefixHasher | None = None,
+    model: ModelCard | None = None,
 ) -> Services:
-    model = ModelCard("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
+    card = model or ModelCard("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
     return build_services(
         backend=backend,
-        tokenizer=tokenizer(),
-        model=model,
+        tokenizer=tokenizer() if model is None else model.load_tokenizer(),
+        model=card,
         config=config,
         api_keys=api_keys,
         reply_to="unix:/nowhere",
@@ -116,10 +117,11 @@ async def gateway(
     *,
     api_keys: tuple[str, ...] = (),
     prefix_hasher: PrefixHasher | None = None,
+    model: ModelCard | None = None,
     **config: Any,
 ) -> AsyncIterator[Gateway]:
     backend = ScriptedBackend(script or saying("hello world"))
-    services = services_for(backend, GatewayConfig(**config), api_keys, prefix_hasher)
+    services = services_for(backend, GatewayConfig(**config), api_keys, prefix_hasher, model)
     app = build_app(services)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         yield Gateway(client, backend, services, app)

@@ -1,29 +1,15 @@
-"""Decodes one choice of a response: token ids in, text and visible log-probabilities out."""
+"""Decodes one choice of a response: token ids in; text, thoughts, tool calls and visible log-probabilities out."""
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.gateway.backend.interface import GeneratedTokens
+from alignedserve.gateway.openai.held_logprobs import HeldLogprobs, OffsetLogprob
+from alignedserve.gateway.openai.output_parser import OutputParser, OutputRun
 from alignedserve.gateway.openai.stop_strings import StopStringFinder
+from alignedserve.gateway.tools.deltas import ToolCallDelta
 from alignedserve.runtime.model.tokenizer import Tokenizer
-
-
-class OffsetLogprob(NamedTuple):
-    """A visible token's log-probability and the offset in the text where the token begins."""
-
-    logprob: TokenLogprob
-    text_offset: int
-
-
-class ToolCallDelta(NamedTuple):
-    """A tool call that begins, or more of the arguments of one that has begun."""
-
-    call_index: int  # of the call among those of its choice
-    arguments: str = ""  # JSON text, to be appended to what came before
-    call_id: str | None = None  # with the first delta of a call, as the name
-    name: str | None = None
 
 
 class ChoiceDelta(NamedTuple):
@@ -42,21 +28,29 @@ class ChoiceDecoder:
     """Decodes one choice. `num_tokens` counts generated tokens, hidden end tokens included."""
 
     def __init__(
-        self, tokenizer: Tokenizer, request: Request, *, stops: Sequence[str] = (), eos_token_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        *,
+        stops: Sequence[str] = (),
+        eos_token_ids: Sequence[int] = (),
+        parser: OutputParser | None = None,
     ) -> None:
+        """Make a decoder. Stop strings end the content; they are not looked for in thoughts and calls."""
         sampling = request.sampling
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.is_stopped = False  # a stop string was found: the worker may stop
-        self._stream = tokenizer.stream()
+        self._parser = parser
+        self._stream = tokenizer.stream(parser.shown_token_ids if parser is not None else ())
         self._stops = StopStringFinder(stops)
         self._min_tokens = sampling.min_tokens
         # A token that ends the answer is not part of its text.
         self._end_token_ids = frozenset(sampling.stop_token_ids) | frozenset(
             () if sampling.ignore_eos else eos_token_ids
         )
-        self._is_plain = not stops and sampling.num_logprobs is None
-        self._held_logprobs: deque[OffsetLogprob] = deque()
-        self._num_decoded = 0  # characters, like the next
+        self._is_plain = not stops and sampling.num_logprobs is None and parser is None
+        self._logprobs = HeldLogprobs()
         self._num_visible = 0
 
     def decode(self, new: GeneratedTokens) -> ChoiceDelta:
@@ -70,47 +64,72 @@ class ChoiceDecoder:
             if new.finish_reason is not None:
                 text += self._stream.end()
             return ChoiceDelta(text, (), new.finish_reason, new.prompt_logprobs)
-        text = self._decode_one_by_one(token_ids, new.logprobs)
-        finish_reason = FinishReason.STOP if self.is_stopped else new.finish_reason
-        if finish_reason is not None and not self.is_stopped:
+        runs = self._decode_one_by_one(token_ids, new.logprobs)
+        if new.finish_reason is not None and not self.is_stopped:
             self.num_tokens += len(new.token_ids) - len(token_ids)
-            text += self._flush()
-        logprobs = self._visible_logprobs(is_all=new.finish_reason is not None)
-        return ChoiceDelta(text, logprobs, finish_reason, new.prompt_logprobs, stop_string=self._stops.found)
+            runs += self._flush()
+        is_all = new.finish_reason is not None and not self.is_stopped
+        return ChoiceDelta(
+            "".join([run.content for run in runs]),
+            self._logprobs.release(self._num_visible, is_all=is_all),
+            self._finish_reason(new),
+            new.prompt_logprobs,
+            "".join([run.reasoning for run in runs]),
+            tuple(call for run in runs for call in run.tool_calls),
+            self._stops.found,
+        )
+
+    def _finish_reason(self, new: GeneratedTokens) -> FinishReason | None:
+        if self.is_stopped:
+            return FinishReason.STOP
+        has_calls = self._parser is not None and self._parser.has_calls
+        return FinishReason.TOOL_CALLS if has_calls and new.finish_reason is FinishReason.STOP else new.finish_reason
 
     def _without_end_token(self, new: GeneratedTokens) -> tuple[int, ...]:
         token_ids = new.token_ids
         is_ended = new.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self._end_token_ids
         return token_ids[:-1] if is_ended else token_ids
 
-    def _decode_one_by_one(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> str:
-        visible = []
+    def _decode_one_by_one(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[OutputRun]:
+        visible: list[OutputRun] = []
         for index, token_id in enumerate(token_ids):
             if index < len(logprobs):
-                self._held_logprobs.append(OffsetLogprob(logprobs[index], self._num_decoded))
+                self._logprobs.hold(logprobs[index])
             self.num_tokens += 1
-            visible.append(self._filter_stops(self._stream.push((token_id,))))
+            visible += self._visible(self._parsed(self._stream.push((token_id,))))
             if self._stops.found is not None:
                 self.is_stopped = True
                 break
-        return "".join(visible)
+        return visible
 
-    def _filter_stops(self, text: str) -> str:
-        self._num_decoded += len(text)
-        visible = self._stops.push(text) if self.num_tokens > self._min_tokens else text
+    def _parsed(self, text: str) -> Sequence[OutputRun]:
+        self._logprobs.decoded(len(text))
+        if self._parser is None:
+            return (OutputRun(len(text), text),)
+        was_reasoning = self._parser.is_reasoning
+        runs = self._parser.push(text)
+        self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
+        return runs
+
+    def _visible(self, runs: Sequence[OutputRun]) -> list[OutputRun]:
+        """Return the runs with the content that may be shown now."""
+        return [run._replace(content=self._filter_stops(run)) for run in runs]
+
+    def _filter_stops(self, run: OutputRun) -> str:
+        self._logprobs.add_text(run.length, len(run.content))
+        if self._stops.found is not None:
+            return ""
+        visible = self._stops.push(run.content) if self.num_tokens > self._min_tokens else run.content
         self._num_visible += len(visible)
         return visible
 
-    def _flush(self) -> str:
-        text = self._filter_stops(self._stream.end())
-        rest = self._stops.flush()
-        self._num_visible += len(rest)
-        return text + rest
-
-    def _visible_logprobs(self, *, is_all: bool) -> tuple[OffsetLogprob, ...]:
-        """Release the log-probabilities of tokens whose text is visible. Those of a stop string never are."""
-        released = []
-        is_all = is_all and not self.is_stopped
-        while self._held_logprobs and (is_all or self._held_logprobs[0].text_offset < self._num_visible):
-            released.append(self._held_logprobs.popleft())
-        return tuple(released)
+    def _flush(self) -> list[OutputRun]:
+        rest = self._stream.end()
+        if self._parser is None:
+            runs = [OutputRun(len(rest), rest)]
+        else:
+            runs = [*self._parser.push(rest), *self._parser.end()]
+        visible = self._visible(runs)
+        held = self._stops.flush()
+        self._num_visible += len(held)
+        return [*visible, OutputRun(0, held)]

@@ -31,7 +31,7 @@ class Generation:
             for index, request in enumerate(self.request.requests):
                 stream = _submit(request, self._services)
                 stream.call_when_ready(self._ready.set)
-                self._choices.append(_Choice(index, request, stream, self.request.stop_strings, self._services))
+                self._choices.append(_Choice(index, request, stream, self.request, self._services))
         except BaseException:
             self._close()
             raise
@@ -75,17 +75,25 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
         num_prompt, num_generated = self.request.num_prompt_tokens, self.num_generated_tokens
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        if self.request.output_format.reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return usage
 
     @property
     def num_generated_tokens(self) -> int:
         """Tokens of all choices."""
         return sum(choice.decoder.num_tokens for choice in self._choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of all choices' thoughts, and of the marks around them."""
+        return sum(choice.decoder.num_reasoning_tokens for choice in self._choices)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -130,14 +138,18 @@ class _Choice:
     """One request in the cluster, with its times."""
 
     def __init__(
-        self, index: int, request: Request, stream: RequestStream, stops: tuple[str, ...], services: Services
+        self, index: int, request: Request, stream: RequestStream, of: GenerationRequest, services: Services
     ) -> None:
         self.index = index
         self.request = request
         self.stream = stream
         self.has_ended = False  # as far as the cluster knows
         self.decoder = ChoiceDecoder(
-            services.tokenizer, request, stops=stops, eos_token_ids=services.model.eos_token_ids
+            services.tokenizer,
+            request,
+            stops=of.stop_strings,
+            eos_token_ids=services.model.eos_token_ids,
+            parser=of.output_format.parser(services.tokenizer),
         )
         self._metrics = services.metrics
         self._num_tokens = 0

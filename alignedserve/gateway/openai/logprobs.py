@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 from alignedserve.core.request import TokenLogprob
-from alignedserve.gateway.openai.choice_decoder import OffsetLogprob
+from alignedserve.gateway.openai.held_logprobs import OffsetLogprob
 from alignedserve.gateway.openai.prompt_encoding import Prompt
 from alignedserve.runtime.model.tokenizer import Tokenizer
 

@@ -11,8 +11,10 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 from alignedserve.gateway.openai import unsupported_fields as unsupported
+from alignedserve.gateway.openai.conversation import check_messages
 from alignedserve.gateway.openai.ignored_fields import IgnoredFields, unknown_fields
 from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
+from alignedserve.gateway.openai.tool_schemas import TOOL_CHOICE_FORMS, check_tools
 from alignedserve.gateway.schema import Schema
 
 _BODY_TIMEOUT_S = 30.0
@@ -42,7 +44,10 @@ async def read_json(request: Request, config: GatewayConfig) -> dict[str, Any]:
 def parse_chat(body: dict[str, Any], ignored: IgnoredFields | None = None) -> ChatCompletionRequest:
     """Check the body of a chat completion; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
     fields = _without_neutral(body, unsupported.CHAT)
-    return parse(ChatCompletionRequest, _with_common(plain_messages(fields)), ignored)
+    chat = parse(ChatCompletionRequest, _with_common(plain_messages(fields)), ignored)
+    check_messages(chat.messages)
+    check_tools(chat.tools, chat.tool_choice)
+    return chat
 
 
 def parse_completion(body: dict[str, Any], ignored: IgnoredFields | None = None) -> CompletionRequest:
@@ -52,7 +57,10 @@ def parse_completion(body: dict[str, Any], ignored: IgnoredFields | None = None)
 
 def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields with plain messages. Raises InvalidRequest naming the first unsupported field in one."""
-    messages = fields.get("messages")
+    messages, tools = fields.get("messages"), fields.get("tools")
+    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if isinstance(tool, dict) and tool.get("type") in unsupported.TOOL_TYPES:
+            _refuse_unsupported(f"tools[{place}].type", tool["type"])
     if not isinstance(messages, list):
         return fields
     plain = [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
@@ -123,7 +131,8 @@ def _plain_message(message: Any, path: str) -> Any:
         return message
     if message.get("role") in unsupported.ROLES:
         _refuse_unsupported(f"{path}.role", message["role"])
-    fields = _without_neutral(message, unsupported.MESSAGE, f"{path}.")
+    given = {name: value for name, value in message.items() if value is not None}
+    fields = _without_neutral(given, unsupported.MESSAGE, f"{path}.")
     parts = fields.get("content")
     if isinstance(parts, list):
         fields["content"] = [_plain_part(part, f"{path}.content[{place}]") for place, part in enumerate(parts)]
@@ -188,5 +197,6 @@ def _path_of(location: tuple[int | str, ...]) -> str:
 _UNION_FIELDS = {
     "stop": "Input should be a string or a list of strings, none empty",
     "content": "Input should be a string or a list of text parts, not empty",
+    "tool_choice": f"Input {TOOL_CHOICE_FORMS}",
 }
 _UNION_MEMBERS = frozenset({"str", "int", "float", "list", "bool"})

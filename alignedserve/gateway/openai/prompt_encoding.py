@@ -4,9 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.openai.schemas import ChatMessage, PromptForms
+from alignedserve.gateway.openai.chat_prompt import chat_prompt
+from alignedserve.gateway.openai.message_schemas import ChatMessage
+from alignedserve.gateway.openai.schemas import PromptForms, TemplateFields
 from alignedserve.gateway.services import Services
 
 _LONG_TEXT_LEN = 16_384
@@ -20,13 +23,13 @@ class Prompt:
     text: str = ""  # repeated by `echo`
 
 
-async def encode_chat(messages: list[ChatMessage], services: Services) -> tuple[int, ...]:
-    """Return the token ids of a conversation. Raises InvalidRequest."""
-    plain = [message.as_template_message() for message in messages]
-    now = datetime.now()  # templates show the local date
-    if sum(len(message["content"]) for message in plain) <= _LONG_TEXT_LEN:
-        return tuple(services.tokenizer.encode_chat(plain, now=now))
-    return tuple(await asyncio.to_thread(services.tokenizer.encode_chat, plain, now=now))
+async def encode_chat(messages: Sequence[ChatMessage], fields: TemplateFields, services: Services) -> tuple[int, ...]:
+    """Return the token ids of a conversation that was checked. Raises InvalidRequest."""
+    prompt = chat_prompt(messages, fields, services)
+    encode = partial(services.tokenizer.encode_chat, now=datetime.now(), **prompt._asdict())  # templates show the date
+    if sum(len(message["content"]) for message in prompt.messages) + len(str(prompt.tools)) <= _LONG_TEXT_LEN:
+        return tuple(encode())
+    return tuple(await asyncio.to_thread(encode))
 
 
 async def encode_text(text: str, services: Services, *, add_special_tokens: bool = True) -> tuple[int, ...]:

@@ -12,6 +12,9 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
+from alignedserve.gateway.openai.chat_grammar import chat_grammar
+from alignedserve.gateway.openai.chat_prompt import chat_output_format
+from alignedserve.gateway.openai.output_parser import OutputFormat
 from alignedserve.gateway.openai.prompt_encoding import Prompt, check_token_ids, encode_chat, encode_prompts
 from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER, TPOT_HEADER, TTFT_HEADER, parse_slo
@@ -66,6 +69,7 @@ class GenerationRequest:
     includes_usage: bool  # streams only
     echoes: bool  # completions only
     has_continuous_usage: bool = False  # every chunk shows the usage so far
+    output_format: OutputFormat = field(default_factory=OutputFormat)  # chat completions only
     ignored_fields: tuple[str, ...] = ()  # named in the response's body, where it has no headers (lines of batches)
 
     @property
@@ -87,15 +91,16 @@ class _OutputFields(NamedTuple):
 async def build_chat_request(chat: ChatCompletionRequest, arrival: Arrival, services: Services) -> GenerationRequest:
     """Return the requests of a chat completion. Raises InvalidRequest."""
     services.check_model(chat.model)
-    prompt = Prompt(await encode_chat(chat.messages, services))
+    prompt = Prompt(await encode_chat(chat.messages, chat, services))
     if chat.top_logprobs is not None and not chat.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
     if chat.max_tokens is not None and max_tokens != chat.max_tokens:
         raise InvalidRequest("max_tokens and max_completion_tokens differ.", param="max_tokens")
     num_logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    output = _OutputFields(max_tokens, num_logprobs, None, await answer_grammar(chat, services))
-    return _build(chat, (prompt,), arrival, services, output)
+    output_format = chat_output_format(chat, prompt.token_ids, services)
+    output = _OutputFields(max_tokens, num_logprobs, None, await chat_grammar(chat, output_format, services))
+    return replace(_build(chat, (prompt,), arrival, services, output), output_format=output_format)
 
 
 async def build_completion_request(

@@ -8,10 +8,12 @@ from typing import Any, Protocol
 import orjson
 
 from alignedserve.gateway.errors import error_body
-from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, OffsetLogprob
+from alignedserve.gateway.openai.choice_decoder import ChoiceDelta
 from alignedserve.gateway.openai.generation import Generation
+from alignedserve.gateway.openai.held_logprobs import OffsetLogprob
 from alignedserve.gateway.openai.logprobs import chat_logprobs, completion_logprobs, concatenate, prompt_logprobs
 from alignedserve.gateway.openai.prompt_encoding import Prompt
+from alignedserve.gateway.openai.tool_calls import tool_call_chunk, whole_tool_calls
 
 DONE = b"data: [DONE]\n\n"
 
@@ -130,14 +132,20 @@ class ChatFormatter(ResponseFormatter):
         self._plain_tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
 
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
-        """Return the role once, then text, then the finish reason."""
+        """Return the role once, then thought, text and tool calls, then the finish reason."""
         events = b""
         if not self._has_begun[index]:
             self._has_begun[index] = True
             events += self._chunk(index, b'{"role":"assistant","content":"","refusal":null}', b"null", b"null")
+        if delta.reasoning:
+            thought = b'{"reasoning_content":' + orjson.dumps(delta.reasoning) + b"}"
+            events += self._chunk(index, thought, b"null", b"null")
         if delta.text or delta.logprobs:
             content = b'{"content":' + orjson.dumps(delta.text) + b"}"
             events += self._chunk(index, content, self._logprobs(delta.logprobs), b"null")
+        if delta.tool_calls:
+            calls = b'{"tool_calls":' + orjson.dumps([tool_call_chunk(call) for call in delta.tool_calls]) + b"}"
+            events += self._chunk(index, calls, b"null", b"null")
         if delta.finish_reason is not None:
             reason = orjson.dumps(delta.finish_reason.value)
             events += self._chunk(index, b"{}", b"null", reason, self._last_chunk_extension())
@@ -146,7 +154,7 @@ class ChatFormatter(ResponseFormatter):
     def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": _text_of(deltas), "refusal": None},
+            "message": _message(deltas),
             "logprobs": chat_logprobs(_logprobs_of(deltas), self._tokenizer) if self._request.has_logprobs else None,
             "finish_reason": _finish_reason_of(deltas),
         }
@@ -210,6 +218,15 @@ class CompletionFormatter(ResponseFormatter):
     def _prompt(self, index: int) -> Prompt:
         num_per_prompt = len(self._request.requests) // len(self._request.prompts)
         return self._request.prompts[index // num_per_prompt]
+
+
+def _message(deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+    """Return a whole chat message. Text and calls that there are none of are left out, the content is null then."""
+    text, calls = _text_of(deltas), whole_tool_calls(deltas)
+    thought = "".join([delta.reasoning for delta in deltas])
+    message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+    message |= {"reasoning_content": thought} if thought else {}
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def _text_of(deltas: Sequence[ChoiceDelta]) -> str:

@@ -6,15 +6,24 @@ from pydantic import FailFast, Field, PlainValidator
 
 from alignedserve.gateway.openai.constraint_fields import ConstraintFields
 from alignedserve.gateway.openai.hints import Hints
+from alignedserve.gateway.openai.message_schemas import ChatMessage
+from alignedserve.gateway.openai.tool_schemas import ToolChoice, ToolList, parse_tool_choice
 from alignedserve.gateway.schema import Schema
 
 MAX_STOP_STRING_LEN = 1024
-MAX_PARTS = 1024
+MAX_TEMPLATE_VARIABLES = 32
 MAX_CACHE_SALT_LEN = 256
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LEN)]
 TokenIdList = Annotated[list[int], FailFast()]
 PromptForms = str | list[str] | list[int] | list[list[int]]
 PROMPT_FORMS = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
+# Scalars: a template could not be kept from taking time over more.
+TemplateVariable = str | int | float | bool | None
+TemplateVariables = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")], TemplateVariable],
+    Field(max_length=MAX_TEMPLATE_VARIABLES),
+]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ServiceTierName = Literal["auto", "default", "priority", "fast", "flex"]
 
 
@@ -64,28 +73,16 @@ class GenerationFields(ConstraintFields, Hints):
         return self.includes_usage and options is not None and options.continuous_usage_stats is True
 
 
-class TextPart(Schema):
-    """One text part of a message."""
+class TemplateFields(Schema):
+    """Fields beside the messages that chat templates show the model."""
 
-    type: Literal["text"]
-    text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # without effect: see Hints
-
-
-class ChatMessage(Schema):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
-
-    def as_template_message(self) -> dict[str, str]:
-        """Return the message for chat templates: `developer` is a newer name of `system`, parts become lines."""
-        role = "system" if self.role == "developer" else self.role
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": role, "content": content}
+    tools: ToolList = Field(default_factory=list)
+    tool_choice: Annotated[ToolChoice, PlainValidator(parse_tool_choice)] = ToolChoice()
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)  # an extension: variables of the template
 
 
-class ChatCompletionRequest(GenerationFields):
+class ChatCompletionRequest(GenerationFields, TemplateFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
@@ -93,6 +90,8 @@ class ChatCompletionRequest(GenerationFields):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    parallel_tool_calls: bool = True
+    thinking_token_budget: int | None = Field(None, ge=0)  # an extension: tokens of the thought
 
 
 def checked_prompt(prompt: Any) -> PromptForms:
@@ -119,7 +118,7 @@ class CompletionRequest(GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class TokenizeRequest(Schema):
+class TokenizeRequest(TemplateFields):
     """POST /tokenize: a text, or the messages of a conversation."""
 
     model: str | None = None

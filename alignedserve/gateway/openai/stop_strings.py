@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from alignedserve.gateway.text_markers import overlap_len
+
 
 class StopStringFinder:
     """Holds back text that could be the beginning of a stop string, however the text is cut into pieces."""
@@ -20,7 +22,7 @@ class StopStringFinder:
             _, start, self.found = min(ends)
             self._held = ""
             return text[:start]
-        num_held = max((_overlap_len(text, stop) for stop in self._stops), default=0)
+        num_held = max((overlap_len(text, stop) for stop in self._stops), default=0)
         cut = len(text) - num_held
         self._held = text[cut:]
         return text[:cut]
@@ -29,11 +31,3 @@ class StopStringFinder:
         """Return the held text: at the end of the text it is no stop string."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap_len(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

@@ -52,10 +52,6 @@ CHAT: NeutralValues = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
-    "reasoning_effort": ("none",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "web_search_options": (),
 }
 COMPLETION: NeutralValues = {
@@ -68,10 +64,9 @@ MESSAGE: NeutralValues = {
     "function_call": (),
     "name": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 PART: NeutralValues = {}
 SERVICE_TIERS = ("scale",)
-ROLES = ("tool", "function")
+ROLES = ("function",)
+TOOL_TYPES = ("custom",)
 PART_TYPES = ("image_url", "input_audio", "file", "refusal")

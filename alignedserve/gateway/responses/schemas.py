@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from alignedserve.gateway.files.schemas import Metadata
-from alignedserve.gateway.openai.schemas import MAX_PARTS, ServiceTierName
+from alignedserve.gateway.openai.message_schemas import MAX_PARTS
+from alignedserve.gateway.openai.schemas import ServiceTierName
 from alignedserve.gateway.schema import Schema
 
 MAX_ITEMS = 4096  # of one input

@@ -6,9 +6,11 @@ from starlette.responses import Response
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.json_response import JsonResponse
+from alignedserve.gateway.openai.conversation import check_messages
 from alignedserve.gateway.openai.parsing import parse, plain_messages, read_json
 from alignedserve.gateway.openai.prompt_encoding import check_token_ids, encode_chat, encode_text
 from alignedserve.gateway.openai.schemas import DetokenizeRequest, TokenizeRequest
+from alignedserve.gateway.openai.tool_schemas import check_tools
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
 
 router = APIRouter()
@@ -24,7 +26,9 @@ async def tokenize(http: Request) -> Response:
     if (asked.prompt is None) == (not asked.messages):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
     if asked.prompt is None:
-        token_ids = await encode_chat(asked.messages, services)
+        check_messages(asked.messages)
+        check_tools(asked.tools, asked.tool_choice)
+        token_ids = await encode_chat(asked.messages, asked, services)
     else:
         token_ids = await encode_text(asked.prompt, services, add_special_tokens=asked.add_special_tokens)
     answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}

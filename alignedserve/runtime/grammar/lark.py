@@ -33,6 +33,11 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def literal(pieces: Sequence[tuple[str, int | None]]) -> str:
+    """Return a text as literals and special tokens, each piece with the id of the token that it is, if any."""
+    return " ".join(quoted(text) if token_id is None else special_token([token_id]) for text, token_id in pieces)
+
+
 def special_token(token_ids: Sequence[int]) -> str:
     """Return the symbol for one of these tokens, which matches no other way to write it."""
     return f"<[{','.join(map(str, token_ids))}]>"

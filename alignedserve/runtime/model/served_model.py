@@ -13,7 +13,7 @@ from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.stored_weights import StoredWeights
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.tokenizer import Tokenizer, read_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,9 @@ class ServedModel:
     quantization: str | None = None  # of the linear layers: None or int8
     stored: StoredWeights | None = None  # of files that have them packed
     cache_dtype: str | None = None  # of keys and values: int8, or None: as `dtype`
+    chat_template: str | None = None  # instead of the model's own
+    tool_format: str | None = None  # as in the configuration, like the next
+    reasoning_format: str | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -77,12 +80,15 @@ def resolve_model(
         quantization=section.quantization,
         stored=stored,
         cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
+        chat_template=None if section.chat_template is None else read_template(Path(section.chat_template)),
+        tool_format=section.tool_format,
+        reasoning_format=section.reasoning_format,
     )
 
 
 def load_tokenizer(served: ServedModel) -> Tokenizer:
     """Load the model's tokenizer. Raises ModelError, also when prompts may need tokens that the embedding lacks."""
-    tokenizer = Tokenizer.load(served.folder, served.config.vocab_size)
+    tokenizer = Tokenizer.load(served.folder, served.config.vocab_size, served.chat_template)
     if tokenizer.vocab_size > served.config.vocab_size:
         raise ModelError(
             f"{served.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding "

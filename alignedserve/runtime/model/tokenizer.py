@@ -123,7 +123,7 @@ class Tokenizer:
         client sends can end its own turn. Raises InvalidRequest when the model has no chat template or its template
         refuses the messages.
         """
-        marked = self._marked({"messages": messages, "tools": tools, "variables": variables or {}})
+        marked = self.marked({"messages": messages, "tools": tools, "variables": variables or {}})
         return self._encode_marked(self.render_chat(now=now, **marked))
 
     def render_chat(
@@ -151,10 +151,18 @@ class Tokenizer:
             return _ByteStream(self, marks)
         return _WindowStream(self._tokenizer, self._special_ids, marks)
 
-    def control_token_id(self, content: str) -> int | None:
-        """Return the id of the special token of this name; None: there is none, it would be written as text."""
-        token_id: int | None = self._tokenizer.token_to_id(content)
-        return token_id if token_id in self._special_ids else None
+    def split_control(self, text: str) -> list[tuple[str, int | None]]:
+        """Return the text in pieces, each plain text or the name of a special token and its id."""
+        pieces, start = [], 0
+        for found in self._control.finditer(text):
+            pieces += [(text[start : found.start()], None)] if found.start() > start else []
+            pieces.append((found[0], self._tokenizer.token_to_id(found[0])))
+            start = found.end()
+        return pieces + ([(text[start:], None)] if start < len(text) else [])
+
+    def control_token_ids(self, text: str) -> frozenset[int]:
+        """Return the ids of the special tokens that a text spells out."""
+        return frozenset(token_id for _, token_id in self.split_control(text) if token_id is not None)
 
     def is_special(self, token_id: int) -> bool:
         """Return whether this is a control token without text."""
@@ -180,14 +188,14 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def _marked(self, value: Any) -> Any:
-        """Return the value with marks around control tokens in its strings; only strings can hold any."""
+    def marked(self, value: Any) -> Any:
+        """Return the value with marks around the special tokens that its strings spell out; see `control_mark`."""
         if isinstance(value, str):
             plain = value.replace(_MARK_START, "").replace(_MARK_END, "")
             return self._control.sub(lambda found: control_mark(found[0]), plain)
         if isinstance(value, Mapping):
-            return {self._marked(key): self._marked(item) for key, item in value.items()}
-        return [self._marked(item) for item in value] if isinstance(value, list | tuple) else value
+            return {self.marked(key): self.marked(item) for key, item in value.items()}
+        return [self.marked(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _encode_marked(self, rendered: str) -> list[int]:
         if _MARK_START not in rendered and _MARK_END not in rendered:
@@ -361,6 +369,14 @@ def _templates_of(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, 
         templates = {"default": in_file} if in_file is not None else templates
     default, tool_use = templates.get("default"), templates.get("tool_use")
     return (default if isinstance(default, str) else None, tool_use if isinstance(tool_use, str) else None)
+
+
+def read_template(path: Path) -> str:
+    """Return the chat template in this file. Raises ModelError."""
+    template = _read_text(path, MAX_TEXT_FILE_BYTES)
+    if template is None:
+        raise ModelNotFound(f"{path}: there is no such chat template")
+    return template
 
 
 def _special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,112 @@
+"""The grammar of a chat's answer: a thought, and then content that matches a constraint, free text, or tool calls."""
+
+from functools import partial
+from typing import Any
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.request import MAX_GRAMMAR_LEN
+from alignedserve.gateway.openai.output_parser import OutputFormat
+from alignedserve.gateway.openai.schemas import ChatCompletionRequest
+from alignedserve.gateway.openai.structured_output import answer_part
+from alignedserve.gateway.openai.tool_schemas import Tool
+from alignedserve.gateway.reasoning.thought_grammar import thought_rules, thought_symbol
+from alignedserve.gateway.services import Services
+from alignedserve.gateway.tools.call_grammar import CallableTool, Literal, call_rules, lead_rules
+from alignedserve.gateway.tools.formats import ToolFormat
+from alignedserve.runtime.grammar.json_schema import normalize_schema
+from alignedserve.runtime.grammar.lark import GrammarPart, literal, serialize, serialize_alone
+
+_GAP = "GAP: /\\n{1,2}/"  # what models write between a thought and the rest
+_TEXT = "TEXT: /(?s:.*)/"
+
+
+async def chat_grammar(chat: ChatCompletionRequest, form: OutputFormat, services: Services) -> str:
+    """Return the grammar that the answer is decoded under; empty: anything goes. Raises InvalidRequest."""
+    part = await answer_part(chat, services)
+    if chat.thinking_token_budget is not None and form.reasoning is None:
+        raise InvalidRequest("This is not a reasoning model.", param="thinking_token_budget")
+    is_free = part is None and form.tools is None
+    if is_free and chat.thinking_token_budget is None:
+        return ""
+    if part is not None and form.tools is None and form.reasoning is None:
+        return serialize_alone(part)
+    grammar = _compose(chat, form, part, partial(_literal, services))
+    if len(grammar) > MAX_GRAMMAR_LEN:
+        raise InvalidRequest("The tools are too large.", param="tools")
+    try:
+        await services.grammars.check(grammar)
+    except InvalidRequest as error:
+        param = "tools" if form.tools is not None else "thinking_token_budget"
+        raise InvalidRequest(f"Invalid value for {param}: {error}.", param=param, code=error.code) from error
+    return grammar
+
+
+def _compose(chat: ChatCompletionRequest, form: OutputFormat, part: GrammarPart | None, as_literal: Literal) -> str:
+    budget = chat.thinking_token_budget
+    rules = [_TEXT, _GAP]
+    thought = ""
+    if form.reasoning is not None:
+        thought = thought_symbol(form.thought_start, is_bounded=budget is not None)
+        rules.append(thought_rules(form.reasoning, as_literal, budget))
+    if form.tools is not None:
+        rules.append(_tool_rules(chat, form.tools, as_literal))
+    answer, is_text = _answer(chat, form.tools, part, as_literal)
+    gap = "GAP?" if thought and not is_text else ""
+    skeleton = "\n".join([f"start: {thought} {gap} answer", f"answer: {answer}", *rules])
+    return serialize(skeleton, {"content": part} if part is not None else {})
+
+
+def _answer(
+    chat: ChatCompletionRequest, tools: ToolFormat | None, part: GrammarPart | None, as_literal: Literal
+) -> tuple[str, bool]:
+    """Return what follows a thought, and whether that may be any text."""
+    if tools is None:
+        return ("TEXT", True) if part is None else ("@content", False)
+    calls = f"{as_literal(tools.begin)} calls"
+    if chat.tool_choice.mode == "required":
+        return calls, False
+    if part is None:
+        return "free | lead calls", bool(tools.begin)
+    if not tools.begin:
+        raise InvalidRequest(
+            "response_format beside tools is not supported for this model: its calls are not marked.",
+            param="response_format",
+            code="unsupported_parameter",
+        )
+    return f"@content | {calls}", False
+
+
+def _tool_rules(chat: ChatCompletionRequest, form: ToolFormat, as_literal: Literal) -> str:
+    names = chat.tool_choice.names
+    tools = [
+        CallableTool(tool.function.name, _arguments_schema(place, tool))
+        for place, tool in enumerate(chat.tools)
+        if names is None or tool.function.name in names
+    ]
+    rules = [call_rules(form, tools, as_literal, is_parallel=chat.parallel_tool_calls)]
+    return "\n".join([*rules, lead_rules(form, as_literal)] if chat.tool_choice.mode == "auto" else rules)
+
+
+def _arguments_schema(place: int, tool: Tool) -> dict[str, Any]:
+    """Return the normalized schema of the arguments. Raises InvalidRequest."""
+    param = f"tools[{place}].function.parameters"
+    try:
+        return normalize_schema(_object_schema(tool.function.parameters or {}))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"Invalid value for {param}: {error}.", param=param, code=error.code) from error
+
+
+def _object_schema(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object that has no parameters but those that are listed, unless it says otherwise."""
+    if parameters.get("type", "object") != "object":
+        raise InvalidRequest("the type must be 'object'", code="invalid_json_schema")
+    has_others = any(name in parameters for name in _OPEN)
+    return {"type": "object", "properties": {}, **({} if has_others else {"additionalProperties": False}), **parameters}
+
+
+# Keywords by which a schema says itself which other properties there may be.
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
+
+
+def _literal(services: Services, text: str) -> str:
+    return literal(services.tokenizer.split_control(text))
