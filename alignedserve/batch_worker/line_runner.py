@@ -8,7 +8,13 @@ from alignedserve.batches.interfaces import ClusterTotals, LineFailed, LineRejec
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.errors import AlignedServeError, InvalidRequest
 from alignedserve.core.request import Slo
+from alignedserve.gateway.anthropic.errors import anthropic_error_body
+from alignedserve.gateway.anthropic.message_format import MessageFormatter
+from alignedserve.gateway.anthropic.message_request import build_message_request
+from alignedserve.gateway.anthropic.parsing import BodyParser
+from alignedserve.gateway.anthropic.schemas import MessagesRequest
 from alignedserve.gateway.errors import GenerationError, Overloaded, Unavailable, Unservable, error_body, http_error_of
+from alignedserve.gateway.files.submission import client_of
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import check_shape, parse_chat, parse_completion
@@ -19,9 +25,8 @@ from alignedserve.gateway.openai.request_builder import (
     build_completion_request,
 )
 from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter, collect_body
-from alignedserve.gateway.openai.schemas import GenerationFields
+from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER
-from alignedserve.gateway.responses.background import client_of
 from alignedserve.gateway.responses.context import resolve_references
 from alignedserve.gateway.responses.formatter import ResponsesFormatter
 from alignedserve.gateway.responses.items import parse_items
@@ -32,12 +37,12 @@ from alignedserve.gateway.services import Services
 
 _RETRY_AFTER_S = 1.0
 _SERVICE_TIER = "flex"  # best effort
-_ALLOWED_SERVICE_TIERS = ("auto", "default", _SERVICE_TIER)
+_ALLOWED_SERVICE_TIERS = ("auto", "default", "standard_only", _SERVICE_TIER)
 
 # Fields of a response that are about its place among stored ones: a line's result is its only record.
 _STATE_FIELDS = ("background", "previous_response_id", "store")
 
-FieldsT = TypeVar("FieldsT", bound=GenerationFields | CreateResponseRequest)
+FieldsT = TypeVar("FieldsT", ChatCompletionRequest, CompletionRequest, CreateResponseRequest, MessagesRequest)
 
 
 class _Job(NamedTuple):
@@ -58,12 +63,12 @@ class ClusterLineRunner:
         try:
             request, make_formatter = await self._build_job(line)
         except InvalidRequest as error:
-            return _error_response(error)
+            return _error_response(line, error)
         generation = Generation(request, self._services)
         try:
             body = await collect_body(generation, make_formatter)
         except GenerationError as error:
-            return _failure(error, has_started=generation.has_started)
+            return _failure(line, error, has_started=generation.has_started)
         num_prompt_tokens, num_cached_tokens = request.num_prompt_tokens, generation.num_cached_tokens
         return LineResponse(200, body, num_prompt_tokens, generation.num_generated_tokens, num_cached_tokens)
 
@@ -94,8 +99,16 @@ class ClusterLineRunner:
             case Endpoint.COMPLETION:
                 completion = _at_best_effort(parse_completion(line.body, ignored))
                 return _Job(await build_completion_request(completion, arrival, self._services), CompletionFormatter)
+            case Endpoint.MESSAGES:
+                return await self._build_message(line, arrival, ignored)
             case Endpoint.RESPONSES:
                 return await self._build_response(line, arrival, ignored)
+
+    async def _build_message(self, line: LineRequest, arrival: Arrival, ignored: IgnoredFields | None) -> _Job:
+        parser = BodyParser(ignored)
+        asked = _at_best_effort(parser.fields(MessagesRequest, line.body))
+        request = await build_message_request(asked, parser, arrival, self._services)
+        return _Job(request, partial(MessageFormatter, asked=asked))
 
     async def _build_response(self, line: LineRequest, arrival: Arrival, ignored: IgnoredFields | None) -> _Job:
         for name in _STATE_FIELDS:
@@ -120,14 +133,16 @@ def _at_best_effort(fields: FieldsT) -> FieldsT:
     return fields.model_copy(update={"service_tier": _SERVICE_TIER})
 
 
-def _failure(error: GenerationError, *, has_started: bool) -> LineResponse:
+def _failure(line: LineRequest, error: GenerationError, *, has_started: bool) -> LineResponse:
     """Return the final response of a line that can never succeed. Raises LineNotTaken or LineBroken for a retry."""
     if isinstance(error, Unservable):
-        return _error_response(error)
+        return _error_response(line, error)
     if isinstance(error, Overloaded) or (isinstance(error, Unavailable) and not has_started):
         raise LineRejected(str(error), retry_after_s=error.retry_after_s or _RETRY_AFTER_S) from error
     raise LineFailed(str(error)) from error
 
 
-def _error_response(error: AlignedServeError) -> LineResponse:
-    return LineResponse(http_error_of(error).status, error_body(error))
+def _error_response(line: LineRequest, error: AlignedServeError) -> LineResponse:
+    is_message = line.endpoint is Endpoint.MESSAGES
+    body = anthropic_error_body(error, request_id=line.request_id) if is_message else error_body(error)
+    return LineResponse(http_error_of(error).status, body)

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 _LENGTHS = (256, 1024, 4096, 16384)  # bytes from the member on that holds the prompt
-_PROMPTS = (b'"messages"', b'"prompt"')
+_PROMPTS = (b'"messages"', b'"prompt"', b'"input"')
 
 
 class CommonBeginnings:

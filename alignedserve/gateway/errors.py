@@ -157,26 +157,35 @@ def error_json(message: str, kind: str, param: str | None = None, code: str | No
 
 
 def error_body(error: Exception) -> bytes:
-    """Return the error object for this error. Internal errors reveal no details."""
+    """Return OpenAI's error object for this error."""
     row = http_error_of(error)
-    message = _HIDDEN_MESSAGE if row is INTERNAL_ERROR else str(error)
-    return error_json(message, row.kind, getattr(error, "param", None), getattr(error, "code", None) or row.code)
+    code = getattr(error, "code", None) or row.code
+    return error_json(error_message(error), row.kind, getattr(error, "param", None), code)
+
+
+def error_message(error: Exception) -> str:
+    """Return what a client is told. Internal errors reveal no details."""
+    return _HIDDEN_MESSAGE if http_error_of(error) is INTERNAL_ERROR else str(error)
 
 
 def error_response(error: Exception) -> Response:
-    """Return the HTTP response for this error, with `Retry-After` where retrying can help."""
-    row = http_error_of(error)
-    response = JsonResponse(error_body(error), row.status)
+    """Return the HTTP response for this error."""
+    return JsonResponse(error_body(error), http_error_of(error).status, headers=error_headers(error))
+
+
+def error_headers(error: Exception) -> dict[str, str]:
+    """Return the headers of the response for this error, `Retry-After` among them where retrying can help."""
+    headers: dict[str, str] = {}
     retry_after_s: float | None = getattr(error, "retry_after_s", None)
     if isinstance(error, StorageError):
         retry_after_s = _STORAGE_RETRY_S
     if retry_after_s is not None:
-        response.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
     if isinstance(error, RangeNotSatisfiable):
-        response.headers["Content-Range"] = f"bytes */{error.num_bytes}"
-    if row.status == 401:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    return response
+        headers["Content-Range"] = f"bytes */{error.num_bytes}"
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers
 
 
 def rejection_code(error: Exception) -> str:

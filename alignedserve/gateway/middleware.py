@@ -6,8 +6,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from alignedserve.gateway.anthropic.errors import anthropic_error_response, is_anthropic
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.errors import (
     INTERNAL_ERROR,
@@ -38,9 +40,9 @@ class GatewayMiddleware:
             return
         state = scope.setdefault("state", {})
         state["request_id"] = request_id = secrets.token_hex(16)
-        sender = _ResponseSender(_client_request_id(scope) or request_id, state, send)
+        sender = _ResponseSender(_client_request_id(scope) or request_id, scope, send)
         try:
-            state["key_number"] = self._api_keys.authenticate(scope["path"], _header(scope, b"authorization"))
+            state["key_number"] = self._api_keys.authenticate(scope["path"], _presented_key(scope))
             await self._app(scope, receive, sender.send)
         except Exception as error:  # noqa: BLE001  (the gateway's single handler)
             self._log(sender.request_id, scope["path"], error)
@@ -63,9 +65,10 @@ class GatewayMiddleware:
 class _ResponseSender:
     """Sends one response: adds headers to its start and knows how far it got."""
 
-    def __init__(self, request_id: str, state: Mapping[str, Any], send: Send) -> None:
+    def __init__(self, request_id: str, scope: Scope, send: Send) -> None:
         self.request_id = request_id
-        self._state = state
+        self._state: Mapping[str, Any] = scope["state"]
+        self._is_anthropic = is_anthropic(scope)
         self._send = send
         self._has_started = False
         self._is_event_stream = False
@@ -78,11 +81,15 @@ class _ResponseSender:
             headers = [*message.get("headers", [])]
             self._is_event_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
             headers += [(b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")]
-            headers += self._ignored_fields()
+            headers += self._own_request_id() + self._ignored_fields()
             message = {**message, "headers": headers}
         elif not message.get("more_body", False):
             self._is_complete = True
         await self._send(message)
+
+    def _own_request_id(self) -> list[tuple[bytes, bytes]]:
+        """Return the header in which Anthropic's clients look for the server's id of their request."""
+        return [(b"request-id", self._state["request_id"].encode())] if self._is_anthropic else []
 
     def _ignored_fields(self) -> list[tuple[bytes, bytes]]:
         ignored: IgnoredFields | None = self._state.get("ignored_fields")
@@ -92,10 +99,21 @@ class _ResponseSender:
     async def send_error(self, error: Exception, scope: Scope, receive: Receive) -> None:
         """Send an error: as an HTTP response, or as the last event of a stream that has started."""
         if not self._has_started:
-            await error_response(error)(scope, receive, self.send)
+            await self._error_response(error)(scope, receive, self.send)
         elif not self._is_complete:
             last = scope["state"]["failure_events"](error) if self._is_event_stream else b""
             await self.send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _error_response(self, error: Exception) -> Response:
+        if self._is_anthropic:
+            return anthropic_error_response(error, request_id=self._state["request_id"])
+        return error_response(error)
+
+
+def _presented_key(scope: Scope) -> str | None:
+    """Return the key after `Authorization: Bearer`, as OpenAI's clients send it, or of `x-api-key`, as Anthropic's."""
+    scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else _header(scope, b"x-api-key")
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:

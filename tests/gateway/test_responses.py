@@ -96,6 +96,21 @@ async def test_sampling_fields_reach_the_cluster() -> None:
     assert (sampling.top_k, request.request_class, response["service_tier"]) == (3, RequestClass.BEST_EFFORT, "flex")
 
 
+async def test_truncation_leaves_out_whole_turns_from_the_beginning() -> None:
+    system = {"role": "system", "content": "stay"}
+    items = [system, *({"role": "user", "content": f"turn {turn:02}"} for turn in range(40))]
+    async with gateway() as served:
+        error_of(await respond(served, input=items), 400)
+        response = response_of(await respond(served, input=items, truncation="auto", max_output_tokens=9))
+        prompt = prompt_of(served)
+        [request] = served.backend.submitted
+    assert response["truncation"] == "auto"
+    assert prompt.startswith("<|bos|><|system|>stay<|end|>\n<|user|>turn ")
+    assert prompt.endswith("<|user|>turn 39<|end|>\n<|assistant|>")
+    per_turn = len(tokens_of("<|user|>turn 39<|end|>\n"))
+    assert 256 - 9 - per_turn < request.prompt_len <= 256 - 9  # one more turn would not fit
+
+
 async def test_a_failure_in_the_middle_ends_the_stream() -> None:
     script = Script(tokens_of("hello world"), failure=TimedOut("The cluster is silent."))
     async with gateway(lambda _: script) as served:
@@ -143,11 +158,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {str(number): "v" for number in range(17)}}, "metadata"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": "some"}, "truncation"),
+    ({"truncation": "auto", "input": "fox " * 300}, "input"),
     ({"text": {"verbosity": "chatty"}}, "text.verbosity"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": 7}, "tools"),
+    ({"tools": [7]}, "tools[0]"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0].type"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace"}]}]}, "tools[0].tools[0].type"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),

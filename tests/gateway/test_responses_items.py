@@ -71,6 +71,15 @@ def test_tools_and_formats_as_chat_has_them() -> None:
     assert body(tools=[tool], tool_choice={"type": "function", "name": "f"})["tool_choice"] == named
 
 
+def test_functions_of_a_namespace_join_the_others() -> None:
+    inner = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+    tools = [inner, {"type": "namespace", "name": "ns", "description": "d", "tools": [inner]}]
+    names = [tool["function"]["name"] for tool in body(tools=tools)["tools"]]
+    call = {"type": "function_call", "call_id": "a", "name": "f", "namespace": "ns", "arguments": "{}"}
+    [message] = messages(call)
+    assert names == ["f", message["tool_calls"][0]["function"]["name"]] == ["f", "ns__f"]
+
+
 def test_errors_are_renamed() -> None:
     for chat, ours in {
         "Invalid value for messages[2].content[0].text: no.": "Invalid value for input: no.",

@@ -7,8 +7,9 @@ import pytest
 from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, ToolCallDelta
+from alignedserve.gateway.openai.choice_decoder import ChoiceDelta
 from alignedserve.gateway.responses.output import OutputBuilder
+from alignedserve.gateway.tools.deltas import ToolCallDelta
 
 _EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 _ITEM: TypeAdapter[Any] = TypeAdapter(ResponseOutputItem)
@@ -22,8 +23,9 @@ def call(index: int, arguments: str, *, is_first: bool = False) -> ChoiceDelta:
 
 def built(deltas: Sequence[ChoiceDelta], *, is_complete: bool = True) -> tuple[list[dict[str, Any]], list[str]]:
     """The items and the types of the events; both as OpenAI's types accept them."""
-    output = OutputBuilder(RESPONSE_ID, lambda logprobs: [])
-    names = []
+    names_of_f1 = {"name": "f1", "namespace": "ns"}
+    output = OutputBuilder(RESPONSE_ID, show_logprobs=lambda logprobs: [], function_names={"ns__f1": names_of_f1})
+    names: list[str] = []
     for batch in [*map(output.add, deltas), output.end(is_complete=is_complete)]:
         for event in batch:
             _EVENT.validate_python(event | {"sequence_number": len(names)})
@@ -59,6 +61,11 @@ def test_a_thought_an_answer_and_two_calls() -> None:
         *("output_item.added", "function_call_arguments.delta"),
         *("function_call_arguments.done", "output_item.done"),
     ]
+
+
+def test_a_function_of_a_namespace_has_its_names_apart() -> None:
+    [item], _ = built([ChoiceDelta("", tool_calls=(ToolCallDelta(0, "{}", "a", "ns__f1"),))])
+    assert (item["name"], item["namespace"]) == ("f1", "ns")
 
 
 def test_calls_in_one_delta() -> None:

@@ -43,7 +43,7 @@ async def read_json(request: Request, config: GatewayConfig) -> dict[str, Any]:
 
 def parse_chat(body: dict[str, Any], ignored: IgnoredFields | None = None) -> ChatCompletionRequest:
     """Check the body of a chat completion; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
-    fields = _without_neutral(body, unsupported.CHAT)
+    fields = without_neutral(body, unsupported.CHAT)
     chat = parse(ChatCompletionRequest, _with_common(plain_messages(fields)), ignored)
     check_messages(chat.messages)
     check_tools(chat.tools, chat.tool_choice)
@@ -52,7 +52,7 @@ def parse_chat(body: dict[str, Any], ignored: IgnoredFields | None = None) -> Ch
 
 def parse_completion(body: dict[str, Any], ignored: IgnoredFields | None = None) -> CompletionRequest:
     """Check the body of a completion; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
-    return parse(CompletionRequest, _with_common(_without_neutral(body, unsupported.COMPLETION)), ignored)
+    return parse(CompletionRequest, _with_common(without_neutral(body, unsupported.COMPLETION)), ignored)
 
 
 def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _plain_message(message: Any, path: str) -> Any:
     if message.get("role") in unsupported.ROLES:
         _refuse_unsupported(f"{path}.role", message["role"])
     given = {name: value for name, value in message.items() if value is not None}
-    fields = _without_neutral(given, unsupported.MESSAGE, f"{path}.")
+    fields = without_neutral(given, unsupported.MESSAGE, f"{path}.")
     parts = fields.get("content")
     if isinstance(parts, list):
         fields["content"] = [_plain_part(part, f"{path}.content[{place}]") for place, part in enumerate(parts)]
@@ -144,10 +144,10 @@ def _plain_part(part: Any, path: str) -> Any:
         return part
     if part.get("type") in unsupported.PART_TYPES:
         _refuse_unsupported(f"{path}.type", part["type"])
-    return _without_neutral(part, unsupported.PART, f"{path}.")
+    return without_neutral(part, unsupported.PART, f"{path}.")
 
 
-def _without_neutral(fields: dict[str, Any], table: unsupported.NeutralValues, path: str = "") -> dict[str, Any]:
+def without_neutral(fields: dict[str, Any], table: unsupported.NeutralValues, path: str = "") -> dict[str, Any]:
     """Return the fields without neutral ones. Raises InvalidRequest for those that ask for an unsupported feature."""
     kept = {}
     for name, value in fields.items():

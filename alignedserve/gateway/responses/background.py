@@ -6,7 +6,6 @@ of batches hold for both. What a batch has come to is seen, and kept with the re
 
 import contextlib
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -17,14 +16,13 @@ from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import Conflict, NotFound
-from alignedserve.gateway.files.files_api import INPUT_PURPOSE, FilesApi, new_file_id
-from alignedserve.gateway.files.schemas import MAX_LIFETIME_S, MIN_LIFETIME_S, CreateBatchRequest, ExpiresAfter
-from alignedserve.gateway.files.uploads import Upload
+from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.files.schemas import MAX_LIFETIME_S, MIN_LIFETIME_S, ExpiresAfter
+from alignedserve.gateway.files.submission import WINDOW, api_owner, input_line, submit_lines
 from alignedserve.gateway.responses.items import Item, item_id
 from alignedserve.gateway.responses.schemas import CreateResponseRequest
 from alignedserve.gateway.responses.state import raw_json
 
-_WINDOW = "24h"
 _STATUS = {
     BatchStatus.VALIDATING: "queued",
     BatchStatus.IN_PROGRESS: "in_progress",
@@ -33,13 +31,7 @@ _STATUS = {
 }
 _GENERATED = ("status", "output", "usage", "incomplete_details", "error", "completed_at")
 _LEFT_OUT = {"background", "metadata", "previous_response_id", "store", "stream", "input"}
-_OWNER_SUFFIX = "/background"
 _SERVICE_TIERS = ("auto", "default", "flex")
-
-
-def client_of(owner: str) -> str:
-    """Return the client whose line a batch of this owner runs."""
-    return owner.removesuffix(_OWNER_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +49,15 @@ class BackgroundJobs:
         line = _line(asked, items, response_id)
         if len(line) > self.files_api.config.max_line_bytes:
             raise InvalidRequest("input is too large for the background.", param="input")
-        file_id = new_file_id()
-        blob = await self.files_api.stores.blobs.begin(file_id)
-        try:
-            await blob.write(line)
-            upload = Upload(blob, response_id, len(line), 1, blake2b(line, digest_size=16).hexdigest())
-            upload.fields["purpose"] = INPUT_PURPOSE
-            record = await self.files_api.add_file(self._owner, file_id, upload)
-        finally:
-            await blob.discard()
-        return (await self.files_api.create(self._owner, self._batch_of(record.file_id), None)).record.batch_id
+        snapshot = await submit_lines(
+            self.files_api,
+            self._owner,
+            [line],
+            Endpoint.RESPONSES,
+            name=response_id,
+            results_expire=self._results_expire(),
+        )
+        return snapshot.record.batch_id
 
     async def settled(self, record: StoredResponse, batch_id: BatchKey) -> StoredResponse:
         """Return the response as it is now, without its batch once that is over."""
@@ -96,16 +87,11 @@ class BackgroundJobs:
 
     @property
     def _owner(self) -> str:
-        return self.owner + _OWNER_SUFFIX
+        return api_owner(self.owner, "background")
 
-    def _batch_of(self, file_id: str) -> CreateBatchRequest:
+    def _results_expire(self) -> ExpiresAfter:
         seconds = int(min(max(self.lifetime_s, MIN_LIFETIME_S), MAX_LIFETIME_S))
-        return CreateBatchRequest(
-            input_file_id=file_id,
-            endpoint=Endpoint.RESPONSES.value,
-            completion_window=_WINDOW,
-            output_expires_after=ExpiresAfter(anchor="created_at", seconds=seconds),
-        )
+        return ExpiresAfter(anchor="created_at", seconds=seconds)
 
     async def _outcome(self, snapshot: BatchSnapshot, response_id: str) -> dict[str, Any]:
         """Return what a batch that is over changes in its response."""
@@ -127,8 +113,7 @@ class BackgroundJobs:
 def _line(asked: CreateResponseRequest, items: list[Item], response_id: str) -> bytes:
     """Return the line of the batch. It holds all turns, so that it depends on no stored response."""
     body = asked.model_dump(exclude=_LEFT_OUT, exclude_none=True, exclude_unset=True, by_alias=True) | {"input": items}
-    line = {"custom_id": response_id, "method": "POST", "url": Endpoint.RESPONSES.value, "body": body}
-    return orjson.dumps(line) + b"\n"
+    return input_line(response_id, Endpoint.RESPONSES, body)
 
 
 def _generated(result: dict[str, Any], response_id: str) -> dict[str, Any]:
@@ -147,7 +132,7 @@ def _generated(result: dict[str, Any], response_id: str) -> dict[str, Any]:
 def _reason(record: BatchRecord) -> str:
     if record.problems:
         return record.problems[0].message
-    return f"It was not generated within {_WINDOW}."
+    return f"It was not generated within {WINDOW}."
 
 
 def _failure(message: str) -> dict[str, Any]:

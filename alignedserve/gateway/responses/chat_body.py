@@ -15,11 +15,11 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.responses.items import Item, text_of
 from alignedserve.gateway.responses.schemas import (
     CreateResponseRequest,
-    FunctionTool,
     PromptFields,
     TextFormat,
     known_fields,
 )
+from alignedserve.gateway.responses.tools import OfferedFunction, chat_name, offered_functions
 
 Message = dict[str, Any]
 
@@ -56,11 +56,16 @@ def chat_body(asked: PromptFields, items: Sequence[Item]) -> dict[str, Any]:
 
 def messages_of(items: Sequence[Item], instructions: str | None) -> list[Message]:
     """Return items as messages of a chat. References must have been resolved."""
-    num_system = next((place for place, item in enumerate(items) if item.get("role") not in _SYSTEM_ROLES), len(items))
+    num_system = num_system_items(items)
     system = [instructions] if instructions is not None else []
     system += [text_of(item["content"]) for item in items[:num_system]]
     messages = [{"role": "system", "content": "\n\n".join(system)}] if system else []
     return messages + _later_messages(items[num_system:])
+
+
+def num_system_items(items: Sequence[Item]) -> int:
+    """Return how many items at the beginning are system messages."""
+    return next((place for place, item in enumerate(items) if item.get("role") not in _SYSTEM_ROLES), len(items))
 
 
 def _later_messages(items: Sequence[Item]) -> list[Message]:
@@ -99,7 +104,7 @@ def _add_answer(message: Message, item: Item) -> None:
             if thought:
                 message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), thought]))
         case _:
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            function = {"name": chat_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
 
@@ -108,14 +113,14 @@ def _tool_fields(asked: PromptFields) -> dict[str, Any]:
     if not asked.tools and asked.tool_choice in ("auto", "none"):
         return {}
     return {
-        "tools": [_function_tool(tool) for tool in asked.tools],
+        "tools": [_function_tool(one) for one in offered_functions(asked.tools)],
         "tool_choice": _tool_choice(asked.tool_choice),
         "parallel_tool_calls": asked.parallel_tool_calls,
     }
 
 
-def _function_tool(tool: FunctionTool) -> dict[str, Any]:
-    function = known_fields(tool, with_unset=False)
+def _function_tool(offered: OfferedFunction) -> dict[str, Any]:
+    function = known_fields(offered.tool, with_unset=False) | {"name": offered.chat_name}
     return {"type": function.pop("type"), "function": function}
 
 

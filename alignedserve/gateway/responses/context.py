@@ -1,6 +1,6 @@
 """Items of earlier responses: those that a new response continues, and those that its input refers to."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import orjson
@@ -10,6 +10,9 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import NotFound
 from alignedserve.gateway.responses.items import Item, place_of
 from alignedserve.gateway.responses.state import ResponseState, items_of
+
+PREVIOUS = "previous_response_id"
+Find = Callable[[str], Awaitable[StoredResponse]]
 
 _MAX_CONTEXT_BYTES = 16_000_000  # of the stored responses that one more may continue
 _MAX_REFERENCED = 16  # stored responses to whose items one input may refer
@@ -23,38 +26,42 @@ class Context(NamedTuple):
     num_bytes: int = 0  # in the store
 
 
-async def load_context(state: ResponseState, previous_id: str) -> Context:
+async def load_context(state: ResponseState, previous: StoredResponse) -> Context:
     """Return all turns up to a response. Raises NotFound, or InvalidRequest for a conversation that is too long."""
-    previous = await state.find(previous_id, param="previous_response_id")
     if previous.batch_id is not None:
         message = "The previous response is not over yet."
-        raise InvalidRequest(message, param="previous_response_id", code="previous_response_in_progress")
+        raise InvalidRequest(message, param=PREVIOUS, code="previous_response_in_progress")
     if len(previous.ancestors) >= state.max_turns or previous.context_bytes > _MAX_CONTEXT_BYTES:
         message = f"A conversation may have {state.max_turns} stored responses and {_MAX_CONTEXT_BYTES} bytes."
-        raise InvalidRequest(message, param="previous_response_id", code="context_length_exceeded")
-    turns = [*await state.find_all(previous.ancestors, param="previous_response_id"), previous]
+        raise InvalidRequest(message, param=PREVIOUS, code="context_length_exceeded")
+    turns = [*await state.find_all(previous.ancestors, param=PREVIOUS), previous]
     items = [item for turn in turns for item in (*items_of(turn), *output_of(turn))]
     return Context(items, (*previous.ancestors, previous.response_id), previous.context_bytes)
 
 
-async def resolve_references(state: ResponseState | None, items: Sequence[Item]) -> list[Item]:
-    """Return the items with those in place that they refer to. Raises NotFound, InvalidRequest."""
-    places = [place_of(item["id"]) if item["type"] == "item_reference" else None for item in items]
+async def resolve_references(find: Find | None, items: Sequence[Item]) -> list[Item]:
+    """Return the items with those in place that they refer to. Raises NotFound, InvalidRequest.
+
+    `find`: returns the response of an id; None: there are none.
+    """
+    places = [place_of(item["id"]) for item in items if item["type"] == "item_reference"]
     wanted = list(dict.fromkeys(place.response_id for place in places if place is not None))
     if len(wanted) > _MAX_REFERENCED:
         raise InvalidRequest(f"input refers to items of more than {_MAX_REFERENCED} responses.", param="input")
-    found = {} if state is None else {name: await state.find(name, param="input") for name in wanted}
-    resolved = []
-    for item, place in zip(items, places, strict=True):
-        if item["type"] != "item_reference":
-            resolved.append(item)
-            continue
-        turn = None if place is None else found.get(place.response_id)
-        known = [] if turn is None or place is None else items_of(turn) if place.is_input else output_of(turn)
-        if place is None or place.index >= len(known):
-            raise NotFound("An item that input refers to does not exist.", param="input", code="item_not_found")
-        resolved.append(known[place.index])
-    return resolved
+    turns = {} if find is None else {response_id: await find(response_id) for response_id in wanted}
+    return [_resolved(item, turns) for item in items]
+
+
+def _resolved(item: Item, turns: Mapping[str, StoredResponse]) -> Item:
+    if item["type"] != "item_reference":
+        return item
+    place = place_of(item["id"])
+    if place is not None and place.response_id in turns:
+        turn = turns[place.response_id]
+        known = items_of(turn) if place.is_input else output_of(turn)
+        if place.place < len(known):
+            return known[place.place]
+    raise NotFound("An item that input refers to does not exist.", param="input", code="item_not_found")
 
 
 def output_of(record: StoredResponse) -> list[Item]:

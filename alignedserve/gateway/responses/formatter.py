@@ -14,6 +14,7 @@ from alignedserve.gateway.openai.logprobs import chat_logprobs
 from alignedserve.gateway.openai.response_format import extension_of
 from alignedserve.gateway.responses.output import Event, OutputBuilder
 from alignedserve.gateway.responses.schemas import CreateResponseRequest, TextOptions, known_fields
+from alignedserve.gateway.responses.tools import offered_functions, tool_view
 
 _ECHOED = (
     *("background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
@@ -41,7 +42,7 @@ def new_response(
         "service_tier": service_tier,
         "store": is_stored,
         "text": _text(asked.text),
-        "tools": [known_fields(tool) for tool in asked.tools],
+        "tools": [tool_view(tool) for tool in asked.tools],
         "top_logprobs": asked.top_logprobs or 0,
         "usage": None,
     } | {name: getattr(asked, name) for name in _ECHOED}
@@ -71,7 +72,9 @@ class ResponsesFormatter:
         )
         self._generation = generation
         self._output = OutputBuilder(
-            request.response_id, lambda logprobs: chat_logprobs(logprobs, generation.tokenizer)["content"]
+            request.response_id,
+            show_logprobs=lambda logprobs: chat_logprobs(logprobs, generation.tokenizer)["content"],
+            function_names={one.chat_name: one.names for one in offered_functions(asked.tools)},
         )
         self._num_events = 0
         self._finish_reason: FinishReason | None = None
@@ -83,7 +86,7 @@ class ResponsesFormatter:
         return begin + self._numbered(self._output.add(delta))
 
     def closing_events(self) -> bytes:
-        """Return the events that end the last item and the response. A failure until they are sent takes their place."""
+        """Return the events that end the last item and the response, which those of a failure may still replace."""
         num_sent = self._num_events
         events = self._numbered(self._output.end(is_complete=not self._is_cut))
         self._end()

@@ -60,7 +60,7 @@ class ItemPlace(NamedTuple):
 
     response_id: str
     is_input: bool
-    index: int
+    place: int
 
 
 def parsed_response_id(text: str) -> str | None:
@@ -117,7 +117,12 @@ class _ItemParser:
             case MessageItem():
                 del members["phase"]
                 return members | {"content": self._content(item, path)}
-            case FunctionCallOutputItem() if not isinstance(item.output, str):
+            case FunctionCallItem():
+                return {name: value for name, value in members.items() if value is not None}
+            case FunctionCallOutputItem():
+                del members["name"], members["namespace"]
+                if isinstance(item.output, str):
+                    return members
                 return members | {"output": self._parts(item.output, f"{path}.output", _OUTPUT_PARTS)}
             case ReasoningItem():
                 summary = self._parts(item.summary, f"{path}.summary", _SUMMARY_PARTS)

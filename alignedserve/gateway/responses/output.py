@@ -5,11 +5,12 @@ answer       output_item.added, content_part.added, output_text.delta…, and th
 call         output_item.added, function_call_arguments.delta…, .done, output_item.done
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, OffsetLogprob, ToolCallDelta
+from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.gateway.responses.items import Item, item_id
+from alignedserve.gateway.tools.deltas import ToolCallDelta
 
 Event = dict[str, Any]
 ShowLogprobs = Callable[[Sequence[OffsetLogprob]], list[dict[str, Any]]]
@@ -20,10 +21,14 @@ _PART_KINDS = {"message": "output_text", "reasoning": "reasoning_text"}
 class OutputBuilder:
     """Keeps `items`, of which the last one may be open."""
 
-    def __init__(self, response_id: str, show_logprobs: ShowLogprobs) -> None:
+    def __init__(
+        self, response_id: str, *, show_logprobs: ShowLogprobs, function_names: Mapping[str, dict[str, str]]
+    ) -> None:
+        """`function_names`: of functions by their name in the prompt, as items have them."""
         self.items: list[Item] = []
         self._response_id = response_id
         self._show_logprobs = show_logprobs
+        self._function_names = function_names
         self._open: str | None = None  # type of the open item
         self._call_index: int | None = None  # of the open call
         self._pieces: list[str] = []  # of the open item's text or arguments
@@ -55,9 +60,8 @@ class OutputBuilder:
         if self._open == kind:
             return
         yield from self._close("completed")
-        item: Item = {"type": kind, "content": []}
-        item |= {"role": "assistant"} if kind == "message" else {"summary": []}
-        yield self._begin(kind, item)
+        members: Item = {"role": "assistant"} if kind == "message" else {"summary": []}
+        yield self._begin(kind, {"type": kind, "content": []} | members)
         yield self._part_event("added", self._part())
 
     def _open_call(self, call: ToolCallDelta) -> Iterator[Event]:
@@ -65,7 +69,9 @@ class OutputBuilder:
             return
         yield from self._close("completed")
         self._call_index = call.call_index
-        item = {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": ""}
+        assert call.name is not None, "a call that begins without its name"
+        names = self._function_names.get(call.name, {"name": call.name})
+        item = {"type": "function_call", "call_id": call.call_id, **names, "arguments": ""}
         yield self._begin("function_call", item)
 
     def _begin(self, kind: str, item: Item) -> Event:

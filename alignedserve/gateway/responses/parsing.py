@@ -6,15 +6,11 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import SchemaT, parse
 from alignedserve.gateway.responses.schemas import CreateResponseRequest, InputTokensRequest
+from alignedserve.gateway.responses.tools import parse_tools
 
 _UNSUPPORTED = (
     *("access_programs", "context_management", "conversation", "image", "moderation", "personality", "prompt"),
     *("prompt_cache_options", "prompt_cache_retention"),
-)
-_HOSTED_TOOLS = (
-    *("file_search", "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
-    *("computer", "computer_use_preview", "mcp", "code_interpreter", "image_generation", "local_shell", "shell"),
-    *("apply_patch", "custom", "namespace", "tool_search", "programmatic_tool_calling"),
 )
 
 
@@ -39,13 +35,7 @@ def _parse(schema: type[SchemaT], body: dict[str, Any], ignored: IgnoredFields |
     for name in _UNSUPPORTED:
         if body.get(name) is not None:
             _refuse(name)
-    if body.get("truncation") == "auto":
-        _refuse("truncation 'auto'", "truncation")
-    tools = body.get("tools")
-    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
-        if isinstance(tool, dict) and tool.get("type") in _HOSTED_TOOLS:
-            _refuse(f"tools[{place}].type {tool['type']!r}", f"tools[{place}].type")
-    return parse(schema, body, ignored)
+    return parse(schema, body | {"tools": parse_tools(body.get("tools"), ignored)}, ignored)
 
 
 def _refuse(what: str, param: str | None = None) -> NoReturn:

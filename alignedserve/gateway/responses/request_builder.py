@@ -12,6 +12,7 @@ from alignedserve.gateway.openai.request_builder import Arrival, GenerationReque
 from alignedserve.gateway.responses.chat_body import chat_body, name_as_asked
 from alignedserve.gateway.responses.items import Item
 from alignedserve.gateway.responses.schemas import CreateResponseRequest, PromptFields
+from alignedserve.gateway.responses.truncation import build_truncated
 from alignedserve.gateway.services import Services
 
 
@@ -24,8 +25,13 @@ async def build_response_request(
     asked: CreateResponseRequest, items: Sequence[Item], response_id: str, arrival: Arrival, services: Services
 ) -> GenerationRequest:
     """Return the request for a response to these items, earlier turns first. Raises InvalidRequest."""
+
+    async def build(kept: Sequence[Item]) -> GenerationRequest:
+        return await build_chat_request(parse_chat(chat_body(asked, kept)), arrival, services)
+
     with _named_as_asked():
-        request = await build_chat_request(parse_chat(chat_body(asked, items)), arrival, services)
+        is_truncated = asked.truncation == "auto"
+        request = await (build_truncated(build, items) if is_truncated else build(items))
     return replace(request, response_id=response_id)
 
 

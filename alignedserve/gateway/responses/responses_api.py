@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from alignedserve.batches.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.responses.background import BackgroundJobs, cancelled
-from alignedserve.gateway.responses.context import Context, load_context, resolve_references
+from alignedserve.gateway.responses.context import PREVIOUS, Context, load_context, resolve_references
 from alignedserve.gateway.responses.items import Item, parse_items
 from alignedserve.gateway.responses.request_builder import new_response_id
 from alignedserve.gateway.responses.schemas import CreateResponseRequest, PromptFields
@@ -53,12 +54,12 @@ class ResponsesApi:
 
     async def begin(self, asked: PromptFields, ignored: IgnoredFields | None) -> Turn:
         """Return the turn that a client asks for. Raises InvalidRequest, NotFound."""
-        response_id = new_response_id()
-        state = self.state if asked.previous_response_id is None else self._stored("previous_response_id")
-        context = Context([])
-        if state is not None and asked.previous_response_id is not None:
-            context = await load_context(state, asked.previous_response_id)
-        items = await resolve_references(state, parse_items(asked.input, response_id, ignored))
+        response_id, context = new_response_id(), Context([])
+        if asked.previous_response_id is not None:
+            previous = await self._find(asked.previous_response_id, PREVIOUS)
+            context = await load_context(self._stored(PREVIOUS), previous)
+        find = None if self.state is None else partial(self._find, param="input")
+        items = await resolve_references(find, parse_items(asked.input, response_id, ignored))
         is_stored = isinstance(asked, CreateResponseRequest) and self._is_stored(asked)
         if is_stored:
             check_storable(items)
@@ -92,11 +93,7 @@ class ResponsesApi:
 
     async def retrieve(self, text: str) -> StoredResponse:
         """Return a response as it is now. Raises NotFound."""
-        state = self._stored("response_id")
-        record = await state.find(text)
-        if record.batch_id is None or self.jobs is None:
-            return record
-        return await self._note(record.batch_id, await self.jobs.settled(record, record.batch_id))
+        return await self._find(text, "response_id")
 
     async def cancel(self, text: str) -> StoredResponse:
         """Cancel a response in the background; one that is over is left as it is. Raises NotFound, InvalidRequest."""
@@ -130,6 +127,13 @@ class ResponsesApi:
             raise InvalidRequest("after is not the id of an item in this list.", param="after")
         first = 0 if after is None else ids.index(after) + 1
         return items[first : first + limit], len(items) > first + limit
+
+    async def _find(self, text: str, param: str) -> StoredResponse:
+        """Return a response as it is now. Raises NotFound."""
+        record = await self._stored(param).find(text, param=param)
+        if record.batch_id is None or self.jobs is None:
+            return record
+        return await self._note(record.batch_id, await self.jobs.settled(record, record.batch_id))
 
     async def _note(self, batch_id: BatchKey, record: StoredResponse) -> StoredResponse:
         """Keep what became of a response whose batch is over, and delete the batch's files."""

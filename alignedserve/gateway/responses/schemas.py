@@ -68,6 +68,18 @@ class FunctionTool(Schema):
     strict: bool | None = None
 
 
+class NamespaceTool(Schema):
+    """Functions under a common name."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
+
+
+Tool = FunctionTool | NamespaceTool
+
+
 class PromptFields(Schema):
     """Fields that shape the prompt: those of a response and of a count of input tokens."""
 
@@ -75,12 +87,12 @@ class PromptFields(Schema):
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS)] = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
 
 
 class InputTokensRequest(PromptFields):
@@ -168,6 +180,7 @@ class FunctionCallItem(Item):
     call_id: ItemId
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 class FunctionCallOutputItem(Item):
@@ -176,6 +189,8 @@ class FunctionCallOutputItem(Item):
     type: Literal["function_call_output"]
     call_id: ItemId
     output: str | Parts
+    name: str | None = None  # of the function, which the call tells, like the next
+    namespace: str | None = None
 
 
 class ReasoningItem(Item):

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""GET /v1/models and /v1/models/{id}, in the shapes of OpenAI, or of Anthropic for its clients."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from alignedserve.gateway.anthropic.errors import is_anthropic
+from alignedserve.gateway.anthropic.model_info import model_info, model_list
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.routes.dependencies import services_of
@@ -17,6 +19,8 @@ router = APIRouter()
 async def list_models(http: Request) -> Response:
     """List the one served model."""
     model = services_of(http).model
+    if is_anthropic(http.scope):
+        return JsonResponse(model_list([model]))
     return JsonResponse({"object": "list", "data": [_model_view(model)]})
 
 
@@ -25,6 +29,8 @@ async def get_model(http: Request, name: str) -> Response:
     """Return the model by its name, which may hold slashes."""
     services = services_of(http)
     services.check_model(name)
+    if is_anthropic(http.scope):
+        return JsonResponse(model_info(services.model))
     return JsonResponse(_model_view(services.model))
 
 

@@ -1,0 +1,117 @@
+"""Message batches, through Anthropic's own SDK, unchanged."""
+
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types.messages import MessageBatch
+
+from alignedserve.core.request import Request, RequestClass
+from alignedserve.gateway.backend.scripted import Script
+from tests.gateway.batch_support import batch_gateway, eventually
+from tests.gateway.messages_support import sdk_of
+from tests.gateway.support import EOS, saying, tokens_of
+
+
+def asking(custom_id: str, **fields: Any) -> Any:
+    body = {"model": "tiny", "max_tokens": 20, "messages": [{"role": "user", "content": "hello"}]} | fields
+    return {"custom_id": custom_id, "params": body}
+
+
+async def ended(client: anthropic.AsyncAnthropic, batch: MessageBatch) -> MessageBatch:
+    async def has_ended() -> bool:
+        return (await client.messages.batches.retrieve(batch.id)).processing_status == "ended"
+
+    await eventually(has_ended)
+    return await client.messages.batches.retrieve(batch.id)
+
+
+async def results_of(client: anthropic.AsyncAnthropic, batch: MessageBatch) -> dict[str, Any]:
+    return {one.custom_id: one.result async for one in await client.messages.batches.results(batch.id)}
+
+
+async def test_a_batch_and_its_results(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, saying("the dog")) as served, sdk_of(served.app) as client:
+        requests = [asking("a"), asking("bad", temperature=3), asking("b", stop_sequences=[" dog"])]
+        batch = await client.messages.batches.create(requests=requests)
+        assert (batch.processing_status, batch.results_url) == ("in_progress", None)
+        batch = await ended(client, batch)
+        results = await results_of(client, batch)
+        assert {request.request_class for request in served.backend.submitted} == {RequestClass.BEST_EFFORT}
+    counts = batch.request_counts
+    assert (counts.succeeded, counts.errored, counts.processing) == (2, 1, 0)
+    assert results["a"].message.content[0].text == "the dog"
+    assert results["a"].message.usage.service_tier == "batch"
+    assert results["b"].message.stop_sequence == " dog"
+    assert results["bad"].error.error.type == "invalid_request_error"
+    assert "temperature" in results["bad"].error.error.message
+    assert batch.ended_at is not None
+    assert batch.ended_at >= batch.created_at
+
+
+async def test_a_batch_that_is_cancelled(tmp_path: Path) -> None:
+    def slow(_: Request) -> Script:
+        return Script((*tokens_of("the dog"), EOS), first_token_delay_s=60.0)
+
+    async with batch_gateway(tmp_path, slow, max_in_flight=1) as served, sdk_of(served.app) as client:
+        batch = await client.messages.batches.create(requests=[asking("a"), asking("b")])
+        with pytest.raises(anthropic.AnthropicError, match="results_url"):
+            await client.messages.batches.results(batch.id)
+        cancelled = await client.messages.batches.cancel(batch.id)
+        assert cancelled.processing_status == "canceling"
+        batch = await ended(client, batch)
+        results = await results_of(client, batch)
+    assert batch.request_counts.canceled == 2
+    assert batch.cancel_initiated_at is not None
+    assert [result.type for result in results.values()] == ["canceled", "canceled"]
+
+
+async def test_batches_are_listed_by_the_api_and_the_key_that_made_them(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, api_keys=("one", "two"), is_driven=False) as served:
+        async with sdk_of(served.app, "one") as mine, sdk_of(served.app, "two") as other:
+            made = [await mine.messages.batches.create(requests=[asking("a")]) for _ in range(3)]
+            listed = [batch.id async for batch in mine.messages.batches.list(limit=2)]
+            assert [batch async for batch in other.messages.batches.list()] == []
+            with pytest.raises(anthropic.NotFoundError):
+                await other.messages.batches.retrieve(made[0].id)
+            with pytest.raises(anthropic.BadRequestError, match="before_id"):
+                await mine.messages.batches.list(before_id=made[0].id)
+        headers = {"authorization": "Bearer one"}
+        assert (await served.client.get("/v1/batches", headers=headers)).json()["data"] == []
+        assert (await served.client.get("/v1/files", headers=headers)).json()["data"] == []
+    assert listed == [batch.id for batch in reversed(made)]
+
+
+@pytest.mark.parametrize(
+    ("requests", "path"),
+    [
+        ([], "requests"),
+        ([asking("a"), asking("a")], r"requests\[1\].custom_id"),
+        ([asking("no spaces")], r"requests\[0\].custom_id"),
+        ([{"custom_id": "a", "params": {}}], r"requests\[0\].params.model"),
+        ([asking("a")] * 5, "at most 3 requests"),
+        ([asking("a", system="x" * 3000)], "too large"),
+    ],
+)
+async def test_batches_that_are_refused(tmp_path: Path, requests: Any, path: str) -> None:
+    limits: dict[str, Any] = {"max_lines": 3, "max_line_bytes": 2000}
+    async with batch_gateway(tmp_path, is_driven=False, **limits) as served, sdk_of(served.app) as client:
+        with pytest.raises(anthropic.BadRequestError, match=path):
+            await client.messages.batches.create(requests=requests)
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.batches.create(requests=[asking("a", model="other")])
+
+
+async def test_messages_are_lines_of_other_batches_too(tmp_path: Path) -> None:
+    line = (
+        b'{"custom_id":"a","method":"POST","url":"/v1/messages","body":{"model":"tiny","max_tokens":9,"messages":[]}}'
+    )
+    good = line.replace(b"[]", b'[{"role":"user","content":"hello"}]')
+    async with batch_gateway(tmp_path) as served:
+        made = await served.submit(good + b"\n" + line.replace(b'"a"', b'"b"'), endpoint="/v1/messages")
+        done = await served.wait_for(made["id"])
+        (message,) = await served.results(done["output_file_id"])
+        (failure,) = await served.results(done["error_file_id"])
+    assert '"type":"message"' in message
+    assert '"invalid_request_error"' in failure
