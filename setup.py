@@ -14,6 +14,7 @@ except ImportError:
 
 SOURCES = (
     "module",
+    "attention_module",
     "attention_plain",
     "attention_avx2",
     "attention_avx512bf16",
@@ -38,10 +39,13 @@ SOURCES = (
     "length_prediction",
     "request_table",
     "iteration_costs",
+    "token_masks",
     "nanobind",
 )
 HEADERS = (
     "attention",
+    "attention_ahead",
+    "attention_division",
     "attention_int8",
     "attention_int8_chunks",
     "attention_int8_decode",
@@ -49,7 +53,9 @@ HEADERS = (
     "attention_level",
     "attention_order",
     "attention_packing",
+    "attention_products",
     "attention_tiles",
+    "attention_types",
     "buffers",
     "rows",
     "rows_level",

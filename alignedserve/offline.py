@@ -153,7 +153,7 @@ class LLM:
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | None,
-        structured_outputs: StructuredOutputs | None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> list[RequestOutput]:
         requests = [self._request(prompt, sampling) for prompt in prompts]
         if structured_outputs is not None:

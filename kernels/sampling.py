@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.cpu import token_masks
 from kernels.cpu.rows import highest, native_level
 
 # Candidates that are sorted first; a row whose filters let more through is tried with the next number, then whole.
@@ -177,9 +178,12 @@ def penalise_(logits: Tensor, seen: SeenTokens, penalties: Penalties) -> None:
 def mask_tokens_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Set the logits of tokens that are not allowed to -inf, in place.
 
-    logits [all rows, vocabulary] of any dtype; rows [masked] int64; bits [masked, words] int32, bit i of word w for
-    token 32 w + i, 1: allowed.
+    logits [all rows, vocabulary] of any dtype; rows [masked] int64, all different; bits [masked, words] int32: bit i of
+    word w is for token 32 w + i, 1: allowed.
     """
+    if token_masks.has_native_masks(logits):
+        token_masks.mask_tokens_(logits, rows, bits)
+        return
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     is_masked = (((bits[:, :, None] >> shifts) & 1) == 0).view(len(rows), -1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill_(is_masked, -float("inf"))

@@ -6,9 +6,10 @@ the node of the request's gateway. A worker whose pool has no room for what it h
 A worker that has the beginning of the prompt cached gets it instead if that is worth more than its load costs. Both are
 counted in tokens at its speed: what it has to compute before the prompt, what is left of the prompt to compute, and for
 each request that it holds one for every token that the new one will generate, as each of them makes an iteration longer
-by about the time of one prompt token. What is left of the prompt counts three times, or four where only a deadline counts: it is work that others wait for,
-and what a busy worker computes a second time makes all that it is given later wait. So a prompt waits for one like it
-that is being computed, up to three times as long as to compute it beside that one would take.
+by about the time of one prompt token. What is left of the prompt counts three times, or four where only a deadline
+counts: it is work that others wait for, and what a busy worker computes a second time makes all that it is given later
+wait. So a prompt waits for one like it that is being computed, up to three times as long as to compute it beside that
+one would take.
 Example: both workers compute 5 000 tokens/s and have nothing to compute. a holds 4 requests, b 10, with 1 000 of a chat
 prompt's 1 060 tokens cached. With an answer of 32 tokens it costs a 3 * 1 060 + 4 * 32 = 3 308 tokens, b 3 * 60 + 10 *
 32 = 500: it goes to b. With an answer of 1 000 it costs 7 180 and 10 180: to a.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from alignedserve.evaluation.batch_alignment import Alignment
 from alignedserve.evaluation.pocket_calls import CONTEXT_LEN, MAX_PROMPT_LEN, MIN_PROMPT_LEN, SPARE_LEN, TEMPLATE_LEN
 from alignedserve.evaluation.repeated_answers import RepeatedAnswers
+from alignedserve.evaluation.structured_answers import MAX_STRUCTURED_PROMPT_LEN, STRUCTURED_EVERY
 from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass
 from alignedserve.loadgen.prompts import CountTokens
 from alignedserve.loadgen.summary import LoadReport
@@ -43,6 +44,7 @@ class CheckedPlan:
     num_clamped_prompts: int
     num_clamped_outputs: int  # among the counting tasks
     num_readings: int
+    structured: frozenset[int] = frozenset()  # requests whose answers are held to a schema instead of the task's
 
 
 def plan_checked_trace(
@@ -53,10 +55,12 @@ def plan_checked_trace(
     seed: int,
     count_tokens: CountTokens,
     is_mixed: bool = False,
+    has_structured: bool = False,
 ) -> CheckedPlan:
     """Return the beginning of the trace, stretched to `rate` requests per second, as far as `duration_s` goes.
 
     `is_mixed`: its prompts are replaced by many short and some long ones, its arrivals and answers stay.
+    `has_structured`: the answers of some are held to a schema, and checked against that.
     """
     factor = rate / mean_rate(rows)
     chosen = sped_up(repeated(rows, duration_s * factor), factor)
@@ -79,6 +83,9 @@ def plan_checked_trace(
         num_clamped_prompts=sum(not MIN_PROMPT_LEN <= row.prompt_len <= MAX_PROMPT_LEN for row in chosen),
         num_clamped_outputs=num_clamped_outputs,
         num_readings=num_readings,
+        structured=frozenset(request.index for request in requests if _may_be_structured(request))
+        if has_structured
+        else frozenset(),
     )
 
 
@@ -86,6 +93,10 @@ def _mixed(rows: Sequence[TraceRow], rng: random.Random) -> Iterator[TraceRow]:
     for row in rows:
         lens = LONG_LENS if rng.randrange(LONG_EVERY) == 0 else SHORT_LENS
         yield replace(row, prompt_len=rng.randint(*lens))
+
+
+def _may_be_structured(request: LoadRequest) -> bool:
+    return request.index % STRUCTURED_EVERY == 1 and request.prompt_len + SPARE_LEN <= MAX_STRUCTURED_PROMPT_LEN
 
 
 def _counted_len(row: TraceRow, prompt_len: int, index: int) -> int | None:
@@ -137,6 +148,8 @@ class DemoReport:
     alignment: Alignment | None = None  # None: the server does not say
     num_faults: int = 0  # processes that were killed or stopped meanwhile
     repeated: RepeatedAnswers | None = None  # None: without faults nothing is asked again but wrong answers
+    num_structured: int = 0  # complete answers that were held to a schema
+    num_valid: int = 0  # of these
     problems: tuple[str, ...] = field(default=(), kw_only=True)
 
     def count(self, cause: WrongAnswerCause) -> int:
@@ -157,6 +170,8 @@ def find_problems(report: DemoReport) -> tuple[str, ...]:
         problems.append(f"{num_lost} requests were lost")
     if corrupted := report.count(WrongAnswerCause.CORRUPTED):
         problems.append(f"{corrupted} answers were corrupted")
+    if num_invalid := report.num_structured - report.num_valid:
+        problems.append(f"{num_invalid} answers were not valid under their schema")
     if report.repeated is not None and report.repeated.num_other_words:
         problems.append(f"{report.repeated.num_other_words} answers had other words than alone")
     if report.repeated is not None and report.repeated.num_other_logprobs:

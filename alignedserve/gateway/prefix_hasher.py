@@ -47,8 +47,8 @@ class PrefixHasher:
         if not request.prefix_root:
             return b""
         token_ids = (*request.prompt_token_ids, *generated_token_ids)
-        hashes = islice(self._hasher.iterate(request.prefix_root, token_ids), MAX_BLOCK_NAMES)
-        return b"".join([block_hash[:BLOCK_NAME_BYTES] for block_hash in hashes])
+        blocks = islice(self._hasher.named(request.prefix_root, token_ids), MAX_BLOCK_NAMES)
+        return b"".join([block.block_hash[:BLOCK_NAME_BYTES] for block in blocks])
 
 
 def cache_form(served: ServedModel, block_size: int) -> bytes:

@@ -47,27 +47,14 @@ class BlockHasher:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def named(self, parent: BlockHash, token_ids: Sequence[int]) -> list[NamedBlock]:
-        """Return all full blocks of a context, or of tokens that follow the block whose hash is `parent`."""
-        blocks: list[NamedBlock] = []
-        for packed in packed_blocks(token_ids, self.block_size):
-            parent = block_hash(parent, packed)
-            blocks.append(NamedBlock(parent, packed))
-        return blocks
+    def named(self, parent: BlockHash, token_ids: Sequence[int]) -> Iterator[NamedBlock]:
+        """Yield the full blocks of a context, each hashed when it is asked for.
 
-    def hashes(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
-        """Return the hashes of all full blocks of a context, or of tokens that follow the block whose hash is `root`.
-
-        For a context that has grown: the hash of its last full block as root, and the tokens after it.
+        `parent`: the root; or, for a context that has grown, the hash of the block before `token_ids`.
         """
-        return list(self.iterate(root, token_ids))
-
-    def iterate(self, root: BlockHash, token_ids: Sequence[int]) -> Iterator[BlockHash]:
-        """Yield the same hashes one by one, each computed when it is asked for."""
-        parent = root
         for packed in packed_blocks(token_ids, self.block_size):
             parent = block_hash(parent, packed)
-            yield parent
+            yield NamedBlock(parent, packed)
 
 
 def block_hash(parent: BlockHash, packed_tokens: bytes) -> BlockHash:

@@ -160,11 +160,11 @@ class PrefixCache:
 
     def add(self, request_id: RequestId, root: BlockHash, token_ids: tuple[int, ...]) -> CachedContext:
         """Return a new context of these tokens, which neither waits nor holds anything."""
-        return CachedContext(request_id, root, self._hasher.named(root, token_ids))
+        return CachedContext(request_id, root, self.names_of(root, token_ids))
 
     def names_of(self, root: BlockHash, token_ids: tuple[int, ...]) -> list[NamedBlock]:
         """Return the names of the full blocks of these tokens, which begin a context."""
-        return self._hasher.named(root, token_ids)
+        return list(self._hasher.named(root, token_ids))
 
     def wait(self, context: CachedContext, max_hit_tokens: int) -> None:
         """Follow what a context could take, which may be so many tokens."""

@@ -40,8 +40,8 @@ class SimulatedTexts:
         """Return the names of the full blocks of a request's context, as a live gateway sends them."""
         if self._hasher is None or not request.prefix_root:
             return b""
-        hashes = self._hasher.iterate(request.prefix_root, (*request.prompt_token_ids, *generated_token_ids))
-        return b"".join([block_hash[:BLOCK_NAME_BYTES] for block_hash in islice(hashes, MAX_BLOCK_NAMES)])
+        blocks = self._hasher.named(request.prefix_root, (*request.prompt_token_ids, *generated_token_ids))
+        return b"".join([block.block_hash[:BLOCK_NAME_BYTES] for block in islice(blocks, MAX_BLOCK_NAMES)])
 
     def answer(self, timed: TimedRequest) -> SimulatedAnswer:
         """Return what the engine is to answer."""

@@ -12,7 +12,7 @@ from ipaddress import IPv4Address, IPv6Address
 from typing import Any, NamedTuple
 from uuid import UUID
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker, validators
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, regex_to_lark
 

@@ -1,5 +1,5 @@
 // Caches of 8 bits: how heads of int8 elements and their scales are read. To be included inside a level's own namespace,
-// after the types of attention_level.h.
+// after attention_types.h.
 
 typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
 

@@ -72,16 +72,16 @@ inline Ints score_words(const Shape& shape, const float* query, const char* keys
 }
 
 // Scores of all heads, but for the factors of the queries, and the highest of each, with them.
-template <int kUnits>
+template <int kUnits, bool kIsFromMemory>
 void score_heads(const Shape& shape, const Scratch& scratch, const char* keys, const int64_t* offsets, int lead, int count,
-                 Ahead& ahead, const TileHeads& tile) {
+                 Ahead<kIsFromMemory>& ahead, const TileHeads& tile) {
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     for (int h = 0; h < num_heads; ++h) {
         const int kv_head = h / shape.group;
         const float* query = scratch.queries + size_t(h) * padded;
         Floats high = same(kLowest);
         for (int t = lead / WIDTH * WIDTH; t < count; t += WIDTH) {
-            for (int i = 0; i < WIDTH; ++i) ahead.fetch();
+            ahead.fetch(WIDTH);
             const Ints dots = score_words<kUnits>(shape, query, keys + kv_head * shape.head_bytes(), offsets + t);
             const Floats scores = (Floats)_mm512_cvtepi32_ps((__m512i)dots) * load(tile.key_scales + kv_head * kKeys + t);
             store(scratch.scores + size_t(h) * kKeys + t, scores);
@@ -170,7 +170,7 @@ inline void add_values_of(const Shape& shape, const Scratch& scratch, int kv_hea
     }
 }
 
-template <typename RowType, int kUnits>
+template <typename RowType, bool kIsFromMemory, int kUnits>
 void decode_words(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
                   float* partials) {
     const int num_heads = shape.num_heads();
@@ -183,17 +183,17 @@ void decode_words(const Shape& shape, const Call& call, const Piece& piece, cons
     int count = slot_offsets(shape, call, piece.blocks, piece.is_reversed, first, piece.first, piece.last, offsets);
     for (; count; first += kKeys) {
         const int lead = piece.first > first ? int(piece.first - first) : 0;
-        Ahead values(shape, kKeys, {call.keys, offsets, count}, {call.values, offsets, count});
+        Ahead<kIsFromMemory> values(shape, kKeys, {call.keys, offsets, count}, {call.values, offsets, count});
         read_key_scales(shape, call.keys, offsets, tile);
-        score_heads<kUnits>(shape, scratch, call.keys, offsets, lead, count, values, tile);
+        score_heads<kUnits, kIsFromMemory>(shape, scratch, call.keys, offsets, lead, count, values, tile);
         update_maxima(shape, scratch, tile);
         read_value_scales(shape, call.values, offsets, tile);
         const int following_count =
             slot_offsets(shape, call, piece.blocks, piece.is_reversed, first + kKeys, piece.first, piece.last, following);
         const int to_come = following_count ? following_count : next_offsets(shape, call, next, following);
-        Ahead keys(shape, kKeys, {call.values, offsets, count}, {call.keys, following, to_come});
+        Ahead<kIsFromMemory> keys(shape, kKeys, {call.values, offsets, count}, {call.keys, following, to_come});
         for (int kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
-            for (int t = 0; t < kKeys * shape.group; ++t) keys.fetch();
+            keys.fetch(kKeys * shape.group);
             add_values_of(shape, scratch, kv_head, call.values + kv_head * shape.head_bytes(), offsets, lead, count, tile);
         }
         int64_t* done = offsets;
@@ -204,12 +204,19 @@ void decode_words(const Shape& shape, const Call& call, const Piece& piece, cons
     finish_piece<RowType>(shape, call, piece, scratch, partials);
 }
 
+template <typename RowType, bool kIsFromMemory>
+inline void decode_units(const Shape& shape, const Call& call, const Piece& piece, const Piece* next,
+                         const Scratch& scratch, float* partials) {
+    const auto decode = shape.head_dim == 64    ? decode_words<RowType, kIsFromMemory, 2>
+                        : shape.head_dim == 128 ? decode_words<RowType, kIsFromMemory, 4>
+                                                : decode_words<RowType, kIsFromMemory, 0>;
+    decode(shape, call, piece, next, scratch, partials);
+}
+
 template <typename RowType>
 inline void decode_int8(const Shape& shape, const Call& call, const Piece& piece, const Piece* next,
                         const Scratch& scratch, float* partials) {
     if (shape.head_dim > kWidestIntegerHead) return decode_any<Int8<RowType>>(shape, call, piece, next, scratch, partials);
-    const auto decode = shape.head_dim == 64    ? decode_words<RowType, 2>
-                        : shape.head_dim == 128 ? decode_words<RowType, 4>
-                                                : decode_words<RowType, 0>;
+    const auto decode = shape.group == 1 ? decode_units<RowType, true> : decode_units<RowType, false>;
     decode(shape, call, piece, next, scratch, partials);
 }

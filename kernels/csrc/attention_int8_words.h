@@ -1,7 +1,7 @@
 // A cache of int8 where dot products of 16-bit words exist (AVX-512 VNNI): queries and weights are rounded to 16 bits, sums
 // over a head or a tile are exact integers. Rounding the cache costs some hundred times as much. Decoding is in
-// attention_int8_decode.h, chunks in attention_int8_chunks.h. To be included inside a level's own namespace, after `Ahead` of
-// attention_level.h.
+// attention_int8_decode.h, chunks in attention_int8_chunks.h. To be included inside a level's own namespace, after
+// attention_ahead.h.
 
 constexpr float kLargestWord = 32767.0f;
 

@@ -10,105 +10,10 @@ namespace {
 
 #include "vectors.h"
 
-// How a cache type is read: in units of `kElements`, each `kVectors` vectors of floats. A unit of bfloat16 is taken
-// apart into its even and its odd elements, in which order accumulators and queries are kept as well.
-struct Float32 {
-    typedef Float32 Rows;
-    static constexpr int kElements = WIDTH, kVectors = 1, kBytes = 4;
-    static constexpr bool kHasScales = false;
-
-    static inline void unit(const char* from, int64_t valid, Floats* out) {
-        if (valid >= kElements) {
-            std::memcpy(out, from, sizeof *out);
-        } else {
-            *out = Floats{};
-            std::memcpy(out, from, valid * kBytes);
-        }
-    }
-    static inline void put(char* to, int64_t valid, const Floats* in) {
-        std::memcpy(to, in, valid >= kElements ? sizeof *in : valid * kBytes);
-    }
-};
-
-struct BFloat16 {
-    typedef BFloat16 Rows;
-    static constexpr int kElements = 2 * WIDTH, kVectors = 2, kBytes = 2;
-    static constexpr bool kHasScales = false;
-
-    static inline Words raw(const char* from, int64_t valid) {
-        Words x;
-        if (valid >= kElements) {
-            std::memcpy(&x, from, sizeof x);
-        } else {
-#if HAS_BF16_DOT
-            x = (Words)_mm512_maskz_loadu_epi16(__mmask32((1ull << valid) - 1), from);
-#else
-            x = Words{};
-            std::memcpy(&x, from, valid * kBytes);
-#endif
-        }
-        return x;
-    }
-    static inline void unit(const char* from, int64_t valid, Floats* out) {
-        const Words x = raw(from, valid);
-        out[0] = (Floats)(x << 16);
-        out[1] = (Floats)(x & 0xffff0000u);
-    }
-    static inline void put(char* to, int64_t valid, const Floats* in) {
-        const Words x = (rounded(in[0]) >> 16) | rounded(in[1]);
-        std::memcpy(to, &x, valid >= kElements ? sizeof x : valid * kBytes);
-    }
-};
-
+#include "attention_types.h"
 #include "attention_int8.h"
-
 #include "attention_order.h"
-
-inline void prefetch(const char* from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
-}
-
-// Slots that are read one after another are fetched so many tokens before: more would drive each other from the cache.
-constexpr int kAhead = 32;
-
-// Some of a tile's slots, as they will be read.
-struct Slots {
-    const char* base;
-    const int64_t* offsets;
-    int count;
-};
-
-// Slots that will be read, fetched in the order in which they lie in memory, a little with each token of each head that is
-// computed meanwhile: those of the tile being read, but for the first `ahead`, then so many of the next.
-class Ahead {
-   public:
-    Ahead(const Shape& shape, int ahead, const Slots& own, const Slots& next) : slot_bytes_(shape.read_bytes()), next_(next) {
-        share_ = (slot_bytes_ + shape.num_heads() - 1) / shape.num_heads();
-        next_.count = next.count < ahead ? next.count : ahead;
-        now_ = {own.base, own.offsets + ahead, own.count - ahead};
-        if (now_.count <= 0) turn();
-    }
-
-    inline void fetch() {
-        if (now_.count == 0) return;
-        const char* slot = now_.base + *now_.offsets;
-        for (due_ += share_; at_ < due_; at_ += 64) __builtin_prefetch(slot + at_, 0, 3);
-        if (at_ < slot_bytes_) return;
-        at_ = due_ = 0;
-        ++now_.offsets;
-        if (--now_.count == 0) turn();
-    }
-
-   private:
-    void turn() {
-        now_ = next_;
-        next_.count = 0;
-    }
-
-    int64_t slot_bytes_, share_;
-    int64_t at_ = 0, due_ = 0;
-    Slots now_, next_;
-};
+#include "attention_ahead.h"
 
 #if HAS_BF16_DOT
 #include "attention_int8_words.h"
@@ -141,7 +46,7 @@ inline __attribute__((always_inline)) Floats dot(const Shape& shape, const float
 // so that slots are read nearly as they lie in memory.
 template <typename Type, int kUnits, int kTogether>
 void score_units(const Shape& shape, const Scratch& scratch, const char* keys, const int64_t* offsets, int count,
-                 Ahead& ahead, float* scores) {
+                 Ahead<kTogether == 1>& ahead, float* scores) {
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     const int64_t head_bytes = kUnits ? int64_t(kUnits) * Type::kElements * Type::kBytes : shape.head_bytes();
     for (int t = 0; t < count; t += kTogether)
@@ -149,10 +54,8 @@ void score_units(const Shape& shape, const Scratch& scratch, const char* keys, c
             const float* query = scratch.queries + size_t(h) * padded;
             const char* head_keys = keys + h / shape.group * head_bytes;
             Floats dots[kTogether];
-            for (int i = 0; i < kTogether; ++i) {
-                ahead.fetch();
-                dots[i] = dot<Type, kUnits>(shape, query, head_keys + offsets[t + i]);
-            }
+            ahead.fetch(kTogether);
+            for (int i = 0; i < kTogether; ++i) dots[i] = dot<Type, kUnits>(shape, query, head_keys + offsets[t + i]);
             for (int i = 0; i < kTogether; ++i) store(scratch.dots + (size_t(h) * WIDTH + t + i) * WIDTH, dots[i]);
         }
     for (int h = 0; h < num_heads; ++h) {
@@ -170,7 +73,7 @@ void score_units(const Shape& shape, const Scratch& scratch, const char* keys, c
 // For head widths of whole units, the number of units is known to the compiler.
 template <typename Type, int kTogether>
 inline void score_tile(const Shape& shape, const Scratch& scratch, const char* keys, const int64_t* offsets, int count,
-                       Ahead& ahead, float* scores) {
+                       Ahead<kTogether == 1>& ahead, float* scores) {
     const int units = shape.head_dim % Type::kElements ? 0 : shape.head_dim / Type::kElements;
     switch (units) {
         case 2: return score_units<Type, 2, kTogether>(shape, scratch, keys, offsets, count, ahead, scores);
@@ -349,7 +252,7 @@ template <typename Type, int kTogether>
 void decode_typed(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
                   float* partials) {
     constexpr int kBeside = kTogether < kDepth<Type> ? kDepth<Type> : kTogether;
-    const int num_heads = shape.num_heads(), padded = shape.padded_dim();
+    const int num_heads = shape.num_heads(), padded = shape.padded_dim(), ahead = tokens_ahead(shape);
     const int64_t head_bytes = shape.head_bytes();
     begin_rows<typename Type::Rows>(shape, scratch, 0, num_heads, call.queries + piece.row * call.query_row_bytes);
     int64_t tiles[2][kKeys];
@@ -358,7 +261,7 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
     int count = slot_offsets(shape, call, piece.blocks, piece.is_reversed, first, piece.first, piece.last, offsets);
     for (; count; first += kKeys) {
         const int lead = piece.first > first ? int(piece.first - first) : 0;
-        Ahead values(shape, kAhead, {call.keys, offsets, count}, {call.values, offsets, count});
+        Ahead<kTogether == 1> values(shape, ahead, {call.keys, offsets, count}, {call.values, offsets, count});
         for (int t = lead / WIDTH * WIDTH; t < count; t += WIDTH)
             score_tile<Type, kTogether>(shape, scratch, call.keys, offsets + t, count - t < WIDTH ? count - t : WIDTH, values,
                                         scratch.scores + t);
@@ -371,10 +274,10 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
         const int following_count =
             slot_offsets(shape, call, piece.blocks, piece.is_reversed, first + kKeys, piece.first, piece.last, following);
         const int to_come = following_count ? following_count : next_offsets(shape, call, next, following);
-        Ahead keys(shape, kAhead, {call.values, offsets, count}, {call.keys, following, to_come});
+        Ahead<kTogether == 1> keys(shape, ahead, {call.values, offsets, count}, {call.keys, following, to_come});
         for (int t = lead / kBeside * kBeside; t < count; t += kBeside)
             for (int h = 0; h < num_heads; ++h) {
-                for (int i = 0; i < kBeside; ++i) keys.fetch();
+                keys.fetch(kBeside);
                 add_all_values<Type>(shape, scratch.scores + size_t(h) * kKeys + t / kDepth<Type>,
                                      call.values + h / shape.group * head_bytes,
                                      call.values + shape.scale_offset(h / shape.group), offsets + t,

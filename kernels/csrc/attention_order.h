@@ -1,6 +1,6 @@
 // The order in which a row's attention is reduced, the same for decodes and for chunks, so that both give the same bits: it
 // depends on positions alone. Docs: docs/decisions/0021-one-order-of-reduction.md. To be included inside a level's own
-// namespace, after the types of attention_level.h.
+// namespace, after attention_types.h.
 //
 //   score      a lane's products from the head's first words to its last; lanes in fours one after another; fours as a tree
 //   tile       keys kKeys * i and on: weights relative to the highest score so far, values added key by key

@@ -36,6 +36,20 @@ def test_openai_agents(run_python: RunDriver) -> None:
     assert told["tokens"] > 0
 
 
+def test_openai_agents_over_responses(run_python: RunDriver) -> None:
+    told = run_python("openai_agents_responses")
+    assert told["whole"] == told["streamed"] == ANSWER
+    assert told["num_events"] > 3
+
+
+def test_responses_for_node(run_node: RunDriver) -> None:
+    told = run_node("openai_responses")
+    assert told["whole"] == told["streamed"] == ANSWER
+    assert (told["last"], told["longer"]) == ("response.completed", True)
+    assert told["background"] == ["queued", "completed", ANSWER]
+    assert told["gone"] == ["NotFoundError", 404]
+
+
 def test_openai_for_node(run_node: RunDriver) -> None:
     told = run_node("openai_sdk")
     assert told["whole"] == told["streamed"] == ANSWER

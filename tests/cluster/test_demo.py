@@ -32,5 +32,7 @@ def test_every_answer_of_the_demo_is_right(tmp_path: Path, options: tuple[str, .
     report = json.loads(done.stdout)
     assert (report["problems"], report["blocks_leaked"], report["num_faults"]) == ([], 0, num_faults)
     assert report["load"]["total"]["num_completed"] == report["load"]["total"]["num_sent"] > 0
+    assert report["num_valid"] == report["num_structured"]
+    assert (report["num_structured"] > 0) == (num_faults > 0)
     if not num_faults:
         assert report["handoffs_verified"] > 0  # from the prefill worker by way of the pool

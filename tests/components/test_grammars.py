@@ -1,21 +1,25 @@
-"""Answers under grammars go on where they were when a worker is lost or a request moves, and recordings hold no grammar."""
+"""Answers under grammars go on where they were when a worker is lost or a request moves; recordings hold none."""
 
 import asyncio
 import re
+import threading
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher
 
 from alignedserve.config.sections import RecordingConfig, Topology
 from alignedserve.core.request import FinishReason, SamplingParams
 from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import RequestFailed
 from alignedserve.replay.component_replay import recordings_in
+from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from tests.replay.recorded import replays
 from tests.support.grammars import byte_vocabulary, regex_grammar, text_of
-from tests.support.in_process import TINY_LLAMA, RoomCluster, running, small_config
+from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
 
-VOCAB_SIZE = TINY_LLAMA["vocab_size"]
+VOCAB_SIZE = 128  # of the tiny model
 REGEX = "((ab|[c-k]{2})-){10,15}!!"
 SAMPLING = SamplingParams(max_tokens=70, temperature=1.0, seed=3, ignore_eos=True, grammar=regex_grammar(REGEX))
 PROMPTS = [[5 + number, 6, 7, 8 + number] for number in range(4)]
@@ -62,6 +66,30 @@ async def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(topolog
         bad = cluster.gateway.submit([5, 6, 7], SamplingParams(max_tokens=9, grammar="no grammar"))
         await check(cluster, None)
         await bad.done.wait()
-        assert bad.failure is not None
+        assert isinstance(bad.failure, RequestFailed)
         assert bad.failure.kind is FailureKind.UNSERVABLE
         assert "no grammar" not in bad.failure.reason
+
+
+@pytest.mark.parametrize("topology", [Topology.DISAGGREGATED, Topology.ELASTIC])
+async def test_nobody_waits_while_a_grammar_is_compiled(
+    topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    compile_now = GrammarCompiler._compile
+
+    def compile_slowly(self: GrammarCompiler, grammar: str) -> LLMatcher:
+        may_go_on.wait(timeout=30)
+        return compile_now(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", compile_slowly)
+    async with running(small_config(tmp_path / "model", topology=topology), tmp_path) as cluster:
+        slow = cluster.gateway.submit([5, 6, 7], SAMPLING)
+        others = [cluster.gateway.submit(prompt, SamplingParams(max_tokens=20)) for prompt in PROMPTS]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(answer.done.wait() for answer in others))
+        assert not slow.token_ids
+        may_go_on.set()
+        async with asyncio.timeout(20):
+            await slow.done.wait()
+        assert re.fullmatch(REGEX, text_of(slow.token_ids, VOCAB_SIZE))

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from alignedserve.gateway.app import build_app
 from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.model_card import ModelCard
-from alignedserve.gateway.services import build_services
-from tests.gateway.support import EOS, saying, tokenizer, tokenizer_folder
+from tests.gateway.support import saying, services_for
 from tests.support.batch_samples import chat_lines
 
 OVER = ("completed", "failed", "expired", "cancelled")
@@ -127,20 +126,15 @@ async def batch_gateway(
     is_driven: bool = True,
     max_in_flight: int = 8,
     gateway_config: GatewayConfig | None = None,
+    model: ModelCard | None = None,
     **config: Any,
 ) -> AsyncIterator[BatchGateway]:
     records = MemoryRecords()
     stores = stores_in(folder, records)
     backend = ScriptedBackend(script or saying("hello world"))
     batches = BatchesConfig(**config)
-    model = ModelCard("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
-    services = build_services(
-        backend=backend,
-        tokenizer=tokenizer(),
-        model=model,
-        config=gateway_config or GatewayConfig(),
-        api_keys=api_keys,
-        reply_to="unix:/nowhere",
+    services = replace(
+        services_for(backend, gateway_config or GatewayConfig(), api_keys, model=model),
         files_api=FilesApi(stores, batches),
     )
     app = build_app(services)

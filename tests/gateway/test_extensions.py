@@ -26,15 +26,14 @@ async def test_a_stop_string_may_be_shown(is_streamed: bool) -> None:
 
 async def test_special_tokens_may_be_shown() -> None:
     script = Script((*tokens_of("the"), SPECIAL, *tokens_of("fox"), EOS))
+    shown: dict[str, Any] = {"skip_special_tokens": False}
     async with gateway(lambda _: script) as served:
-        texts = [
-            (await served.complete(**fields)).json()["choices"][0]["text"]
-            for fields in (
-                {},
-                {"skip_special_tokens": False},
-                {"skip_special_tokens": False, "include_stop_str_in_output": True},
-            )
+        answers = [
+            await served.complete(),
+            await served.complete(**shown),
+            await served.complete(**shown, include_stop_str_in_output=True),
         ]
+    texts = [answer.json()["choices"][0]["text"] for answer in answers]
     assert texts == ["thefox", "the<|system|>fox", "the<|system|>fox<|end|>"]
 
 

@@ -187,7 +187,7 @@ def play_on_two_nodes(seed: int, **sizes: object) -> int:
 
 
 def test_blocks_come_from_the_pool_of_another_node() -> None:
-    assert sum(play_on_two_nodes(seed) for seed in range(4)) > 10
+    assert sum(play_on_two_nodes(seed) for seed in range(8)) > 10
 
 
 @settings(max_examples=5)

@@ -102,7 +102,7 @@ def test_blocks_of_a_pool_stay_equal_to_the_tokens_of_their_request() -> None:
     assert redact(PrefixFound(RequestId("a"), packed_tokens=packed[1:])).packed_tokens == found.packed_tokens[1:]
     strange = redact(PrefixFound(RequestId("a"), packed_tokens=(array("i", (9, 9, 9, 9)).tobytes(),)))
     assert strange.packed_tokens[0] not in (array("i", (9, 9, 9, 9)).tobytes(), *found.packed_tokens)
-    assert BlockHasher(4).hashes(ROOTS[0], prompt)[0] not in found.packed_tokens
+    assert next(BlockHasher(4).named(ROOTS[0], prompt)).block_hash not in found.packed_tokens
 
 
 def test_memory_of_chains_is_bounded() -> None:

@@ -24,8 +24,8 @@ from tests.harnesses.token_engine import BLOCK_SIZE
 
 def block_names_of(request: Request, generated: tuple[int, ...] = ()) -> bytes:
     """Return the names of the full blocks of a context, as the gateway tells them to the router."""
-    hashes = BlockHasher(BLOCK_SIZE).hashes(request.prefix_root, request.prompt_token_ids + generated)
-    return b"".join(one[:BLOCK_NAME_BYTES] for one in hashes) if request.prefix_root else b""
+    blocks = BlockHasher(BLOCK_SIZE).named(request.prefix_root, request.prompt_token_ids + generated)
+    return b"".join(block.block_hash[:BLOCK_NAME_BYTES] for block in blocks) if request.prefix_root else b""
 
 
 @dataclass

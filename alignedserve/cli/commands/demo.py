@@ -31,13 +31,14 @@ from alignedserve.evaluation.checked_trace import (
 from alignedserve.evaluation.fault_injector import Fault, FaultInjector, plan_faults
 from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
 from alignedserve.evaluation.repeated_answers import RepeatedAnswers, compare_answers, most_disturbed
+from alignedserve.evaluation.structured_answers import is_valid_answer, structured_call
 from alignedserve.loadgen.client import CompletionCall, CompletionOutcome, OpenAiClient
 from alignedserve.loadgen.load_generator import LoadGenerator, LoadRun, SentRequest
 from alignedserve.loadgen.load_plan import LoadRequest
 from alignedserve.loadgen.prompts import CountTokens, to_json
 from alignedserve.loadgen.report import print_latencies, remarks
 from alignedserve.loadgen.summary import summarise
-from alignedserve.pocket.tasks import PocketTask, is_correct
+from alignedserve.pocket.tasks import is_correct
 from alignedserve.workload.traces import shipped_trace
 
 # Requests per second that two cores hold easily under the default configuration (TTFT median 0.2 s). The
@@ -63,6 +64,7 @@ def demo(options: DemoOptions) -> int:
         seed=options.seed,
         count_tokens=count_tokens,
         is_mixed=options.is_mixed,
+        has_structured=options.has_faults,
     )
     # Ray prints to stdout that a process was lost; what is printed there is the report.
     with contextlib.redirect_stdout(sys.stderr), _server(options) as (url, is_separate):
@@ -132,11 +134,12 @@ class _Demo:
                 repeated = await self._repeat(most_disturbed(run.sent), bar) if self._faults else None
             after = await self._drained_metrics()
         checked = self._checked
+        structured = [one for one in run.sent if self._is_structured(one) and one.outcome.failure is None]
         report = DemoReport(
             load=summarise(
                 run, checked.plan.classes, num_clamped=(checked.num_clamped_prompts, checked.num_clamped_outputs)
             ),
-            num_correct=sum(self._is_correct(sent) for sent in run.sent),
+            num_correct=sum(self._is_correct(sent) for sent in run.sent if not self._is_structured(sent)),
             wrong=tuple(wrong),
             blocks_leaked=blocks_used(after),
             handoffs_verified=_gained(before, after, HANDOFFS_VERIFIED),
@@ -145,6 +148,8 @@ class _Demo:
             num_readings=checked.num_readings,
             num_faults=len(self._faults),
             repeated=repeated,
+            num_structured=len(structured),
+            num_valid=sum(map(self._is_correct, structured)),
             alignment=alignment_of(before, parse_metrics(page), (first_page, page)),
         )
         return replace(report, problems=find_problems(report))
@@ -152,7 +157,7 @@ class _Demo:
     async def _replay(self, bar: Progress) -> LoadRun:
         tasks = self._checked.tasks
         # Counting tokens takes milliseconds for a long prompt, so not between arrivals.
-        calls = [self._call(task) for task in tasks]
+        calls = [self._call(index) for index in range(len(tasks))]
         task_id = bar.add_task("requests", total=len(tasks), status="")
         num_wrong = 0
 
@@ -173,18 +178,27 @@ class _Demo:
             await asyncio.gather(hurting, return_exceptions=True)
             self._faults = injector.done
 
+    def _is_structured(self, sent: SentRequest) -> bool:
+        return sent.request.index in self._checked.structured
+
     def _is_correct(self, sent: SentRequest) -> bool:
-        return sent.outcome.failure is None and is_correct(self._checked.tasks[sent.request.index], sent.outcome.text)
+        if sent.outcome.failure is not None:
+            return False
+        if self._is_structured(sent):
+            return is_valid_answer(sent.outcome.text)
+        return is_correct(self._checked.tasks[sent.request.index], sent.outcome.text)
 
     def _wrong(self, run: LoadRun) -> list[SentRequest]:
-        return [sent for sent in run.sent if sent.outcome.failure is None and not self._is_correct(sent)]
+        """Return completed answers that differ from the task's right one."""
+        unstructured = (sent for sent in run.sent if not self._is_structured(sent))
+        return [sent for sent in unstructured if sent.outcome.failure is None and not self._is_correct(sent)]
 
     async def _ask_again(self, wrong: list[SentRequest], bar: Progress) -> list[WrongAnswer]:
         """Ask every wrong one again, one at a time, on the idle system."""
         answers = []
         for sent in bar.track(wrong, description="wrong answers again, alone") if wrong else ():
             task = self._checked.tasks[sent.request.index]
-            again = await self._client.complete(self._call(task), CompletionOutcome())
+            again = await self._client.complete(self._call(sent.request.index), CompletionOutcome())
             alone = None if again.failure is not None else again.text
             answers.append(WrongAnswer(sent.request.index, task, sent.outcome.text, alone))
         return answers
@@ -193,11 +207,14 @@ class _Demo:
         """Ask for these again, one at a time, on the idle system."""
         pairs = []
         for sent in bar.track(disturbed, description="interrupted answers again, alone"):
-            call = self._call(self._checked.tasks[sent.request.index])
+            call = self._call(sent.request.index)
             pairs.append((sent.outcome, await self._client.complete(call, CompletionOutcome())))
         return compare_answers(pairs)
 
-    def _call(self, task: PocketTask) -> CompletionCall:
+    def _call(self, index: int) -> CompletionCall:
+        task = self._checked.tasks[index]
+        if index in self._checked.structured:
+            return structured_call(task.prompt, self._model, seed=index)
         return task_call(task, self._model, self._count_tokens, has_logprobs=self._has_faults)
 
     async def _metrics_page(self) -> str:
@@ -241,6 +258,8 @@ def _print_report(report: DemoReport) -> None:
         table.add_row("processes killed or stopped", str(report.num_faults))
     if report.repeated is not None:
         table.add_row("the same alone, bit for bit", _same_alone(report.repeated))
+    if report.num_structured:
+        table.add_row("valid under their schema", f"{report.num_valid} of {report.num_structured}")
     table.add_row("correct", str(report.num_correct))
     table.add_row("wrong, the model's fault", str(report.count(WrongAnswerCause.MODEL_WRONG)))
     table.add_row("corrupted on the way", str(report.count(WrongAnswerCause.CORRUPTED)))

@@ -37,13 +37,12 @@ async def count_input_tokens(asked: PromptFields, parser: BodyParser, services: 
     services.check_model(asked.model)
     chat_body = chat_body_of(asked, parser)
     with chat_body.naming_own_fields():
-        chat = parse_chat(chat_body.fields)
-        return len(await encode_chat(chat.messages, chat, services))
+        return len(await encode_chat(parse_chat(chat_body.fields), services))
 
 
 async def _prompt_too_long(chat: ChatCompletionRequest, services: Services) -> ContextTooLong:
     """Return the error in the words by which clients know that they must shorten their conversation."""
-    num_tokens = len(await encode_chat(chat.messages, chat, services))
+    num_tokens = len(await encode_chat(chat, services))
     limit = services.model.max_context_len - 1
     return ContextTooLong(f"prompt is too long: {num_tokens} tokens > {limit} maximum")
 

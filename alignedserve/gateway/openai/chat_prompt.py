@@ -8,7 +8,7 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.openai.conversation import template_messages
 from alignedserve.gateway.openai.message_schemas import ChatMessage
 from alignedserve.gateway.openai.output_parser import OutputFormat
-from alignedserve.gateway.openai.schemas import ChatCompletionRequest, TemplateFields
+from alignedserve.gateway.openai.schemas import ChatCompletionRequest, ConversationFields
 from alignedserve.gateway.reasoning.effort import effort_variables
 from alignedserve.gateway.reasoning.formats import ReasoningFormat, find_reasoning_format, thought_start
 from alignedserve.gateway.services import Services
@@ -30,7 +30,7 @@ class ChatPrompt(NamedTuple):
     continue_final_message: bool = False
 
 
-def chat_prompt(messages: Sequence[ChatMessage], fields: TemplateFields, services: Services) -> ChatPrompt:
+def chat_prompt(fields: ConversationFields, services: Services) -> ChatPrompt:
     """Return the conversation for the model's template. Raises InvalidRequest for what the template cannot show."""
     template = services.tokenizer.chat_template
     if template is None:
@@ -40,10 +40,10 @@ def chat_prompt(messages: Sequence[ChatMessage], fields: TemplateFields, service
     form = tool_format(services)
     if tools and form is None:
         raise _no_tools("How this model writes tool calls is not known; model.tool_format can say it.")
-    shown = template_messages(messages)
+    shown = template_messages(fields.messages)
     if form is not None and form.has_short_ids:
         shown = [_with_short_ids(message) for message in shown]
-    if not template.knows_tools and (tools or _has_calls(messages)):
+    if not template.knows_tools and (tools or _has_calls(fields.messages)):
         if form is None or form.prompt is None:
             raise _no_tools("tools are not supported by this model's chat template.")
         shown, tools = prompted_messages(shown, tools, form), []
@@ -80,7 +80,7 @@ def _source(services: Services) -> str:
     return template.source if template is not None else ""
 
 
-def _variables(fields: TemplateFields, template: ChatTemplate) -> dict[str, Any]:
+def _variables(fields: ConversationFields, template: ChatTemplate) -> dict[str, Any]:
     """Return the template's further variables: those of `reasoning_effort`, and over them the client's own."""
     if any(name in template.reserved for name in fields.chat_template_kwargs):
         raise InvalidRequest(

@@ -28,10 +28,12 @@ class JsonSchemaFormat(_ConstraintSchema):
 
 
 class ResponseFormat(_ConstraintSchema):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`, and vLLM's type of it."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    structures: list[Any] | None = None  # of a structural tag, which is vLLM's
+    triggers: list[Any] | None = None
 
 
 class StructuredOutputsField(_ConstraintSchema):
@@ -42,6 +44,7 @@ class StructuredOutputsField(_ConstraintSchema):
     regex: str | None = None
     choice: ChoiceList | None = None
     grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
 
@@ -84,14 +87,21 @@ def _response_format(fields: ConstraintFields) -> list[Constraint]:
     wanted = fields.response_format
     if wanted is None:
         return []
-    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
-        raise InvalidRequest(
-            "response_format.json_schema must come with the type 'json_schema', and only with it.",
-            param="response_format.json_schema",
-        )
+    has_tags = wanted.structures is not None or wanted.triggers is not None
+    _check_member(wanted, "json_schema", "json_schema", is_there=wanted.json_schema is not None)
+    _check_member(wanted, "structural_tag", "structures", is_there=has_tags)
     if wanted.json_schema is not None:
         return [Constraint(StructuredOutputs(json=wanted.json_schema.schema_), "response_format.json_schema.schema")]
+    if has_tags:
+        tags = {"structures": wanted.structures, "triggers": wanted.triggers}
+        return [Constraint(StructuredOutputs(structural_tag=tags), "response_format")]
     return [Constraint(StructuredOutputs(json_object=True), "response_format")] if wanted.type == "json_object" else []
+
+
+def _check_member(wanted: ResponseFormat, of_type: str, member: str, *, is_there: bool) -> None:
+    if is_there != (wanted.type == of_type):
+        param = f"response_format.{member}"
+        raise InvalidRequest(f"{param} must come with the type {of_type!r}, and only with it.", param=param)
 
 
 def _structured_outputs(fields: ConstraintFields) -> list[Constraint]:
@@ -105,6 +115,7 @@ def _structured_outputs(fields: ConstraintFields) -> list[Constraint]:
             regex=wanted.regex,
             choice=wanted.choice,
             grammar=wanted.grammar,
+            structural_tag=wanted.structural_tag,
             disable_any_whitespace=wanted.disable_any_whitespace,
             whitespace_pattern=wanted.whitespace_pattern,
         )

@@ -8,8 +8,7 @@ from functools import partial
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.openai.chat_prompt import chat_prompt
-from alignedserve.gateway.openai.message_schemas import ChatMessage
-from alignedserve.gateway.openai.schemas import PromptForms, TemplateFields
+from alignedserve.gateway.openai.schemas import ConversationFields, PromptForms
 from alignedserve.gateway.services import Services
 
 _LONG_TEXT_LEN = 16_384
@@ -23,9 +22,9 @@ class Prompt:
     text: str = ""  # repeated by `echo`
 
 
-async def encode_chat(messages: Sequence[ChatMessage], fields: TemplateFields, services: Services) -> tuple[int, ...]:
+async def encode_chat(fields: ConversationFields, services: Services) -> tuple[int, ...]:
     """Return the token ids of a conversation that was checked. Raises InvalidRequest."""
-    prompt = chat_prompt(messages, fields, services)
+    prompt = chat_prompt(fields, services)
     encode = partial(services.tokenizer.encode_chat, now=datetime.now(), **prompt._asdict())  # templates show the date
     if sum(len(message["content"]) for message in prompt.messages) + len(str(prompt.tools)) <= _LONG_TEXT_LEN:
         return tuple(encode())

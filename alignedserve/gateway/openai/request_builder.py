@@ -94,7 +94,7 @@ class _OutputFields(NamedTuple):
 async def build_chat_request(chat: ChatCompletionRequest, arrival: Arrival, services: Services) -> GenerationRequest:
     """Return the requests of a chat completion. Raises InvalidRequest."""
     services.check_model(chat.model)
-    prompt = Prompt(await encode_chat(chat.messages, chat, services))
+    prompt = Prompt(await encode_chat(chat, services))
     if chat.top_logprobs is not None and not chat.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens

@@ -78,9 +78,10 @@ class GenerationFields(ConstraintFields, Hints):
         return self.includes_usage and options is not None and options.continuous_usage_stats is True
 
 
-class TemplateFields(Schema):
-    """Fields beside the messages that chat templates show the model."""
+class ConversationFields(Schema):
+    """Fields that become the prompt of a chat."""
 
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(default_factory=list)
     tools: ToolList = Field(default_factory=list)
     tool_choice: Annotated[ToolChoice, PlainValidator(parse_tool_choice)] = ToolChoice()
     reasoning_effort: ReasoningEffort | None = None
@@ -89,7 +90,7 @@ class TemplateFields(Schema):
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)  # an extension: variables of the template
 
 
-class ChatCompletionRequest(GenerationFields, TemplateFields):
+class ChatCompletionRequest(GenerationFields, ConversationFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
@@ -126,12 +127,11 @@ class CompletionRequest(GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class TokenizeRequest(TemplateFields):
+class TokenizeRequest(ConversationFields):
     """POST /tokenize: a text, or the messages of a conversation."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], FailFast()] = Field(default_factory=list)
     add_special_tokens: bool = True
 
 

@@ -39,7 +39,7 @@ async def answer_grammar(fields: ConstraintFields, services: Services) -> str:
 async def _read(constraint: Constraint) -> GrammarPart:
     """Read the constraint; in a thread if it is long, so that streams continue meanwhile."""
     outputs = constraint.outputs
-    texts = (outputs.json, outputs.regex, outputs.grammar, outputs.choice)
+    texts = (outputs.json, outputs.regex, outputs.grammar, outputs.choice, outputs.structural_tag)
     if len(orjson.dumps(texts)) <= _LONG_CONSTRAINT_BYTES:
         return part_of(outputs)
     return await asyncio.to_thread(part_of, outputs)

@@ -8,7 +8,8 @@ call         output_item.added, function_call_arguments.delta…, .done, output_
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from alignedserve.gateway.openai.choice_decoder import ChoiceDelta, OffsetLogprob
+from alignedserve.gateway.openai.choice_decoder import ChoiceDelta
+from alignedserve.gateway.openai.held_logprobs import OffsetLogprob
 from alignedserve.gateway.responses.items import Item, item_id
 from alignedserve.gateway.tools.deltas import ToolCallDelta
 

@@ -41,7 +41,7 @@ async def count_input_tokens(asked: PromptFields, items: Sequence[Item], service
         body = chat_body(asked, items)
         chat = parse_chat(body | {"model": asked.model or services.model.name})
         services.check_model(chat.model)
-        return len(await encode_chat(chat.messages, chat, services))
+        return len(await encode_chat(chat, services))
 
 
 @contextmanager

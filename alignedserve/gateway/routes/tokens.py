@@ -28,7 +28,7 @@ async def tokenize(http: Request) -> Response:
     if asked.prompt is None:
         check_messages(asked.messages)
         check_tools(asked.tools, asked.tool_choice)
-        token_ids = await encode_chat(asked.messages, asked, services)
+        token_ids = await encode_chat(asked, services)
     else:
         token_ids = await encode_text(asked.prompt, services, add_special_tokens=asked.add_special_tokens)
     answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}

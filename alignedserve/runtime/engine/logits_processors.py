@@ -1,4 +1,4 @@
-"""Logits processing by each sequence's parameters: penalties, biases, a minimum of tokens, and masks of grammars.
+"""Logits processing by each sequence's parameters: penalties, biases, and a minimum of tokens.
 
 The changes of all rows of a step are collected on the host, copied to the device at once and applied there together,
 without waiting for the device.
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.grammar.token_masks import StepMasks
-from kernels.sampling import Penalties, SeenTokens, mask_tokens_, penalise_
+from kernels.sampling import Penalties, SeenTokens, penalise_
 
 _NOTHING = np.empty(0, np.int64)
 
@@ -63,25 +62,13 @@ class LogitsProcessor:
         """Return whether `apply` changes the logits of any of these rows."""
         return bool((self.is_early(rows, num_tokens) | self._is_changed[rows]).any())
 
-    def apply(self, rows: IntArray, num_tokens: IntArray, logits: Tensor, masks: StepMasks | None = None) -> Tensor:
+    def apply(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
         """Return the processed logits of these rows, float32; the same tensor where there is nothing to change.
 
-        logits [n, vocab_size]; num_tokens [n]: tokens of each row so far; masks: of those rows that have a grammar.
+        logits [n, vocab_size]; num_tokens [n]: tokens of each row so far.
         """
-        changed = self._apply_parameters(rows, num_tokens, logits) if self.changes(rows, num_tokens) else logits
-        if masks is None:
-            return changed
-        if changed is logits:
-            changed = logits.to(torch.float32, copy=True)
-        mask_tokens_(changed, *to_device([masks.at, masks.bits], logits.device))
-        return changed
-
-    def is_early(self, rows: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
-        """Return which of these rows must not stop yet."""
-        is_early: npt.NDArray[np.bool_] = num_tokens < self._min_lens[rows]
-        return is_early
-
-    def _apply_parameters(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
+        if not self.changes(rows, num_tokens):
+            return logits
         is_early = self.is_early(rows, num_tokens)
         changed = logits.to(torch.float32, copy=True)
         own = rows.tolist()
@@ -106,6 +93,11 @@ class LogitsProcessor:
         if len(stopped_ids):
             changed[stopped_at, stopped_ids] = -float("inf")
         return changed
+
+    def is_early(self, rows: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
+        """Return which of these rows must not stop yet."""
+        is_early: npt.NDArray[np.bool_] = num_tokens < self._min_lens[rows]
+        return is_early
 
 
 class _SeenTokens:

@@ -16,7 +16,7 @@ from alignedserve.runtime.engine.logits_processors import LogitsProcessor
 from alignedserve.runtime.grammar.token_masks import StepMasks, TokenMasks
 from kernels.cpu.decode_pass import HighestLogits
 from kernels.gpu_dispatch import fused_kernels
-from kernels.sampling import Filters, RowParameters, greedy, sample, top_logprobs, uniforms
+from kernels.sampling import Filters, RowParameters, greedy, mask_tokens_, sample, top_logprobs, uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,12 @@ class Sampler:
     def start(self, rows: IntArray, num_tokens: IntArray, logits: Tensor, masks: StepMasks | None = None) -> Draw:
         """Choose the next token of each row, on the device of the logits.
 
-        rows [n]; num_tokens [n]: tokens of each row so far; logits [n, vocab_size] of any dtype, not changed; masks: of
-        the rows that have a grammar.
+        rows [n]; num_tokens [n]: tokens of each row so far; logits [n, vocab_size] of any dtype, changed where no row
+        asks for log-probabilities of all tokens; masks: of the rows that have a grammar.
         """
-        adjusted = self._logits_processor.apply(rows, num_tokens, logits, masks)
+        adjusted = self._logits_processor.apply(rows, num_tokens, logits)
+        if masks is not None:
+            adjusted = self._masked(rows, logits, adjusted, masks)
         kernels = fused_kernels("token_sampling", adjusted.device, adjusted.dtype)
         if kernels is not None and self._vocab_size <= kernels.MOST_TOKENS:
             parameters = self._parameters(rows, num_tokens, logits.device)
@@ -145,6 +147,13 @@ class Sampler:
         if self._masks is not None:
             self._masks.record(draw.rows, token_ids)
         return Choice(token_ids, is_usable, self._logprobs(draw))
+
+    def _masked(self, rows: IntArray, logits: Tensor, adjusted: Tensor, masks: StepMasks) -> Tensor:
+        """Mask the adjusted logits, which may be the model's own: these are copied if log-probabilities need them."""
+        if adjusted is logits and self._wants_logprobs[rows].any():
+            adjusted = logits.clone()
+        mask_tokens_(adjusted, *to_device([masks.at, masks.bits], adjusted.device))
+        return adjusted
 
     def _sample(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:
         own = self._parameters(rows, num_tokens, logits.device)

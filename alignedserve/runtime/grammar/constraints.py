@@ -10,18 +10,19 @@ from llguidance.gbnf_to_lark import any_to_lark
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE, normalize_schema
 from alignedserve.runtime.grammar.lark import GrammarPart, quoted, regular_expression
+from alignedserve.runtime.grammar.structural_tags import structural_tag_part
 
 MAX_REGEX_LEN = 16 * 1024
 MAX_GRAMMAR_TEXT_LEN = 64 * 1024
 MAX_CHOICES = 1000
 MAX_CHOICES_LEN = 64 * 1024
 _MAX_WHITESPACE_LEN = 256
-_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """One constraint on an answer: exactly one of the first five is set.
+    """One constraint on an answer: exactly one of the first six is set.
 
     Raises InvalidRequest naming the field.
     """
@@ -31,6 +32,7 @@ class StructuredOutputs:
     regex: str | None = None  # all of the answer matches it
     choice: Sequence[str] | None = None  # the answer is one of these
     grammar: str | None = None  # in llguidance's Lark, or in GBNF (recognised by `::=`)
+    structural_tag: Any = None  # free text with tags that hold JSON, as an object or as JSON text
     disable_any_whitespace: bool = False  # of JSON: compact
     whitespace_pattern: str | None = None  # of JSON: a regular expression of what may stand between two tokens
 
@@ -38,7 +40,7 @@ class StructuredOutputs:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise InvalidRequest(f"exactly one of {', '.join(_KINDS)} must be given")
-        is_json = self.json is not None or self.json_object
+        is_json = self.kind in ("json", "json_object", "structural_tag")
         if (self.disable_any_whitespace or self.whitespace_pattern is not None) and not is_json:
             raise InvalidRequest("whitespace can be chosen for JSON only", param="whitespace_pattern")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
@@ -62,13 +64,7 @@ def part_of(outputs: StructuredOutputs) -> GrammarPart:
 
 
 def _json_part(outputs: StructuredOutputs) -> GrammarPart:
-    schema = outputs.json
-    if isinstance(schema, str):
-        try:
-            schema = orjson.loads(schema)
-        except orjson.JSONDecodeError as error:
-            raise InvalidRequest("the JSON schema is not valid JSON", code="invalid_json_schema") from error
-    return {"json_schema": normalize_schema(schema, whitespace_pattern=_whitespace(outputs))}
+    return {"json_schema": normalize_schema(_parsed(outputs.json), whitespace_pattern=_whitespace(outputs))}
 
 
 def _json_object_part(outputs: StructuredOutputs) -> GrammarPart:
@@ -98,6 +94,20 @@ def _grammar_part(outputs: StructuredOutputs) -> GrammarPart:
         raise InvalidRequest("the grammar is not GBNF that can be read", code="invalid_grammar") from error
 
 
+def _structural_tag_part(outputs: StructuredOutputs) -> GrammarPart:
+    return structural_tag_part(_parsed(outputs.structural_tag), _whitespace(outputs))
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of JSON text, and any other as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest("it is not valid JSON", code="invalid_json_schema") from error
+
+
 def _whitespace(outputs: StructuredOutputs) -> str | None:
     if outputs.disable_any_whitespace:
         return None
@@ -115,4 +125,5 @@ _PARTS: dict[str, Callable[[StructuredOutputs], GrammarPart]] = {
     "json": _json_part,
     "json_object": _json_object_part,
     "regex": _regex_part,
+    "structural_tag": _structural_tag_part,
 }

@@ -40,7 +40,7 @@ def _exclude(left: list[dict[str, Any]], right: list[dict[str, Any]], targets: M
     left_values, right_values = _values(left), _values(right)
     if left_values is not None and right_values is not None and not left_values & right_values:
         return True
-    if {"object"} not in (left_types, right_types):
+    if frozenset({"object"}) not in (left_types, right_types):
         return False  # a value that is no object has no properties to tell the options apart
     required = {name for schema in (*left, *right) for name in schema.get("required", ())}
     return any(_property_excludes(name, left, right, targets) for name in sorted(required))

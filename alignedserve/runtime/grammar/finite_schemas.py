@@ -8,13 +8,16 @@ _ANY_TYPE = ("null", "array", "object")
 
 
 def has_finite_instance(root: Any, targets: Mapping[str, Any]) -> bool:
-    """Return whether some finite value may match. `targets`: the schemas that references point to."""
+    """Return whether some finite value may match the schema, and each that it refers to.
+
+    `targets`: the schemas that references point to. One without end could be entered, and never be left.
+    """
     finite: set[str] = set()
     while True:
         # References count once their target does.
         found = {pointer for pointer in targets.keys() - finite if _is_finite(targets[pointer], finite)}
         if not found:
-            return _is_finite(root, finite)
+            return len(finite) == len(targets) and _is_finite(root, finite)
         finite |= found
 
 

@@ -45,7 +45,7 @@ def normalize_schema(schema: Any, *, whitespace_pattern: str | None = FLEXIBLE_W
     read = reader.schema(schema, ())
     targets = reader.targets(read)
     if not has_finite_instance(read, targets):
-        raise InvalidRequest("no finite JSON value matches the schema", code="invalid_json_schema")
+        raise InvalidRequest("no finite JSON value matches the schema, or a part of it", code="invalid_json_schema")
     for holder in reader.one_ofs:
         if are_exclusive(holder["oneOf"], targets):
             _with_any_of(holder)

@@ -31,8 +31,8 @@ class _Constrained:
     """One row with a grammar."""
 
     matcher: AnswerMatcher
-    unwanted: Bits  # tokens that may end the answer only if nothing else may follow
-    unwanted_early: Bits  # the same before the answer has its minimal length
+    unwanted: "_LastResorts | None"  # tokens that may end the answer only if nothing else may follow
+    unwanted_early: "_LastResorts | None"  # the same before the answer has its minimal length
     failure: str | None = None
 
 
@@ -55,7 +55,7 @@ class TokenMasks:
         ends = self._eos_token_ids if sampling.ignore_eos else ()
         early_ends = (*self._eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ends
         matcher = AnswerMatcher(self._compiler.compile(sampling.grammar), generated_token_ids)
-        self._rows[row] = _Constrained(matcher, self._bits_of(ends), self._bits_of(early_ends))
+        self._rows[row] = _Constrained(matcher, self._last_resorts(ends), self._last_resorts(early_ends))
 
     def remove(self, row: int) -> None:
         """Remove the row, if it has a grammar."""
@@ -96,8 +96,8 @@ class TokenMasks:
         self._fill(bits, [constrained for _, constrained in own])
         for place, (at, constrained) in enumerate(own):
             unwanted = constrained.unwanted_early if is_early[at] else constrained.unwanted
-            if len(unwanted) and (bits[place] & ~unwanted).any():
-                bits[place] &= ~unwanted
+            if unwanted is not None:
+                unwanted.remove_from(bits[place])
         return StepMasks(np.array([at for at, _ in own], np.int64), bits)
 
     def _fill(self, bits: Bits, own: list[_Constrained]) -> None:
@@ -115,12 +115,28 @@ class TokenMasks:
                 own[place].failure = failure_of(matcher)
                 bits[place] = 0
 
-    def _bits_of(self, token_ids: tuple[int, ...]) -> Bits:
-        """Return a mask of these tokens; an empty array for none."""
-        if not token_ids:
-            return np.zeros(0, np.int32)
-        words = np.zeros(self._num_words, np.uint32)
+    def _last_resorts(self, token_ids: tuple[int, ...]) -> "_LastResorts | None":
+        known = [token_id for token_id in token_ids if 0 <= token_id < self._vocab_size]
+        return _LastResorts(known) if known else None
+
+
+class _LastResorts:
+    """Tokens that are allowed only where no other is."""
+
+    __slots__ = ("_masks", "_words")
+
+    def __init__(self, token_ids: list[int]) -> None:
+        masks: dict[int, int] = {}
         for token_id in token_ids:
-            if 0 <= token_id < self._vocab_size:
-                words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
-        return words.view(np.int32)
+            masks[token_id >> 5] = masks.get(token_id >> 5, 0) | 1 << (token_id & 31)
+        self._words = np.array(list(masks), np.int64)
+        self._masks = np.array(list(masks.values()), np.uint32).view(np.int32)
+
+    def remove_from(self, bits: Bits) -> None:
+        """Take them out of a mask [words], unless nothing would be left."""
+        before = bits[self._words]
+        if not (before & self._masks).any():  # as at most places in an answer
+            return
+        bits[self._words] = before & ~self._masks
+        if not bits.any():
+            bits[self._words] = before

@@ -12,12 +12,15 @@ def grammar_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: 
     """Build the vocabulary of a model with logits for `vocab_size` tokens, those without text included.
 
     Takes the bytes from our own tokenizer, and so knows the families that it knows. Raises UnsupportedModel for a model
-    whose answers cannot end.
+    whose answers cannot end, or whose tokens are of another kind.
     """
     if not eos_token_ids:
         raise UnsupportedModel("the model has no token that ends an answer")
-    words = _Words(tokenizer, vocab_size, eos_token_ids)
-    return LLTokenizer(TokenizerWrapper(words), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    words = TokenizerWrapper(_Words(tokenizer, vocab_size, eos_token_ids))
+    try:
+        return LLTokenizer(words, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except ValueError as error:
+        raise UnsupportedModel(f"its tokens cannot be matched: {str(error)[:200]}") from error
 
 
 class _Words:

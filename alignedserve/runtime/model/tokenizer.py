@@ -163,12 +163,13 @@ class Tokenizer:
 
     def split_control(self, text: str) -> list[tuple[str, int | None]]:
         """Return the text in pieces, each plain text or the name of a special token and its id."""
-        pieces, start = [], 0
+        pieces: list[tuple[str, int | None]] = []
+        start = 0
         for found in self._control.finditer(text):
             pieces += [(text[start : found.start()], None)] if found.start() > start else []
             pieces.append((found[0], self._tokenizer.token_to_id(found[0])))
             start = found.end()
-        return pieces + ([(text[start:], None)] if start < len(text) else [])
+        return [*pieces, (text[start:], None)] if start < len(text) else pieces
 
     def control_token_ids(self, text: str) -> frozenset[int]:
         """Return the ids of the special tokens that a text spells out."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from alignedserve.core.ids import LeaseId
+from alignedserve.core.ids import BlockId, LeaseId
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun
 from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send, Ticked
@@ -31,6 +31,8 @@ from alignedserve.messages.prefixes import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.prefix_cache.block_hashes import BlockHasher, NamedBlock
+from alignedserve.prefix_cache.cached_blocks import CachedBlocks
+from decode_worker.colocated.prefix_offers import PrefixOffers
 from tests.harnesses.colocated import ColocatedHarness, runs
 from tests.harnesses.prefixes import BLOCK_SIZE, ROOT
 from tests.harnesses.scheduling import Step
@@ -46,7 +48,7 @@ def shared(name: str = "r1") -> Request:
 
 
 def names() -> list[NamedBlock]:
-    return BlockHasher(BLOCK_SIZE).named(ROOT, shared().prompt_token_ids)
+    return list(BlockHasher(BLOCK_SIZE).named(ROOT, shared().prompt_token_ids))
 
 
 class Worker(ColocatedHarness):
@@ -206,15 +208,42 @@ def test_what_fills_is_offered_copied_and_reported(worker: Worker) -> None:
 def test_the_next_offer_comes_a_little_later(worker: Worker) -> None:
     filled(worker)
     assert offers(worker.hear_pool(PrefixBlocksReserved((ReservedPart(2),)))) == []
-    worker.now += 0.3
+    worker.now += 0.9
+    assert offers(worker.do(Ticked())) == []
+    worker.now += 0.1
     ((part,),) = [one.parts for one in offers(worker.do(Ticked()))]
     assert (part.num_before, part.parent, len(part.blocks)) == (2, names()[1].block_hash, 1)
+
+
+def test_many_blocks_are_offered_sooner() -> None:
+    cached = CachedBlocks(4)
+    made = PrefixOffers(cached)
+    cached.observers.append(made)
+    made.connected(POOL, block_bytes=1024)
+
+    def fill(first: int, count: int) -> None:
+        for number in range(first, first + count):
+            cached.store(None, number.to_bytes(16, "little"), b"tokens", BlockId(number))
+
+    def answered(commands: list[Any]) -> int:
+        made.reserved(PrefixBlocksReserved((ReservedPart(1),) * sum(len(one.parts) for one in offers(commands))), 0.0)
+        return sum(len(one.parts) for one in offers(commands))
+
+    fill(0, 1)
+    assert answered(made.offer(0.0)) == 1
+    fill(1, 63)
+    assert made.offer(0.5) == []
+    fill(64, 1)
+    assert answered(made.offer(0.5)) == 64
+    fill(65, 64)
+    assert made.offer(0.7) == []
+    assert answered(made.offer(0.75)) == 64
 
 
 def test_an_orphan_is_offered_again_with_what_it_follows(worker: Worker) -> None:
     test_the_next_offer_comes_a_little_later(worker)
     worker.hear_pool(PrefixBlocksReserved((ReservedPart(0, is_orphan=True),)))
-    worker.now += 0.3
+    worker.now += 1.0
     ((part,),) = [one.parts for one in offers(worker.do(Ticked()))]
     assert (part.num_before, len(part.blocks)) == (0, 3)
 

@@ -1,12 +1,13 @@
 """Cached blocks: the longest verified run, users, and eviction from the ends of contexts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 
 import numpy as np
 import pytest
 
 from alignedserve.core.ids import BlockId
-from alignedserve.prefix_cache.block_hashes import BlockHash, BlockHasher, NamedBlock, packed_blocks, packed_tokens
+from alignedserve.prefix_cache.block_hashes import BlockHasher, NamedBlock, packed_tokens
 from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks
 
 SIZE = 2
@@ -14,25 +15,28 @@ ROOT = bytes(16)
 HASHER = BlockHasher(SIZE)
 
 
-def longest_run(cache: CachedBlocks, hashes: Iterable[BlockHash], token_ids: Sequence[int]) -> list[CachedBlock]:
-    return cache.run_of(map(NamedBlock, hashes, packed_blocks(token_ids, SIZE)))
+def longest_run(cache: CachedBlocks, token_ids: Sequence[int]) -> list[CachedBlock]:
+    return cache.run_of(HASHER.named(ROOT, token_ids))
+
+
+def store_rest(cache: CachedBlocks, held: list[CachedBlock], token_ids: Sequence[int], free: Iterator[int]) -> None:
+    """Store what follows the blocks that are held, and hold it."""
+    for named in islice(HASHER.named(ROOT, token_ids), len(held), None):
+        block = cache.store(held[-1] if held else None, *named, BlockId(next(free)))
+        assert block is not None
+        held.append(block)
 
 
 def store(cache: CachedBlocks, token_ids: Sequence[int], first_block: int) -> list[CachedBlock]:
     """Store a context as one request that computes all of it, from the blocks that are there."""
-    hashes = HASHER.hashes(ROOT, token_ids)
-    held = longest_run(cache, hashes, token_ids)
+    held = longest_run(cache, token_ids)
     cache.acquire(held)
-    for index in range(len(held), len(hashes)):
-        tokens = packed_tokens(token_ids[index * SIZE : (index + 1) * SIZE])
-        block = cache.store(held[-1] if held else None, hashes[index], tokens, BlockId(first_block + index))
-        assert block is not None
-        held.append(block)
+    store_rest(cache, held, token_ids, count(first_block + len(held)))
     return held
 
 
 def run_of(cache: CachedBlocks, token_ids: Sequence[int]) -> list[BlockId]:
-    return [block.block_id for block in longest_run(cache, HASHER.iterate(ROOT, token_ids), token_ids)]
+    return [block.block_id for block in longest_run(cache, token_ids)]
 
 
 def test_the_longest_run_is_that_of_the_common_beginning() -> None:
@@ -50,8 +54,8 @@ def test_equal_hashes_of_other_tokens_are_no_hit_and_replace_nothing() -> None:
     first = cache.store(None, collision, packed_tokens((1, 2)), BlockId(0))
     assert first is not None
     assert cache.store(None, collision, packed_tokens((3, 4)), BlockId(1)) is None
-    assert longest_run(cache, [collision], (3, 4)) == []
-    assert longest_run(cache, [collision], (1, 2)) == [first]
+    assert cache.run_of([NamedBlock(collision, packed_tokens((3, 4)))]) == []
+    assert cache.run_of([NamedBlock(collision, packed_tokens((1, 2)))]) == [first]
 
 
 def test_equal_hashes_after_another_block_are_no_hit() -> None:
@@ -59,7 +63,7 @@ def test_equal_hashes_after_another_block_are_no_hit() -> None:
     collision = b"c" * 16
     parent = cache.store(None, b"p" * 16, packed_tokens((1, 2)), BlockId(0))
     assert cache.store(parent, collision, packed_tokens((3, 4)), BlockId(1)) is not None
-    assert longest_run(cache, [collision], (3, 4)) == []
+    assert cache.run_of([NamedBlock(collision, packed_tokens((3, 4)))]) == []
 
 
 def test_a_block_that_is_there_is_returned_and_has_no_more_users() -> None:
@@ -161,19 +165,14 @@ def test_random_histories_keep_users_and_free_blocks_exact() -> None:
             cache.release(held.pop(int(rng.integers(len(held)))))
         else:
             tokens = tuple(rng.integers(0, 2, 2 * int(rng.integers(1, 6))).tolist())
-            run = longest_run(cache, HASHER.iterate(ROOT, tokens), tokens)
+            run = longest_run(cache, tokens)
             cache.acquire(run)
             missing = len(tokens) // SIZE - len(run)
             if missing > len(free) + cache.num_unused:
                 cache.release(run)
                 continue
             free += cache.evict(max(missing - len(free), 0))
-            hashes = HASHER.hashes(ROOT, tokens)
-            for index in range(len(run), len(hashes)):
-                packed = packed_tokens(tokens[index * SIZE : (index + 1) * SIZE])
-                block = cache.store(run[-1] if run else None, hashes[index], packed, BlockId(free.pop()))
-                assert block is not None
-                run.append(block)
+            store_rest(cache, run, tokens, iter(free.pop, None))
             held.append(run)
         assert len(free) + len(cache) == 40
         used = {id(block) for run in held for block in run}

@@ -13,6 +13,7 @@ from alignedserve.messages.pools import PoolRegistered
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, WorkerLoad
 from router.prefix_index import PrefixIndex
+from router.state import DispatchedPrefill
 from tests.harnesses.router import RouterHarness
 from tests.support.samples import GATEWAY, epoch, request, worker
 
@@ -147,7 +148,7 @@ def test_load_outweighs_a_short_run() -> None:
     assert submit(made, 2, joined(1, 2), num_tokens=1000) == FIRST  # 996 tokens before it are more than four
 
 
-@pytest.mark.parametrize(("max_tokens", "target"), [(32, SECOND), (500, FIRST)])
+@pytest.mark.parametrize(("max_tokens", "target"), [(32, SECOND), (1000, FIRST)])
 def test_the_example_of_the_page(max_tokens: int, target: str) -> None:
     """Prompts that are cached cost iterations all the same."""
     made = two_workers()
@@ -160,6 +161,17 @@ def test_the_example_of_the_page(max_tokens: int, target: str) -> None:
     blocks = tuple(number.to_bytes(7, "big") + b"\0" for number in range(250))
     made.hear(SECOND, PrefixBlocksChanged(blocks))
     assert submit(made, 0, b"".join(blocks), num_tokens=1060, max_tokens=max_tokens) == target
+
+
+@pytest.mark.parametrize(("num_waiting", "target"), [(2900, SECOND), (3000, FIRST)])
+def test_a_history_is_worth_three_times_its_tokens_of_waiting(num_waiting: int, target: str) -> None:
+    made = two_workers()
+    blocks = tuple(number.to_bytes(7, "big") + b"\0" for number in range(250))
+    made.hear(SECOND, PrefixBlocksChanged(blocks))
+    placement = made.logic._placement
+    ahead = DispatchedPrefill(1, num_waiting, is_real_time=True)
+    placement.start_prefill(placement.workers[SECOND], RequestId("ahead"), ahead)
+    assert submit(made, 0, b"".join(blocks), num_tokens=1060) == target
 
 
 def test_what_arrives_together_follows_the_first() -> None:

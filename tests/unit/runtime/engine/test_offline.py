@@ -1,13 +1,15 @@
 """The engine in this process, by its public names."""
 
+import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
-from alignedserve import LLM, SamplingParams
+from alignedserve import LLM, SamplingParams, StructuredOutputs
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.request import FinishReason
 
@@ -101,3 +103,24 @@ def test_an_end_to_be_ignored_is_one_where_nothing_else_may_follow(llm: LLM) -> 
 def test_a_malformed_grammar_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="grammar"):
         llm.chat(["spell otter"], SamplingParams(grammar="start: nothing of the kind"))
+
+
+def test_answers_match_what_they_are_held_to(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=1)
+    (text,) = llm.chat(["red or blue?"], sampling, structured_outputs=StructuredOutputs(choice=["red", "blue"]))
+    assert text.text in ("red", "blue")
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    for output in llm.generate(["a", "b", "c"], sampling, structured_outputs=StructuredOutputs(json=schema)):
+        assert output.finish_reason is FinishReason.STOP
+        assert isinstance(json.loads(output.text)["n"], int)
+
+
+@pytest.mark.parametrize("given", [{"json": {"not": {}}}, {"regex": "("}])
+def test_a_constraint_that_is_not_supported(llm: LLM, given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.generate(["a"], structured_outputs=StructuredOutputs(**given))

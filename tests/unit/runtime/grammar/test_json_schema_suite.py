@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from jsonschema import Draft7Validator, Draft202012Validator
+from jsonschema import Draft7Validator, Draft202012Validator  # type: ignore[import-untyped]
 from llguidance import LLMatcher
 
 from alignedserve.core.errors import InvalidRequest

@@ -27,7 +27,7 @@ def byte_fallback(_: Path) -> Tokenizer:
     rust = RustTokenizer(
         models.BPE({piece: place for place, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
     )
-    rust.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[list-item]
+    rust.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     rust.add_special_tokens(["<s>", "</s>"])
     return Tokenizer(rust.to_str(), {}, None)
 

@@ -1,0 +1,164 @@
+"""Constraints as parts of grammars, alone and behind other text."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of
+from alignedserve.runtime.grammar.json_schema import normalize_schema
+from alignedserve.runtime.grammar.lark import (
+    json_value,
+    quoted,
+    regular_expression,
+    serialize,
+    serialize_alone,
+    special_token,
+)
+from alignedserve.runtime.grammar.schema_formats import FORMATS
+from alignedserve.runtime.grammar.schema_keywords import ANNOTATIONS, READERS
+from benchmarks.structured_output.random_answers import accepts, is_valid, matcher_of, random_walk
+
+_PAGE = Path(__file__).parents[4] / "docs/structured-output.md"
+
+
+def answers(outputs: StructuredOutputs, *texts: str) -> list[bool]:
+    matcher = matcher_of(serialize_alone(part_of(outputs)))
+    assert not matcher.is_error(), matcher.get_error()
+    return [accepts(matcher, text) for text in texts]
+
+
+def test_choices_are_taken_literally() -> None:
+    choices = ["a.b", 'quo"te', "back\\slash", "line\nbreak", "snow ☃", "/"]
+    assert all(answers(StructuredOutputs(choice=choices), *choices))
+    assert answers(StructuredOutputs(choice=choices), "axb", "", "a.ba.b") == [False] * 3
+
+
+def test_a_regular_expression_matches_the_whole_answer() -> None:
+    assert answers(StructuredOutputs(regex="[0-9]+|a/b"), "12", "a/b", "12x", "٣") == [True, True, False, False]
+    assert answers(StructuredOutputs(regex=r"\d"), "1", "٣") == [True, False]
+
+
+def test_grammars_in_both_notations() -> None:
+    lark = 'start: NAME ("+" NAME)*\nNAME: /[a-z]+/'
+    gbnf = 'root ::= name ("+" name)*\nname ::= [a-z]+'
+    for grammar in (lark, gbnf):
+        assert answers(StructuredOutputs(grammar=grammar), "a", "ab+c", "a+", "1") == [True, True, False, False]
+
+
+def test_a_constraint_begins_behind_free_text_and_a_special_token() -> None:
+    part = part_of(StructuredOutputs(json={"type": "integer", "minimum": 5, "maximum": 5}))
+    skeleton = f"start: THOUGHT {special_token([7])} @answer\nTHOUGHT: /(?s:.*)/"
+    matcher = matcher_of(serialize(skeleton, {"answer": part}))
+    assert accepts(matcher, "let me see\x075")
+    assert not accepts(matcher, "let me see5")
+    assert not accepts(matcher, "let me see\x076")
+
+
+def test_a_schema_stands_within_lark() -> None:
+    schema = normalize_schema(
+        {"type": "object", "properties": {"x": {"const": 'a"/b'}}, "required": ["x"], "additionalProperties": False}
+    )
+    matcher = matcher_of(f"start: {quoted('<call>')} {json_value(schema)} {regular_expression('</c(all)?>')}")
+    assert accepts(matcher, '<call>{"x":"a\\"/b"}</call>')
+    assert not accepts(matcher, "<call>{}</call>")
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({}, None),
+        ({"regex": "a", "grammar": "b"}, None),
+        ({"regex": "a", "disable_any_whitespace": True}, "whitespace_pattern"),
+        ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "whitespace_pattern"),
+        ({"json": {}, "whitespace_pattern": " " * 300}, "whitespace_pattern"),
+    ],
+)
+def test_one_constraint_at_a_time(given: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        StructuredOutputs(**given)
+    assert refused.value.param == param
+
+
+def test_a_name_cannot_come_again_in_another_form() -> None:
+    matcher = matcher_of(serialize_alone({"json_schema": normalize_schema({"properties": {"a": {"type": "integer"}}})}))
+    assert accepts(matcher, '{"a":1}')
+    assert not accepts(matcher, '{"\\u0061":"text"}')
+    assert not accepts(matcher, '{"a":1,"a":"text"}')
+
+
+def test_white_space_ends() -> None:
+    matcher = matcher_of(serialize_alone({"json_schema": normalize_schema({"type": "object"})}))
+    assert accepts(matcher, '{\n    "a": [1, 2]\n}')
+    assert not accepts(matcher, '{  "a":1}')
+    assert not accepts(matcher, '{\n\n"a":1}')
+
+
+def test_integers_end() -> None:
+    matcher = matcher_of(serialize_alone({"json_schema": normalize_schema({"type": "integer", "minimum": 3})}))
+    assert accepts(matcher, str(2**53 - 1))
+    assert not accepts(matcher, "9" * 17)
+
+
+class Leaf(BaseModel):
+    kind: str = Field(json_schema_extra={"const": "leaf"})
+    value: int
+
+
+class Branch(BaseModel):
+    kind: str = Field(json_schema_extra={"const": "branch"})
+    parts: list["Leaf | Branch"] = Field(max_length=2)
+
+
+def test_tagged_unions_of_pydantic_that_refer_to_themselves() -> None:
+    schema = Branch.model_json_schema()
+    one_of = json.loads(json.dumps(schema).replace('"anyOf"', '"oneOf"'))
+    matcher = matcher_of(serialize_alone({"json_schema": normalize_schema(one_of)}))
+    walks = [random_walk(matcher, seed) for seed in range(10)]
+    assert all(is_valid(one_of, walk.answer) for walk in walks if walk.has_ended)
+    assert accepts(matcher, '{"kind":"branch","parts":[{"kind":"leaf","value":3},{"kind":"branch","parts":[]}]}')
+
+
+def test_the_page_lists_what_is_supported() -> None:
+    named = set(re.findall(r"`([$\w-]+)`", _PAGE.read_text()))
+    assert named >= READERS.keys()
+    assert named >= ANNOTATIONS
+    assert named >= FORMATS.keys()
+
+
+TAGS = {
+    "structures": [
+        {"begin": "<f=a>", "schema": {"type": "object", "maxProperties": 0}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+@pytest.mark.parametrize("wanted", [TAGS, json.dumps(TAGS), TAGS | {"type": "structural_tag"}])
+def test_tags_within_free_text(wanted: Any) -> None:
+    tags = StructuredOutputs(structural_tag=wanted, disable_any_whitespace=True)
+    assert all(answers(tags, "", "text", "x <f=a>{}</f> y", "<f=a>{}</f><f=b>true</f>", "1 < 2", "<f"))
+    assert not any(answers(tags, "<f=", "<f=c>", "<f=a>", "<f=b>{}</f>", "x <f=b>true</f> <f="))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"structures": []},
+        {"structures": TAGS["structures"] * 65},
+        {"structures": [{"begin": "<f="}]},
+        {"structures": [{"begin": "<g>", "schema": {}, "end": ""}]},
+        {"structures": [{"begin": "<f=", "schema": {"not": {}}, "end": ""}]},
+        {"triggers": [""]},
+        {"triggers": ["<" * 300]},
+        {"more": 1},
+    ],
+)
+def test_bad_tags(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        part_of(StructuredOutputs(structural_tag=TAGS | change))
