@@ -26,7 +26,7 @@ def test_litellm(run_python: RunDriver) -> None:
     told = run_python("litellm_chat")
     assert told["whole"] == told["streamed"] == ANSWER
     assert told["usage"] > 0
-    assert told["text"]
+    assert 0 < told["text_tokens"] <= 4
     assert told["refused"] == "BadRequestError"
 
 
@@ -55,6 +55,15 @@ def test_openai_for_node(run_node: RunDriver) -> None:
     assert told["whole"] == told["streamed"] == ANSWER
     assert (told["requestId"], told["ignored"]) == ("of-node", "made_up")
     assert told["refused"] == ["BadRequestError", 400, "temperature"]
+
+
+def test_anthropic_for_node(run_node: RunDriver) -> None:
+    told = run_node("anthropic_sdk")
+    assert told["whole"] == ANSWER
+    assert (told["stopReason"], told["models"]) == ("end_turn", ["pocket"])
+    assert (told["streamed"], told["stopSequence"]) == ("c a ", "t")
+    assert told["inputTokens"] == told["counted"] > 0
+    assert told["refused"][:3] == ["BadRequestError", 400, "invalid_request_error"]
 
 
 def test_lm_eval(server: Serving, python_clients: Path, tmp_path: Path) -> None:

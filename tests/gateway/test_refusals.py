@@ -87,7 +87,6 @@ async def test_what_asks_for_nothing_is_accepted(field: str, value: Any) -> None
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages[0].name"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"n": 0}, "n"),
@@ -121,6 +120,8 @@ async def test_what_asks_for_nothing_is_accepted(field: str, value: Any) -> None
         ({"verbosity": "chatty"}, "verbosity"),
         ({"prediction": {"content": "x"}}, "prediction.type"),
         ({"top_k": -2}, "top_k"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"echo": True}, "echo"),
         ({"priority": 5000}, "priority"),
     ],
 )

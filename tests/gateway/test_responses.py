@@ -160,6 +160,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"truncation": "some"}, "truncation"),
     ({"truncation": "auto", "input": "fox " * 300}, "input"),
+    ({"text": {"verbosity": "chatty"}}, "text.verbosity"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),

@@ -86,7 +86,7 @@ async def test_error_classes_of_the_sdk() -> None:
     async with serving(api_keys=("right",), requests_per_minute=3) as (url, _, client):
         with pytest.raises(openai.BadRequestError) as bad:
             await client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[{"type": "function"}])
-        assert (bad.value.param, bad.value.code) == ("tools", "unsupported_parameter")
+        assert (bad.value.param, bad.value.code) == ("tools[0].function", "missing_required_parameter")
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="other", messages=MESSAGES)
         with pytest.raises(openai.BadRequestError) as long:

@@ -26,6 +26,8 @@ class ChatPrompt(NamedTuple):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     variables: dict[str, Any]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 def chat_prompt(fields: ConversationFields, services: Services) -> ChatPrompt:
@@ -45,7 +47,12 @@ def chat_prompt(fields: ConversationFields, services: Services) -> ChatPrompt:
         if form is None or form.prompt is None:
             raise _no_tools("tools are not supported by this model's chat template.")
         shown, tools = prompted_messages(shown, tools, form), []
-    return ChatPrompt(shown, tools, _variables(fields, template))
+    ends = (fields.add_generation_prompt, fields.continue_final_message)
+    if all(ends) and "add_generation_prompt" in fields.model_fields_set:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message cannot both be true.", param="add_generation_prompt"
+        )
+    return ChatPrompt(shown, tools, _variables(fields, template), *ends)
 
 
 def tool_format(services: Services) -> ToolFormat | None:

@@ -8,8 +8,12 @@ from alignedserve.gateway.backend.interface import GeneratedTokens
 from alignedserve.gateway.openai.held_logprobs import HeldLogprobs, OffsetLogprob
 from alignedserve.gateway.openai.output_parser import OutputParser, OutputRun
 from alignedserve.gateway.openai.stop_strings import StopStringFinder
+from alignedserve.gateway.openai.text_options import TextOptions
 from alignedserve.gateway.tools.deltas import ToolCallDelta
 from alignedserve.runtime.model.tokenizer import Tokenizer
+
+
+_PLAIN_TEXT = TextOptions()
 
 
 class ChoiceDelta(NamedTuple):
@@ -22,6 +26,7 @@ class ChoiceDelta(NamedTuple):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     stop_string: str | None = None  # the one that ended the choice
+    token_ids: tuple[int, ...] = ()  # the new tokens, visible or not
 
 
 class ChoiceDecoder:
@@ -35,6 +40,7 @@ class ChoiceDecoder:
         stops: Sequence[str] = (),
         eos_token_ids: Sequence[int] = (),
         parser: OutputParser | None = None,
+        options: TextOptions = _PLAIN_TEXT,
     ) -> None:
         """Make a decoder. Stop strings end the content; they are not looked for in thoughts and calls."""
         sampling = request.sampling
@@ -42,8 +48,10 @@ class ChoiceDecoder:
         self.num_reasoning_tokens = 0
         self.is_stopped = False  # a stop string was found: the worker may stop
         self._parser = parser
-        self._stream = tokenizer.stream(parser.shown_token_ids if parser is not None else ())
-        self._stops = StopStringFinder(stops)
+        self._shows_stop = options.shows_stop
+        shown = parser.shown_token_ids if parser is not None else ()
+        self._stream = tokenizer.stream(shown, skip_special_tokens=not options.shows_special_tokens)
+        self._stops = StopStringFinder(stops, is_shown=options.shows_stop)
         self._min_tokens = sampling.min_tokens
         # A token that ends the answer is not part of its text.
         self._end_token_ids = frozenset(sampling.stop_token_ids) | frozenset(
@@ -63,7 +71,7 @@ class ChoiceDecoder:
             text = self._stream.push(token_ids)
             if new.finish_reason is not None:
                 text += self._stream.end()
-            return ChoiceDelta(text, (), new.finish_reason, new.prompt_logprobs)
+            return ChoiceDelta(text, (), new.finish_reason, new.prompt_logprobs, token_ids=new.token_ids)
         runs = self._decode_one_by_one(token_ids, new.logprobs)
         if new.finish_reason is not None and not self.is_stopped:
             self.num_tokens += len(new.token_ids) - len(token_ids)
@@ -77,6 +85,7 @@ class ChoiceDecoder:
             "".join([run.reasoning for run in runs]),
             tuple(call for run in runs for call in run.tool_calls),
             self._stops.found,
+            new.token_ids,
         )
 
     def _finish_reason(self, new: GeneratedTokens) -> FinishReason | None:
@@ -87,6 +96,8 @@ class ChoiceDecoder:
 
     def _without_end_token(self, new: GeneratedTokens) -> tuple[int, ...]:
         token_ids = new.token_ids
+        if self._shows_stop:
+            return token_ids
         is_ended = new.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self._end_token_ids
         return token_ids[:-1] if is_ended else token_ids
 

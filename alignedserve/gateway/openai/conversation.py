@@ -49,6 +49,8 @@ def _template_message(message: ChatMessage, names: Mapping[str, str]) -> dict[st
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,
     }
+    if message.name is not None:
+        shown["name"] = message.name
     if message.tool_calls:
         shown["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     if message.thought:

@@ -150,6 +150,7 @@ class _Choice:
             stops=of.stop_strings,
             eos_token_ids=services.model.eos_token_ids,
             parser=of.output_format.parser(services.tokenizer),
+            options=of.text_options,
         )
         self._metrics = services.metrics
         self._num_tokens = 0

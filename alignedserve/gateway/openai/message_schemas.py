@@ -47,6 +47,7 @@ class ChatMessage(Schema):
     reasoning_content: str | None = None  # of an assistant
     reasoning: str | None = None  # another name of reasoning_content
     tool_call_id: CallId | None = None  # of a tool's result
+    name: str | None = Field(None, max_length=64)  # of the participant; templates may show it
 
     @property
     def text(self) -> str:

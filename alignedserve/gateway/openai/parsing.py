@@ -173,6 +173,8 @@ def _refuse(error: ValidationError, parent: str) -> NoReturn:
     """Raise for the first problem; its message shows the field's name, never its value."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = parent + _path_of(problem["loc"])
+    if problem["type"] == "extra_forbidden":  # in a constraint, which must not be misread
+        raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
     if problem["type"] == "missing":
         raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
     expected = _UNION_FIELDS.get(path.rpartition(".")[2], problem["msg"].replace("Value error, ", "Input "))

@@ -39,13 +39,15 @@ async def encode_text(text: str, services: Services, *, add_special_tokens: bool
     return tuple(await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens))
 
 
-async def encode_prompts(prompt: PromptForms, services: Services, *, param: str = "prompt") -> list[Prompt]:
+async def encode_prompts(
+    prompt: PromptForms, services: Services, *, param: str = "prompt", add_special_tokens: bool = True
+) -> list[Prompt]:
     """Return the prompts of a completion or of embeddings, whatever form they were sent in.
 
     Raises InvalidRequest naming `param`.
     """
     if isinstance(prompt, str):
-        return [await _text_prompt(prompt, services, param)]
+        return [await _text_prompt(prompt, services, param, add_special_tokens)]
     token_ids = [item for item in prompt if isinstance(item, int)]
     if token_ids:
         return [_token_prompt(token_ids, services, param)]
@@ -53,7 +55,7 @@ async def encode_prompts(prompt: PromptForms, services: Services, *, param: str 
         raise InvalidRequest(f"{param} holds more than {services.config.max_concurrent_requests} texts.", param=param)
     texts = [item for item in prompt if isinstance(item, str)]
     lists = [item for item in prompt if isinstance(item, list)]
-    of_texts = [await _text_prompt(text, services, param) for text in texts]
+    of_texts = [await _text_prompt(text, services, param, add_special_tokens) for text in texts]
     return of_texts + [_token_prompt(one, services, param) for one in lists]
 
 
@@ -65,8 +67,8 @@ def check_token_ids(token_ids: Sequence[int], services: Services, *, param: str 
     return tuple(token_ids)
 
 
-async def _text_prompt(text: str, services: Services, param: str) -> Prompt:
-    token_ids = await encode_text(text, services)
+async def _text_prompt(text: str, services: Services, param: str, add_special_tokens: bool) -> Prompt:
+    token_ids = await encode_text(text, services, add_special_tokens=add_special_tokens)
     if not token_ids and services.tokenizer.bos_token_id is not None:
         token_ids = (services.tokenizer.bos_token_id,)  # an empty prompt begins a new document
     if not token_ids:

@@ -19,6 +19,7 @@ from alignedserve.gateway.openai.prompt_encoding import Prompt, check_token_ids,
 from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER, TPOT_HEADER, TTFT_HEADER, parse_slo
 from alignedserve.gateway.openai.structured_output import answer_grammar
+from alignedserve.gateway.openai.text_options import TextOptions
 from alignedserve.gateway.services import Services
 
 _TOKEN_ID = re.compile(r"\d{1,9}", re.ASCII)
@@ -68,8 +69,10 @@ class GenerationRequest:
     has_logprobs: bool
     includes_usage: bool  # streams only
     echoes: bool  # completions only
-    output_format: OutputFormat = field(default_factory=OutputFormat)  # chat completions only
     has_continuous_usage: bool = False  # every chunk shows the usage so far
+    output_format: OutputFormat = field(default_factory=OutputFormat)  # chat completions only
+    text_options: TextOptions = field(default_factory=TextOptions)
+    has_token_ids: bool = False
     ignored_fields: tuple[str, ...] = ()  # named in the response's body, where it has no headers (lines of batches)
 
     @property
@@ -108,7 +111,7 @@ async def build_completion_request(
 ) -> GenerationRequest:
     """Return the requests of a completion. Raises InvalidRequest."""
     services.check_model(completion.model)
-    prompts = await encode_prompts(completion.prompt, services)
+    prompts = await encode_prompts(completion.prompt, services, add_special_tokens=completion.add_special_tokens)
     if completion.max_tokens == 0 and not completion.echo:
         raise InvalidRequest("max_tokens must be at least 1, or echo must be true.", param="max_tokens")
     num_prompt_logprobs = completion.logprobs if completion.echo else None
@@ -123,6 +126,8 @@ def _build(
     fields: GenerationFields, prompts: Sequence[Prompt], arrival: Arrival, services: Services, output: _OutputFields
 ) -> GenerationRequest:
     _check_limits(fields, len(prompts), services.config)
+    if fields.truncate_prompt_tokens is not None:
+        prompts = [_truncated(prompt, fields.truncate_prompt_tokens, output.max_tokens, services) for prompt in prompts]
     slo = _slo_of(fields, arrival.headers)
     is_chat = isinstance(fields, ChatCompletionRequest)
     return GenerationRequest(
@@ -139,7 +144,21 @@ def _build(
         includes_usage=fields.includes_usage,
         has_continuous_usage=fields.has_continuous_usage,
         echoes=isinstance(fields, CompletionRequest) and fields.echo,
+        text_options=TextOptions(fields.include_stop_str_in_output, not fields.skip_special_tokens),
+        has_token_ids=fields.return_token_ids,
     )
+
+
+def _truncated(prompt: Prompt, num_tokens: int, max_tokens: int | None, services: Services) -> Prompt:
+    """Return the end of the prompt: so many tokens; -1: as many as fit before the answer."""
+    if num_tokens == -1:
+        num_tokens = max(services.model.max_context_len - (max_tokens or 1), 1)
+    if num_tokens == 0:
+        raise InvalidRequest("truncate_prompt_tokens must be -1 or above 0.", param="truncate_prompt_tokens")
+    if len(prompt.token_ids) <= num_tokens:
+        return prompt
+    token_ids = prompt.token_ids[-num_tokens:]
+    return Prompt(token_ids, services.tokenizer.decode(token_ids))
 
 
 def _check_limits(fields: GenerationFields, num_prompts: int, config: GatewayConfig) -> None:

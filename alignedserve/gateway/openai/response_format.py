@@ -98,7 +98,25 @@ class ResponseFormatter(ABC):
         """Return the whole response."""
         whole_choices = [self._whole_choice(index, deltas) for index, deltas in enumerate(choices)]
         whole = self._envelope(self.kind, whole_choices) | {"usage": self._generation.usage()}
-        return orjson.dumps(whole | self._extension())
+        return orjson.dumps(whole | self._whole_extension())
+
+    def _whole_extension(self) -> dict[str, Any]:
+        """Return the keys of a whole response that only some requests ask for."""
+        return self._extension()
+
+    def _token_ids(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """Return the ids of a choice's new tokens, visible or not, where asked for."""
+        if not self._request.has_token_ids:
+            return {}
+        return {"token_ids": [token_id for delta in deltas for token_id in delta.token_ids]}
+
+    def _prompt_token_ids(self, index: int) -> dict[str, Any]:
+        """Return the ids of a choice's prompt, where asked for."""
+        return {"prompt_token_ids": self._prompt(index).token_ids} if self._request.has_token_ids else {}
+
+    def _prompt(self, index: int) -> Prompt:
+        num_per_prompt = len(self._request.requests) // len(self._request.prompts)
+        return self._request.prompts[index // num_per_prompt]
 
     def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -136,7 +154,10 @@ class ChatFormatter(ResponseFormatter):
         events = b""
         if not self._has_begun[index]:
             self._has_begun[index] = True
-            events += self._chunk(index, b'{"role":"assistant","content":"","refusal":null}', b"null", b"null")
+            role = b'{"role":"assistant","content":"","refusal":null}'
+            events += self._chunk(index, role, b"null", b"null", self._prompt_token_ids(index))
+        if self._request.has_token_ids and delta.token_ids:
+            events += self._chunk(index, b"{}", b"null", b"null", token_ids=delta.token_ids)
         if delta.reasoning:
             thought = b'{"reasoning_content":' + orjson.dumps(delta.reasoning) + b"}"
             events += self._chunk(index, thought, b"null", b"null")
@@ -157,15 +178,25 @@ class ChatFormatter(ResponseFormatter):
             "message": _message(deltas),
             "logprobs": chat_logprobs(_logprobs_of(deltas), self._tokenizer) if self._request.has_logprobs else None,
             "finish_reason": _finish_reason_of(deltas),
-        }
+        } | self._token_ids(deltas)
+
+    def _whole_extension(self) -> dict[str, Any]:
+        return self._prompt_token_ids(0) | self._extension()
 
     def _logprobs(self, logprobs: Sequence[OffsetLogprob]) -> bytes:
         return orjson.dumps(chat_logprobs(logprobs, self._tokenizer)) if self._request.has_logprobs else b"null"
 
     def _chunk(
-        self, index: int, delta: bytes, logprobs: bytes, reason: bytes, extension: dict[str, Any] | None = None
+        self,
+        index: int,
+        delta: bytes,
+        logprobs: bytes,
+        reason: bytes,
+        extension: dict[str, Any] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> bytes:
-        choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (index, delta, logprobs, reason)
+        more = b',"token_ids":' + orjson.dumps(token_ids) if token_ids else b""
+        choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}' % (index, delta, logprobs, reason, more)
         if not extension:
             return self._head + choice + self._tail()
         return self._head + choice + b"]," + orjson.dumps(extension)[1:-1] + self._tail()[1:]
@@ -185,9 +216,11 @@ class CompletionFormatter(ResponseFormatter):
         """Return one event per delta."""
         is_first, self._has_begun[index] = not self._has_begun[index], True
         begins_with_prompt = is_first and self._request.echoes
-        if not (delta.text or delta.logprobs or delta.finish_reason is not None or begins_with_prompt):
+        shows_tokens = self._request.has_token_ids and delta.token_ids
+        if not (delta.text or delta.logprobs or delta.finish_reason is not None or begins_with_prompt or shows_tokens):
             return b""
-        chunk = self._envelope(self.chunk_kind, [self._choice(index, [delta], begins_with_prompt)])
+        choice = self._choice(index, [delta], begins_with_prompt) | (self._prompt_token_ids(index) if is_first else {})
+        chunk = self._envelope(self.chunk_kind, [choice])
         if self._request.includes_usage:
             chunk["usage"] = self._generation.usage() if self._request.has_continuous_usage else None
         if delta.finish_reason is not None:
@@ -195,7 +228,7 @@ class CompletionFormatter(ResponseFormatter):
         return event(orjson.dumps(chunk))
 
     def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
-        return self._choice(index, deltas, self._request.echoes)
+        return self._choice(index, deltas, self._request.echoes) | self._prompt_token_ids(index)
 
     def _choice(self, index: int, deltas: Sequence[ChoiceDelta], begins_with_prompt: bool) -> dict[str, Any]:
         text = _text_of(deltas)
@@ -204,7 +237,7 @@ class CompletionFormatter(ResponseFormatter):
             "text": self._prompt(index).text + text if begins_with_prompt else text,
             "logprobs": self._logprobs(index, deltas, begins_with_prompt) if self._request.has_logprobs else None,
             "finish_reason": _finish_reason_of(deltas),
-        }
+        } | self._token_ids(deltas)
 
     def _logprobs(self, index: int, deltas: Sequence[ChoiceDelta], begins_with_prompt: bool) -> dict[str, list[Any]]:
         prompt = self._prompt(index)
@@ -214,10 +247,6 @@ class CompletionFormatter(ResponseFormatter):
             return generated
         of_prompt = [entry for delta in deltas for entry in delta.prompt_logprobs]
         return concatenate(prompt_logprobs(prompt, of_prompt, self._tokenizer), generated)
-
-    def _prompt(self, index: int) -> Prompt:
-        num_per_prompt = len(self._request.requests) // len(self._request.prompts)
-        return self._request.prompts[index // num_per_prompt]
 
 
 def _message(deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:

@@ -58,6 +58,11 @@ class GenerationFields(ConstraintFields, Hints):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: TokenIdList = Field(default_factory=list)
+    include_stop_str_in_output: bool = False  # and the end token, where it has text
+    skip_special_tokens: bool = True  # in the text of the answer
+    spaces_between_special_tokens: bool = True  # without effect: tokens are decoded as they are
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # only the last ones are read; -1: as many as fit
     priority: int | None = Field(None, ge=-1000, le=1000)  # smaller goes first; by service_tier when unset
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LEN)  # shares prefixes with equal ones
 
@@ -80,6 +85,8 @@ class ConversationFields(Schema):
     tools: ToolList = Field(default_factory=list)
     tool_choice: Annotated[ToolChoice, PlainValidator(parse_tool_choice)] = ToolChoice()
     reasoning_effort: ReasoningEffort | None = None
+    add_generation_prompt: bool = True  # an extension, as the next: the prompt ends where an answer begins
+    continue_final_message: bool = False  # the answer goes on with the last message, whose turn is not ended
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)  # an extension: variables of the template
 
 
@@ -116,6 +123,7 @@ class CompletionRequest(GenerationFields):
 
     prompt: Annotated[PromptForms, PlainValidator(checked_prompt)]
     echo: bool = False
+    add_special_tokens: bool = True  # an extension: the begin token before texts
     logprobs: int | None = Field(None, ge=0, le=20)
 
 

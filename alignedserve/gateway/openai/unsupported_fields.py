@@ -44,10 +44,13 @@ OTHER_SERVERS: NeutralValues = {
     "chat_template": (),
     "documents": ([],),
     "prompt_logprobs": (),
+    "return_tokens_as_token_ids": (False,),
 }
 CHAT: NeutralValues = {
     **OTHER_SERVERS,
+    "add_special_tokens": (False,),
     "audio": (),
+    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -62,7 +65,6 @@ COMPLETION: NeutralValues = {
 MESSAGE: NeutralValues = {
     "audio": (),
     "function_call": (),
-    "name": (),
     "refusal": (),
 }
 PART: NeutralValues = {}

@@ -138,7 +138,7 @@ class _Reader:
         if keyword == "$id" and not path:
             return True  # references are local to the document, whatever its address
         is_extension = keyword.startswith("x-") and keyword != "x-guidance"
-        is_neutral = keyword in NEUTRAL and value is NEUTRAL[keyword]
+        is_neutral = any(value == one and type(value) is type(one) for one in NEUTRAL.get(keyword, ()))
         return keyword in ANNOTATIONS or is_extension or is_neutral
 
 

@@ -18,6 +18,7 @@ MAX_ENUM_VALUES = 1000
 MAX_PATTERN_LEN = 4096
 MAX_NAME_PATTERNS = 32  # of one object: each is compared with each
 MAX_COUNT = 100_000  # of characters, items or properties: state is kept of each
+MAX_TEXT_LEN = 100_000_000  # of `maxLength`, of which none is kept; agents' tools have large ones
 _MAX_EXACT = 1 << 53  # the numbers beyond are not all floats
 _MIN_FRACTION = 1e-9
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -31,7 +32,13 @@ ANNOTATIONS = frozenset(
         "description", "discriminator", "example", "examples", "readOnly", "title", "writeOnly",
     }
 )  # fmt: skip
-NEUTRAL: dict[str, Any] = {"unevaluatedItems": True, "unevaluatedProperties": True, "uniqueItems": False}
+# Values that hold for everything.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "propertyNames": ({"type": "string"}, {}, True),  # the first is what zod writes for a record
+    "unevaluatedItems": (True,),
+    "unevaluatedProperties": (True,),
+    "uniqueItems": (False,),
+}
 
 
 class SchemaReader(Protocol):
@@ -131,7 +138,8 @@ def _number(reader: SchemaReader, keyword: str, value: Any, path: Path) -> Any:
 
 def _count(reader: SchemaReader, keyword: str, value: Any, path: Path) -> int:
     is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
-    _expect(is_whole and 0 <= value <= MAX_COUNT, keyword, f"must be a whole number from 0 to {MAX_COUNT}")
+    limit = MAX_TEXT_LEN if keyword == "maxLength" else MAX_COUNT
+    _expect(is_whole and 0 <= value <= limit, keyword, f"must be a whole number from 0 to {limit}")
     return int(value)
 
 

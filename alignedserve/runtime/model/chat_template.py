@@ -21,6 +21,7 @@ from alignedserve.core.errors import InvalidRequest, UnsupportedModel
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 TOOLS = "tools"
+ADD_GENERATION_PROMPT = "add_generation_prompt"
 
 
 class CallForm(NamedTuple):
@@ -80,6 +81,7 @@ class ChatTemplate:
         now: datetime,
         tools: Tools = (),
         variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Render the prompt for the assistant's next answer. Raises InvalidRequest with the template's message.
 
@@ -88,15 +90,14 @@ class ChatTemplate:
         has_calls = any("tool_calls" in message for message in messages)
         if has_calls and self.call_form is None:
             raise InvalidRequest("This model's chat template does not show tool calls.", param="messages")
-        return self._render(messages, self.call_form if has_calls else None, now, tools, variables or {})
+        arguments = self._arguments(messages, now, tools) | {ADD_GENERATION_PROMPT: add_generation_prompt}
+        return self._render(self.call_form if has_calls else None, {**(variables or {}), **arguments})
 
-    def _render(
-        self, messages: Sequence[Message], form: CallForm | None, now: datetime, tools: Tools, variables: Message
-    ) -> str:
-        template = self._tool_template if tools or form is not None else self._template
-        shown = [_in_form(message, form) for message in messages]
+    def _render(self, form: CallForm | None, arguments: Message) -> str:
+        template = self._tool_template if arguments[TOOLS] or form is not None else self._template
+        shown = [_in_form(message, form) for message in arguments["messages"]]
         try:
-            return template.render(**{**variables, **self._arguments(shown, now, tools)})
+            return template.render(**{**arguments, "messages": shown})
         except jinja2.TemplateError as error:
             raise InvalidRequest(
                 f"The model's chat template refused the messages: {str(error)[:200]}", param="messages"
@@ -111,14 +112,14 @@ class ChatTemplate:
             "messages": messages,
             TOOLS: [dict(tool) for tool in tools] or None,
             "documents": None,
-            "add_generation_prompt": True,
+            ADD_GENERATION_PROMPT: True,
             "strftime_now": now.strftime,
             **self._special_tokens,
         }
 
     def _shows_calls(self, form: CallForm) -> bool:
         try:
-            rendered = self._render(_PROBE, form, _PROBE_TIME, _PROBE_TOOLS, {})
+            rendered = self._render(form, self._arguments(_PROBE, _PROBE_TIME, _PROBE_TOOLS))
         except InvalidRequest:
             return False
         return all(word in rendered for word in _PROBE_WORDS)

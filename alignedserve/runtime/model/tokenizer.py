@@ -116,15 +116,21 @@ class Tokenizer:
         now: datetime,
         tools: Tools = (),
         variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's answer.
 
         Special tokens spelled out inside a message, a tool or a variable are encoded as plain text: nothing that a
-        client sends can end its own turn. Raises InvalidRequest when the model has no chat template or its template
-        refuses the messages.
+        client sends can end its own turn. With `continue_final_message` the last message is left open instead. Raises
+        InvalidRequest when the model has no chat template or its template refuses the messages.
         """
         marked = self.marked({"messages": messages, "tools": tools, "variables": variables or {}})
-        return self._encode_marked(self.render_chat(now=now, **marked))
+        adds_prompt = add_generation_prompt and not continue_final_message
+        rendered = self.render_chat(now=now, add_generation_prompt=adds_prompt, **marked)
+        if continue_final_message:
+            rendered = _open_at(rendered, marked["messages"][-1]["content"])
+        return self._encode_marked(rendered)
 
     def render_chat(
         self,
@@ -133,20 +139,24 @@ class Tokenizer:
         now: datetime,
         tools: Tools = (),
         variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Render the conversation by the chat template. Raises InvalidRequest."""
         if self.chat_template is None:
             raise InvalidRequest("This model has no chat template; use completions.", param="messages")
-        return self.chat_template.render(messages, now=now, tools=tools, variables=variables)
+        render = self.chat_template.render
+        return render(messages, now=now, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a whole sequence."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def stream(self, shown: Iterable[int] = ()) -> TextStream:
+    def stream(self, shown: Iterable[int] = (), *, skip_special_tokens: bool = True) -> TextStream:
         """Return a new incremental decoder. Special tokens among `shown` come as `control_mark` of their name."""
-        marks = {token_id: control_mark(self._tokenizer.id_to_token(token_id)) for token_id in shown}
+        name = self._tokenizer.id_to_token
+        marks = {} if skip_special_tokens else {token_id: name(token_id) for token_id in self._special_ids}
+        marks |= {token_id: control_mark(name(token_id)) for token_id in shown}
         if isinstance(self._pieces, _ByteLevelPieces):
             return _ByteStream(self, marks)
         return _WindowStream(self._tokenizer, self._special_ids, marks)
@@ -304,6 +314,18 @@ class _WindowStream:
     def _new_text(self) -> str:
         shown: str = self._tokenizer.decode(self._window[: self._num_shown])
         return str(self._tokenizer.decode(self._window))[len(shown) :]
+
+
+def _open_at(rendered: str, content: str) -> str:
+    """Return the rendered conversation up to the end of its last message's content. Raises InvalidRequest."""
+    for text in filter(None, (content, content.strip())):
+        place = rendered.rfind(text)
+        if place >= 0:
+            return rendered[: place + len(text)]
+    raise InvalidRequest(
+        "continue_final_message needs a last message with content that the chat template shows as it is.",
+        param="continue_final_message",
+    )
 
 
 def _with_rows_alone(definition: str, num_rows: int, template: str) -> str:

@@ -20,7 +20,7 @@ told = {
     "whole": whole.choices[0].message.content,
     "usage": whole.usage.total_tokens,
     "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
-    "text": text.choices[0].text,
+    "text_tokens": text.usage.completion_tokens,
     "refused": refused,
 }
 print(json.dumps(told))
