@@ -50,16 +50,7 @@ async def test_codex(node_clients: Path, tmp_path: Path) -> None:
     command = node_clients / "node_modules/.bin/codex"
     call = json.dumps({"name": "exec_command", "arguments": {"cmd": f"touch {tmp_path}/made"}})
     words = ["exec", "--skip-git-repo-check", "--json", "--dangerously-bypass-approvals-and-sandbox", "-m", "tiny"]
-    words += [
-        "-c",
-        "web_search=disabled",
-        "--disable",
-        "multi_agent",
-        "--disable",
-        "goals",
-        "-c",
-        "model_provider=local",
-    ]
+    words += ["-c", "web_search=disabled", "-c", "model_provider=local"]
     home = tmp_path / "home"
     home.mkdir()
     async with agent_server(call) as url:

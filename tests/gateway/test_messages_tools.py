@@ -7,7 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import beta_async_tool
-from anthropic.types import RawMessageStreamEvent
+from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from alignedserve.core.request import Request
@@ -37,6 +37,11 @@ def prompt_of(model: ModelCard, request: Request) -> str:
     return model.load_tokenizer().decode(request.prompt_token_ids, skip_special_tokens=False)
 
 
+def contents(message: Message) -> list[Any]:
+    """Return the blocks, of whichever types they are."""
+    return list(message.content)
+
+
 async def test_a_call_whole_and_streamed() -> None:
     model = model_with(HERMES)
     answer = "Let me see. " + CALL
@@ -47,7 +52,7 @@ async def test_a_call_whole_and_streamed() -> None:
             streamed = await stream.get_final_message()
         assert served.backend.submitted[0].sampling.grammar
     for message in (whole, streamed):
-        text, call = message.content
+        text, call = contents(message)
         assert (text.type, call.type, message.stop_reason) == ("text", "tool_use", "tool_use")
         assert (call.name, call.input) == ("get_weather", {"city": "Oslo"})
     assert "".join(event.partial_json for event in events if event.type == "input_json") == '{"city": "Oslo"}'
@@ -132,11 +137,12 @@ async def test_a_thought_is_a_block_of_its_own() -> None:
             streamed = await stream.get_final_message()
         hidden = await client.messages.create(**ASKED, thinking={"type": "adaptive", "display": "omitted"})
     for message in (whole, streamed):
-        thought, text = message.content
+        thought, text = contents(message)
         assert (thought.type, thought.thinking, text.text) == ("thinking", "so what", "hello")
+        assert message.usage.output_tokens_details is not None
         assert message.usage.output_tokens_details.thinking_tokens > 0
-    assert hidden.content[0].thinking == ""
-    assert hidden.content[0].signature == whole.content[0].signature
+    (before, _), (after, _) = contents(whole), contents(hidden)
+    assert (after.thinking, after.signature) == ("", before.signature)
 
 
 async def test_thinking_is_switched_and_bounded() -> None:

@@ -12,7 +12,6 @@ from alignedserve.gateway.openai.text_options import TextOptions
 from alignedserve.gateway.tools.deltas import ToolCallDelta
 from alignedserve.runtime.model.tokenizer import Tokenizer
 
-
 _PLAIN_TEXT = TextOptions()
 
 

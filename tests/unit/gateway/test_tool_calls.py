@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import count, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.config.sections import REASONING_FORMATS, TOOL_FORMATS
@@ -44,6 +44,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=30)
 @given(places=st.lists(st.integers(min_value=0), max_size=60))
 def test_any_pieces_give_the_same_calls(name: str, places: list[int]) -> None:
     form = FORMATS[name]
@@ -55,6 +56,7 @@ def test_any_pieces_give_the_same_calls(name: str, places: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=15)  # of each format, by the same parser
 @given(arguments=st.dictionaries(st.text(), ARGUMENTS))
 def test_any_arguments_are_read(name: str, arguments: dict[str, object]) -> None:
     text = json.dumps(arguments, ensure_ascii=False)
@@ -142,6 +144,7 @@ def test_the_prompt_tells_how_an_answer_begins(prompt: str, start: ThoughtStart)
         (ThoughtStart.CLOSED, "\nyes</think>", "", "yes</think>"),
     ],
 )
+@settings(max_examples=30)
 @given(places=st.lists(st.integers(min_value=0), max_size=30))
 def test_a_thought_stands_apart(start: ThoughtStart, text: str, thought: str, answer: str, places: list[int]) -> None:
     parser = ReasoningParser(THINK, start)
