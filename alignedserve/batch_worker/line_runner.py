@@ -16,7 +16,6 @@ from alignedserve.gateway.anthropic.schemas import MessagesRequest
 from alignedserve.gateway.errors import GenerationError, Overloaded, Unavailable, Unservable, error_body, http_error_of
 from alignedserve.gateway.files.submission import client_of
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import check_shape, parse_chat, parse_completion
 from alignedserve.gateway.openai.request_builder import (
     Arrival,
@@ -25,7 +24,8 @@ from alignedserve.gateway.openai.request_builder import (
     build_completion_request,
 )
 from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter, collect_body
-from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest, CompletionRequest
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER
 from alignedserve.gateway.responses.context import resolve_references
 from alignedserve.gateway.responses.formatter import ResponsesFormatter

@@ -19,7 +19,7 @@ from alignedserve.gateway.errors import (
     rejection_code,
 )
 from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
-from alignedserve.gateway.openai.ignored_fields import IgnoredFields
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 
 logger = logging.getLogger(__name__)
 

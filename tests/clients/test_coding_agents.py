@@ -16,7 +16,7 @@ from alignedserve.core.request import Request
 from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.model_card import ModelCard
 from tests.clients.running import run_client
-from tests.gateway.batch_server import listening
+from tests.gateway.batches.batch_server import listening
 from tests.gateway.support import EOS, gateway
 from tests.gateway.tool_support import HERMES, model_with
 

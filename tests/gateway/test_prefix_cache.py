@@ -13,7 +13,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.messages.prefixes import MAX_BLOCK_NAMES, split_names
-from tests.gateway.batch_server import listening
+from tests.gateway.batches.batch_server import listening
 from tests.gateway.support import Gateway, chunks_of, error_of, gateway, saying
 
 HASHER = PrefixHasher(b"k" * 32, form=b"form", block_size=4)

@@ -10,7 +10,7 @@ from alignedserve.gateway.anthropic.schemas import MessagesRequest, PromptFields
 from alignedserve.gateway.openai.parsing import parse_chat
 from alignedserve.gateway.openai.prompt_encoding import encode_chat
 from alignedserve.gateway.openai.request_builder import Arrival, GenerationRequest, build_chat_request
-from alignedserve.gateway.openai.schemas import ChatCompletionRequest
+from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest
 from alignedserve.gateway.services import Services
 
 

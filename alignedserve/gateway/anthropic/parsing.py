@@ -6,9 +6,9 @@ from typing import Any, NoReturn, TypeVar
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.anthropic.errors import THREAD_UNSUPPORTED
 from alignedserve.gateway.anthropic.schemas import Block, BlockTypes, PromptFields, TextBlock, Tool
-from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import parse, without_neutral
-from alignedserve.gateway.openai.unsupported_fields import NeutralValues
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.gateway.openai.schemas.unsupported_fields import NeutralValues
 
 # Fields that are not supported, each with the values that ask for nothing, as in unsupported_fields.py.
 _BODY: NeutralValues = {

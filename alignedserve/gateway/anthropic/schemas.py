@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
-from alignedserve.gateway.openai.message_schemas import MAX_PARTS
-from alignedserve.gateway.openai.schemas import StopString
+from alignedserve.gateway.openai.schemas.messages import MAX_PARTS
+from alignedserve.gateway.openai.schemas.requests import StopString
 from alignedserve.gateway.schema import Schema
 
 BlockList = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]

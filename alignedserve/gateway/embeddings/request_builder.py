@@ -9,7 +9,7 @@ from alignedserve.core.request import Request, SamplingParams
 from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, PromptFields
 from alignedserve.gateway.openai.prompt_encoding import Prompt, encode_prompts
 from alignedserve.gateway.openai.request_builder import SERVICE_TIERS, Arrival, GenerationRequest
-from alignedserve.gateway.openai.schemas import PromptForms
+from alignedserve.gateway.openai.schemas.requests import PromptForms
 from alignedserve.gateway.openai.slo_headers import parse_slo
 from alignedserve.gateway.services import Services
 

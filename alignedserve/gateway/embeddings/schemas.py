@@ -4,7 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
-from alignedserve.gateway.openai.schemas import MAX_CACHE_SALT_LEN, PromptForms, ServiceTierName, checked_prompt
+from alignedserve.gateway.openai.schemas.requests import (
+    MAX_CACHE_SALT_LEN,
+    PromptForms,
+    ServiceTierName,
+    checked_prompt,
+)
 from alignedserve.gateway.schema import Schema
 
 TEXT_FORMS = "must be a string or a list of strings, not empty"

@@ -6,9 +6,9 @@ from typing import Any
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_GRAMMAR_LEN
 from alignedserve.gateway.openai.output_parser import OutputFormat
-from alignedserve.gateway.openai.schemas import ChatCompletionRequest
+from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest
+from alignedserve.gateway.openai.schemas.tools import Tool
 from alignedserve.gateway.openai.structured_output import answer_part
-from alignedserve.gateway.openai.tool_schemas import Tool
 from alignedserve.gateway.reasoning.thought_grammar import thought_rules, thought_symbol
 from alignedserve.gateway.services import Services
 from alignedserve.gateway.tools.call_grammar import CallableTool, Literal, call_rules, lead_rules

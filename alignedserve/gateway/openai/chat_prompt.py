@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.openai.conversation import template_messages
-from alignedserve.gateway.openai.message_schemas import ChatMessage
 from alignedserve.gateway.openai.output_parser import OutputFormat
-from alignedserve.gateway.openai.schemas import ChatCompletionRequest, ConversationFields
+from alignedserve.gateway.openai.schemas.messages import ChatMessage
+from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest, ConversationFields
 from alignedserve.gateway.reasoning.effort import effort_variables
 from alignedserve.gateway.reasoning.formats import ReasoningFormat, find_reasoning_format, thought_start
 from alignedserve.gateway.services import Services

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import orjson
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.openai.message_schemas import ChatMessage, ToolCall
+from alignedserve.gateway.openai.schemas.messages import ChatMessage, ToolCall
 
 _MAX_ARGUMENTS_DEPTH = 32
 

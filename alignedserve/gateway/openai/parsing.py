@@ -10,11 +10,11 @@ from starlette.requests import ClientDisconnect, Request
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
-from alignedserve.gateway.openai import unsupported_fields as unsupported
 from alignedserve.gateway.openai.conversation import check_messages
-from alignedserve.gateway.openai.ignored_fields import IgnoredFields, unknown_fields
-from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest
-from alignedserve.gateway.openai.tool_schemas import TOOL_CHOICE_FORMS, check_tools
+from alignedserve.gateway.openai.schemas import unsupported_fields as unsupported
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields, unknown_fields
+from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest, CompletionRequest
+from alignedserve.gateway.openai.schemas.tools import TOOL_CHOICE_FORMS, check_tools
 from alignedserve.gateway.schema import Schema
 
 _BODY_TIMEOUT_S = 30.0

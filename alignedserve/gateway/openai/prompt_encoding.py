@@ -8,7 +8,7 @@ from functools import partial
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.openai.chat_prompt import chat_prompt
-from alignedserve.gateway.openai.schemas import ConversationFields, PromptForms
+from alignedserve.gateway.openai.schemas.requests import ConversationFields, PromptForms
 from alignedserve.gateway.services import Services
 
 _LONG_TEXT_LEN = 16_384

@@ -16,7 +16,7 @@ from alignedserve.gateway.openai.chat_grammar import chat_grammar
 from alignedserve.gateway.openai.chat_prompt import chat_output_format
 from alignedserve.gateway.openai.output_parser import OutputFormat
 from alignedserve.gateway.openai.prompt_encoding import Prompt, check_token_ids, encode_chat, encode_prompts
-from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER, TPOT_HEADER, TTFT_HEADER, parse_slo
 from alignedserve.gateway.openai.structured_output import answer_grammar
 from alignedserve.gateway.openai.text_options import TextOptions

@@ -6,7 +6,7 @@ import orjson
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_GRAMMAR_LEN
-from alignedserve.gateway.openai.constraint_fields import Constraint, ConstraintFields, constraint_of
+from alignedserve.gateway.openai.schemas.constraints import Constraint, ConstraintFields, constraint_of
 from alignedserve.gateway.services import Services
 from alignedserve.runtime.grammar.constraints import part_of
 from alignedserve.runtime.grammar.lark import GrammarPart, serialize_alone

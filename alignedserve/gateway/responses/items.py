@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import parse
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.responses.schemas import (
     FunctionCallItem,
     FunctionCallOutputItem,

@@ -3,8 +3,8 @@
 from typing import Any, NoReturn
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import SchemaT, parse
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.responses.schemas import CreateResponseRequest, InputTokensRequest
 from alignedserve.gateway.responses.tools import parse_tools
 

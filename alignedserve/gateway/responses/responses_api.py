@@ -11,7 +11,7 @@ import orjson
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.openai.ignored_fields import IgnoredFields
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.responses.background import BackgroundJobs, cancelled
 from alignedserve.gateway.responses.context import PREVIOUS, Context, load_context, resolve_references
 from alignedserve.gateway.responses.items import Item, parse_items

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from alignedserve.gateway.files.schemas import Metadata
-from alignedserve.gateway.openai.message_schemas import MAX_PARTS
-from alignedserve.gateway.openai.schemas import ServiceTierName
+from alignedserve.gateway.openai.schemas.messages import MAX_PARTS
+from alignedserve.gateway.openai.schemas.requests import ServiceTierName
 from alignedserve.gateway.schema import Schema
 
 MAX_ITEMS = 4096  # of one input

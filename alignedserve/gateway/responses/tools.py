@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.openai.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.parsing import parse
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.responses.schemas import FunctionTool, NamespaceTool, Tool, known_fields
 
 _HOSTED_TOOLS = (

@@ -6,7 +6,7 @@ from starlette.requests import HTTPConnection, Request
 
 from alignedserve.gateway.errors import NotFound
 from alignedserve.gateway.files.files_api import FilesApi
-from alignedserve.gateway.openai.ignored_fields import IgnoredFields
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.services import Services
 
 

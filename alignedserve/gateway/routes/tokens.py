@@ -9,8 +9,8 @@ from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.conversation import check_messages
 from alignedserve.gateway.openai.parsing import parse, plain_messages, read_json
 from alignedserve.gateway.openai.prompt_encoding import check_token_ids, encode_chat, encode_text
-from alignedserve.gateway.openai.schemas import DetokenizeRequest, TokenizeRequest
-from alignedserve.gateway.openai.tool_schemas import check_tools
+from alignedserve.gateway.openai.schemas.requests import DetokenizeRequest, TokenizeRequest
+from alignedserve.gateway.openai.schemas.tools import check_tools
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
 
 router = APIRouter()

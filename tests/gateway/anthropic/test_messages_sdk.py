@@ -7,7 +7,7 @@ import pytest
 
 from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.errors import GenerationFailed, Overloaded, TimedOut, Unavailable
-from tests.gateway.messages_support import sdk_client
+from tests.gateway.anthropic.messages_support import sdk_client
 from tests.gateway.support import saying, tokens_of
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -7,7 +7,7 @@ import pytest
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.errors import GenerationFailed
-from tests.gateway.messages_support import ask, count, events_of, failure_of, message_of
+from tests.gateway.anthropic.messages_support import ask, count, events_of, failure_of, message_of
 from tests.gateway.support import gateway, saying, tokens_of
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.messages_support import ask, failure_of, message_of
+from tests.gateway.anthropic.messages_support import ask, failure_of, message_of
 from tests.gateway.support import error_of, gateway
 
 TEXT = {"type": "text", "text": "hello"}

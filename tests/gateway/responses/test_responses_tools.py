@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from alignedserve.core.request import Request
 from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.model_card import ModelCard
-from tests.gateway.batch_server import listening
-from tests.gateway.batch_support import BatchGateway, batch_gateway
-from tests.gateway.responses_support import events_of, response_of
+from tests.gateway.batches.batch_server import listening
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
+from tests.gateway.responses.responses_support import events_of, response_of
 from tests.gateway.support import EOS, error_of
 from tests.gateway.tool_support import HERMES, THINKING, model_with
 

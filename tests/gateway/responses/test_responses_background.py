@@ -9,8 +9,8 @@ import httpx
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.errors import Unservable
-from tests.gateway.batch_support import BatchGateway, batch_gateway, eventually
-from tests.gateway.responses_support import response_of, text_of
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
+from tests.gateway.responses.responses_support import response_of, text_of
 from tests.gateway.support import error_of, saying, tokenizer
 
 

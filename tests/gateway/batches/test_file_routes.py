@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.batch_support import BatchGateway, batch_gateway, eventually
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
 

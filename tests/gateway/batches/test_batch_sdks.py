@@ -1,7 +1,7 @@
 """OpenAI's own SDKs, unchanged, and every answer that they get.
 
 `batch_transcript.jsonl` is what went over the wire, ids and times made alike: Python's SDK and Node's make it byte for
-byte. After a change that is meant to show there: `python -m tests.gateway.test_batch_sdks`.
+byte. After a change that is meant to show there: `python -m tests.gateway.batches.test_batch_sdks`.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ import pytest
 
 from alignedserve.core.request import Request
 from alignedserve.gateway.backend.scripted import Script
-from tests.gateway.batch_server import Recorder, listening, transcript
-from tests.gateway.batch_support import batch_gateway
+from tests.gateway.batches.batch_server import Recorder, listening, transcript
+from tests.gateway.batches.batch_support import batch_gateway
 from tests.gateway.support import EOS, tokens_of
 from tests.gateway.test_conformance import validator
 from tests.support.batch_samples import chat_line, chat_lines

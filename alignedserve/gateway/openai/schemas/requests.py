@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field, PlainValidator
 
-from alignedserve.gateway.openai.constraint_fields import ConstraintFields
-from alignedserve.gateway.openai.hints import Hints
-from alignedserve.gateway.openai.message_schemas import ChatMessage
-from alignedserve.gateway.openai.tool_schemas import ToolChoice, ToolList, parse_tool_choice
+from alignedserve.gateway.openai.schemas.constraints import ConstraintFields
+from alignedserve.gateway.openai.schemas.hints import Hints
+from alignedserve.gateway.openai.schemas.messages import ChatMessage
+from alignedserve.gateway.openai.schemas.tools import ToolChoice, ToolList, parse_tool_choice
 from alignedserve.gateway.schema import Schema
 
 MAX_STOP_STRING_LEN = 1024

@@ -9,7 +9,7 @@ from openai.types.responses import ResponseUsage
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.errors import Overloaded, TimedOut
-from tests.gateway.responses_support import events_of, response_of, text_of
+from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import Gateway, error_of, gateway, saying, tokenizer, tokens_of
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import FailFast, Field
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.openai.message_schemas import FunctionName
+from alignedserve.gateway.openai.schemas.messages import FunctionName
 from alignedserve.gateway.schema import Schema
 
 MAX_TOOLS = 128

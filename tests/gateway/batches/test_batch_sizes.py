@@ -17,8 +17,8 @@ from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.cli.batch.formatting import problem_text
 from alignedserve.cli.batch.input_check import check_file
 from alignedserve.config.sections import BatchesConfig
-from tests.gateway.batch_server import listening
-from tests.gateway.batch_support import batch_gateway, eventually
+from tests.gateway.batches.batch_server import listening
+from tests.gateway.batches.batch_support import batch_gateway, eventually
 from tests.gateway.support import error_of
 from tests.support.batch_samples import batch_record, chat_line, chat_lines
 

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 
 from alignedserve.config.sections import GatewayConfig
-from tests.gateway.batch_support import BatchGateway, batch_gateway
-from tests.gateway.responses_support import events_of, response_of, text_of
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
+from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import error_of, tokenizer
 
 MINE, THEIRS = {"authorization": "Bearer mine"}, {"authorization": "Bearer theirs"}

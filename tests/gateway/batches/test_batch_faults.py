@@ -10,7 +10,7 @@ from alignedserve.batches import driver
 from alignedserve.batches.records import FileId
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.messages.state import Change, SetValue
-from tests.gateway.batch_support import BatchGateway, batch_gateway, eventually
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
 

@@ -17,8 +17,8 @@ from alignedserve.cli.batch.input_check import check_file
 from alignedserve.cli.main import main
 from alignedserve.core.request import Request
 from alignedserve.gateway.backend.scripted import Script
-from tests.gateway.batch_server import CuttingProxy, listening
-from tests.gateway.batch_support import BatchGateway, batch_gateway
+from tests.gateway.batches.batch_server import CuttingProxy, listening
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import EOS, tokens_of
 from tests.support.batch_samples import chat_line, chat_lines
 

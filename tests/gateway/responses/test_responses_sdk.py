@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.gateway.batch_server import listening
-from tests.gateway.batch_support import BatchGateway, batch_gateway, eventually
+from tests.gateway.batches.batch_server import listening
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 
 
 @asynccontextmanager

@@ -1,0 +1,1 @@
+"""Bodies that clients may send: fields, messages, tools, constraints; what is refused, what is ignored."""
