@@ -1,5 +1,6 @@
 """Runs a line of a batch as a best-effort request: the LineRunner of a cluster."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -13,17 +14,20 @@ from alignedserve.gateway.anthropic.message_format import MessageFormatter
 from alignedserve.gateway.anthropic.message_request import build_message_request
 from alignedserve.gateway.anthropic.parsing import BodyParser
 from alignedserve.gateway.anthropic.schemas import MessagesRequest
+from alignedserve.gateway.embeddings.request_builder import build_embedding_request
+from alignedserve.gateway.embeddings.response_format import EmbeddingFormatter
+from alignedserve.gateway.embeddings.schemas import EmbeddingRequest
 from alignedserve.gateway.errors import GenerationError, Overloaded, Unavailable, Unservable, error_body, http_error_of
 from alignedserve.gateway.files.submission import client_of
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.parsing import check_shape, parse_chat, parse_completion
+from alignedserve.gateway.openai.parsing import check_shape, parse, parse_chat, parse_completion
 from alignedserve.gateway.openai.request_builder import (
     Arrival,
     GenerationRequest,
     build_chat_request,
     build_completion_request,
 )
-from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter, collect_body
+from alignedserve.gateway.openai.response_format import BodyFormatter, ChatFormatter, CompletionFormatter, collect_body
 from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest, CompletionRequest
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER
@@ -45,11 +49,16 @@ _STATE_FIELDS = ("background", "previous_response_id", "store")
 FieldsT = TypeVar("FieldsT", ChatCompletionRequest, CompletionRequest, CreateResponseRequest, MessagesRequest)
 
 
+TieredT = TypeVar(
+    "TieredT", ChatCompletionRequest, CompletionRequest, CreateResponseRequest, EmbeddingRequest, MessagesRequest
+)
+
+
 class _Job(NamedTuple):
     """What a line asks for."""
 
     request: GenerationRequest
-    make_formatter: MakeFormatter
+    make_formatter: Callable[[Generation], BodyFormatter]
 
 
 class ClusterLineRunner:
@@ -99,10 +108,17 @@ class ClusterLineRunner:
             case Endpoint.COMPLETION:
                 completion = _at_best_effort(parse_completion(line.body, ignored))
                 return _Job(await build_completion_request(completion, arrival, self._services), CompletionFormatter)
+            case Endpoint.EMBEDDINGS:
+                return await self._build_embeddings(line, arrival, ignored)
             case Endpoint.MESSAGES:
                 return await self._build_message(line, arrival, ignored)
             case Endpoint.RESPONSES:
                 return await self._build_response(line, arrival, ignored)
+
+    async def _build_embeddings(self, line: LineRequest, arrival: Arrival, ignored: IgnoredFields | None) -> _Job:
+        asked = _with_tier_of_batches(parse(EmbeddingRequest, line.body, ignored))
+        request = await build_embedding_request(asked, arrival, self._services)
+        return _Job(request, partial(EmbeddingFormatter, encoding_format=asked.encoding_format))
 
     async def _build_message(self, line: LineRequest, arrival: Arrival, ignored: IgnoredFields | None) -> _Job:
         parser = BodyParser(ignored)
@@ -124,6 +140,11 @@ def _at_best_effort(fields: FieldsT) -> FieldsT:
     """Return the fields at the service tier of batches. Raises InvalidRequest for fields that batches refuse."""
     if fields.stream:
         raise InvalidRequest("stream is not supported in a batch.", param="stream", code="unsupported_parameter")
+    return _with_tier_of_batches(fields)
+
+
+def _with_tier_of_batches(fields: TieredT) -> TieredT:
+    """Return the fields at the service tier of batches. Raises InvalidRequest for another one."""
     if fields.service_tier not in _ALLOWED_SERVICE_TIERS:
         raise InvalidRequest(
             "Lines of a batch run at best effort; leave service_tier out.",

@@ -21,6 +21,7 @@ class Endpoint(enum.Enum):
 
     CHAT = "/v1/chat/completions"
     COMPLETION = "/v1/completions"
+    EMBEDDINGS = "/v1/embeddings"
     MESSAGES = "/v1/messages"
     RESPONSES = "/v1/responses"
 

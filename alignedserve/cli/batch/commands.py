@@ -25,7 +25,12 @@ from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.gateway.files.schemas import CreateBatchRequest, window_s
 from alignedserve.gateway.openai.parsing import parse
 
-_SHORT_NAMES = {"chat": Endpoint.CHAT, "completions": Endpoint.COMPLETION, "responses": Endpoint.RESPONSES}
+_SHORT_NAMES = {
+    "chat": Endpoint.CHAT,
+    "completions": Endpoint.COMPLETION,
+    "responses": Endpoint.RESPONSES,
+    "embeddings": Endpoint.EMBEDDINGS,
+}
 _MAX_SHOWN_PROBLEMS = 20
 
 

@@ -38,7 +38,7 @@ const cancelled = await until(await client.batches.retrieve(slow.id), "cancelled
 assert.deepStrictEqual((await all(client.batches.list({ limit: 1 }))).map((one) => one.id), [slow.id, bad.id, done.id]);
 assert.strictEqual((await all(client.files.list({ limit: 2, purpose: "batch" }))).length, 3);
 assert.strictEqual(await status(client.batches.cancel(cancelled.id)), 409);
-assert.strictEqual(await status(client.batches.create({ input_file_id: file.id, endpoint: "/v1/embeddings", completion_window })), 400);
+assert.strictEqual(await status(client.batches.create({ input_file_id: file.id, endpoint: "/v1/moderations", completion_window })), 400);
 assert.strictEqual((await client.files.delete(file.id)).deleted, true);
 assert.strictEqual(await status(client.files.retrieve(file.id)), 404);
 assert.strictEqual(await status(create(file)), 404);

@@ -141,7 +141,7 @@ INPUTS = {
     "duplicate": GOOD + b"\n\n" + GOOD,
     "no custom_id": b'{"method": "POST"}',
     "method": GOOD.replace(b"POST", b"GET"),
-    "url": chat_line("a", url="/v1/embeddings"),
+    "url": chat_line("a", url="/v1/moderations"),
     "mixed endpoints": GOOD + b"\n" + chat_line("b", url="/v1/completions"),
     "model": GOOD + b"\n" + chat_line("b", model="gpt-4o"),
     "gzip": gzip.compress(GOOD, mtime=0),

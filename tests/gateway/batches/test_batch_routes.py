@@ -285,7 +285,7 @@ async def test_lists_are_paged(tmp_path: Path) -> None:
 
 
 BAD_FIELDS: list[tuple[dict[str, Any], int, str]] = [
-    ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+    ({"endpoint": "/v1/moderations"}, 400, "endpoint"),
     ({"window": "59s"}, 400, "completion_window"),
     ({"window": "8d"}, 400, "completion_window"),
     ({"window": "24 h"}, 400, "completion_window"),
@@ -350,6 +350,22 @@ async def test_completions(tmp_path: Path) -> None:
         done = await served.wait_for((await served.submit(json.dumps(line).encode(), endpoint="/v1/completions"))["id"])
         answer = json.loads((await served.results(done["output_file_id"]))[0])["response"]["body"]
     assert (answer["object"], answer["choices"][0]["finish_reason"]) == ("text_completion", FinishReason.LENGTH.value)
+
+
+async def test_embeddings_are_best_effort(tmp_path: Path) -> None:
+    bodies = [{"model": "tiny", "input": ["hello", "the dog"]}, {"model": "tiny", "input": ""}]
+    lines = [
+        json.dumps({"custom_id": f"a{place}", "method": "POST", "url": "/v1/embeddings", "body": body})
+        for place, body in enumerate(bodies)
+    ]
+    async with batch_gateway(tmp_path) as served:
+        batch = await served.submit("\n".join(lines).encode(), endpoint="/v1/embeddings")
+        done = await served.wait_for(batch["id"])
+        answer = json.loads((await served.results(done["output_file_id"]))[0])["response"]["body"]
+        refused = json.loads((await served.results(done["error_file_id"]))[0])["response"]["body"]
+        assert {request.request_class for request in served.backend.submitted} == {RequestClass.BEST_EFFORT}
+    assert [entry["index"] for entry in answer["data"]] == [0, 1]
+    assert refused["error"]["param"] == "input"
 
 
 async def test_without_batches_the_routes_say_so(tmp_path: Path) -> None:

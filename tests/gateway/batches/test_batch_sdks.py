@@ -94,7 +94,7 @@ class Session:
         with pytest.raises(openai.ConflictError):
             await client.batches.cancel(cancelled.id)
         with pytest.raises(openai.BadRequestError):
-            await self.create(file, endpoint="/v1/embeddings")
+            await self.create(file, endpoint="/v1/moderations")
         assert (await client.files.delete(file.id)).deleted
         with pytest.raises(openai.NotFoundError):
             await client.files.retrieve(file.id)
