@@ -35,7 +35,7 @@ test: install-dev  ## the default tests: about three minutes on two cores, no GP
 	@$(BIN)/python -m pytest
 
 test-all: install-dev  ## the longer ones as well; clusters first, as their time-outs are real
-	@$(BIN)/python -m pytest -m "alone" tests/cluster
+	@$(BIN)/python -m pytest -m "alone" -n 0 tests/cluster
 	@$(BIN)/python -m pytest -m "slow and not gpu and not alone" -n 2 tests/cluster
 	@$(BIN)/python -m pytest -m "slow and not gpu" --ignore=tests/cluster
 
