@@ -55,7 +55,7 @@ TieredT = TypeVar(
 
 
 class _Job(NamedTuple):
-    """What a line asks for."""
+    """A line's request and the formatter of its response."""
 
     request: GenerationRequest
     make_formatter: Callable[[Generation], BodyFormatter]

@@ -20,7 +20,7 @@ class CacheControl(Schema):
 
 
 class Block(Schema):
-    """What all blocks of content have."""
+    """The fields of every block of content."""
 
     cache_control: CacheControl | None = None
 
@@ -45,7 +45,7 @@ class ToolUseBlock(Block):
 
 
 class ToolResultBlock(Block):
-    """What a call returned to the user's side."""
+    """The result of a tool's call."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
@@ -61,7 +61,7 @@ class ToolReferenceBlock(Block):
 
 
 class ThinkingBlock(Block):
-    """What the assistant thought. Signatures are not checked."""
+    """A thought of the assistant. Its signature is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -69,7 +69,7 @@ class ThinkingBlock(Block):
 
 
 class RedactedThinkingBlock(Block):
-    """What another server's assistant thought, and only that server can read."""
+    """A thought that only the server it came from can read."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -115,7 +115,7 @@ class ToolChoice(Schema):
 
 
 class Thinking(Schema):
-    """Whether the model thinks before it answers."""
+    """The switch of thoughts before an answer."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)

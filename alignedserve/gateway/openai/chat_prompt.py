@@ -21,7 +21,7 @@ _SHORT_ID_LEN = 9  # letters and digits, as Mistral's templates want
 
 
 class ChatPrompt(NamedTuple):
-    """What the template is given."""
+    """The arguments of a chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]

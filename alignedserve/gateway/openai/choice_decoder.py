@@ -16,7 +16,7 @@ _PLAIN_TEXT = TextOptions()
 
 
 class ChoiceDelta(NamedTuple):
-    """What becomes visible of one choice, in the order reasoning, text, tool calls."""
+    """New visible output of one choice, in the order reasoning, text, tool calls."""
 
     text: str
     logprobs: tuple[OffsetLogprob, ...] = ()

@@ -23,7 +23,7 @@ class OutputRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What an answer may hold beside its content."""
+    """The parts that an answer may hold beside its content."""
 
     reasoning: ReasoningFormat | None = None  # None: no thought
     thought_start: ThoughtStart = ThoughtStart.UNDECIDED

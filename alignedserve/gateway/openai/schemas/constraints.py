@@ -62,7 +62,7 @@ class ConstraintFields(Schema):
 
 
 class Constraint(NamedTuple):
-    """What the answer must match, and the field that says so."""
+    """A constraint of the answer, and the field that sets it."""
 
     outputs: StructuredOutputs
     param: str

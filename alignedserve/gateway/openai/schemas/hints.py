@@ -11,7 +11,7 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 class Prediction(Schema):
-    """What the client expects as the answer; others generate faster where it is right."""
+    """The answer that the client expects; other servers generate faster where it is right."""
 
     type: Literal["content"]
     content: str | list[dict[str, Any]]

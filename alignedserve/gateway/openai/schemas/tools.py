@@ -44,7 +44,7 @@ class Tool(Schema):
 
 
 class ToolChoice(NamedTuple):
-    """Whether the answer may, must or must not call a tool, and which ones it may."""
+    """The tools that an answer may call, and if it may, must or must not."""
 
     mode: ToolMode = "auto"
     names: tuple[str, ...] | None = None  # None: any of the tools
