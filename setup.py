@@ -36,6 +36,11 @@ SOURCES = (
     "block_copies/avx2",
     "block_copies/avx512",
     "decode_pass/module",
+    "rank_exchange/module",
+    "lora/module",
+    "lora/plain",
+    "lora/avx2",
+    "lora/avx512",
     "length_prediction",
     "request_table",
     "iteration_costs",
@@ -62,6 +67,7 @@ HEADERS = (
     "products",
     "products_level",
     "results_level",
+    "token_masks",
     "vectors",
     "weight_level",
     "weight_rows",
@@ -77,6 +83,9 @@ HEADERS = (
     "decode_pass/parts",
     "decode_pass/stage_parts",
     "decode_pass/step_run",
+    "rank_exchange/exchange",
+    "lora/level",
+    "lora/lora",
 )
 
 

@@ -38,14 +38,29 @@ SECRET = bytes.fromhex(
 )
 
 
+def listed_digests(rows: Tensor, row_ids: Tensor) -> Tensor:
+    """Compute the digests of some of the rows where they lie.
+
+    rows      [num_rows, any multiple of 8] uint8, contiguous
+    row_ids   [count] int64, on the same device -> int64 [count], there too
+    """
+    kernels = fused_kernels("row_digests", rows.device, rows.dtype)
+    if kernels is None or rows.shape[1] < _LEAST_BYTES:
+        return row_digests(rows[row_ids])
+    words = rows.view(torch.int64)
+    num_bytes, num_rounds, num_stripes = _sizes(words)
+    with on_device(rows.device):
+        sums: Tensor = kernels.stripe_sums(words, num_rounds, num_stripes, row_ids)
+    sums = sums + _terms(words[:, -LANES:][row_ids], _words_of_secret(_LAST_KEY, LANES, rows.device))
+    return _merged(sums, num_bytes)
+
+
 def row_digests(rows: Tensor) -> Tensor:
     """Compute rows uint8 [count, any multiple of 8], contiguous -> their digests, int64 [count], on the same device."""
     words = rows.view(torch.int64)
     if rows.shape[1] < _LEAST_BYTES:
         words = torch.nn.functional.pad(words, (0, _LEAST_BYTES // WORD_BYTES - words.shape[1]))
-    num_bytes = words.shape[1] * WORD_BYTES
-    num_rounds = (num_bytes - 1) // _ROUND_BYTES
-    num_stripes = (num_bytes - 1) // _STRIPE_BYTES  # but the last
+    num_bytes, num_rounds, num_stripes = _sizes(words)
     kernels = fused_kernels("row_digests", rows.device, rows.dtype)
     if kernels is not None:
         with on_device(rows.device):
@@ -56,6 +71,12 @@ def row_digests(rows: Tensor) -> Tensor:
         sums = torch.cat([_stripe_sums(part, num_rounds, num_stripes) for part in parts])
     sums = sums + _terms(words[:, -LANES:], _words_of_secret(_LAST_KEY, LANES, rows.device))
     return _merged(sums, num_bytes)
+
+
+def _sizes(words: Tensor) -> tuple[int, int, int]:
+    """Return the bytes of a row, its whole rounds, and its stripes but the last."""
+    num_bytes = words.shape[1] * WORD_BYTES
+    return num_bytes, (num_bytes - 1) // _ROUND_BYTES, (num_bytes - 1) // _STRIPE_BYTES
 
 
 def signed(constant: int) -> int:

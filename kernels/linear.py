@@ -5,7 +5,6 @@ PyTorch. None needs more memory than the plain weight. A nonlinearity that follo
 registers where a packed one computes it.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.activation import ACTIVATIONS, Gated
+from kernels.addends import Addends
 from kernels.cpu.packed_linear import PackedLinear, fits, packed_levels
 
 # oneDNN chooses a layout for an expected number of rows; this one measured well from 1 to 2048 rows.
@@ -47,6 +47,13 @@ class Projection(Protocol):
         """Multiply x [rows, in_width], rows >= 1, unchanged -> [rows, out_width]."""
 
 
+class AdaptableProjection(Projection, Protocol):
+    """A product to whose results adapters may add, before its nonlinearity."""
+
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
+        """Multiply x [rows, in_width], rows >= 1, unchanged -> [rows, out_width]."""
+
+
 class Linear:
     """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype and device of the weight.
 
@@ -73,7 +80,7 @@ class Linear:
         levels = (
             packed_levels(weight.dtype, weight.device) if allow_packing and fits(weight.dtype, self.in_width) else ()
         )
-        self._multiply: Callable[[Tensor], Tensor]
+        self._multiply: PackedLinear | OneDnnLinear | _PlainLinear | _Gates
         if levels:
             self._multiply = PackedLinear(
                 weight, bias, level=levels[0], element=weight.dtype, activation=activation, is_gated=is_gated
@@ -89,9 +96,9 @@ class Linear:
         """Return the native product, see `kernels.cpu.decode_pass`; none where there is none."""
         return self._multiply.native_parts if isinstance(self._multiply, PackedLinear) else ()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
-        return self._multiply(x)
+        return self._multiply(x, addends)
 
 
 def packing(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -110,7 +117,7 @@ def _has_onednn(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _product(
     weight: Tensor, bias: Tensor | None, activation: str | None, allow_packing: bool
-) -> Callable[[Tensor], Tensor]:
+) -> "OneDnnLinear | _PlainLinear":
     if allow_packing and _has_onednn(weight.dtype, weight.device):
         return OneDnnLinear(weight, bias, activation)
     return _PlainLinear(weight, bias, activation)
@@ -119,18 +126,24 @@ def _product(
 class OneDnnLinear:
     """Product in oneDNN's packed layout; otherwise as `Linear` without gates. Keeps no reference to the weight."""
 
-    __slots__ = ("_bias", "_post_op", "_weight")
+    __slots__ = ("_activation", "_bias", "_post_op", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
         self._bias = bias
         self._post_op = _POST_OPS[activation]
+        self._activation = None if activation is None else ACTIVATIONS[activation]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width] -> [rows, out_width]."""
         name, algorithm = self._post_op
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, name, [], algorithm)
-        return product
+        if addends is None:
+            return product
+        # The rows with addends once more, as the library applies the nonlinearity to all.
+        plain: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        own = addends.added_to(plain).index_select(0, addends.places)
+        return product.index_copy_(0, addends.places, own if self._activation is None else self._activation(own))
 
 
 class _PlainLinear:
@@ -141,8 +154,10 @@ class _PlainLinear:
         self._bias = bias
         self._activation = None if activation is None else ACTIVATIONS[activation]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         product = functional.linear(x, self._weight, self._bias)
+        if addends is not None:
+            product = addends.added_to(product)
         return product if self._activation is None else self._activation(product)
 
 
@@ -151,9 +166,12 @@ class _Gates:
 
     __slots__ = ("_gated", "_product")
 
-    def __init__(self, product: Callable[[Tensor], Tensor], activation: str, weight: Tensor) -> None:
+    def __init__(self, product: "OneDnnLinear | _PlainLinear", activation: str, weight: Tensor) -> None:
         self._product = product
         self._gated = Gated(activation, weight.dtype, weight.device)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._gated(self._product(x))
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
+        product = self._product(x)
+        if addends is not None:
+            product = addends.added_to(product, is_gated=True)
+        return self._gated(product)

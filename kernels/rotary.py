@@ -4,9 +4,13 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.rows import HeadRows, NormRows, native_level
+from kernels.float8_rows import quantise_float8_rows
 from kernels.gpu_dispatch import fused_kernels
 from kernels.int8_rows import quantise_rows
 from kernels.norm import rms_norm
+
+# How heads are rounded for a cache of these elements.
+_ROUNDED = {torch.int8: quantise_rows, torch.uint8: quantise_float8_rows}
 
 
 def rotary_angles(
@@ -95,7 +99,8 @@ class HeadPlacement:
         norms      None: heads are rotated as they are
         rotation   cos, sin [tokens, 1, rotary_dim / 2] in `angle_dtype`; None: nothing is rotated
         slots      [tokens] int64, all different: the rows of keys and values that are overwritten
-        keys       [slots, kv_heads * head_dim] contiguous, or on a CPU int8 rows (`kernels.int8_rows`); values alike
+        keys       [slots, kv_heads * head_dim] contiguous, or rows of FP8 (`kernels.float8_rows`), or on a CPU of int8
+                   (`kernels.int8_rows`); values alike
         """
         if self._fused is not None:
             self._fused(fused, norms, rotation, slots, keys, values)
@@ -104,10 +109,11 @@ class HeadPlacement:
         first_value = self._num_heads + self._kv_heads
         if norms is not None:
             norms.normalise_(heads[:, : self._num_heads], heads[:, self._num_heads : first_value])
-        if self._rows is not None:
+        is_float8 = keys.dtype == torch.uint8
+        if self._rows is not None and not is_float8:
             self._rows(fused, rotation, slots, keys, values)
             return
         if rotation is not None:
             rotate_(heads[:, :first_value], *rotation)
         for cached, own in ((keys, heads[:, self._num_heads : first_value]), (values, heads[:, first_value:])):
-            cached.index_copy_(0, slots, quantise_rows(own) if cached.dtype == torch.int8 else own.flatten(1))
+            cached.index_copy_(0, slots, _ROUNDED[cached.dtype](own) if cached.dtype in _ROUNDED else own.flatten(1))

@@ -175,6 +175,20 @@ def penalise_(logits: Tensor, seen: SeenTokens, penalties: Penalties) -> None:
     logits[seen.rows, seen.token_ids] = scaled - frequency * seen.counts - presence * (seen.counts > 0)
 
 
+def count_last(seen: SeenTokens, rows: Tensor, last: Tensor) -> SeenTokens:
+    """Return what rows have seen with one more generated token each, in any order and some tokens twice.
+
+    rows [counted] int64: which rows of the logits; last [all rows] int64: their tokens.
+    """
+    is_last = seen.token_ids == last[seen.rows]
+    before = torch.zeros_like(last, dtype=seen.counts.dtype).index_add_(0, seen.rows, seen.counts * is_last)
+    return SeenTokens(
+        torch.cat((seen.rows, rows)),
+        torch.cat((seen.token_ids, last[rows])),
+        torch.cat((seen.counts + is_last, before[rows] + 1)),  # equal for a token that is there twice
+    )
+
+
 def mask_tokens_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Set the logits of tokens that are not allowed to -inf, in place.
 

@@ -8,12 +8,13 @@ Worked example: a Q4_0 block has scale 0.5 and quants 15, 3 and otherwise 8, tha
 1.27, 0.5 and otherwise 0 have scale 0.01 and become 127, 50; the product is (127 * 7 - 50 * 5) * 0.5 * 0.01 = 3.195.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kernels.addends import NO_ADDENDS, Addends
 from kernels.block_formats import dequantize, format_named, has_finite_scales
 from kernels.cpu.native import load_native
 from kernels.linear import Linear
@@ -69,7 +70,7 @@ class BlockQuantizedLinear:
         assert bias is None or bias.shape == (columns,), f"not one number for each of {columns} columns: {bias.shape}"
         self.out_width = columns // 2 if is_gated else columns
         self._dtype = dtype
-        self._unpacked: Callable[[Tensor], Tensor] | None = None
+        self._unpacked: Linear | None = None
         if not allow_native or _native is None or dtype not in (torch.float32, torch.bfloat16):
             weight = dequantize(raw_rows, type_name).to(dtype)
             bias = None if bias is None else bias.to(dtype)
@@ -93,13 +94,13 @@ class BlockQuantizedLinear:
         """Return the bytes of the packed weight; 0 where the weight is unpacked."""
         return 0 if self._unpacked is not None else int(self._weight.num_bytes)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width], possibly strided -> [rows, out_width]."""
         out = torch.empty((x.shape[0], self.out_width), dtype=x.dtype)
-        self.multiply_into(x, out)
+        self.multiply_into(x, out, addends)
         return out
 
-    def multiply_into(self, x: Tensor, out: Tensor) -> None:
+    def multiply_into(self, x: Tensor, out: Tensor, addends: Addends | None = None) -> None:
         """Multiply into `out` [rows, out_width], whose rows may be strided."""
         assert x.ndim == 2, f"not rows: {x.shape}"
         assert x.shape[1] == self.in_width, f"not rows of {self.in_width}: {x.shape}"
@@ -108,13 +109,14 @@ class BlockQuantizedLinear:
         if not len(x):
             return
         if self._unpacked is not None:
-            out.copy_(self._unpacked(x))
+            out.copy_(self._unpacked(x, addends))
             return
         assert self.out_width == 1 or out.stride(1) == 1, "the results of a row are one run of memory"
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = (x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), x.shape[0])
-        self._weight.run(*rows, x.dtype == torch.bfloat16, torch.get_num_threads())
+        own = NO_ADDENDS if addends is None else addends.native_numbers(self.out_width)
+        self._weight.run(*rows, x.dtype == torch.bfloat16, own, torch.get_num_threads())
 
 
 class PartLinear(Protocol):
@@ -131,7 +133,7 @@ class PartLinear(Protocol):
     def native_parts(self) -> tuple[Any, ...]:
         """Return the native product, if it has one."""
 
-    def multiply_into(self, x: Tensor, out: Tensor) -> None:
+    def multiply_into(self, x: Tensor, out: Tensor, addends: Addends | None = None) -> None:
         """Multiply x [rows, in_width] -> out [rows, out_width], rows possibly strided."""
 
 
@@ -160,12 +162,13 @@ class JoinedLinear:
         native = [part.native_parts for part in self._parts]
         return tuple(product for own in native for product in own) if all(native) else ()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width] -> [rows, out_width]."""
         out = torch.empty((x.shape[0], self.out_width), dtype=x.dtype)
         first = 0
         for part in self._parts:
-            part.multiply_into(x, out[:, first : first + part.out_width])
+            own = None if addends is None else addends.from_column(first)
+            part.multiply_into(x, out[:, first : first + part.out_width], own)
             first += part.out_width
         return out
 

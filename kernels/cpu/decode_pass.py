@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kernels.cpu.lora import NativeGroups
 from kernels.cpu.native import load_native
 from kernels.cpu.paged_attention import PagedPlan
+from kernels.cpu.rank_exchange import RankExchange
 from kernels.cpu.rows import HeadRows, NormRows
 
 _native = load_native("DecodePass")
@@ -63,11 +65,27 @@ class CacheSlots(NamedTuple):
     is_int8: bool
 
 
+class PassAdapters(NamedTuple):
+    """What the adapters of a pass add to its products, which must outlive the run."""
+
+    groups: tuple[NativeGroups, ...]  # those that add to some product
+    of_rows: tuple[Tensor, ...]  # of each: int64 [rows], see kernels.addends
+    at_site: list[int]  # which of `groups` adds to the product at a site; -1: none
+    widths: list[int]  # of a row of addends, of each product of a layer
+
+
 class HighestLogits(NamedTuple):
     """The highest logit of each row."""
 
     token_ids: Tensor  # [rows] int64: the first of equals; 0 where there is a NaN
     values: Tensor  # [rows] float32: NaN where there is one
+
+
+class AllowedTokens(NamedTuple):
+    """The tokens that rows may choose: the highest logit of a row is that of them."""
+
+    places: Tensor  # [rows] int64: of each row's bits; negative: it may choose any token
+    bits: Tensor  # [places, words] int32: bit i of word w is for token 32 w + i
 
 
 class PassTimes(NamedTuple):
@@ -88,7 +106,7 @@ class DecodePass:
     One run at a time: its memory between the stages is kept from run to run.
     """
 
-    __slots__ = ("_dtype", "_head", "_hidden_size", "_kernel", "_num_layers", "_parts", "_place")
+    __slots__ = ("_dtype", "_exchange", "_head", "_hidden_size", "_kernel", "_num_layers", "_parts", "_place")
 
     def __init__(
         self,
@@ -97,8 +115,10 @@ class DecodePass:
         hidden_size: int,
         dtype: torch.dtype,
         head: HeadParts | None = None,
+        exchange: RankExchange | None = None,
     ) -> None:
-        """`dtype` of the rows. `head`: for logits. Raises ValueError for parts that do not fit together."""
+        """`dtype` of the rows. `head`: for logits. `exchange`: with the ranks that have the rest of every layer; None:
+        there are none. Raises ValueError for parts that do not fit together."""
         self._parts = tuple(layers)  # keeps what the kernel refers to
         self._num_layers = len(self._parts)
         self._place = place
@@ -117,6 +137,9 @@ class DecodePass:
         self._head = head
         if head is not None:
             self._kernel.set_head(head.norm.kernel, list(head.products))
+        self._exchange = exchange
+        if exchange is not None:
+            self._kernel.set_exchange(exchange.kernel)
 
     def run(
         self,
@@ -127,6 +150,8 @@ class DecodePass:
         cached: CacheSlots,
         logits: Tensor | None = None,
         highest: HighestLogits | None = None,
+        allowed: AllowedTokens | None = None,
+        adapters: PassAdapters | None = None,
     ) -> tuple[Tensor, PassTimes]:
         """Run residual [rows, hidden_size] contiguous, updated in place, through all layers.
 
@@ -135,7 +160,11 @@ class DecodePass:
         slots      [rows] int64, all different, see HeadRows; one outside raises ValueError before anything is written
         logits     [rows, columns of the head] contiguous, to be written; None: they are not kept
         highest    to be written instead of all logits; with neither the head does not run
+        allowed    of `highest`; None: any token. A row that may choose none has minus infinity
+        adapters   of some rows
         returns    what the last layer adds to the residual [rows, hidden_size], already added for logits; the times
+
+        Raises ExchangeBroken.
         """
         count = residual.shape[0]
         assert residual.shape == (count, self._hidden_size), f"not rows of {self._hidden_size}: {residual.shape}"
@@ -152,21 +181,38 @@ class DecodePass:
         if highest is not None:
             assert self._head is not None, "a pass without a head"
             assert logits is None, "all logits, or the highest of them"
-            found = (_results(highest.token_ids, count, torch.int64), _results(highest.values, count, torch.float32))
+            found = (_numbers(highest.token_ids, count, torch.int64), _numbers(highest.values, count, torch.float32))
+        bits = (0, 0, 0) if allowed is None else self._bits(allowed, count)
         pending = torch.empty_like(residual)
         times = self._kernel.run(
             residual.data_ptr(),
             pending.data_ptr(),
             0 if logits is None else logits.data_ptr(),
             found,
+            bits,
             count,
             attention,
             [self._place.angles(rotation, count) for rotation in rotations],
             self._place.slots(slots, count),
             *cached,
+            _adapter_numbers(adapters, count),
             torch.get_num_threads(),
         )
+        if self._exchange is not None:
+            self._exchange.check()
         return pending, PassTimes(*times)
+
+    def _bits(self, allowed: AllowedTokens, count: int) -> tuple[int, int, int]:
+        """Return the addresses of places and bits, and the words of a place."""
+        places, bits = allowed
+        assert self._head is not None, "a pass without a head"
+        num_words = -(-sum(product.out_width for product in self._head.products) // 32)
+        assert bits.dtype == torch.int32, "words are int32"
+        assert bits.shape[1:] == (num_words,), f"not {num_words} words: {bits.shape}"
+        assert bits.is_contiguous(), "bits are one run of memory"
+        address = _numbers(places, count, torch.int64)
+        assert int(places.max()) < len(bits), "a place without bits"
+        return address, bits.data_ptr(), num_words
 
     def slots_of(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheSlots:
         """Find the place of every layer's keys and values [slots, width] contiguous, as `HeadRows` takes them."""
@@ -182,10 +228,22 @@ class DecodePass:
         return CacheSlots(keys[0].data_ptr(), values[0].data_ptr(), layer_bytes, num_slots, is_int8.pop())
 
 
-def _results(tensor: Tensor, count: int, dtype: torch.dtype) -> int:
-    """Return the address of a result for each row."""
+def _adapter_numbers(adapters: PassAdapters | None, count: int) -> tuple[list[Any], list[int], list[int], list[int]]:
+    """Return what the kernel takes."""
+    if adapters is None:
+        return [], [], [], []
+    for of_row in adapters.of_rows:
+        assert of_row.dtype == torch.int64, f"not int64: {of_row.dtype}"
+        assert of_row.shape == (count,), f"not one for each of {count} rows: {of_row.shape}"
+        assert of_row.is_contiguous(), "rows are one run of memory"
+    of_rows = [of_row.data_ptr() for of_row in adapters.of_rows]
+    return [own.kernel for own in adapters.groups], of_rows, adapters.at_site, adapters.widths
+
+
+def _numbers(tensor: Tensor, count: int, dtype: torch.dtype) -> int:
+    """Return the address of a number for each row."""
     assert tensor.shape == (count,), f"not one for each of {count} rows: {tensor.shape}"
-    assert tensor.dtype == dtype, f"results are {dtype}, not {tensor.dtype}"
-    assert tensor.is_contiguous(), "results are one run of memory"
+    assert tensor.dtype == dtype, f"numbers are {dtype}, not {tensor.dtype}"
+    assert tensor.is_contiguous(), "numbers are one run of memory"
     assert tensor.device.type == "cpu", "native kernels run on the CPU"
     return tensor.data_ptr()

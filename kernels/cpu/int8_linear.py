@@ -8,12 +8,14 @@ has scale 0.02 and becomes [127, 64]; the product is (127 * 50 - 64 * 127) * 0.0
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.activation import ACTIVATIONS, Gated
+from kernels.addends import Addends
 from kernels.cpu.packed_linear import INT8, PackedLinear, packed_levels
 
 _LARGEST = 127.0
@@ -48,7 +50,7 @@ class Int8Linear:
         columns, self.in_width = weight.shape
         self.out_width = columns // 2 if is_gated else columns
         levels = packed_levels(INT8, weight.device) if allow_native else ()
-        self._multiply: Callable[[Tensor], Tensor]
+        self._multiply: PackedLinear | _OneDnnInt8
         if levels and computed in (torch.float32, torch.bfloat16):
             self._multiply = PackedLinear(
                 weight,
@@ -67,16 +69,16 @@ class Int8Linear:
             then = Gated(activation, computed, weight.device)
         if scales is None:
             weight, scales = _rounded(weight)
-        self._multiply = _OneDnnInt8(weight, scales, bias, computed, then)
+        self._multiply = _OneDnnInt8(weight, scales, bias, computed, then, is_gated=is_gated)
 
     @property
     def native_parts(self) -> tuple[Any, ...]:
         """Return the native product, see `kernels.cpu.decode_pass`; none where there is none."""
         return self._multiply.native_parts if isinstance(self._multiply, PackedLinear) else ()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
-        return self._multiply(x)
+        return self._multiply(x, addends)
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +87,7 @@ def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _OneDnnInt8:
-    __slots__ = ("_bias", "_dtype", "_packed", "_scales", "_then", "_zeros")
+    __slots__ = ("_bias", "_dtype", "_is_gated", "_packed", "_scales", "_then", "_zeros")
 
     def __init__(
         self,
@@ -94,27 +96,49 @@ class _OneDnnInt8:
         bias: Tensor | None,
         dtype: torch.dtype,
         then: Callable[[Tensor], Tensor] | None,
+        *,
+        is_gated: bool,
     ) -> None:
         self._dtype = dtype
+        self._is_gated = is_gated
         self._bias = None if bias is None else bias.float()
         self._then = then
         self._packed: Tensor = torch.ops.onednn.qlinear_prepack(weight, None)
         self._scales = scales.float()
         self._zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         row_scales = x.abs().amax(dim=1, keepdim=True).float().div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
         # oneDNN's fast path takes unsigned inputs; for signed ones it falls back to a loop hundreds of times as slow.
         rounded = torch.div(x, row_scales).round_().add_(_ZERO_POINT).to(torch.uint8)
-        weight = (self._packed, self._scales, self._zeros, None)
-        product: Tensor = torch.ops.onednn.qlinear_pointwise(
-            rounded, 1.0, _ZERO_POINT, *weight, 1.0, 0, torch.float32, "none", [], ""
-        )
+        if _onednn_adds_exactly():
+            product = self._product(rounded, 1.0, _ZERO_POINT)
+        else:  # in two parts, of 7 bits and of the last
+            product = self._product(rounded >> 1, 2.0, _ZERO_POINT >> 1).add_(self._product(rounded & 1, 1.0, 0))
         product.mul_(row_scales)
         if self._bias is not None:
             product.add_(self._bias)
+        if addends is not None:
+            product = addends.added_to(product, is_gated=self._is_gated)
         product = product.to(self._dtype)
         return product if self._then is None else self._then(product)
+
+    def _product(self, x: Tensor, scale: float, zero_point: int) -> Tensor:
+        weight = (self._packed, self._scales, self._zeros, None)
+        product: Tensor = torch.ops.onednn.qlinear_pointwise(
+            x, scale, zero_point, *weight, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return product
+
+
+@cache
+def _onednn_adds_exactly() -> bool:
+    """Return whether sums of products are exact: without VNNI, the sum of two is cut to 16 bits, and 8 bits by 7 fill
+    more."""
+    weight = torch.full((16, 64), int(_LARGEST), dtype=torch.int8)
+    linear = _OneDnnInt8(weight, torch.ones(16), None, torch.float32, None, is_gated=False)
+    x = torch.full((1, 64), 255, dtype=torch.uint8)
+    return bool((linear._product(x, 1.0, 0) == 255 * _LARGEST * 64).all())
 
 
 def has_int8_products() -> bool:

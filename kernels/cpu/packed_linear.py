@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.addends import NO_ADDENDS, Addends
 from kernels.cpu.native import load_native
 
 _ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -104,7 +105,7 @@ class PackedLinear:
         """Return the bytes of the packed weight."""
         return int(self._weight.num_bytes)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1, possibly strided -> [rows, out_width]."""
         num_rows = x.shape[0]
         assert x.ndim == 2, f"not rows: {x.shape}"
@@ -114,8 +115,15 @@ class PackedLinear:
             x = x.contiguous()
         out = torch.empty((num_rows, self.out_width), dtype=x.dtype)
         is_bfloat16 = x.dtype == torch.bfloat16
-        self._weight.run(x.data_ptr(), x.stride(0), out.data_ptr(), num_rows, is_bfloat16, torch.get_num_threads())
+        rows = (x.data_ptr(), x.stride(0), out.data_ptr(), num_rows, is_bfloat16)
+        own = NO_ADDENDS if addends is None else addends.native_numbers(self.out_width)
+        self._weight.run(*rows, own, torch.get_num_threads())
         return out
+
+
+def weight_memories() -> list[tuple[int, int]]:
+    """Return address and bytes, both whole pages, of the memory of every packed weight of this process."""
+    return list(_native.weight_memories()) if _native is not None else []
 
 
 @contextmanager

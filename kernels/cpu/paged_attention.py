@@ -60,7 +60,7 @@ class PagedAttention:
         one key head."""
         assert _native is not None, "the native kernels are not built"
         assert blocks.device.type == "cpu", "native attention runs on the CPU"
-        assert blocks.is_contiguous(), "blocks are one run of memory"
+        assert blocks[0].is_contiguous(), "a block is one run of memory"
         kv_heads, head_dim = blocks.shape[-2:]
         self._dtype = blocks.dtype
         if int8 is not None:
@@ -75,7 +75,8 @@ class PagedAttention:
         self._row_shape = (kv_heads, group, head_dim)
         sizes = (num_blocks, num_layers, block_size, kv_heads, group, head_dim)
         kinds = (self._dtype == torch.bfloat16, int8 is not None)
-        self._cache = _native.Cache(level, blocks.data_ptr(), *sizes, *kinds)
+        block_bytes = blocks.stride(0) * blocks.element_size()
+        self._cache = _native.Cache(level, blocks.data_ptr(), *sizes, *kinds, block_bytes)
 
     def plan_decode(
         self,
@@ -106,12 +107,14 @@ class PagedAttention:
         num_threads: int,
         *,
         is_reversed: BoolArray | None = None,
+        is_bidirectional: bool = False,
     ) -> PagedPlan:
         """Divide the work of chunks likewise: the last counts[i] of the first lengths[i] tokens of sequence i each read
-        up to themselves. The token rows of a chunk follow those of the one before."""
+        up to themselves, or with `is_bidirectional`, which excludes a window, all lengths[i]. The token rows of a chunk
+        follow those of the one before."""
         directions = np.zeros(len(rows), np.bool_) if is_reversed is None else is_reversed
         args = (block_tables, rows, directions, lengths, counts, window or 0, num_threads)
-        plan: PagedPlan = _native.ChunkPlan(self._cache, *args)
+        plan: PagedPlan = _native.ChunkPlan(self._cache, *args, is_bidirectional)
         return plan
 
     def run(self, plan: PagedPlan, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:

@@ -39,6 +39,7 @@ class DecodeSums(NamedTuple):
     context_len: int
     longest: int
     hidden_len: int  # of the context lengths, those with a hidden cache
+    num_constrained: int  # those with a grammar
 
 
 class RealTimeDecodes(NamedTuple):
@@ -48,6 +49,7 @@ class RealTimeDecodes(NamedTuple):
     context_len: int
     longest: int
     hidden_len: int
+    num_constrained: int
     least_ttft_s: float  # of all real-time requests
 
 
@@ -59,6 +61,7 @@ class FittingDecodes(NamedTuple):
     context_len: int
     longest: int
     hidden_len: int
+    num_constrained: int
 
 
 class RowForecasts(NamedTuple):

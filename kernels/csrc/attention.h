@@ -80,6 +80,7 @@ struct ChunkPiece {
     int64_t num_tokens;
     int64_t position;  // of the first token: it reads positions up to its own
     int64_t window;    // 0, or how many of these it reads
+    int64_t context;   // 0, or how many positions every token reads, those after its own too
     const int64_t* blocks;
     bool is_reversed;
     int kv_head;

@@ -82,7 +82,7 @@ struct ChunkDivision {
 
    private:
     static int64_t work(const ChunkPiece& piece) {
-        const int64_t context = piece.position + piece.num_tokens;
+        const int64_t context = std::max(piece.position + piece.num_tokens, piece.context);
         return piece.num_tokens * (piece.window ? std::min(context, piece.window + piece.num_tokens) : context);
     }
 

@@ -59,16 +59,20 @@ using Tables = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device:
 // The blocks of one storage. `address` stays valid as long as this object is used: the Python side holds the tensor.
 class Cache {
    public:
+    // `block_bytes`: from a block to the next; 0: they follow each other.
     Cache(const std::string& level, uintptr_t address, int64_t num_blocks, int num_layers, int block_size,
-          int kv_heads, int group, int head_dim, bool is_bfloat16, bool is_int8)
+          int kv_heads, int group, int head_dim, bool is_bfloat16, bool is_int8, int64_t block_bytes)
         : level_(level_named(level)),
           shape_{kv_heads, group, head_dim, block_size, is_bfloat16, is_int8, 1.0f / std::sqrt(float(head_dim)),
                  kv_heads, 0},
           base_(reinterpret_cast<const char*>(address)),
           num_blocks_(num_blocks),
-          num_layers_(num_layers) {
+          num_layers_(num_layers),
+          block_bytes_(block_bytes ? block_bytes : 2 * shape_.slot_bytes() * block_size * num_layers) {
         if (!address || num_blocks < 1 || num_layers < 1 || block_size < 1 || kv_heads < 1 || group < 1 || head_dim < 1)
             throw std::invalid_argument("a cache needs memory and positive sizes");
+        if (block_bytes_ < 2 * shape_.slot_bytes() * block_size * num_layers)
+            throw std::invalid_argument("blocks that overlap");
     }
 
     const Level& level() const { return level_; }
@@ -83,7 +87,7 @@ class Cache {
         Call call{};
         call.keys = base_ + 2 * run * layer;
         call.values = call.keys + run;
-        call.block_bytes = 2 * run * num_layers_;
+        call.block_bytes = block_bytes_;
         return call;
     }
 
@@ -93,6 +97,7 @@ class Cache {
     const char* base_;
     int64_t num_blocks_;
     int64_t num_layers_;
+    int64_t block_bytes_;
 };
 
 // The block table of a row of `tables`, of which `length` tokens are read.
@@ -213,23 +218,25 @@ class DecodePlan : public decode_pass::Attention {
 };
 
 // Chunks of some sequences: the last counts[i] of the first lengths[i] tokens of row rows[i] of `tables`, whose query
-// rows follow one another in this order. Otherwise as DecodePlan.
+// rows follow one another in this order. Each reads up to itself or, if bidirectional, all of the lengths[i] tokens.
+// Otherwise as DecodePlan.
 class ChunkPlan {
    public:
     ChunkPlan(const Cache& cache, Tables tables, Ids rows, Flags reversed, Ids lengths, Ids counts, int64_t window,
-              int num_threads)
+              int num_threads, bool is_bidirectional)
         : cache_(cache), tables_(tables), num_threads_(num_threads) {
         if (lengths.shape(0) != rows.shape(0)) throw std::invalid_argument("as many lengths as rows");
         if (reversed.shape(0) != rows.shape(0)) throw std::invalid_argument("as many directions as rows");
         if (counts.shape(0) != rows.shape(0)) throw std::invalid_argument("as many counts as rows");
         if (num_threads < 1) throw std::invalid_argument("at least one thread");
+        if (is_bidirectional && window > 0) throw std::invalid_argument("a window reaches back only");
         std::vector<ChunkPiece> chunks;
         bool is_window_narrow = false;
         for (size_t i = 0; i < rows.shape(0); ++i) {
             const int64_t count = counts(i), length = lengths(i);
             if (count < 1 || count > length) throw std::invalid_argument("a count outside its length");
             const int64_t* blocks = blocks_of(cache, tables, rows(i), length);
-            chunks.push_back({num_rows_, count, length - count, 0, blocks, reversed(i), 0});
+            chunks.push_back({num_rows_, count, length - count, 0, is_bidirectional ? length : 0, blocks, reversed(i), 0});
             num_rows_ += count;
             is_window_narrow |= window > 0 && length > window;
         }
@@ -270,13 +277,13 @@ class ChunkPlan {
 void bind(nb::module_& module) {
     module.def("supported_levels", supported_levels);
     nb::class_<Cache>(module, "Cache")
-        .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool>());
+        .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool, int64_t>());
     nb::class_<DecodePlan, decode_pass::Attention>(module, "DecodePlan")
         .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, int64_t, int>())
         .def_prop_ro("num_rows", &DecodePlan::num_rows)
         .def("run", &DecodePlan::run);
     nb::class_<ChunkPlan>(module, "ChunkPlan")
-        .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, Ids, int64_t, int>())
+        .def(nb::init<const Cache&, Tables, Ids, Flags, Ids, Ids, int64_t, int, bool>())
         .def_prop_ro("num_rows", &ChunkPlan::num_rows)
         .def("run", &ChunkPlan::run);
 }

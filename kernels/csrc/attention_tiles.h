@@ -8,7 +8,7 @@ namespace {
 #include "attention_packing.h"
 #include "attention_products.h"
 
-// Query rows of one key head, `group` for each token; the token of row 0 has this position.
+// Query rows of one key head, `group` for each position up to which they read; that of row 0 is `position`.
 struct QueryRows {
     int first;  // scratch row
     int count;
@@ -169,10 +169,12 @@ inline void begin_chunk(const Shape& shape, const Call& call, const ChunkPiece& 
 template <typename Type, typename Tiles = PackedTiles<Type>>
 void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
     const int64_t head_bytes = shape.head_bytes(), head = piece.kv_head * head_bytes;
-    const QueryRows rows = {0, int(piece.num_tokens) * shape.group, shape.group, piece.position, piece.window};
+    const int num_rows = int(piece.num_tokens) * shape.group;
+    const QueryRows rows = piece.context ? QueryRows{0, num_rows, num_rows, piece.context - 1, 0}
+                                         : QueryRows{0, num_rows, shape.group, piece.position, piece.window};
     begin_chunk<Type>(shape, call, piece, scratch);
     Tiles::begin(shape, scratch, rows.count);
-    const int64_t last = piece.position + piece.num_tokens;
+    const int64_t last = piece.context ? piece.context : piece.position + piece.num_tokens;
     const int64_t lowest = piece.window && piece.position >= piece.window ? piece.position - piece.window + 1 : 0;
     int64_t first = lowest / kKeys * kKeys;
     const bool has_sections = first / kSection != (last - 1) / kSection;

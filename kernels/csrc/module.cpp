@@ -46,11 +46,23 @@ void bind(nb::module_& module);  // of what workers learn, see iteration_costs.c
 
 }  // namespace iteration_costs
 
+namespace lora {
+
+void bind(nb::module_& module);  // what adapters add to products, see lora/module.cpp
+
+}  // namespace lora
+
 namespace token_masks {
 
 void bind(nb::module_& module);  // of grammars, see token_masks.cpp
 
 }  // namespace token_masks
+
+namespace rank_exchange {
+
+void bind(nb::module_& module);  // between the ranks of a worker, see rank_exchange/module.cpp
+
+}  // namespace rank_exchange
 
 namespace decode_pass {
 
@@ -64,11 +76,13 @@ NB_MODULE(_native, module) {
     rows::bind(module);
     products::bind(module);
     products::bind_blocks(module);
+    rank_exchange::bind(module);
     decode_pass::bind(module);
     block_copies::bind(module);
     length_prediction::bind(module);
     request_table::bind(module);
     iteration_costs::bind(module);
+    lora::bind(module);
     token_masks::bind(module);
     paged::bind(module);
 }

@@ -30,6 +30,15 @@ struct Weights {
     bool is_gated;  // the first vector of a panel holds gates, the second their ups: out = activation(gate) * up
 };
 
+// Numbers that are added to the sums of some rows, before the nonlinearity. Where the others have none, their results are
+// the same to the bit. A row of them is read in whole vectors: behind its last it has as many as fill one.
+struct Addends {
+    const float* values;    // [rows with addends]
+    int64_t stride;         // between these, in elements
+    int64_t up_column;      // of the first up, where there are gates
+    const int64_t* of_row;  // [rows] which of `values` is a row's own, or -1; null: no row has any
+};
+
 // Inputs are of the weight's element; of int8: rounded(input / scale) + 128, unsigned.
 struct Call {
     const char* x;
@@ -38,6 +47,7 @@ struct Call {
     char* out;
     int64_t out_row_bytes;
     bool is_out_bfloat16;
+    Addends addends{};
 };
 
 // Rows [first, last) by one panel. `next` is read soon after: the panel that this thread is likely to take next.

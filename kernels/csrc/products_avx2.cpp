@@ -1,4 +1,4 @@
-// AVX2 with fused multiply-add: float32 alone.
+// AVX2 with fused multiply-add. Bfloat16 is multiplied as float32, int8 as integers of 16 bits.
 #include "products.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -16,9 +16,7 @@
 
 namespace products {
 
-static bool is_supported(Element element) {
-    return element == Element::float32 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
+static bool is_supported(Element) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 extern const Level avx2_level = {"avx2",           is_supported, WIDTH,           MAX_ROWS, avx2::multiply,
                                   avx2::round, avx2::interleave, avx2::convert};

@@ -2,7 +2,8 @@
 //   LEVEL the namespace
 //   WIDTH floats per vector
 //   MAX_ROWS rows whose sums fit in the registers: kVectors * MAX_ROWS, and some more for the operands
-//   HAS_BF16_DOT whether bfloat16 and int8 products are there (AVX-512), and bfloat16 results
+//   HAS_BF16_DOT whether there are instructions for products of bfloat16 and int8 (AVX-512), and for bfloat16 results;
+//   without them AVX2 widens what it multiplies
 // after all headers: what a header defines must not be compiled for this level's instructions.
 
 namespace products {
@@ -28,16 +29,25 @@ struct Float32 {
     }
 };
 
-#if HAS_BF16_DOT
 struct BFloat16 {
     typedef Floats Sums;
     static constexpr Element kElement = Element::bfloat16;
 
     static inline Sums added(Sums sums, const char* weights, const char* input) {
+#if HAS_BF16_DOT
         int32_t pair;
         std::memcpy(&pair, input, sizeof pair);
         return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_loadu_si512(weights),
                                       (__m512bh)_mm512_set1_epi32(pair));
+#else
+        uint32_t pair;
+        std::memcpy(&pair, input, sizeof pair);
+        Words words;
+        std::memcpy(&words, weights, sizeof words);
+        const Words inputs = Words{} + pair;
+        sums += (Floats)(words << 16) * (Floats)(inputs << 16);
+        return sums + (Floats)(words & 0xffff0000u) * (Floats)(inputs & 0xffff0000u);
+#endif
     }
 };
 
@@ -48,17 +58,28 @@ struct Int8 {
     static inline Sums added(Sums sums, const char* weights, const char* inputs) {
         int32_t four;
         std::memcpy(&four, inputs, sizeof four);
+#if HAS_BF16_DOT
         return (Sums)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32(four), _mm512_loadu_si512(weights));
+#else
+        // Not the instruction for bytes: it holds sums of two products in 16 bits, which some do not fit.
+        const __m256i words = _mm256_loadu_si256((const __m256i*)weights), own = _mm256_set1_epi32(four);
+        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(words, 8), 8), odd = _mm256_srai_epi16(words, 8);
+        sums += (Ints)_mm256_madd_epi16(even, _mm256_and_si256(own, _mm256_set1_epi16(0xff)));
+        return sums + (Ints)_mm256_madd_epi16(odd, _mm256_srli_epi16(own, 8));
+#endif
     }
 };
-#endif
 
 // Vector `j` of a panel's results.
 inline void put_all(char* to, int j, Floats x, bool is_bfloat16) {
 #if HAS_BF16_DOT
     if (is_bfloat16) return _mm256_storeu_si256((__m256i*)to + j, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
-    (void)is_bfloat16;
+    if (is_bfloat16) {
+        const __m256i words = _mm256_srli_epi32((__m256i)rounded(x), 16);
+        const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+        return _mm_storeu_si128((__m128i*)to + j, halves);
+    }
 #endif
     store((float*)to + j * WIDTH, x);
 }
@@ -77,14 +98,12 @@ inline Floats first_sums<Floats>(const Weights& weights, int64_t at) {
 // The sums of one row and vector as numbers, with the bias.
 inline Floats completed(const Weights&, Floats sums, int64_t, const float*) { return sums; }
 
-#if HAS_BF16_DOT
 inline Floats completed(const Weights& weights, Ints sums, int64_t at, const float* row_scale) {
     Ints offsets;
     std::memcpy(&offsets, weights.column_sums + at, sizeof offsets);
     const Floats exact = __builtin_convertvector(sums - offsets * 128, Floats);
     return exact * load(weights.column_scales + at) * *row_scale + load(weights.bias + at);
 }
-#endif
 
 template <int kRows, typename Sums>
 inline void finish(const Weights& weights, const Call& call, int64_t row, int64_t panel, const Sums (&sums)[kRows][kVectors]) {
@@ -93,10 +112,11 @@ inline void finish(const Weights& weights, const Call& call, int64_t row, int64_
     char* out = call.out + row * call.out_row_bytes;
     const bool is_relu = weights.activation == Activation::relu;
     const bool is_plain = !weights.is_gated && (is_relu || weights.activation == Activation::none);
-    if (!is_plain || at + kVectors * WIDTH > weights.out_width) {
+    if (!is_plain || at + kVectors * WIDTH > weights.out_width || call.addends.of_row) {
         Floats numbers[kRows][kVectors];
         for (int r = 0; r < kRows; ++r)
             for (int j = 0; j < kVectors; ++j) numbers[r][j] = completed(weights, sums[r][j], at + j * WIDTH, scales + r);
+        for (int r = 0; r < kRows; ++r) add_addends(weights, call.addends, row + r, panel, numbers[r]);
         for (int r = 0; r < kRows; ++r)
             finish(weights, call.is_out_bfloat16, out + r * call.out_row_bytes, panel, numbers[r]);
         return;
@@ -170,11 +190,8 @@ void multiply_typed(const Weights& weights, const Call& call, const Part& part) 
 void multiply(const Weights& weights, const Call& call, const Part& part) {
     switch (weights.element) {
         case Element::float32: return multiply_typed<Float32>(weights, call, part);
-#if HAS_BF16_DOT
         case Element::bfloat16: return multiply_typed<BFloat16>(weights, call, part);
         case Element::int8: return multiply_typed<Int8>(weights, call, part);
-#endif
-        default: return;
     }
 }
 
@@ -188,33 +205,50 @@ inline Floats inputs_at(const Rounding& call, const char* row, int64_t i) {
     return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
 }
 
+// The nearest integers plus 128, as bytes from `out`, `valid` at most.
+inline void put_bytes(uint8_t* out, Floats x, int64_t valid) {
+    const __m512i words = _mm512_add_epi32(_mm512_cvtps_epi32((__m512)x), _mm512_set1_epi32(128));
+    const __mmask16 mask = valid >= WIDTH ? 0xffff : __mmask16((1u << valid) - 1);
+    _mm512_mask_cvtepi32_storeu_epi8(out, mask, words);
+}
+#else
+inline Floats inputs_at(const Rounding& call, const char* row, int64_t i) {
+    const int64_t size = call.is_bfloat16 ? 2 : 4, valid = call.width - i;
+    char words[WIDTH * 4] = {};
+    std::memcpy(words, row + i * size, (valid >= WIDTH ? WIDTH : valid) * size);
+    if (!call.is_bfloat16) return load((const float*)words);
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)words)), 16);
+}
+
+inline void put_bytes(uint8_t* out, Floats x, int64_t valid) {
+    const Ints words = (Ints)_mm256_cvtps_epi32((__m256)x) + 128;
+    for (int64_t i = 0; i < WIDTH && i < valid; ++i) out[i] = uint8_t(words[i]);
+}
+#endif
+
 void round(const Rounding& call, int64_t first, int64_t last) {
     for (int64_t index = first; index < last; ++index) {
         const char* row = call.x + index * call.x_row_bytes;
-        __m512 largest = _mm512_setzero_ps();
-        __mmask16 is_wrong = 0;  // neither NaN nor an infinity can be rounded: the whole row becomes NaN
+        Floats largest{};
+        Ints is_right = Ints{} - 1;  // neither NaN nor an infinity can be rounded: the whole row becomes NaN
         for (int64_t i = 0; i < call.width; i += WIDTH) {
-            const __m512 size = _mm512_abs_ps((__m512)inputs_at(call, row, i));
-            largest = _mm512_max_ps(largest, size);
-            is_wrong |= _mm512_cmp_ps_mask(size, _mm512_set1_ps(__FLT_MAX__), _CMP_NLE_UQ);
+            const Floats x = inputs_at(call, row, i), size = x < 0.0f ? -x : x;
+            largest = larger(largest, size);
+            is_right &= size <= same(__FLT_MAX__);
         }
-        const float step = _mm512_reduce_max_ps(largest) / 127.0f;
+        bool is_wrong = false;
+        for (int i = 0; i < WIDTH; ++i) is_wrong |= !is_right[i];
+        const float step = highest(largest) / 127.0f;
         const float scale = is_wrong ? __builtin_nanf("") : step < 1e-12f ? 1e-12f : step;
         uint8_t* out = call.out + index * call.row_bytes;
         for (int64_t i = 0; i < call.row_bytes; i += WIDTH) {
             Floats x{};
             if (i < call.width) x = inputs_at(call, row, i) / scale;
-            const __m512i words = _mm512_add_epi32(_mm512_cvtps_epi32((__m512)x), _mm512_set1_epi32(128));
-            const int64_t valid = call.row_bytes - i;
-            const __mmask16 mask = valid >= WIDTH ? 0xffff : __mmask16((1u << valid) - 1);
-            _mm512_mask_cvtepi32_storeu_epi8(out + i, mask, words);
+            put_bytes(out + i, x, call.row_bytes - i);
         }
         call.row_scales[index] = scale;
     }
 }
-#else
-void round(const Rounding&, int64_t, int64_t) {}
-#endif
 
 }  // namespace
 }  // namespace LEVEL

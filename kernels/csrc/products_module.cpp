@@ -2,6 +2,7 @@
 //
 // Addresses are checked by the caller (kernels/cpu/packed_linear.py), which holds the tensors.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -153,10 +154,12 @@ class PackedWeight : public decode_pass::Product {
     }
 
     // x [rows, in_width] of the weight's element, or, for int8, float32 or bfloat16 -> out [rows, out_width].
-    void run(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t num_rows, bool is_bfloat16, int num_threads) {
+    // `addends`: see addends_of.
+    void run(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t num_rows, bool is_bfloat16,
+             const AddendNumbers& addends, int num_threads) {
         const int64_t size = is_bfloat16 ? 2 : 4;
         Call call{reinterpret_cast<const char*>(x), x_stride * size,     nullptr, reinterpret_cast<char*>(out),
-                  out_width_ * size,                is_bfloat16};
+                  out_width_ * size,                is_bfloat16,           addends_of(addends)};
         nb::gil_scoped_release released;
         std::unique_ptr<Memory> rounded;
         std::vector<float> row_scales;
@@ -202,7 +205,7 @@ class PackedWeight : public decode_pass::Product {
     void multiply(const decode_pass::ProductCall& call, int64_t part) const override {
         const bool is_int8 = element_ == Element::int8;
         const Call own{is_int8 ? call.rounded : call.x, is_int8 ? num_steps_ * 4 : call.x_row_bytes,
-                       is_int8 ? row_scales(call) : nullptr, call.out, call.out_row_bytes, call.is_bfloat16};
+                       is_int8 ? row_scales(call) : nullptr, call.out, call.out_row_bytes, call.is_bfloat16, call.addends};
         multiply_part(own, call.num_rows, part);
     }
 
@@ -351,6 +354,7 @@ void raise_os_error(const std::exception_ptr& exception, void*) {
 void bind(nb::module_& module) {
     nb::register_exception_translator(raise_os_error);
     module.def("product_levels", product_levels);
+    module.def("weight_memories", &WeightMemory::all);
     nb::class_<PackedWeight, decode_pass::Product>(module, "PackedWeight")
         .def(nb::init<const std::string&, const std::string&, bool,
                       const std::vector<std::tuple<int, int64_t, int64_t, std::string>>&, int64_t, uintptr_t,

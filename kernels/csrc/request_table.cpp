@@ -36,7 +36,7 @@ enum Int { kOrder, kPriority, kPromptLen, kMaxTokens, kNumGenerated, kNumCached,
            kNumInts };
 enum Float { kArrival, kTtft, kTpot, kDeadline, kPredictedLen, kWaitsSince, kFirstToken, kLastToken, kLastRun, kService,
              kNumFloats };
-enum Bool { kIsRealTime, kIsHidden, kNumBools };
+enum Bool { kIsRealTime, kIsHidden, kIsConstrained, kNumBools };
 
 class Table {
   public:
@@ -72,7 +72,7 @@ void check_rows(const Ints& rows, int64_t num_rows) {
 
 // Sums over decodes: what IterationWork takes of them.
 struct Decodes {
-    int64_t num = 0, context_len = 0, longest = 0, hidden_len = 0;
+    int64_t num = 0, context_len = 0, longest = 0, hidden_len = 0, num_constrained = 0;
 
     void add(const Table& table, int64_t row) {
         const int64_t length = table.context_len(row);
@@ -80,6 +80,7 @@ struct Decodes {
         context_len += length;
         longest = std::max(longest, length);
         if (table[kIsHidden][row]) hidden_len += length;
+        if (table[kIsConstrained][row]) ++num_constrained;
     }
 };
 
@@ -89,7 +90,8 @@ nb::tuple decode_sums(nb::handle ints, nb::handle floats, nb::handle bools, int6
     check_rows(chosen, num_rows);
     Decodes decodes;
     for (int64_t i = 0; i < chosen.size(); ++i) decodes.add(table, chosen.data()[i]);
-    return nb::make_tuple(decodes.context_len, decodes.longest, decodes.hidden_len);
+    return nb::make_tuple(decodes.context_len, decodes.longest, decodes.hidden_len,
+                          decodes.num_constrained);
 }
 
 // The real-time decodes on the device, and the least first-token objective of all real-time requests.
@@ -102,7 +104,8 @@ nb::tuple real_time_decodes(nb::handle ints, nb::handle floats, nb::handle bools
         least_ttft_s = std::min(least_ttft_s, table[kTtft][row]);
         if (table.is_ready(row)) decodes.add(table, row);
     }
-    return nb::make_tuple(decodes.num, decodes.context_len, decodes.longest, decodes.hidden_len, least_ttft_s);
+    return nb::make_tuple(decodes.num, decodes.context_len, decodes.longest, decodes.hidden_len,
+                          decodes.num_constrained, least_ttft_s);
 }
 
 // --- blocks
@@ -143,7 +146,8 @@ nb::tuple fitting_decodes(nb::handle ints, nb::handle floats, nb::handle bools, 
         num_taken = grown;
         decodes.add(table, row);
     }
-    return nb::make_tuple(decodes.num, num_taken, decodes.context_len, decodes.longest, decodes.hidden_len);
+    return nb::make_tuple(decodes.num, num_taken, decodes.context_len, decodes.longest, decodes.hidden_len,
+                          decodes.num_constrained);
 }
 
 // Of rows that compute so many tokens, those that take blocks or come back from the host; None if one computes more
@@ -383,7 +387,7 @@ void bind(nb::module_& module) {
                        "num_blocks", "num_preemptions"),
         nb::make_tuple("arrival_s", "ttft_s", "tpot_s", "deadline_s", "predicted_len", "waits_since_s",
                        "first_token_s", "last_token_s", "last_run_s", "service_s"),
-        nb::make_tuple("is_real_time", "is_hidden"));
+        nb::make_tuple("is_real_time", "is_hidden", "is_constrained"));
     module.def("decode_sums", decode_sums);
     module.def("real_time_decodes", real_time_decodes);
     module.def("fitting_decodes", fitting_decodes);

@@ -42,6 +42,17 @@ inline void put(char* to, Floats x, int64_t valid, bool is_bfloat16) {
 #endif
 }
 
+// The sums of one row by one panel, with its addends.
+template <typename AnyWeights>
+inline void add_addends(const AnyWeights& weights, const Addends& addends, int64_t row, int64_t panel, Floats* sums) {
+    if (!addends.of_row || addends.of_row[row] < 0) return;
+    const float* own = addends.values + addends.of_row[row] * addends.stride;
+    for (int j = 0; j < kVectors; ++j) {
+        const int64_t column = weights.is_gated ? panel * WIDTH : (panel * kVectors + j) * WIDTH;
+        if (column < weights.out_width) sums[j] += load(own + column + (weights.is_gated ? j * addends.up_column : 0));
+    }
+}
+
 // One row by one panel, whatever is to be done with it: `weights` has out_width, activation, is_gated.
 template <typename AnyWeights>
 inline void finish(const AnyWeights& weights, bool is_out_bfloat16, char* out, int64_t panel, const Floats* sums) {

@@ -1,11 +1,11 @@
-// Masks of tokens over rows of logits, 32 tokens at a time: of most, all are allowed or none is. The others are masked by
-// bytes, without a branch.
+// Masks of tokens over rows of logits.
 //
 // Addresses are checked by the caller (kernels/cpu/token_masks.py), which holds the tensors.
 #include <nanobind/nanobind.h>
 
-#include <algorithm>
 #include <cstdint>
+
+#include "token_masks.h"
 
 namespace nb = nanobind;
 
@@ -13,34 +13,11 @@ namespace token_masks {
 
 namespace {
 
-// For each byte of a mask, ones in the elements of its eight tokens that are allowed.
-template <typename T>
-struct Kept {
-    T of[256][8];
-    Kept() {
-        for (int byte = 0; byte < 256; ++byte)
-            for (int i = 0; i < 8; ++i) of[byte][i] = (byte >> i) & 1 ? T(-1) : T(0);
-    }
-};
-
 // `lowest`: minus infinity in the elements' own format.
 template <typename T>
 void mask_row(T* logits, const uint32_t* bits, int64_t vocab_size, T lowest) {
-    static const Kept<T> kept;
     const int64_t num_whole = vocab_size / 32;
-    for (int64_t at = 0; at < num_whole; ++at) {
-        const uint32_t word = bits[at];
-        T* own = logits + at * 32;
-        if (word == UINT32_MAX) continue;
-        if (word == 0) {
-            std::fill_n(own, 32, lowest);
-            continue;
-        }
-        for (int byte = 0; byte < 4; ++byte) {
-            const T* keep = kept.of[word >> (8 * byte) & 255];
-            for (int i = 0; i < 8; ++i) own[byte * 8 + i] = T((own[byte * 8 + i] & keep[i]) | (lowest & ~keep[i]));
-        }
-    }
+    for (int64_t at = 0; at < num_whole; ++at) mask_word(logits + at * 32, bits[at], lowest);
     for (int64_t i = num_whole * 32; i < vocab_size; ++i)
         if (!(bits[num_whole] >> (i % 32) & 1)) logits[i] = lowest;
 }

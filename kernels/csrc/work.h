@@ -7,11 +7,14 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "products.h"
@@ -25,6 +28,14 @@ inline Activation activation_named(const std::string& name) {
     if (name == "gelu") return Activation::gelu;
     if (name == "gelu_tanh") return Activation::gelu_tanh;
     throw std::invalid_argument("no activation " + name);
+}
+
+// Address of the values, their stride, the column of the first up, address of each row's own; zeros: no row has any.
+typedef std::tuple<uintptr_t, int64_t, int64_t, uintptr_t> AddendNumbers;
+
+inline Addends addends_of(const AddendNumbers& numbers) {
+    const auto [values, stride, up_column, of_row] = numbers;
+    return {reinterpret_cast<const float*>(values), stride, up_column, reinterpret_cast<const int64_t*>(of_row)};
 }
 
 constexpr size_t kHugePage = 2 << 20;
@@ -56,10 +67,9 @@ class Memory {
 class WeightMemory {
    public:
     explicit WeightMemory(size_t bytes) : bytes_(bytes) {
-        static std::mutex mutex;
         static std::weak_ptr<Run> latest;  // it lives as long as a weight in it
         const size_t taken = (bytes + kPage - 1) / kPage * kPage;
-        const std::lock_guard<std::mutex> lock(mutex);
+        const std::lock_guard<std::mutex> lock(mutex());
         run_ = latest.lock();
         if (!run_ || run_->memory.bytes() - run_->num_taken < taken) {
             run_ = std::make_shared<Run>(std::max(taken, kRunBytes));
@@ -67,8 +77,13 @@ class WeightMemory {
         }
         at_ = run_->memory.data() + run_->num_taken;
         run_->num_taken += taken;
+        living()[at_] = taken;
     }
     ~WeightMemory() {
+        {
+            const std::lock_guard<std::mutex> lock(mutex());
+            living().erase(at_);
+        }
 #ifdef MADV_DONTNEED
         madvise(at_, bytes_ / kPage * kPage, MADV_DONTNEED);  // others in the run may live on
 #endif
@@ -79,9 +94,26 @@ class WeightMemory {
     char* data() const { return at_; }
     size_t bytes() const { return bytes_; }
 
+    // Address and bytes, both whole pages, of the memory of every weight that there is.
+    static std::vector<std::pair<uintptr_t, size_t>> all() {
+        const std::lock_guard<std::mutex> lock(mutex());
+        std::vector<std::pair<uintptr_t, size_t>> found;
+        for (const auto& [at, bytes] : living()) found.emplace_back(reinterpret_cast<uintptr_t>(at), bytes);
+        return found;
+    }
+
    private:
     static constexpr size_t kPage = 4096;
     static constexpr size_t kRunBytes = size_t(64) << 20;
+
+    static std::mutex& mutex() {
+        static std::mutex own;
+        return own;
+    }
+    static std::map<char*, size_t>& living() {
+        static std::map<char*, size_t> own;
+        return own;
+    }
 
     struct Run {
         explicit Run(size_t bytes) : memory(bytes) {}

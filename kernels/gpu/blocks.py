@@ -1,14 +1,19 @@
 """Addresses of a layer's keys and values within blocks."""
 
+import math
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.float8 import float8_values
+
 
 class BlockView(NamedTuple):
-    """Keys and values of one layer within blocks [num_blocks, num_layers, 2, block_size, kv_heads, head_dim]."""
+    """Keys and values of one layer within blocks [num_blocks, num_layers, 2, block_size, kv_heads, head_dim], or, of
+    FP8 (`kernels.float8_rows`), uint8 [.., block_size, slot_width]."""
 
     blocks: Tensor
     layer: int
@@ -16,9 +21,18 @@ class BlockView(NamedTuple):
     @property
     def offsets(self) -> tuple[int, int, int]:
         """Return, in elements: block stride, start of the layer's keys and start of its values within a block."""
-        _, num_layers, _, block_size, kv_heads, head_dim = self.blocks.shape
-        run = block_size * kv_heads * head_dim
+        num_layers, run = self.blocks.shape[1], self.blocks.shape[3] * self.slot_width
         return 2 * num_layers * run, 2 * self.layer * run, (2 * self.layer + 1) * run
+
+    @property
+    def slot_width(self) -> int:
+        """Return the elements of a token's keys, or values."""
+        return math.prod(self.blocks.shape[4:])
+
+    @property
+    def has_scales(self) -> bool:
+        """Return whether elements are FP8, with a scale for each head of a slot."""
+        return self.blocks.dtype == torch.uint8
 
 
 class BlockTables(NamedTuple):
@@ -37,7 +51,7 @@ def cached_elements(
     backwards,
     head,
     block_stride,
-    KV_HEADS: tl.constexpr,
+    SLOT_WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -48,4 +62,21 @@ def cached_elements(
     block = tl.load(table + tokens // BLOCK_SIZE, mask=is_read, other=0)
     slot = tokens % BLOCK_SIZE
     slot = tl.where(backwards > 0, BLOCK_SIZE - 1 - slot, slot)
-    return block.to(tl.int64) * block_stride + (slot * KV_HEADS + head) * HEAD_DIM
+    return block.to(tl.int64) * block_stride + slot * SLOT_WIDTH + head * HEAD_DIM
+
+
+@triton.jit
+def widened(elements, query, HAS_SCALES: tl.constexpr):
+    """Return elements of blocks as numbers of the query's dtype, without their scales."""
+    if HAS_SCALES:
+        return float8_values(elements, query)
+    return elements.to(query.dtype)
+
+
+@triton.jit
+def cached_scales(blocks, elements, is_read, head, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return each token's scale of a head. `blocks`: the keys, or the values, of a layer; `elements`: of
+    cached_elements."""
+    where = elements + (KV_HEADS - head) * HEAD_DIM + head * 4
+    scales = (blocks + where).to(tl.pointer_type(tl.float32), bitcast=True)
+    return tl.load(scales, mask=is_read, other=0.0)

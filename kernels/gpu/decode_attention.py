@@ -14,30 +14,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.blocks import BlockTables, BlockView, cached_elements
-from kernels.gpu.launching import padded, upcast
+from kernels.gpu.blocks import BlockTables, BlockView, cached_elements, cached_scales, widened
+from kernels.gpu.launching import LARGE_SHARED_BYTES, CompiledKernel, padded, program_shared_bytes, upcast
 
 TILE = 64  # tokens
+_WARPS = 4
 # Parts of a context merged at a time: one long context in a small batch has a part in every program.
 _PARTS = 16
 
 
-class Occupancy(NamedTuple):
-    """The programs that run on a multiprocessor at once."""
-
-    head_bytes: int  # of heads up to this size
-    num_stages: int  # 5: the next tile is loaded while one is computed; 3: after it
-    num_programs: int  # at once, limited by registers and shared memory
+# Stages by bytes of a head, up to these: 5: the next tile is loaded while one is computed; 3: after it.
+_STAGES = ((256, 5), (1024, 3))
 
 
-# Of compute capability 9.0 (see tests.gpu_kernels).
-_OCCUPANCIES = (Occupancy(128, 5, 4), Occupancy(256, 5, 3), Occupancy(512, 3, 2), Occupancy(1024, 3, 1))
+class DecodeTiling(NamedTuple):
+    """How a program walks over a run of tokens."""
+
+    keys: int  # of a tile; those of the partition
+    num_warps: int
+    num_stages: int
 
 
-def occupancy(head_dim: int, dtype: torch.dtype) -> Occupancy:
-    """Return the occupancy of programs for heads of this size."""
+def decode_tiling(head_dim: int, dtype: torch.dtype, shared_bytes: int) -> DecodeTiling:
+    """Return the tiling for heads of this size where a program may have `shared_bytes` of shared memory."""
     head_bytes = padded(head_dim) * dtype.itemsize
-    return next(entry for entry in _OCCUPANCIES if head_bytes <= entry.head_bytes or entry is _OCCUPANCIES[-1])
+    num_stages = next((number for limit, number in _STAGES if head_bytes <= limit), _STAGES[-1][1])
+    if shared_bytes < LARGE_SHARED_BYTES:  # more would leave room for one program only
+        num_stages = _STAGES[-1][1]
+    return DecodeTiling(TILE, _WARPS, num_stages)
 
 
 class DecodeBatch(NamedTuple):
@@ -61,14 +65,21 @@ def decode_batch(
 
 
 def paged_decode(
-    queries: Tensor, out: Tensor, view: BlockView, batch: DecodeBatch, *, window: int | None = None
-) -> None:
+    queries: Tensor,
+    out: Tensor,
+    view: BlockView,
+    batch: DecodeBatch,
+    *,
+    window: int | None = None,
+    tiling: DecodeTiling | None = None,
+) -> CompiledKernel | None:
     """Compute attention of one query token per context over its keys and values, its own included, in the blocks.
 
-    queries, out   [rows, kv_heads, group, head_dim], dtype of the blocks, rows possibly strided
+    queries, out   [rows, kv_heads, group, head_dim], dtype of the blocks unless these are FP8, rows possibly strided
     window         how many of the last tokens are read; None: all
+    tiling         None: the one for this GPU; its tiles are those of the batch's partition
 
-    Slots outside a context are not read.
+    Slots outside a context are not read. Returns the kernel that computed the parts; None in Triton's interpreter.
     """
     num_rows, kv_heads, group, head_dim = queries.shape
     block_size = view.blocks.shape[3]
@@ -76,9 +87,12 @@ def paged_decode(
     padded_group, padded_dim = padded(group), padded(head_dim)
     part_rows, part_firsts, part_lasts, program_parts, row_parts = batch.partition
     num_programs = program_parts.shape[0] - 1
+    keys, num_warps, num_stages = tiling or decode_tiling(
+        head_dim, view.blocks.dtype, program_shared_bytes(view.blocks.device)
+    )
     # The programs of one run of tiles lie side by side, so that the heads of a token are read at about the same time:
     # they are neighbours in memory.
-    _decode_parts[(kv_heads, num_programs)](
+    compiled: CompiledKernel | None = _decode_parts[(kv_heads, num_programs)](
         queries,
         view.blocks,
         *batch.tables,
@@ -102,9 +116,12 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         PADDED_GROUP=padded_group,
         PADDED_DIM=padded_dim,
-        TOKENS=TILE,
-        UPCAST=upcast(view.blocks.dtype),
-        num_stages=occupancy(head_dim, view.blocks.dtype).num_stages,
+        TOKENS=keys,
+        UPCAST=upcast(queries.dtype),
+        SLOT_WIDTH=view.slot_width,
+        HAS_SCALES=view.has_scales,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     _merge_parts[(num_rows, kv_heads * group)](
         out,
@@ -117,6 +134,7 @@ def paged_decode(
         PADDED_DIM=padded_dim,
         PARTS=_PARTS,
     )
+    return compiled
 
 
 @triton.jit
@@ -147,6 +165,8 @@ def _decode_parts(
     PADDED_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
     UPCAST: tl.constexpr,
+    SLOT_WIDTH: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     head, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     members, dims, places = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, TOKENS)
@@ -173,25 +193,25 @@ def _decode_parts(
                 backwards,
                 head,
                 block_stride,
-                KV_HEADS,
+                SLOT_WIDTH,
                 HEAD_DIM,
                 BLOCK_SIZE,
             )
             where = elements[:, None] + dims[None, :]
             is_element = is_read[:, None] & (dims < HEAD_DIM)[None, :]
-            keys = tl.load(blocks + keys_at + where, mask=is_element, other=0.0)
-            if UPCAST:
-                keys = keys.to(tl.float32)
+            keys = widened(tl.load(blocks + keys_at + where, mask=is_element, other=0), query, HAS_SCALES)
             scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+            if HAS_SCALES:
+                scores *= cached_scales(blocks + keys_at, elements, is_read, head, KV_HEADS, HEAD_DIM)[None, :]
             scores = tl.where(is_read[None, :], scores, -float("inf"))
             higher = tl.maximum(most, tl.max(scores, axis=1))
             # The first tile that is read holds a token at least, so the maximum is a number from then on.
             correction = tl.where(most == -float("inf"), 0.0, tl.exp2(most - higher))
             shares = tl.where(is_read[None, :], tl.exp2(scores - higher[:, None]), 0.0)
             total = total * correction + tl.sum(shares, axis=1)
-            values = tl.load(blocks + values_at + where, mask=is_element, other=0.0)
-            if UPCAST:
-                values = values.to(tl.float32)
+            values = widened(tl.load(blocks + values_at + where, mask=is_element, other=0), query, HAS_SCALES)
+            if HAS_SCALES:
+                shares *= cached_scales(blocks + values_at, elements, is_read, head, KV_HEADS, HEAD_DIM)[None, :]
             result = result * correction[:, None] + tl.dot(shares.to(values.dtype), values, input_precision="ieee")
             most = higher
         heads = (part * KV_HEADS + head) * GROUP + members

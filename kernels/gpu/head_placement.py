@@ -5,9 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.float8_rows import LARGEST, SMALLEST
 from kernels.rotary import HeadNorms
 
 _HEADS = 8  # of one program
+_LARGEST, _SMALLEST, _FINITE = tl.constexpr(LARGEST), tl.constexpr(SMALLEST), tl.constexpr(3.4e38)
 
 
 class HeadRowsKernel:
@@ -34,7 +36,7 @@ class HeadRowsKernel:
         norm       None: heads stay as they are before the rotation
         rotation   cos, sin [tokens, 1, rotary_dim / 2] float32, contiguous; None: nothing is rotated
         slots      [tokens] int64, all different: rows of keys and values to be overwritten; not checked
-        keys       [slots, kv_heads * head_dim] contiguous; values alike
+        keys       [slots, kv_heads * head_dim] contiguous, or rows of FP8 (`kernels.float8_rows`); values alike
         """
         count, head_dim = fused.shape[0], self._head_dim
         all_heads = self._num_heads + 2 * self._kv_heads
@@ -67,6 +69,7 @@ class HeadRowsKernel:
             HAS_NORM=norm is not None,
             PART=triton.next_power_of_2(max(first, head_dim - first)),
             HEADS=_HEADS,
+            IS_FLOAT8=keys.dtype == torch.uint8,
         )
 
 
@@ -90,6 +93,34 @@ def _weights(query_weight, key_weight, is_key, dims, limit):
 
 
 @triton.jit
+def _head_scales(lower, upper):
+    """Return the scale of each head of two halves, and by what its elements are multiplied before they are rounded."""
+    largest = tl.maximum(tl.max(tl.abs(lower), axis=1), tl.max(tl.abs(upper), axis=1))
+    # Neither infinities nor NaN, which a maximum alone may skip.
+    is_finite = (tl.min((tl.abs(lower) <= _FINITE).to(tl.int32), axis=1) == 1) & (
+        tl.min((tl.abs(upper) <= _FINITE).to(tl.int32), axis=1) == 1
+    )
+    is_zero = largest <= _SMALLEST
+    factors = tl.where(is_zero | ~is_finite, 0.0, _LARGEST / tl.where(is_zero, 1.0, largest))
+    return tl.where(is_finite, tl.where(is_zero, 0.0, largest / _LARGEST), float("nan")), factors
+
+
+@triton.jit
+def _float8(x, factors):
+    """Return the bytes of x [heads, part] times its head's factor as e4m3, to nearest, ties to even."""
+    x = x * factors[:, None]
+    x = tl.where(x == x, x, 0.0)
+    x = tl.where(tl.abs(x) <= _LARGEST, x, tl.where(x > 0.0, _LARGEST, -_LARGEST))
+    magnitude = tl.abs(x)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2 ** -6 in steps of 2 ** -9; rounded by adding and subtracting 1.5 * 2 ** 23.
+    subnormal = ((magnitude * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    code = tl.where(magnitude < 0.015625, subnormal, normal)
+    return (code | tl.where(x < 0.0, 128, 0)).to(tl.uint8)
+
+
+@triton.jit
 def _place(
     fused,
     query_weight,
@@ -109,6 +140,7 @@ def _place(
     HAS_NORM: tl.constexpr,
     PART: tl.constexpr,
     HEADS: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     heads, columns = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, PART)
@@ -142,7 +174,18 @@ def _place(
     if HAS_NORM or HALF > 0:
         tl.store(own, placed_lower, mask=is_lower & ~is_value[:, None])
         tl.store(own + FIRST, placed_upper, mask=is_upper & ~is_value[:, None])
-    slot = tl.load(slots + token) * KV_HEADS * HEAD_DIM
+    slot_width: tl.constexpr = KV_HEADS * (HEAD_DIM + 4) if IS_FLOAT8 else KV_HEADS * HEAD_DIM
+    slot = tl.load(slots + token) * slot_width
+    if IS_FLOAT8:
+        placed_lower, placed_upper = placed_lower.to(tl.float32), placed_upper.to(tl.float32)
+        scales, factors = _head_scales(placed_lower, placed_upper)
+        placed_lower, placed_upper = _float8(placed_lower, factors), _float8(placed_upper, factors)
+        # Behind all heads; of each its number among the keys, or the values.
+        scale_at = slot + KV_HEADS * HEAD_DIM + (heads - NUM_HEADS) * 4
+        tl.store((keys + scale_at).to(tl.pointer_type(tl.float32), bitcast=True), scales, mask=is_key)
+        scale_at -= KV_HEADS * 4
+        is_own = is_head & is_value
+        tl.store((values + scale_at).to(tl.pointer_type(tl.float32), bitcast=True), scales, mask=is_own)
     key_at = slot + (heads - NUM_HEADS)[:, None] * HEAD_DIM + columns[None, :]
     tl.store(keys + key_at, placed_lower, mask=is_lower & is_key[:, None])
     tl.store(keys + key_at + FIRST, placed_upper, mask=is_upper & is_key[:, None])

@@ -1,4 +1,7 @@
-"""Launch parameters that the kernels share."""
+"""Launch parameters that the kernels share, and the programs of a compiled kernel that a GPU runs at once."""
+
+import functools
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -6,6 +9,58 @@ import triton
 _LEAST_SIDE = 16  # of a matrix product
 _ELEMENTS_OF_WARP = 512  # of a row, 16 for each of its threads
 _MOST_WARPS = 16
+
+# Of a program. Compute capabilities 9.0 and 10.0 have more, 8.0 has 163 KiB, 8.6, 8.9 and 12.0 have 99 KiB; the first
+# two also multiply out of shared memory, so that larger tiles do not run out of registers.
+LARGE_SHARED_BYTES = 200 * 1024
+
+_REGISTERS_AT_ONCE = 8  # a thread's are given out in such steps
+_SHARED_BYTES_OF_INTERPRETER = 227 * 1024
+_OWN_SHARED_BYTES = 1024  # that the driver takes of a multiprocessor for each program
+
+
+class CompiledKernel(Protocol):
+    """What is read of Triton's kernels after their first launch."""
+
+    metadata: Any  # num_warps, and bytes of shared memory: shared
+    n_regs: int  # of a thread
+
+
+class Multiprocessor(NamedTuple):
+    """What the programs that run at once on a multiprocessor share."""
+
+    registers: int
+    shared_bytes: int
+    threads: int
+    threads_of_warp: int
+
+
+def multiprocessor_of(device: torch.device) -> Multiprocessor:
+    """Return the limits of this GPU."""
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return Multiprocessor(
+        gpu.regs_per_multiprocessor,
+        gpu.shared_memory_per_multiprocessor,
+        gpu.max_threads_per_multi_processor,
+        gpu.warp_size,
+    )
+
+
+@functools.cache
+def program_shared_bytes(device: torch.device) -> int:
+    """Return how much shared memory one program may have on this GPU; in Triton's interpreter that of an H100."""
+    if device.type != "cuda":
+        return _SHARED_BYTES_OF_INTERPRETER
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return int(gpu.shared_memory_per_block_optin)
+
+
+def programs_at_once(kernel: CompiledKernel, limits: Multiprocessor) -> int:
+    """Return how many programs of the kernel run on a multiprocessor at once, at least 1."""
+    threads = kernel.metadata.num_warps * limits.threads_of_warp
+    registers = threads * -(-max(kernel.n_regs, 1) // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
+    shared = kernel.metadata.shared + _OWN_SHARED_BYTES
+    return max(1, min(limits.registers // registers, limits.shared_bytes // shared, limits.threads // threads))
 
 
 def padded(size: int) -> int:

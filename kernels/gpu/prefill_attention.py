@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.blocks import BlockTables, BlockView, cached_elements
-from kernels.gpu.launching import padded, upcast
+from kernels.gpu.blocks import BlockTables, BlockView, cached_elements, cached_scales, widened
+from kernels.gpu.launching import LARGE_SHARED_BYTES, padded, program_shared_bytes, upcast
 from kernels.gpu.work_partition import Int32Array, Int64Array
 
 
@@ -29,11 +29,14 @@ class Tiling(NamedTuple):
     num_stages: int  # 5: two tiles of keys are loaded while one is multiplied; 3: one
 
 
-def tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Return the largest tiling that does not spill; float32 needs registers alone, without matrix units."""
+def tiling(head_dim: int, dtype: torch.dtype, shared_bytes: int) -> Tiling:
+    """Return the largest tiling that does not spill and fits `shared_bytes`, what a program may have; float32 needs
+    registers alone, without matrix units."""
     if dtype == torch.float32:
         return Tiling(32, 16, 8, 3)
-    return Tiling(64, 32, 4, 3) if padded(head_dim) > 128 else Tiling(128, 64, 8, 5)
+    if padded(head_dim) > 128:
+        return Tiling(64, 32, 4, 3)
+    return Tiling(128, 64, 8, 5) if shared_bytes >= LARGE_SHARED_BYTES else Tiling(128, 32, 8, 3)
 
 
 class ChunkTiles(NamedTuple):
@@ -71,7 +74,7 @@ def paged_prefill(
 ) -> None:
     """Compute attention of every query token over the keys and values up to its own, in the blocks.
 
-    queries, out   [tokens, kv_heads, group, head_dim], dtype of the blocks, rows possibly strided
+    queries, out   [tokens, kv_heads, group, head_dim], dtype of the blocks unless these are FP8, rows possibly strided
     window         how many of the last tokens up to its own a token reads; None: all
 
     Slots behind a token's position are not read.
@@ -79,7 +82,9 @@ def paged_prefill(
     _, kv_heads, group, head_dim = queries.shape
     stride, keys_at, values_at = view.offsets
     padded_group = triton.next_power_of_2(group)
-    query_rows, keys, num_warps, num_stages = tiling(head_dim, view.blocks.dtype)
+    query_rows, keys, num_warps, num_stages = tiling(
+        head_dim, view.blocks.dtype, program_shared_bytes(view.blocks.device)
+    )
     _prefill[(batch.tiles[0].shape[0] * kv_heads,)](
         queries,
         out,
@@ -102,7 +107,9 @@ def paged_prefill(
         ROWS=max(1, query_rows // padded_group) * padded_group,
         PADDED_DIM=padded(head_dim),
         TOKENS=keys,
-        UPCAST=upcast(view.blocks.dtype),
+        UPCAST=upcast(queries.dtype),
+        SLOT_WIDTH=view.slot_width,
+        HAS_SCALES=view.has_scales,
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -130,7 +137,8 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    SLOT_WIDTH: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """Return the state (highest score, sum of weights and weighted values of each row) after one more tile of keys,
     from token `first` on. IS_WHOLE: all rows read all of it. `bounds`: first and last token to read."""
@@ -138,12 +146,12 @@ def _attend(
     others, dims = first + tl.arange(0, TOKENS), tl.arange(0, PADDED_DIM)
     is_read = others >= 0 if IS_WHOLE else (others >= bounds[0]) & (others < bounds[1])
     is_cached = is_read[:, None] & (dims < HEAD_DIM)[None, :]
-    elements = cached_elements(table, others, is_read, backwards, head, block_stride, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    elements = cached_elements(table, others, is_read, backwards, head, block_stride, SLOT_WIDTH, HEAD_DIM, BLOCK_SIZE)
     where = elements[:, None] + dims[None, :]
-    keys = tl.load(blocks + keys_at + where, mask=is_cached, other=0.0)
-    if UPCAST:
-        keys = keys.to(tl.float32)
+    keys = widened(tl.load(blocks + keys_at + where, mask=is_cached, other=0), query, HAS_SCALES)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if HAS_SCALES:
+        scores *= cached_scales(blocks + keys_at, elements, is_read, head, KV_HEADS, HEAD_DIM)[None, :]
     if not IS_WHOLE:
         is_seen = is_read[None, :] & (others[None, :] <= own[:, None])
         is_seen = is_seen & ((window == 0) | (others[None, :] > own[:, None] - window))
@@ -153,10 +161,10 @@ def _attend(
     reference = tl.where(higher == -float("inf"), 0.0, higher)
     correction = tl.exp2(most - reference)
     shares = tl.exp2(scores * scale - reference[:, None])
-    values = tl.load(blocks + values_at + where, mask=is_cached, other=0.0)
-    if UPCAST:
-        values = values.to(tl.float32)
+    values = widened(tl.load(blocks + values_at + where, mask=is_cached, other=0), query, HAS_SCALES)
     total = total * correction + tl.sum(shares, axis=1)
+    if HAS_SCALES:
+        shares *= cached_scales(blocks + values_at, elements, is_read, head, KV_HEADS, HEAD_DIM)[None, :]
     result = tl.dot(shares.to(values.dtype), values, result * correction[:, None], input_precision="ieee")
     return higher, total, result
 
@@ -189,6 +197,8 @@ def _prefill(
     PADDED_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
     UPCAST: tl.constexpr,
+    SLOT_WIDTH: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     tile, head = tl.program_id(0) // KV_HEADS, (tl.program_id(0) % KV_HEADS).to(tl.int64)
     sequence = tl.load(tile_sequences + tile).to(tl.int64)
@@ -238,7 +248,8 @@ def _prefill(
                 BLOCK_SIZE,
                 PADDED_DIM,
                 TOKENS,
-                UPCAST,
+                SLOT_WIDTH,
+                HAS_SCALES,
             )
     most, total, result = state
     total = tl.where(total == 0.0, 1.0, total)

@@ -93,6 +93,7 @@ struct BlockCall {
     char* out;
     int64_t out_row_bytes;
     bool is_out_bfloat16;
+    Addends addends{};
 };
 
 struct BlockPart {

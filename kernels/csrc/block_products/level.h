@@ -257,8 +257,10 @@ inline void begin(const BlockWeights& weights, int64_t panel, int64_t num_rows, 
 
 inline void finish_rows(const BlockWeights& weights, const BlockCall& call, const BlockPart& part,
                         Floats (*sums)[kVectors]) {
-    for (int64_t row = part.first; row < part.last; ++row)
+    for (int64_t row = part.first; row < part.last; ++row) {
+        add_addends(weights, call.addends, row, part.panel, sums[row - part.first]);
         finish(weights, call.is_out_bfloat16, call.out + row * call.out_row_bytes, part.panel, sums[row - part.first]);
+    }
 }
 
 template <Format kFormat, int kRows>

@@ -3,6 +3,7 @@
 // Addresses are checked by the caller (kernels/cpu/block_quantized_linear.py), which holds the tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <omp.h>
 
@@ -102,14 +103,17 @@ class BlockWeight : public decode_pass::Product {
     }
 
     // x [num_rows, in_width], out [num_rows, out_width], both float32 or both bfloat16; strides in elements.
+    // `addends`: see addends_of.
     void run(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t out_stride, int64_t num_rows, bool is_bfloat16,
-             int num_threads) {
+             const AddendNumbers& addends, int num_threads) {
         const int64_t size = is_bfloat16 ? 2 : 4;
         nb::gil_scoped_release released;
         InputBlock* inputs = scratch(size_t(num_rows * weights_.num_blocks));
         const BlockRounding rounding{reinterpret_cast<const char*>(x), x_stride * size, num_rows, weights_.num_blocks,
                                      is_bfloat16, format_, inputs};
-        multiply(rounding, {inputs, num_rows, reinterpret_cast<char*>(out), out_stride * size, is_bfloat16}, num_threads);
+        const BlockCall call{inputs,          num_rows,    reinterpret_cast<char*>(out),
+                             out_stride * size, is_bfloat16, addends_of(addends)};
+        multiply(rounding, call, num_threads);
     }
 
     size_t num_bytes() const { return panels_.bytes(); }
@@ -138,7 +142,7 @@ class BlockWeight : public decode_pass::Product {
 
     void multiply(const decode_pass::ProductCall& call, int64_t part) const override {
         multiply_part({reinterpret_cast<const InputBlock*>(call.rounded), call.num_rows, call.out, call.out_row_bytes,
-                       call.is_bfloat16},
+                       call.is_bfloat16, call.addends},
                       part);
     }
 
@@ -232,6 +236,7 @@ class BlockWeight : public decode_pass::Product {
         rows.inputs += group.first * weights_.num_blocks;
         rows.num_rows = group.last - group.first;
         rows.out += group.first * call.out_row_bytes;
+        if (rows.addends.of_row) rows.addends.of_row += group.first;
         level_.multiply(weights_, rows, {0, rows.num_rows, part % num_panels_});
     }
 

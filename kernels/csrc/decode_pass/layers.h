@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "../rank_exchange/exchange.h"
 #include "highest.h"
 #include "parts.h"
 
@@ -66,6 +67,7 @@ struct Model {
     std::vector<Layer> layers;
     const RowNorm* head_norm = nullptr;  // null: logits are computed elsewhere
     JoinedProduct head;
+    rank_exchange::Exchange* exchange = nullptr;  // with the ranks that have the rest of every layer; null: there are none
 };
 
 struct Angles {
@@ -84,6 +86,15 @@ struct CacheSlots {
 // Rows between the stages of a layer, and the rounded inputs of a product.
 struct Buffers {
     char *normed, *fused, *attended, *added, *inner, *rounded;
+    float *shrunk, *addends;  // of adapters
+};
+
+// What adapters add to the products of a step, by their sites: product `i` of layer `l` is at l * kProducts + i.
+struct StepAdapters {
+    std::vector<LowRank*> groups;         // those that add to some site, all of the same rows or of fewer
+    std::vector<const int64_t*> of_rows;  // of each: see products::Addends
+    std::vector<int> at_site;             // which of `groups`; -1: nothing is added
+    std::vector<int64_t> widths;          // of a row of addends, of each product of a layer
 };
 
 struct Step {
@@ -95,6 +106,7 @@ struct Step {
     CacheSlots cache;
     std::vector<Angles> angles;
     Attention* attention;
+    const StepAdapters* adapters;  // or null
     Buffers buffers;
 };
 

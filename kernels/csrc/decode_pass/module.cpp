@@ -7,6 +7,8 @@
 //   normed = norm(residual += pending)          pending: what the layer before adds to the residual; the first has none
 //   attended = attention(place(qkv(normed)))    place: each head normalised, in some models, then rotated and cached
 //   pending = down(gate_up(norm(residual += output(attended))))
+// and before each of the four products, for rows with an adapter, what that adds to the product's results;
+// where, if ranks share the layers, output(..) and down(..) are added up over these,
 // where some models normalise output(..) and pending as well; and, where they are asked for, logits = head(norm(residual += pending)) of the last.
 //
 // The step is a line of stages of some parts each (panels of a product, pieces of attention, rows of the rest). Threads
@@ -16,12 +18,14 @@
 // Addresses are checked by the caller (kernels/cpu/decode_pass.py), which holds the tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <omp.h>
 
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -38,12 +42,21 @@ namespace {
 
 using products::Memory;
 
-constexpr size_t kMostLayers = 4096;  // their stages are numbered in 16 bits
+constexpr size_t kMostLayers = 3072;  // their stages are numbered in 16 bits
+
+typedef std::tuple<std::vector<LowRank*>, std::vector<uintptr_t>, std::vector<int>, std::vector<int64_t>> AdapterNumbers;
+
+StepAdapters adapters_of(const AdapterNumbers& numbers) {
+    const auto& [groups, of_rows, at_site, widths] = numbers;
+    StepAdapters adapters{groups, {}, at_site, widths};
+    for (const uintptr_t of_row : of_rows) adapters.of_rows.push_back(reinterpret_cast<const int64_t*>(of_row));
+    return adapters;
+}
 
 class DecodePass {
    public:
     DecodePass(const Placement& placement, int64_t hidden_size)
-        : model_{placement, hidden_size, placement.is_bfloat16() ? 2 : 4, {}, nullptr, {}} {}
+        : model_{placement, hidden_size, placement.is_bfloat16() ? 2 : 4, {}, nullptr, {}, nullptr} {}
 
     // `norms`: before attention and before the second half; then of what these add, or null. `head_norms`: of each query
     // and of each key head, or none.
@@ -81,15 +94,21 @@ class DecodePass {
         model_.head = joined(head, model_.hidden_size, -1);
     }
 
+    // The ranks that have the rest of every layer: results of the second and fourth product are added up.
+    void set_exchange(rank_exchange::Exchange& exchange) { model_.exchange = &exchange; }
+
     // residual [num_rows, hidden_size] changes in place; pending, of the same shape, is written: what the residual still
     // lacks of the last layer, unless logits [num_rows, columns of the head] are asked for (0: not), or the highest of
-    // each row alone: its column [num_rows] int64, its value [num_rows] float32. `angles`: cos, sin, half of each rope.
+    // each row alone: its column [num_rows] int64, its value [num_rows] float32. `allowed`: see TokenBits; its words
+    // reach to the last column of the head. `angles`: cos, sin, half of each rope.
+    // `adapters`: groups, addresses of their of_row [num_rows], which are at which site, widths; see StepAdapters.
     // Returns the seconds of attention and products.
     std::pair<double, double> run(uintptr_t residual, uintptr_t pending, uintptr_t logits,
-                                  std::pair<uintptr_t, uintptr_t> highest, int64_t num_rows, Attention& attention,
-                                  const std::vector<std::vector<uintptr_t>>& angles,
+                                  std::pair<uintptr_t, uintptr_t> highest,
+                                  std::tuple<uintptr_t, uintptr_t, int64_t> allowed, int64_t num_rows,
+                                  Attention& attention, const std::vector<std::vector<uintptr_t>>& angles,
                                   uintptr_t slots, uintptr_t keys, uintptr_t values, int64_t layer_bytes,
-                                  int64_t num_slots, bool is_int8, int num_threads);
+                                  int64_t num_slots, bool is_int8, const AdapterNumbers& adapters, int num_threads);
 
    private:
     void check(const RowNorm& norm) const {
@@ -112,6 +131,8 @@ class DecodePass {
         if (model_.layers.empty() || num_threads < 1 || step.num_rows < 1)
             throw std::invalid_argument("nothing to run");
         if ((step.logits || step.highest) && !model_.head_norm) throw std::invalid_argument("no head");
+        if (model_.exchange && step.num_rows * model_.hidden_size * model_.element_bytes > model_.exchange->slot_bytes())
+            throw std::invalid_argument("more rows than a slot of the exchange holds");
         const Attention& attention = *step.attention;
         if (attention.num_rows() != step.num_rows || attention.num_layers() != int64_t(model_.layers.size()) ||
             attention.query_width() != model_.placement.query_width() ||
@@ -122,10 +143,27 @@ class DecodePass {
         for (int64_t i = 0; i < step.num_rows; ++i)
             if (step.cache.slots[i] < 0 || step.cache.slots[i] >= num_slots)
                 throw std::invalid_argument("a slot outside the storage");
+        if (step.adapters) check(*step.adapters, step.num_rows);
+    }
+
+    void check(const StepAdapters& adapters, int64_t num_rows) const {
+        if (adapters.widths.size() != kProducts || adapters.at_site.size() != model_.layers.size() * kProducts ||
+            adapters.of_rows.size() != adapters.groups.size())
+            throw std::invalid_argument("adapters of another model");
+        for (const LowRank* groups : adapters.groups)
+            if (groups->last_place() >= num_rows || groups->num_sites() != int64_t(adapters.at_site.size()))
+                throw std::invalid_argument("adapters of another step");
+        for (size_t site = 0; site < adapters.at_site.size(); ++site) {
+            const int index = adapters.at_site[site], product = int(site) % kProducts;
+            if (index >= int(adapters.groups.size())) throw std::invalid_argument("adapters of another step");
+            const int64_t in_width = model_.layers[site / kProducts].product(product).in_width();
+            if (index >= 0 && !adapters.groups[index]->fits(int(site), in_width, adapters.widths[product]))
+                throw std::invalid_argument("adapters of other widths");
+        }
     }
 
     // Out of one run of memory that is kept from step to step.
-    Buffers buffers(int64_t num_rows) {
+    Buffers buffers(int64_t num_rows, const StepAdapters* adapters) {
         int64_t inner_width = 0;
         size_t rounded = model_.head_norm ? model_.head.rounded_bytes(num_rows) : 0;
         for (const Layer& layer : model_.layers) {
@@ -135,14 +173,25 @@ class DecodePass {
         const auto bytes_of = [&](int64_t width) { return aligned(size_t(num_rows * width * model_.element_bytes)); };
         const size_t hidden = bytes_of(model_.hidden_size), fused = bytes_of(model_.placement.width()),
                      attended = bytes_of(model_.placement.query_width()), inner = bytes_of(inner_width);
-        const size_t bytes = 2 * hidden + fused + attended + inner + rounded;
+        int64_t shrunk_floats = 0, addend_floats = 0;
+        for (size_t i = 0; adapters && i < adapters->groups.size(); ++i) {
+            const LowRank& groups = *adapters->groups[i];
+            shrunk_floats = std::max(shrunk_floats, groups.shrunk_floats());
+            for (const int64_t width : adapters->widths) addend_floats = std::max(addend_floats, groups.num_rows() * width);
+        }
+        const size_t shrunk = aligned(size_t(shrunk_floats) * sizeof(float));
+        const size_t bytes = 2 * hidden + fused + attended + inner + rounded + shrunk +
+                             aligned(size_t(addend_floats) * sizeof(float));
         if (!memory_ || memory_->bytes() < bytes) {
             memory_.reset();
             memory_ = std::make_unique<Memory>(bytes);
         }
         char* at = memory_->data();
         const auto next = [&](size_t size) { return std::exchange(at, at + size); };
-        return {next(hidden), next(fused), next(attended), next(hidden), next(inner), next(rounded)};
+        Buffers rows{next(hidden), next(fused), next(attended), next(hidden), next(inner), next(rounded), nullptr, nullptr};
+        rows.shrunk = reinterpret_cast<float*>(next(shrunk));
+        rows.addends = reinterpret_cast<float*>(at);
+        return rows;
     }
 
     Model model_;
@@ -150,23 +199,28 @@ class DecodePass {
 };
 
 std::pair<double, double> DecodePass::run(uintptr_t residual, uintptr_t pending, uintptr_t logits,
-                                          std::pair<uintptr_t, uintptr_t> highest, int64_t num_rows,
+                                          std::pair<uintptr_t, uintptr_t> highest,
+                                          std::tuple<uintptr_t, uintptr_t, int64_t> allowed, int64_t num_rows,
                                           Attention& attention, const std::vector<std::vector<uintptr_t>>& angles,
                                           uintptr_t slots, uintptr_t keys, uintptr_t values, int64_t layer_bytes,
-                                          int64_t num_slots, bool is_int8, int num_threads) {
+                                          int64_t num_slots, bool is_int8, const AdapterNumbers& adapter_numbers,
+                                          int num_threads) {
+    const StepAdapters adapters = adapters_of(adapter_numbers);
     Step step{reinterpret_cast<char*>(residual), reinterpret_cast<char*>(pending), reinterpret_cast<char*>(logits),
               nullptr,
               num_rows,
               {reinterpret_cast<char*>(keys), reinterpret_cast<char*>(values), layer_bytes, is_int8,
                reinterpret_cast<const int64_t*>(slots)},
-              {}, &attention, {}};
+              {}, &attention, adapters.groups.empty() ? nullptr : &adapters, {}};
     for (const std::vector<uintptr_t>& own : angles)
         step.angles.push_back({reinterpret_cast<const float*>(own.at(0)), reinterpret_cast<const float*>(own.at(1)),
                                int64_t(own.at(2))});
-    HighestLogits noted(model_.placement.level(), num_rows, model_.placement.is_bfloat16(), num_threads);
+    const TokenBits bits{reinterpret_cast<const int64_t*>(std::get<0>(allowed)),
+                         reinterpret_cast<const uint32_t*>(std::get<1>(allowed)), std::get<2>(allowed)};
+    HighestLogits noted(model_.placement.level(), num_rows, model_.placement.is_bfloat16(), num_threads, bits);
     if (highest.first) step.highest = &noted;
     check(step, num_slots, num_threads);
-    step.buffers = buffers(num_rows);
+    step.buffers = buffers(num_rows, step.adapters);
     nb::gil_scoped_release released;
     StepRun run(model_, step, num_threads);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
@@ -183,6 +237,7 @@ void bind_parts(nb::module_& module) {
     nb::class_<Placement>(module, "Placement");
     nb::class_<Product>(module, "Product");
     nb::class_<Attention>(module, "Attention");
+    nb::class_<LowRank>(module, "LowRank");
 }
 
 void bind(nb::module_& module) {
@@ -190,6 +245,7 @@ void bind(nb::module_& module) {
         .def(nb::init<const Placement&, int64_t>(), nb::keep_alive<1, 2>())
         .def("add_layer", &DecodePass::add_layer)
         .def("set_head", &DecodePass::set_head)
+        .def("set_exchange", &DecodePass::set_exchange, nb::keep_alive<1, 2>())
         .def("run", &DecodePass::run);
 }
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../products.h"
 #include "../rows.h"
 
 namespace decode_pass {
@@ -40,6 +41,7 @@ struct ProductCall {
     int64_t out_row_bytes;
     int64_t num_rows;
     bool is_bfloat16;
+    products::Addends addends{};  // float32
 };
 
 // What a part of a product fills of its results.
@@ -60,6 +62,34 @@ class Product {
     virtual int64_t num_parts(int64_t num_rows) const = 0;
     virtual FilledPart filled_by(int64_t part, int64_t num_rows) const = 0;
     virtual void multiply(const ProductCall& call, int64_t part) const = 0;
+};
+
+// What adapters add to the results of one product.
+struct LowRankCall {
+    int site;       // of the product
+    const char* x;  // its inputs
+    int64_t x_row_bytes;
+    bool is_bfloat16;
+    float* shrunk;   // [shrunk_floats]
+    float* addends;  // [num_rows, stride], to be written
+    int64_t stride;
+};
+
+// The rows of a step that have an adapter: A x of all of them, then B of that. The parts of each by any thread, once.
+class LowRank {
+   public:
+    virtual ~LowRank() = default;
+    virtual int64_t num_rows() const = 0;
+    virtual int64_t last_place() const = 0;  // of these rows in the step
+    virtual int64_t num_sites() const = 0;
+    virtual bool fits(int site, int64_t in_width, int64_t stride) const = 0;
+    virtual int64_t shrunk_floats() const = 0;  // of any product, at most
+    // By one thread, before the parts.
+    virtual void begin(const LowRankCall& call) = 0;
+    virtual int64_t num_shrinks() const = 0;
+    virtual void shrink(int64_t part) = 0;
+    virtual int64_t num_expands() const = 0;
+    virtual void expand(int64_t part) = 0;
 };
 
 // Attention of the decoding sequences of one step, a layer at a time.

@@ -66,8 +66,10 @@ class StepRun {
    private:
     // Of a layer, in order.
     enum Stage {
-        kNormQkv, kQkv, kPlace, kAttend, kMerge, kRoundAttended, kOutput, kPostAttention,
-        kNormMlp, kGateUp, kRoundInner, kDown, kPostMlp, kStages
+        kNormQkv, kShrinkQkv, kExpandQkv, kQkv, kPlace, kAttend, kMerge,
+        kRoundAttended, kShrinkOutput, kExpandOutput, kOutput, kShareOutput, kSumOutput, kPostAttention,
+        kNormMlp, kShrinkGateUp, kExpandGateUp, kGateUp,
+        kRoundInner, kShrinkDown, kExpandDown, kDown, kShareDown, kSumDown, kPostMlp, kStages
     };
 
     // Behind the last layer.
@@ -83,6 +85,7 @@ class StepRun {
     void go_on(int64_t stage, int thread) {
         while (true) {
             times_.lap(seconds_of(stage));
+            if (is_sum(stage)) model_.exchange->advance();
             if (++stage == end_) break;
             num_parts_ = num_parts(stage);
             if (num_parts_ > 1) break;
@@ -111,11 +114,18 @@ class StepRun {
 #endif
     }
 
+    // Whether the ranks' parts of a product are added up in this stage.
+    bool is_sum(int64_t stage) const {
+        if (!model_.exchange || stage < 0 || stage >= head_) return false;
+        return stage % kStages == kSumOutput || stage % kStages == kSumDown;
+    }
+
     const Layer& layer_of(int64_t stage) const { return model_.layers[stage / kStages]; }
 
     double* seconds_of(int64_t stage) {
         if (stage < 0) return nullptr;
         if (stage >= head_) return stage == head_ + kHead ? &times_.products_s : nullptr;
+        if (is_of_adapters(stage)) return &times_.products_s;
         switch (stage % kStages) {
             case kQkv:
             case kOutput:
@@ -129,6 +139,7 @@ class StepRun {
 
     int64_t num_parts(int64_t stage) const {
         if (stage >= head_) return stage == head_ + kHead ? model_.head.num_parts(step_.num_rows) : num_row_parts_;
+        if (is_of_adapters(stage)) return num_parts_of_adapters(stage);
         const Layer& layer = layer_of(stage);
         switch (stage % kStages) {
             case kQkv: return layer.qkv.num_parts(step_.num_rows);
@@ -137,6 +148,10 @@ class StepRun {
             case kDown: return layer.down.num_parts(step_.num_rows);
             case kAttend: begin_attention(stage / kStages); return step_.attention->num_pieces();
             case kMerge: return step_.attention->num_merges();
+            case kShareOutput:
+            case kShareDown: return model_.exchange ? 1 : 0;
+            case kSumOutput:
+            case kSumDown: return model_.exchange ? num_row_parts_ : 0;
             case kPostAttention: return layer.attention_post_norm ? num_row_parts_ : 0;
             case kPostMlp: return layer.mlp_post_norm ? num_row_parts_ : 0;
             default: return num_row_parts_;
@@ -147,21 +162,26 @@ class StepRun {
         const Buffers& rows = step_.buffers;
         if (stage == head_ + kFinalNorm) return normalise(*model_.head_norm, step_.pending, model_.head, part);
         if (stage == head_ + kHead && step_.highest) return note_highest(part, thread);
-        if (stage == head_ + kHead) return multiply(model_.head, rows.normed, step_.logits, part);
+        if (stage == head_ + kHead) return multiply(model_.head, rows.normed, step_.logits, part, {});
+        if (is_of_adapters(stage)) return compute_of_adapters(stage, part);
         const Layer& layer = layer_of(stage);
         switch (stage % kStages) {
             case kNormQkv: return normalise(*layer.attention_norm, stage ? step_.pending : nullptr, layer.qkv, part);
-            case kQkv: return multiply(layer.qkv, rows.normed, rows.fused, part);
+            case kQkv: return multiply(layer.qkv, rows.normed, rows.fused, part, addends_at(stage));
             case kPlace: return place(stage / kStages, part);
             case kAttend: return step_.attention->attend(part);
             case kMerge: return step_.attention->merge(part);
             case kRoundAttended: return round(layer.output, rows.attended, part);
-            case kOutput: return multiply(layer.output, rows.attended, rows.added, part);
+            case kOutput: return multiply(layer.output, rows.attended, shared(rows.added), part, addends_at(stage));
+            case kShareOutput:
+            case kShareDown: model_.exchange->share(); return;
+            case kSumOutput: return sum(rows.added, part);
+            case kSumDown: return sum(step_.pending, part);
             case kPostAttention: return normalise_in_place(*layer.attention_post_norm, rows.added, part);
             case kNormMlp: return normalise(*layer.mlp_norm, rows.added, layer.gate_up, part);
-            case kGateUp: return multiply(layer.gate_up, rows.normed, rows.inner, part);
+            case kGateUp: return multiply(layer.gate_up, rows.normed, rows.inner, part, addends_at(stage));
             case kRoundInner: return round(layer.down, rows.inner, part);
-            case kDown: return multiply(layer.down, rows.inner, step_.pending, part);
+            case kDown: return multiply(layer.down, rows.inner, shared(step_.pending), part, addends_at(stage));
             case kPostMlp: return normalise_in_place(*layer.mlp_post_norm, step_.pending, part);
         }
     }
@@ -177,6 +197,15 @@ class StepRun {
         round(product, step_.buffers.normed, part);
     }
 
+    // Where a product goes whose parts the ranks add up, in place of `out`.
+    char* shared(char* out) const { return model_.exchange ? model_.exchange->own() : out; }
+
+    // After a broken exchange too: the caller asks it once the step has ended.
+    void sum(char* out, int64_t part) const {
+        const int64_t width = model_.hidden_size;
+        model_.exchange->sum(out, model_.element_bytes == 2, first_row(part) * width, first_row(part + 1) * width);
+    }
+
     void normalise_in_place(const RowNorm& norm, char* rows, int64_t part) const {
         const int64_t row_bytes = model_.hidden_size * model_.element_bytes;
         norm.normalise({rows, row_bytes, nullptr, 0, rows, row_bytes}, first_row(part), first_row(part + 1));
@@ -189,12 +218,66 @@ class StepRun {
         });
     }
 
-    void multiply(const JoinedProduct& product, const char* x, char* out, int64_t part) const {
-        on_calls(product, x, out, [&](const Product& own, const ProductCall& call) {
+    void multiply(const JoinedProduct& product, const char* x, char* out, int64_t part,
+                  products::Addends addends) const {
+        on_calls(product, x, out, [&](const Product& own, ProductCall call) {
             const int64_t count = own.num_parts(step_.num_rows);
+            call.addends = addends;
             if (part < count) own.multiply(call, part);
+            if (addends.of_row) addends.values += own.out_width();
             return (part -= count) >= 0;
         });
+    }
+
+    // The product of a layer that a stage belongs to: one that multiplies, or what adapters do before it.
+    static int product_of(int64_t stage) {
+        switch (stage % kStages) {
+            case kShrinkQkv: case kExpandQkv: case kQkv: return 0;
+            case kShrinkOutput: case kExpandOutput: case kOutput: return 1;
+            case kShrinkGateUp: case kExpandGateUp: case kGateUp: return 2;
+            default: return 3;
+        }
+    }
+
+    static bool is_shrink(int64_t stage) {
+        const int64_t own = stage % kStages;
+        return own == kShrinkQkv || own == kShrinkOutput || own == kShrinkGateUp || own == kShrinkDown;
+    }
+
+    bool is_of_adapters(int64_t stage) const {
+        return stage >= 0 && stage < head_ && (is_shrink(stage) || (stage % kStages && is_shrink(stage - 1)));
+    }
+
+    // Which of the step's groups add to the product of this stage; -1: none.
+    int groups_at(int64_t stage) const {
+        return step_.adapters ? step_.adapters->at_site[site_of(stage)] : -1;
+    }
+
+    static int site_of(int64_t stage) { return int(stage / kStages) * kProducts + product_of(stage); }
+
+    int64_t num_parts_of_adapters(int64_t stage) const {
+        const int index = groups_at(stage);
+        if (index < 0) return 0;
+        LowRank& groups = *step_.adapters->groups[index];
+        if (!is_shrink(stage)) return groups.num_expands();
+        const Buffers& rows = step_.buffers;
+        const char* inputs[kProducts] = {rows.normed, rows.attended, rows.normed, rows.inner};
+        const int product = product_of(stage);
+        groups.begin({site_of(stage), inputs[product], layer_of(stage).product(product).in_width() * model_.element_bytes,
+                      model_.placement.is_bfloat16(), rows.shrunk, rows.addends, step_.adapters->widths[product]});
+        return groups.num_shrinks();
+    }
+
+    void compute_of_adapters(int64_t stage, int64_t part) const {
+        LowRank& groups = *step_.adapters->groups[groups_at(stage)];
+        return is_shrink(stage) ? groups.shrink(part) : groups.expand(part);
+    }
+
+    products::Addends addends_at(int64_t stage) const {
+        const int index = groups_at(stage);
+        if (index < 0) return {};
+        const int64_t width = step_.adapters->widths[product_of(stage)];
+        return {step_.buffers.addends, width, width / 2, step_.adapters->of_rows[index]};
     }
 
     // A part of the logits, which stay in the caches until their highest is noted.

@@ -7,12 +7,11 @@ Worked example: an input row [0.5, -448 * 0.5] has scale 0.5 and becomes [1, -44
 gives (1 * 2 - 448 * 1) * 0.5 * 0.25 = -55.75.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from kernels.activation import ACTIVATIONS, Gated
+from kernels.addends import Addends
+from kernels.narrow.product_end import ProductEnd
 
 _LARGEST = 448.0
 _SMALLEST_SCALE = 1e-12  # of a row of zeros
@@ -31,7 +30,7 @@ class Float8Linear:
     With gates: activation(gate) * up, of a weight whose first half makes the gates.
     """
 
-    __slots__ = ("_bias", "_dtype", "_scales", "_then", "_weight", "in_width", "out_width")
+    __slots__ = ("_dtype", "_end", "_scales", "_weight", "in_width", "out_width")
 
     def __init__(
         self,
@@ -48,22 +47,15 @@ class Float8Linear:
         assert weight.dtype == torch.float8_e4m3fn, f"not FP8: {weight.dtype}"
         columns, self.in_width = weight.shape
         assert columns % 16 == 0 == self.in_width % 16, f"not multiples of 16: {tuple(weight.shape)}"
-        self.out_width = columns // 2 if is_gated else columns
+        self._end = ProductEnd(weight, bias, dtype=dtype, activation=activation, is_gated=is_gated)
+        self.out_width = self._end.out_width
         self._weight, self._scales, self._dtype = weight.contiguous().T, scales.float()[None, :].contiguous(), dtype
-        self._bias = None if bias is None else bias.to(dtype)
-        self._then: Callable[[Tensor], Tensor] | None = None if activation is None else ACTIVATIONS[activation]
-        if is_gated:
-            assert activation is not None, "gates without a nonlinearity"
-            self._then = Gated(activation, dtype, weight.device)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         scales = x.abs().amax(dim=1, keepdim=True).float().div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
         rounded = (x / scales).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
         product: Tensor = torch._scaled_mm(
             rounded, self._weight, scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         )
-        product = product.to(self._dtype)
-        if self._bias is not None:
-            product = product + self._bias
-        return product if self._then is None else self._then(product)
+        return self._end(product.to(self._dtype), addends)

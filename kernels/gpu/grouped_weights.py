@@ -1,0 +1,184 @@
+"""Products with weights of 4 or 8 bits in groups on a GPU: unpacked in registers, scaled group by group.
+
+A program multiplies a tile of rows by a tile of outputs over a run of groups. Numbers less their zero points are small
+integers, and numbers of FP8 are short: exact in any dtype of x; each group's sum is multiplied by its scale in float32.
+With few rows the inputs are cut into runs, whose results are added up afterwards, in order: there would be too few
+programs to load the weight. With experts, a tile has rows of one expert, which the device itself has sorted.
+"""
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.float8 import float8_values
+from kernels.gpu.launching import upcast
+
+_COLUMNS = 64  # outputs of one program
+_FEW_ROWS, _ROWS = 16, 64  # of one program
+_PROGRAMS = 256  # as many there should be
+_RUN_GROUPS = 4  # of one program at least
+
+
+class GroupedOperand(Protocol):
+    """A weight, or one of each expert in a further dimension in front."""
+
+    words: Tensor  # uint8 [columns, in_width], of 4 bits half as many: group after group, its first half in lower bits
+    scales: Tensor  # float32 [groups, columns]
+    zeros: Tensor | None  # uint8 likewise; None: numbers are FP8
+    in_width: int
+
+
+class SortedTiles(Protocol):
+    """The tiles of rows that lie sorted by their experts."""
+
+    experts: Tensor  # int64 [tiles] whose weight
+    firsts: Tensor  # int64 [tiles] first row
+    ends: Tensor  # int64 [tiles] behind the last row of the expert; up to the first row: there is none
+    tile_rows: int
+
+
+def multiply(x: Tensor, weight: GroupedOperand) -> Tensor:
+    """Multiply x [rows, in_width], rows possibly strided, by a weight -> [rows, columns], dtype of x."""
+    num_rows, columns = len(x), weight.words.shape[0]
+    num_groups = weight.scales.shape[0]
+    tile_rows = _FEW_ROWS if num_rows <= _FEW_ROWS else _ROWS
+    num_runs = 1
+    if num_rows <= _ROWS:
+        num_runs = max(1, min(_PROGRAMS // triton.cdiv(columns, _COLUMNS), num_groups // _RUN_GROUPS))
+    run_groups = triton.cdiv(num_groups, num_runs)
+    num_runs = triton.cdiv(num_groups, run_groups)
+    out = torch.empty((num_runs, num_rows, columns), dtype=torch.float32 if num_runs > 1 else x.dtype, device=x.device)
+    grid = (triton.cdiv(num_rows, tile_rows), triton.cdiv(columns, _COLUMNS), num_runs)
+    _launch(grid, x, weight, out, run_groups, tile_rows, None)
+    return out[0] if num_runs == 1 else out.sum(0).to(x.dtype)
+
+
+def multiply_sorted(x: Tensor, weight: GroupedOperand, tiles: SortedTiles) -> Tensor:
+    """Multiply x [rows, in_width], rows sorted by expert, each by its expert's weight -> [rows, columns]."""
+    num_groups, columns = weight.scales.shape[1:]
+    out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
+    grid = (len(tiles.experts), triton.cdiv(columns, _COLUMNS), 1)
+    _launch(grid, x, weight, out, num_groups, tiles.tile_rows, tiles)
+    return out
+
+
+def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
+    """Launch once for each form of numbers on 64 inputs and outputs. Raises Triton's errors."""
+    x, scales = torch.zeros((1, 64), dtype=dtype, device=device), torch.zeros((2, 64), device=device)
+    zeros = scales.to(torch.uint8)
+    for row_bytes, own_zeros in ((32, zeros), (64, zeros), (64, None)):
+        words = torch.zeros((64, row_bytes), dtype=torch.uint8, device=device)
+        multiply(x, _Trial(words, scales, own_zeros))
+
+
+class _Trial:
+    in_width = 64
+
+    def __init__(self, words: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
+        self.words, self.scales, self.zeros = words, scales, zeros
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    x: Tensor,
+    weight: GroupedOperand,
+    out: Tensor,
+    run_groups: int,
+    tile_rows: int,
+    tiles: SortedTiles | None,
+) -> None:
+    assert x.stride(1) == 1, "inputs of a row are one run of memory"
+    num_groups, columns = weight.scales.shape[-2:]
+    group = weight.in_width // num_groups
+    _multiply[grid](
+        x,
+        weight.words,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        out,
+        *((x, x, x) if tiles is None else (tiles.experts, tiles.firsts, tiles.ends)),
+        len(x),
+        columns,
+        num_groups,
+        run_groups,
+        x.stride(0),
+        GROUP=group,
+        IS_INT4=2 * weight.words.shape[-1] == weight.in_width,
+        IS_FLOAT8=weight.zeros is None,
+        IS_SORTED=tiles is not None,
+        ROWS=tile_rows,
+        COLUMNS=_COLUMNS,
+        UPCAST=upcast(x.dtype),
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "run_groups"])
+def _multiply(
+    x,
+    words,
+    scales,
+    zeros,
+    out,
+    tile_experts,
+    tile_firsts,
+    tile_ends,
+    num_rows,
+    columns,
+    num_groups,
+    run_groups,
+    x_stride,
+    GROUP: tl.constexpr,
+    IS_INT4: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
+    IS_SORTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    loaded: tl.constexpr = GROUP // 2 if IS_INT4 else GROUP
+    tile, end = tl.program_id(0).to(tl.int64), num_rows
+    first = tile * ROWS
+    outputs = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    weight_row = outputs
+    if IS_SORTED:
+        first, end = tl.load(tile_firsts + tile), tl.load(tile_ends + tile)
+        if first >= end:
+            return
+        expert = tl.load(tile_experts + tile)
+        weight_row += expert * columns
+        scales += expert * num_groups * columns
+        zeros += expert * num_groups * columns
+    rows = first + tl.arange(0, ROWS)
+    places = tl.arange(0, loaded)
+    is_row, is_output = rows < end, outputs < columns
+    own_words = words + weight_row[:, None] * num_groups * loaded + places[None, :]
+    own_inputs = x + rows[:, None] * x_stride + places[None, :]
+    result = tl.zeros((ROWS, COLUMNS), tl.float32)
+    begin = tl.program_id(2) * run_groups
+    for group in range(begin, tl.minimum(begin + run_groups, num_groups)):
+        stored = tl.load(own_words + group * loaded, mask=is_output[:, None], other=0)
+        scale = tl.load(scales + group * columns + outputs, mask=is_output, other=0.0)
+        inputs = tl.load(own_inputs + group * GROUP, mask=is_row[:, None], other=0.0)
+        if UPCAST:
+            inputs = inputs.to(tl.float32)
+        if IS_FLOAT8:
+            sums = tl.dot(inputs, tl.trans(float8_values(stored, inputs)), input_precision="ieee")
+        else:
+            zero = tl.load(zeros + group * columns + outputs, mask=is_output, other=0).to(tl.int32)[:, None]
+            numbers = stored.to(tl.int32)
+            if IS_INT4:
+                others = tl.load(own_inputs + group * GROUP + loaded, mask=is_row[:, None], other=0.0)
+                if UPCAST:
+                    others = others.to(tl.float32)
+                upper = ((numbers >> 4) - zero).to(inputs.dtype)
+                sums = tl.dot(others, tl.trans(upper), input_precision="ieee")
+                lower = ((numbers & 15) - zero).to(inputs.dtype)
+                sums = tl.dot(inputs, tl.trans(lower), sums, input_precision="ieee")
+            else:
+                sums = tl.dot(inputs, tl.trans((numbers - zero).to(inputs.dtype)), input_precision="ieee")
+        result += sums * scale[None, :]
+    at = (tl.program_id(2).to(tl.int64) * num_rows + rows)[:, None] * columns + outputs[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])

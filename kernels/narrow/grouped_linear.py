@@ -1,0 +1,171 @@
+"""Matrix products with weights of 4 or 8 bits in groups, on GPUs: quantised checkpoints as stored.
+
+A group of inputs has a scale for each output, and whole numbers a zero point: a weight is scale * (number - zero
+point), or scale * number of FP8 (e4m3). Inputs are not rounded. Scales of blocks of outputs and inputs (128 x 128, say)
+are repeated for every output, so that rows can be cut and reordered.
+
+Worked example: numbers [8, 11] of 4 bits with zero point 8 and scale 0.5 are [0, 1.5]; inputs [2, 4] give 6.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.addends import Addends
+from kernels.gpu_dispatch import fused_kernels
+from kernels.narrow.expert_tiles import ExpertTiles
+from kernels.narrow.product_end import ProductEnd
+
+GROUPS = (32, 64, 128)  # inputs of a group
+
+
+class Numbers(enum.Enum):
+    """Forms of a weight's numbers."""
+
+    INT4 = "4 bits"
+    INT8 = "8 bits"
+    FLOAT8 = "FP8"
+
+
+class GroupedWeight(NamedTuple):
+    """One weight, or one of each expert in a further dimension in front."""
+
+    numbers: Numbers
+    words: Tensor  # uint8 [columns, in_width], of 4 bits half as many: group after group, its first half in lower bits
+    scales: Tensor  # float32 [columns, groups]
+    zeros: Tensor | None  # uint8 likewise; None: FP8
+
+    @property
+    def in_width(self) -> int:
+        """Return the number of inputs."""
+        return self.words.shape[-1] * (2 if self.numbers is Numbers.INT4 else 1)
+
+    @property
+    def group(self) -> int:
+        """Return the number of inputs that share a scale."""
+        return self.in_width // self.scales.shape[-1]
+
+    def check(self) -> None:
+        """Assert that shapes agree."""
+        assert self.group in GROUPS, f"groups of {self.group}"
+        shape = (*self.words.shape[:-1], self.in_width // self.group)
+        assert self.scales.shape == shape, "a scale for each group"
+        assert (self.zeros is None) == (self.numbers is Numbers.FLOAT8), "zero points of whole numbers"
+        assert self.zeros is None or self.zeros.shape == shape, "a zero point for each group"
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "GroupedWeight":
+        """Return the weight with each of its tensors changed: other columns, or another device."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        return GroupedWeight(self.numbers, change(self.words), change(self.scales), zeros)
+
+    def inputs(self, start: int, stop: int) -> "GroupedWeight":
+        """Return the weight of these inputs, whole groups, in memory of its own."""
+        groups = slice(start // self.group, stop // self.group)
+        words = self.words.view(*self.scales.shape, -1)[..., groups, :].flatten(-2)
+        zeros = None if self.zeros is None else self.zeros[..., groups].clone(memory_format=torch.contiguous_format)
+        scales = self.scales[..., groups].clone(memory_format=torch.contiguous_format)
+        return GroupedWeight(self.numbers, words.clone(memory_format=torch.contiguous_format), scales, zeros)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """Return the values [columns, in_width], computed in float32."""
+        groups = self.words.view(*self.scales.shape, -1)
+        if self.zeros is None:
+            values = groups.view(torch.float8_e4m3fn).float()
+        else:
+            halves = (groups & 15, groups >> 4)
+            numbers = torch.cat(halves, dim=-1) if self.numbers is Numbers.INT4 else groups
+            values = numbers.float() - self.zeros[..., None].float()
+        values = (values * self.scales[..., None]).flatten(-2)
+        return values.to(dtype)
+
+
+def joined_weights(
+    weights: Sequence[GroupedWeight], join: Callable[[list[Tensor]], Tensor] = torch.cat
+) -> GroupedWeight:
+    """Return weights of one form as one: their columns one after another, or `join` of each of their tensors."""
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    words, scales = join([weight.words for weight in weights]), join([weight.scales for weight in weights])
+    return GroupedWeight(weights[0].numbers, words, scales, join(zeros) if zeros else None)
+
+
+class DeviceWeight:
+    """A weight as the kernel reads it: scales and zero points of neighbouring outputs side by side."""
+
+    __slots__ = ("_numbers", "in_width", "kernels", "scales", "words", "zeros")
+
+    def __init__(self, weight: GroupedWeight, dtype: torch.dtype) -> None:
+        """`weight`: its words are kept; `dtype` of inputs and products."""
+        weight.check()
+        self._numbers, self.in_width = weight.numbers, weight.in_width
+        self.words = weight.words.contiguous()
+        self.scales = weight.scales.float().mT.contiguous()
+        self.zeros = None if weight.zeros is None else weight.zeros.mT.contiguous()
+        # `kernels.gpu.grouped_weights` where it runs; None: PyTorch.
+        self.kernels: Any | None = fused_kernels("grouped_weights", weight.words.device, dtype)
+
+    def unpacked(self, dtype: torch.dtype, part: int | None = None) -> Tensor:
+        """Return the values [columns, in_width]; `part`: of this expert."""
+        chosen = ... if part is None else part
+        zeros = None if self.zeros is None else self.zeros[chosen].mT
+        return GroupedWeight(self._numbers, self.words[chosen], self.scales[chosen].mT, zeros).unpacked(dtype)
+
+
+class GroupedLinear:
+    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], of dtype `dtype`.
+
+    With gates: activation(gate) * up, of a weight whose first half makes the gates.
+    """
+
+    __slots__ = ("_dtype", "_end", "_weight", "in_width", "out_width")
+
+    def __init__(
+        self,
+        weight: GroupedWeight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        activation: str | None = None,
+        is_gated: bool = False,
+    ) -> None:
+        """`weight`: kept; `bias` [columns]. `activation`: a name in ACTIVATIONS, needed with gates."""
+        self.in_width, self._dtype = weight.in_width, dtype
+        self._weight = DeviceWeight(weight, dtype)
+        self._end = ProductEnd(weight.words, bias, dtype=dtype, activation=activation, is_gated=is_gated)
+        self.out_width = self._end.out_width
+
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
+        """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
+        kernels = self._weight.kernels
+        product = functional.linear(x, self.unpacked()) if kernels is None else kernels.multiply(x, self._weight)
+        return self._end(product, addends)
+
+    def unpacked(self) -> Tensor:
+        """Return the weight [columns, in_width]."""
+        return self._weight.unpacked(self._dtype)
+
+
+class SortedLinear:
+    """x [rows, in_width], sorted by expert -> the product of each row with its expert's weight, of dtype `dtype`."""
+
+    __slots__ = ("_dtype", "_weight", "in_width", "out_width")
+
+    def __init__(self, weight: GroupedWeight, *, dtype: torch.dtype) -> None:
+        """`weight`: of all experts, in a dimension in front; kept."""
+        self._weight, self._dtype = DeviceWeight(weight, dtype), dtype
+        self.in_width, self.out_width = weight.in_width, weight.words.shape[1]
+
+    def __call__(self, x: Tensor, tiles: ExpertTiles) -> Tensor:
+        """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
+        kernels = self._weight.kernels
+        if kernels is not None:
+            product: Tensor = kernels.multiply_sorted(x, self._weight, tiles)
+            return product
+        out = torch.zeros((len(x), self.out_width), dtype=self._dtype, device=x.device)
+        for expert in range(len(self._weight.words)):  # all rows pass each of them: nothing waits for the routing
+            product = functional.linear(x, self._weight.unpacked(self._dtype, expert))
+            out = torch.where((tiles.row_experts == expert)[:, None], product, out)
+        return out
