@@ -1,7 +1,9 @@
 """The only reader of environment variables: addresses, secrets, folders of this machine, how its threads wait."""
 
 import os
+import re
 from pathlib import Path
+from urllib.parse import unquote
 
 from alignedserve.core.errors import ConfigError
 
@@ -13,12 +15,16 @@ STATE_DIR_VARIABLE = "ALIGNEDSERVE_STATE_DIR"
 REDIS_URL_VARIABLE = "ALIGNEDSERVE_REDIS_URL"
 REDIS_CA_VARIABLE = "ALIGNEDSERVE_REDIS_CA"
 DATA_VARIABLE = "ALIGNEDSERVE_DATA"
+NODE_LOSSES_VARIABLE = "ALIGNEDSERVE_NODE_LOSSES"
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 WAIT_POLICY_VARIABLE = "OMP_WAIT_POLICY"
+TRACE_HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
 _AWS_VARIABLES = (
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
     *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"),
 )
+
+_HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,100}", re.ASCII)
 
 # About ten microseconds: longer than from one product to the next, shorter than anyone else notices.
 SHORT_SPINS = "1000"
@@ -40,6 +46,15 @@ def client_api_key() -> str | None:
 def ray_address() -> str | None:
     """Return the Ray cluster to join, in Ray's own RAY_ADDRESS; None: start one on this machine."""
     return os.environ.get(RAY_ADDRESS_VARIABLE) or None
+
+
+def node_losses() -> int:
+    """Return how often in a row Ray was lost before this process was started in the place of another.
+
+    Set by `serve` for its successor alone.
+    """
+    noted = os.environ.get(NODE_LOSSES_VARIABLE, "")
+    return int(noted) if noted.isascii() and noted.isdigit() and len(noted) < 4 else 0
 
 
 def data_dir() -> Path | None:
@@ -97,6 +112,22 @@ def object_store_settings() -> dict[str, str]:
     Without any, each host asks its own environment and the cloud's metadata service.
     """
     return {name: os.environ[name] for name in _AWS_VARIABLES if os.environ.get(name)}
+
+
+def trace_headers() -> tuple[tuple[str, str], ...]:
+    """Return the headers (secrets, perhaps) that a collector of traces wants, from OTEL_EXPORTER_OTLP_HEADERS.
+
+    They are written NAME=VALUE,NAME=VALUE with percent signs before hexadecimal codes, as OpenTelemetry says. Raises
+    ConfigError when they are not.
+    """
+    headers = []
+    for part in filter(None, map(str.strip, os.environ.get(TRACE_HEADERS_VARIABLE, "").split(","))):
+        name, separator, value = part.partition("=")
+        header = name.strip().lower(), unquote(value.strip())
+        if not separator or not _HEADER_NAME.fullmatch(header[0]) or not header[1].isprintable():
+            raise ConfigError(f"{TRACE_HEADERS_VARIABLE} must be NAME=VALUE,NAME=VALUE")
+        headers.append(header)
+    return tuple(headers)
 
 
 def limit_thread_spinning() -> None:

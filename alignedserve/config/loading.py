@@ -42,13 +42,23 @@ _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConfig:
     """Parse the file (none: all defaults) and apply `a.b=c` overrides. Raises ConfigError naming the field."""
-    values = _with_current_names(_read_yaml(path)) if path is not None else {}
+    values = read_values(path)
     for override in overrides:
-        _apply_override(values, override)
+        apply_override(values, override)
+    return config_of(values)
+
+
+def read_values(path: Path | None) -> dict[str, Any]:
+    """Return the sections of the file by their present names; none: none. Raises ConfigError."""
+    return with_current_names(_read_yaml(path)) if path is not None else {}
+
+
+def config_of(values: dict[str, Any]) -> ClusterConfig:
+    """Return the configuration of plain values, whose sizes may be text. Raises ConfigError naming the field."""
     try:
         return from_mapping(_with_parsed_sizes(values, ""))
     except RecursionError as error:
-        raise ConfigError(f"{path}: a section refers to itself") from error
+        raise ConfigError("a section of the configuration refers to itself") from error
 
 
 def parse_size(text: str) -> int:
@@ -69,7 +79,7 @@ def _current_keys(keys: list[str]) -> list[str]:
     return keys if renamed is None else [keys[0], renamed, *keys[2:]]
 
 
-def _with_current_names(values: dict[str, Any]) -> dict[str, Any]:
+def with_current_names(values: dict[str, Any]) -> dict[str, Any]:
     """Rename the fields of a mapping of sections that are given under an old name."""
     return {name: _with_current_fields(name, value) for name, value in values.items()}
 
@@ -107,7 +117,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set one field of plain values by `section.field=value`. Raises ConfigError."""
     name, separator, text = override.partition("=")
     keys = name.strip().split(".")
     if not separator or not all(keys):

@@ -8,7 +8,8 @@ from alignedserve.core.errors import ConfigError
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # A cache rounded to 8 bits: behind the heads of every slot lie their scales, float32 (kernels.int8_rows).
 INT8 = "int8"
-_CACHE_DTYPE_BYTES = {**DTYPE_BYTES, INT8: 1}
+FP8 = "fp8"  # the same of e4m3 (kernels.float8_rows)
+_CACHE_DTYPE_BYTES = {**DTYPE_BYTES, INT8: 1, FP8: 1}
 _SCALE_BYTES = 4
 
 
@@ -17,7 +18,7 @@ class BlockLayout:
     """One block: keys and values of `block_size` tokens on every layer, one contiguous run of `block_bytes` bytes.
 
     Order inside a block, outermost first: [num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim]; of int8
-    [num_layers, 2, block_size, slot_width].
+    and fp8 [num_layers, 2, block_size, slot_width].
     Raises ConfigError naming the field.
     """
 
@@ -25,7 +26,7 @@ class BlockLayout:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # a key of DTYPE_BYTES, or INT8
+    dtype: str  # a key of DTYPE_BYTES, INT8 or FP8
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
@@ -41,13 +42,18 @@ class BlockLayout:
 
     @property
     def is_int8(self) -> bool:
-        """Return whether keys and values are rounded to 8 bits."""
+        """Return whether keys and values are rounded to integers of 8 bits."""
         return self.dtype == INT8
+
+    @property
+    def has_scales(self) -> bool:
+        """Return whether keys and values are rounded to 8 bits, with a scale for each head of a slot."""
+        return self.dtype in (INT8, FP8)
 
     @property
     def slot_width(self) -> int:
         """Number of elements of one slot on one layer: one token's keys (or values), and scales where they have any."""
-        return self.kv_width + (_SCALE_BYTES * self.num_kv_heads if self.is_int8 else 0)
+        return self.kv_width + (_SCALE_BYTES * self.num_kv_heads if self.has_scales else 0)
 
     @property
     def run_elements(self) -> int:

@@ -6,18 +6,21 @@ AlignedServeError
 │   └── ContextTooLong          prompt and requested tokens do not fit the model's context
 ├── ModelError                  the model folder cannot be served
 │   ├── ModelNotFound           no such folder, or files of it are missing
+│   ├── AdapterError            an adapter's folder cannot be used with the model
 │   ├── UnsupportedModel        an architecture or option that the engine does not have
 │   └── UnsafeWeights           weights in a format that executes code when loaded (pickle)
 ├── RecordingError              a recorded run that cannot be read, or cannot be replayed
 ├── ResourceError               this machine lacks the requested resource
 │   ├── NotEnoughMemory         names how much is needed and what to set
 │   ├── AddressInUse            another process listens there
+│   ├── DeviceLost              a GPU stopped working; its process ends
 │   └── TransportUnavailable    no transport, or not the configured one, for blocks between two workers
 ├── StorageError                files or the state of batches cannot be read or kept now
 │   ├── StoreUnavailable        the state store does not answer
 │   ├── StorageFull             the disk of the files is full
 │   └── StorageDamaged          stored data fails its check, or is of an unknown version
 └── PeerError                   another process of the cluster misbehaved or went away
+    ├── NodeLost                Ray's processes on this host have ended, and with them what would start others again
     ├── PeerLost                connection closed or silent past its deadline
     ├── ProtocolError           a message that does not decode, is too large, or has an unknown tag
     └── HandoffRejected         a KV handoff whose lease, bounds or checksum are wrong
@@ -44,7 +47,13 @@ class InvalidRequest(AlignedServeError, ValueError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and requested output together exceed the context length."""
+    """Prompt and requested output together exceed the context length; `num_tokens` of the prompt, if they are known."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, num_tokens: int | None = None
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.num_tokens = num_tokens
 
 
 class ModelError(AlignedServeError):
@@ -53,6 +62,10 @@ class ModelError(AlignedServeError):
 
 class ModelNotFound(ModelError):
     """The folder or one of its files is missing."""
+
+
+class AdapterError(ModelError):
+    """An adapter's folder cannot be used with the model."""
 
 
 class UnsupportedModel(ModelError):
@@ -79,6 +92,10 @@ class AddressInUse(ResourceError):
     """The port or socket is taken."""
 
 
+class DeviceLost(ResourceError):
+    """A GPU has failed while it computed; nothing more can be had of it in this process, which ends."""
+
+
 class TransportUnavailable(ResourceError):
     """Blocks cannot be moved between two workers by the configured transport, or by any."""
 
@@ -101,6 +118,10 @@ class StorageDamaged(StorageError):
 
 class PeerError(AlignedServeError):
     """Another process of the cluster misbehaved or went away."""
+
+
+class NodeLost(PeerError):
+    """Ray is lost on this host: what serves there is ended, and may be started anew as a whole."""
 
 
 class PeerLost(PeerError):

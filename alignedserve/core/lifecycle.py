@@ -16,7 +16,8 @@ class Stage(enum.Enum):
 
 
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
-    Stage.QUEUED: frozenset({Stage.PREFILLING, Stage.ABORTED, Stage.FAILED}),
+    # A worker that went on decoding while it had no router keeps the request.
+    Stage.QUEUED: frozenset({Stage.PREFILLING, Stage.DECODING, Stage.ABORTED, Stage.FAILED}),
     # A prefill worker that dies, or a pool that loses the blocks, sends the request back to the queue.
     Stage.PREFILLING: frozenset(
         {Stage.POOLED, Stage.DECODING, Stage.QUEUED, Stage.FINISHED, Stage.ABORTED, Stage.FAILED}

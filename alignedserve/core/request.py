@@ -10,8 +10,13 @@ from alignedserve.core.ids import RequestId
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS_ENTRIES = 300
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
+MAX_BAD_WORD_TOKENS = 1 << 13  # of all bad words together
 MAX_GRAMMAR_LEN = 1 << 20
 PREFIX_ROOT_BYTES = 16
+ADAPTER_DIGEST_BYTES = 16
+MAX_ADAPTER_NAME_LEN = 200
+MAX_ADAPTER_PATH_LEN = 4096
 
 
 class RequestClass(enum.Enum):
@@ -50,6 +55,8 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # no other token is chosen; empty: every token may be
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the answer must not contain
     num_logprobs: int | None = None  # None: none; 0: the chosen token's; n: those of the n likeliest as well
     num_prompt_logprobs: int | None = None  # the same, for every prompt token after the first
     wants_embedding: bool = False  # of the prompt; max_tokens is 0 then
@@ -69,6 +76,10 @@ class SamplingParams:
         _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", "too many entries")
         _require(len(self.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias", "too many entries")
         _require(all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias), "logit_bias", "must lie in -100..100")
+        _require(len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS, "allowed_token_ids", "too many entries")
+        _require(all(self.bad_words), "bad_words", "must not be empty")
+        num_bad = sum(len(word) for word in self.bad_words)
+        _require(num_bad <= MAX_BAD_WORD_TOKENS, "bad_words", "are too long together")
         _require(len(self.grammar) <= MAX_GRAMMAR_LEN, "grammar", "is too long")
         _require(not self.wants_embedding or self.max_tokens == 0, "max_tokens", "must be 0 for an embedding")
         for name in ("num_logprobs", "num_prompt_logprobs"):
@@ -77,8 +88,13 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """True if the tokens seen so far change the logits."""
+        """True if the tokens seen so far change the logits by penalties."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if the logits are changed at every step, by anything but a grammar."""
+        return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,20 @@ class Slo:
     ttft_s: float | None = None
     tpot_s: float | None = None
     deadline_s: float | None = None  # from arrival to the last token
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """An adapter that a request is computed with. Two are the same if their digests are, whatever their names."""
+
+    name: str  # as clients call it
+    path: str  # of its folder, the same on every host that computes with it
+    digest: bytes  # of its files' contents
+
+    def __post_init__(self) -> None:
+        _require(0 < len(self.name) <= MAX_ADAPTER_NAME_LEN, "model", "has too long a name")
+        _require(0 < len(self.path) <= MAX_ADAPTER_PATH_LEN, "lora_path", "is too long")
+        _require(len(self.digest) == ADAPTER_DIGEST_BYTES, "digest", "is not one of an adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +134,12 @@ class Request:
     priority: int = 0  # smaller goes first among equals
     # The root of its block hashes (prefix_cache/block_hashes.py); empty: it neither reads nor leaves anything cached.
     prefix_root: bytes = b""
+    second_text_at: int = 0  # of a pair of texts: the first token of the second; 0: encoders take the prompt as one
+    adapter: LoraAdapter | None = None  # None: the model alone
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_token_ids) > 0, "prompt", "must hold at least one token")
+        _require(0 <= self.second_text_at < max(self.prompt_len, 1), "second_text_at", "must be a place in the prompt")
         _require(len(self.prefix_root) in (0, PREFIX_ROOT_BYTES), "prefix_root", "must be a block hash, or empty")
 
     @property
@@ -127,6 +160,7 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), likeliest first
+    rank: int = 0  # its place in the whole vocabulary, 1: the likeliest; 0: not known
 
 
 class SampledToken(NamedTuple):

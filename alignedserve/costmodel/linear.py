@@ -43,6 +43,7 @@ class LinearCoefficients:
     padded_token_s: float = 0.0  # num_decodes * the longest context: attention whose straggler is the longest
     hidden_token_s: float = 0.0
     sampled_s: float = 0.0
+    constrained_s: float = 0.0  # a row that is sampled under a grammar: matching its last token, and its mask
     beyond_token_s: float = 0.0  # a token of prompt or decode beyond the first `bend_tokens` of an iteration
     bend_tokens: float = 0.0  # no weight, a place; 0 with `beyond_token_s` 0: a straight line
 
@@ -64,6 +65,7 @@ class LinearCoefficients:
             self.padded_token_s,
             self.hidden_token_s,
             self.sampled_s,
+            self.constrained_s,
             self.beyond_token_s,
         )
 
@@ -89,6 +91,7 @@ def features_of(work: IterationWork, bend_tokens: float) -> tuple[float, ...]:
         work.num_decodes * work.max_decode_context_len,
         work.hidden_context_len,
         work.num_sampled,
+        work.num_constrained,
         max(work.num_tokens - bend_tokens, 0),
     )
 
@@ -113,7 +116,7 @@ class LinearIterationModel:
 
 def weighted(weights: Weights, bend_tokens: float, work: IterationWork) -> float:
     """Return the sum of weights times features, written out: it is asked for hundreds of times while a policy packs."""
-    base, token, pair, chunk, decode, context, padded, hidden, sampled, beyond = weights
+    base, token, pair, chunk, decode, context, padded, hidden, sampled, constrained, beyond = weights
     num_beyond = work.num_prompt_tokens + work.num_decodes - bend_tokens
     return (
         base
@@ -125,6 +128,7 @@ def weighted(weights: Weights, bend_tokens: float, work: IterationWork) -> float
         + padded * work.num_decodes * work.max_decode_context_len
         + hidden * work.hidden_context_len
         + sampled * work.num_sampled
+        + constrained * work.num_constrained
         + (beyond * num_beyond if num_beyond > 0 else 0.0)
     )
 

@@ -20,8 +20,11 @@ class CostModel(Protocol):
 class LearningCostModel(CostModel, Protocol):
     """Cost model that a worker corrects as it goes. Deterministic: the same observations give the same predictions."""
 
-    def observe(self, work: IterationWork, seconds: float) -> None:
-        """Learn that an iteration of this work took so long (above 0)."""
+    def observe(self, work: IterationWork, seconds: float, grammar_s: float | None = None) -> None:
+        """Learn that an iteration of this work took so long (above 0).
+
+        `grammar_s`: of it, the seconds that it waited for the grammars of its rows; None: that was not measured.
+        """
 
 
 def chunk_within(

@@ -7,6 +7,9 @@ Weighted least squares on relative errors, older iterations forgotten little by 
 The second sum holds what iterations so far say nothing about (a worker that has only decoded) at the prior, scaled by
 how fast this machine is (s); it is not forgotten, so that a long run of equal iterations cannot let the rest drift.
 
+What grammars take is measured apart in every iteration, and so is no part of the sum that is fitted: rows under a
+grammar cost what the last such rows did, as a moving mean.
+
 Copies to and from the host run beside the computing. An iteration that took longer than that by more than is usual has
 waited for them and tells what they take; any other tells that they take no longer than it did.
 """
@@ -14,6 +17,7 @@ waited for them and tells what they take; any other tells that they take no long
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import mul
 
 import numpy as np
@@ -30,6 +34,8 @@ _ERROR_STEP = 0.05
 _MAX_ERRORS = 2.0  # errors of more than so many times the usual one count in proportion, not squared
 _MIN_ERROR = 0.01
 _COPY_STEP = 0.2  # towards what an iteration tells of its copies
+_LEAST_REST = 0.1  # of an iteration's time, which its grammars did not take
+_GRAMMAR_STEP = 0.05  # towards what an iteration tells of its rows' grammars
 _COPY_SHARE = 0.25  # of the time to compute a token: to copy it, as long as nothing is known of copies
 _LEAST_SHARE = 0.1  # of the generic prior: what costs nothing there could never be learned to cost something
 
@@ -44,6 +50,7 @@ GENERIC = LinearCoefficients(
     padded_token_s=1e-7,
     hidden_token_s=1.5e-5,
     sampled_s=1e-5,
+    constrained_s=1e-5,
 )
 
 
@@ -60,7 +67,8 @@ class OnlineIterationModel:
         self, prior: LinearCoefficients = GENERIC, swap_token_s: float = 0.0, *, allow_kernels: bool = True
     ) -> None:
         """`prior`: coefficients to start from; at least one is above 0."""
-        self._prior, self._bend_tokens = prior.weights, prior.bend_tokens
+        self._constrained_s = prior.constrained_s
+        self._prior, self._bend_tokens = replace(prior, constrained_s=0.0).weights, prior.bend_tokens
         self._used = [index for index, value in enumerate(self._prior) if value > 0.0]
         assert self._used, "a prior by which everything is free"
         self._swap_token_s = swap_token_s
@@ -76,21 +84,24 @@ class OnlineIterationModel:
     @property
     def coefficients(self) -> LinearCoefficients:
         """Return the current coefficients."""
-        return LinearCoefficients.of(self._weights, self._bend_tokens)
+        fitted = LinearCoefficients.of(self._weights, self._bend_tokens)
+        return replace(fitted, constrained_s=self._constrained_s)
 
     def iteration_s(self, work: IterationWork) -> float:
         """See CostModel."""
         copies = self._swap_token_s * (work.swap_in_tokens + work.swap_out_tokens)
-        compute = weighted(self._weights, self._bend_tokens, work)
+        compute = weighted(self._weights, self._bend_tokens, work) + self._constrained_s * work.num_constrained
         return compute if compute > copies else copies
 
     def swap_s(self, num_tokens: float) -> float:
         """See CostModel."""
         return self._swap_token_s * num_tokens
 
-    def observe(self, work: IterationWork, seconds: float) -> None:
+    def observe(self, work: IterationWork, seconds: float, grammar_s: float | None = None) -> None:
         """Learn that an iteration of this work took so long (above 0). One that waited for copies tells of these."""
         assert seconds > 0.0, "an iteration takes time"
+        if work.num_constrained:
+            seconds = self._without_grammars(work.num_constrained, seconds, grammar_s)
         predicted = weighted(self._weights, self._bend_tokens, work)
         num_copied = work.swapped_tokens
         if num_copied:
@@ -101,6 +112,13 @@ class OnlineIterationModel:
         features = [feature / seconds for feature in features_of(work, self._bend_tokens)]
         self._rescale(sum(map(mul, self._prior, features)))
         self._learn(features, self._weight_of(abs(predicted / seconds - 1.0)))
+
+    def _without_grammars(self, num_rows: int, seconds: float, grammar_s: float | None) -> float:
+        """Learn what a row's grammar takes, where that was measured; return the seconds of all else."""
+        if grammar_s is not None:
+            self._constrained_s += _GRAMMAR_STEP * (grammar_s / num_rows - self._constrained_s)
+        spent_s = self._constrained_s * num_rows if grammar_s is None else grammar_s
+        return max(seconds - spent_s, _LEAST_REST * seconds)
 
     def _learn_copies(self, num_tokens: float, seconds: float, computing_s: float) -> None:
         """Correct the time of a copied token; one that is free in the prior stays free."""

@@ -47,7 +47,7 @@ def read_profile(path: Path) -> MachineProfile:
     link = LinkModel(**_numbers(content, "memory_link", LinkModel, path))
     if link.bytes_per_s <= 0.0:
         raise ConfigError(f"{path}: memory_link.bytes_per_s must be above 0.")
-    sections = {"coefficients": _with_bend(content.get("coefficients"))}
+    sections = {"coefficients": _with_later_fields(content.get("coefficients"))}
     coefficients = LinearCoefficients(**_numbers(sections, "coefficients", LinearCoefficients, path))
     return MachineProfile(_shape(content, path), coefficients, link, _num_threads(content))
 
@@ -97,9 +97,10 @@ def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
     return ModelShape(**section)
 
 
-def _with_bend(section: Any) -> Any:
-    """Return the coefficients with the fields of a bend, which profiles of earlier versions lack."""
-    return {"beyond_token_s": 0.0, "bend_tokens": 0.0, **section} if isinstance(section, dict) else section
+def _with_later_fields(section: Any) -> Any:
+    """Return the coefficients with the fields that profiles of earlier versions lack."""
+    later = ("constrained_s", "beyond_token_s", "bend_tokens")
+    return {**dict.fromkeys(later, 0.0), **section} if isinstance(section, dict) else section
 
 
 def _with_experts(section: Any) -> Any:

@@ -18,31 +18,37 @@ class IterationWork:
     max_decode_context_len: int = 0  # of the longest of them: the straggler of kernels with one block per sequence
     hidden_context_len: int = 0  # of the decodes, tokens whose keys and values are projected anew from a hidden cache
     num_sampled: int = 0  # rows of logits
+    num_constrained: int = 0  # of those, rows that are sampled under a grammar
     swap_in_tokens: float = 0.0  # full-width cache tokens copied from host to device (an int8 copy counts half)
     swap_out_tokens: float = 0.0  # and the other way
 
-    def add_chunk(self, num_tokens: int, num_cached: int, *, is_last: bool) -> None:
+    def add_chunk(self, num_tokens: int, num_cached: int, *, is_last: bool, is_constrained: bool = False) -> None:
         """Add a chunk of a prompt after `num_cached` tokens whose cache exists; the last one samples a token."""
         self.num_chunks += 1
         self.num_prompt_tokens += num_tokens
         self.prompt_pairs += pairs_of(num_tokens, num_cached)
         self.num_sampled += is_last
+        self.num_constrained += is_last and is_constrained
 
-    def add_decode(self, context_len: int, *, is_hidden: bool = False) -> None:
+    def add_decode(self, context_len: int, *, is_hidden: bool = False, is_constrained: bool = False) -> None:
         """Add a request whose next token reads a context of so many tokens."""
         self.num_decodes += 1
         self.decode_context_len += context_len
         self.max_decode_context_len = max(self.max_decode_context_len, context_len)
         self.hidden_context_len += context_len if is_hidden else 0
         self.num_sampled += 1
+        self.num_constrained += is_constrained
 
-    def add_decodes(self, num: int, context_len: int, max_context_len: int, hidden_context_len: int = 0) -> None:
+    def add_decodes(
+        self, num: int, context_len: int, max_context_len: int, hidden_context_len: int = 0, num_constrained: int = 0
+    ) -> None:
         """Add so many decodes at once: their context lengths summed, and the longest of them."""
         self.num_decodes += num
         self.decode_context_len += context_len
         self.max_decode_context_len = max(self.max_decode_context_len, max_context_len)
         self.hidden_context_len += hidden_context_len
         self.num_sampled += num
+        self.num_constrained += num_constrained
 
     def subtract(self, other: "IterationWork") -> None:
         """Take the sums of `other` out again; the longest context stays, as sums do not tell the second longest."""
@@ -53,6 +59,7 @@ class IterationWork:
         self.decode_context_len -= other.decode_context_len
         self.hidden_context_len -= other.hidden_context_len
         self.num_sampled -= other.num_sampled
+        self.num_constrained -= other.num_constrained
         self.swap_in_tokens -= other.swap_in_tokens
         self.swap_out_tokens -= other.swap_out_tokens
 
@@ -67,6 +74,7 @@ class IterationWork:
             self.max_decode_context_len,
             self.hidden_context_len,
             self.num_sampled,
+            self.num_constrained,
             self.swap_in_tokens,
             self.swap_out_tokens,
         )

@@ -1,7 +1,7 @@
 """Times in messages between hosts, whose monotonic clocks have nothing to do with each other.
 
-The only time of another process that a message carries is the arrival of its request. It is converted where a message
-comes in from another host, so that every logic sees its own clock alone.
+The only times of another process that messages carry are the arrival of a request, and those of what was noted about
+one. They are converted where a message comes in from another host, so that every process sees its own clock alone.
 """
 
 import math
@@ -14,6 +14,7 @@ from alignedserve.core.errors import ProtocolError
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import BatchGranted, BlocksWritten, CopyGranted, Handoff, ReturnRequest
 from alignedserve.messages.gateways import ResumeRequest, SubmitRequest
+from alignedserve.messages.request_notes import RequestsNoted
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest
 
@@ -37,7 +38,7 @@ class ClockOffset:
 
 
 def on_this_clock(message: Message, offset_s: float) -> Message:
-    """Return the message with the arrival of its requests on this host's clock.
+    """Return the message with the times of its requests on this host's clock.
 
     Raises ProtocolError when such an arrival is no time: no order could be made of it.
     """
@@ -49,6 +50,9 @@ def on_this_clock(message: Message, offset_s: float) -> Message:
         case BatchGranted():
             handoffs = tuple(_moved_handoff(handoff, offset_s) for handoff in message.handoffs)
             return msgspec.structs.replace(message, handoffs=handoffs)
+        case RequestsNoted():
+            notes = [msgspec.structs.replace(note, at_s=max(note.at_s + offset_s, 0.0)) for note in message.notes]
+            return msgspec.structs.replace(message, notes=tuple(notes))
         case _:
             return message
 

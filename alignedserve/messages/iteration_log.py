@@ -30,10 +30,11 @@ class IterationLogTotals(msgspec.Struct, frozen=True, array_like=True):
     misaligned_s: TotalSeconds = 0.0  # of forward_s: attention over padding
     sum_of_spreads: TotalSeconds = 0.0
     spread_counts: SpreadCounts = (0,) * _NUM_BUCKETS  # iterations by spread, one bucket for each edge and the last
+    num_ahead_iterations: Total = 0  # that were launched before the tokens of the one before were known
 
     def plus(self, other: "IterationLogTotals") -> "IterationLogTotals":
         """Add both totals."""
-        ours, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
-        sums: list[Any] = [mine + yours for mine, yours in zip(ours[:-1], theirs[:-1], strict=True)]
-        sums.append(tuple(mine + yours for mine, yours in zip(self.spread_counts, other.spread_counts, strict=True)))
-        return IterationLogTotals(*sums)
+        ours, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+        sums: dict[str, Any] = {name: ours[name] + theirs[name] for name in ours if name != "spread_counts"}
+        pairs = zip(self.spread_counts, other.spread_counts, strict=True)
+        return IterationLogTotals(**sums, spread_counts=tuple(mine + yours for mine, yours in pairs))

@@ -96,18 +96,28 @@ class IterationTimes(msgspec.Struct, frozen=True):
     sampling_s: float
     attention_s: float = 0.0  # of the pass: attention of decoding sequences, where that can be measured
     padded_share: float = 0.0  # of that time: on slots read only because another sequence is longer
+    grammar_s: float | None = None  # waiting for the masks of rows under a grammar; None: not measured
+    is_ahead: bool = False  # its decodes were launched before the tokens of the iteration before were known
 
 
 @dataclass(frozen=True, slots=True)
 class IterationCompleted:
     """Event: the iteration has ended. A failed request gave no usable logits, or has a reason of its own."""
 
-    sampled: tuple[SampledToken, ...]
+    sampled: tuple[SampledToken, ...]  # in the order of each answer, where a request has several
     prompt_scores: tuple[PromptScores, ...] = ()
     failed: tuple[RequestId, ...] = ()
     reasons: tuple[tuple[RequestId, str], ...] = ()  # of failed ones: why no token can follow under their grammar
+    # How many tokens a request has in `sampled` before the one sampled last, as its grammar left no choice of them:
+    # it computed so many more than it was to, in the blocks that it has.
+    forced: tuple[tuple[RequestId, int], ...] = ()
     # None from a stand-in that has no engine. Two iterations with the same outcome are equal, however long they took.
     times: IterationTimes | None = field(default=None, compare=False)
+
+    @property
+    def grammar_s(self) -> float | None:
+        """Seconds that the iteration waited for grammars; None: that was not measured."""
+        return None if self.times is None else self.times.grammar_s
 
     def duration_s(self, started_s: float, now: float) -> float:
         """Return the time measured by the engine, else the time since the logic started the iteration."""
@@ -237,6 +247,24 @@ def delta_of(
     finished = finish_reason(request, token.token_id, index + 1, eos_token_ids)
     logprobs = (token.logprob,) if token.logprob is not None else ()
     return TokenDelta(request.request_id, index, (token.token_id,), logprobs, finished, num_cached_tokens)
+
+
+def joined(deltas: list[tuple[str, TokenDelta]]) -> list[tuple[str, TokenDelta]]:
+    """Make one delta of those of a request that follow one another; none of them but the last ends it."""
+    results: list[tuple[str, TokenDelta]] = []
+    for address, delta in deltas:
+        if results and results[-1][1].request_id == delta.request_id:
+            _, before = results.pop()
+            token_ids = before.token_ids + delta.token_ids
+            delta = msgspec.structs.replace(
+                delta,
+                first_index=before.first_index,
+                token_ids=token_ids,
+                logprobs=before.logprobs + delta.logprobs,
+                num_cached_tokens=before.num_cached_tokens + delta.num_cached_tokens,
+            )
+        results.append((address, delta))
+    return results
 
 
 def group_by_gateway(deltas: list[tuple[str, TokenDelta]]) -> list[SendTo]:

@@ -1,6 +1,7 @@
 """The closed union of messages that each component accepts.
 
-The messages themselves: gateways.py (gateways), workers.py (workers), caches.py (blocks), pools.py (pools).
+The messages themselves: gateways.py (gateways), workers.py (workers), caches.py (blocks), pools.py (pools),
+request_notes.py (the course of single requests).
 
 KV never travels here (it is in the pool's arena), and tokens never pass through the router.
 
@@ -63,6 +64,7 @@ from alignedserve.messages.prefixes import (
     PrefixReleased,
     StorePrefixBlocks,
 )
+from alignedserve.messages.request_notes import AskTimeline, RequestsNoted, TimelineTold
 from alignedserve.messages.workers import (
     AttemptFailed,
     BlocksFetched,
@@ -105,10 +107,21 @@ RouterInbound = (
     | CopyKept
     | CopyLost
     | PoolLoad
+    | AskTimeline
+    | TimelineTold
     | Ping
 )
 GatewayInbound = (
-    RequestRejected | RequestFailed | RequestInterrupted | ClusterStatus | TokensEmitted | PromptScored | Ping
+    RequestRejected
+    | RequestFailed
+    | RequestInterrupted
+    | ClusterStatus
+    | TokensEmitted
+    | PromptScored
+    | RequestsNoted
+    | AskTimeline
+    | TimelineTold
+    | Ping
 )
 PoolInbound = (
     ReserveBlocks

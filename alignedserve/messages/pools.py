@@ -1,6 +1,7 @@
 """Messages between the router and the pools."""
 
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
+from alignedserve.messages.cluster_view import LengthTree
 from alignedserve.messages.fields import NO_BATCH, Attempt, Count, Text
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import JoinedBatch
@@ -73,6 +74,7 @@ class PoolLoad(Message, frozen=True):
     num_pooled: Count
     num_reserved: Count
     num_blocks_kept: Count = 0  # among the used: copies that can be evicted
+    lengths: LengthTree = LengthTree()  # of the pooled requests
 
 
 class DropRequest(Message, frozen=True):

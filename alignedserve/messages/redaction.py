@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request, SampledToken, TokenLogprob
+from alignedserve.core.request import LoraAdapter, Request, SampledToken, TokenLogprob
 from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.prefixes import HASH_BYTES, FindPrefix, PrefixBlock, PrefixFound, PrefixPart
 from alignedserve.messages.token_chains import TokenChains
@@ -23,6 +23,7 @@ from alignedserve.messages.wire import Message
 _GENERATED = "generated_token_ids"
 _NO_LOGPROB = TokenLogprob(0, 0.0)
 _ONE_TOKEN = (0,)
+_LEFT_OUT = "redacted"  # in place of an adapter's name and path
 _SOME_GRAMMAR = "redacted"  # that there is one says when an answer ends, see finish_reason
 _HASHED_BYTES = 4
 _DIGEST_BYTES = 32
@@ -188,10 +189,13 @@ class Redactor:
     def _request(self, request: Request) -> Request:
         prompt, root = self._policy.prompt(request), self._policy.hashes(request.prefix_root)
         sampling = request.sampling
-        if sampling.logit_bias or sampling.grammar:
+        if sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words or sampling.grammar:
             grammar = sampling.grammar and _SOME_GRAMMAR
-            sampling = dataclasses.replace(sampling, logit_bias=(), grammar=grammar)
-        return dataclasses.replace(request, prompt_token_ids=prompt, sampling=sampling, prefix_root=root)
+            sampling = dataclasses.replace(sampling, logit_bias=(), allowed_token_ids=(), bad_words=(), grammar=grammar)
+        adapter = request.adapter and LoraAdapter(_LEFT_OUT, _LEFT_OUT, self._policy.hashes(request.adapter.digest))
+        return dataclasses.replace(
+            request, prompt_token_ids=prompt, sampling=sampling, prefix_root=root, adapter=adapter
+        )
 
     def _sampled(self, token: SampledToken) -> SampledToken:
         logprob = None if token.logprob is None else _NO_LOGPROB

@@ -4,13 +4,25 @@ import msgspec
 
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
+from alignedserve.messages.cluster_view import BatchShape
 from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Share, Text, TokenIds
 from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.wire import Message
 
 
+class DecodedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request that a worker decodes on while it has no router."""
+
+    request_id: RequestId
+    attempt: Attempt
+    num_received: Count  # generated tokens that it came with, all of which others had sent to the client
+
+
 class WorkerRegistered(Message, frozen=True):
-    """Worker to router on every (re)connect: its kind and capacity."""
+    """Worker to router on every (re)connect: its kind and capacity, and what it decodes meanwhile.
+
+    Of those requests each is adopted once its gateway resumes it; the others are aborted.
+    """
 
     num_blocks: Count  # block storage of this worker
     block_size: Count  # token slots per block
@@ -22,6 +34,10 @@ class WorkerRegistered(Message, frozen=True):
     latest_attempt: Attempt = 0  # it has had; a router that is new goes on above it
     can_move: bool = False  # hands requests that it decodes over to others of its node that can, and takes theirs
     node: Text = ""  # where it runs; empty on a cluster of one host
+    num_places: Count = 0  # requests in an iteration at most; 0: max_running_requests, which a policy may pause some of
+    max_adapters: Count = 0  # LoRA adapters that its memory holds; 0: it takes none
+    decoding: tuple[DecodedRequest, ...] = ()  # that it goes on with; it has dropped all others
+    num_active: Count = 0  # of its node's workers that decode so many have work, and the others stand by; 0: all have
 
 
 class RegistrationRefused(Message, frozen=True):
@@ -173,3 +189,5 @@ class IterationLogReport(Message, frozen=True):
     """Decode worker to router, about once a second while it iterates: what its log gained since the last."""
 
     gained: IterationLogTotals
+    num_tokens: Count = 0  # generated meanwhile
+    batch: BatchShape = BatchShape()  # of the last iteration

@@ -44,7 +44,7 @@ class FcfsIterationScheduler:
             self._remaining[request_id] -= num_tokens
         return slices
 
-    def completed(self, now: float, duration_s: float) -> None:
+    def completed(self, now: float, duration_s: float, grammar_s: float | None = None) -> None:
         """See PolicyIterationScheduler."""
 
 
@@ -87,9 +87,9 @@ class PolicyIterationScheduler:
         self._state.begin(plan)
         return tuple((request_ids[part.row], part.num_tokens) for part in plan.scheduled)
 
-    def completed(self, now: float, duration_s: float) -> None:
+    def completed(self, now: float, duration_s: float, grammar_s: float | None = None) -> None:
         """Note the end of the iteration, before any request leaves because of it."""
-        self._scheduler.completed(self._state, now=now, duration_s=duration_s)
+        self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=grammar_s)
 
 
 IterationScheduler = FcfsIterationScheduler | PolicyIterationScheduler

@@ -37,6 +37,7 @@ class Packer:
         self._num_blocks: _IntOf = table.num_blocks.item
         self._num_swapped: _IntOf = table.num_swapped.item
         self._is_hidden: _BoolOf = table.is_hidden.item
+        self._is_constrained: _BoolOf = table.is_constrained.item
         self._scheduled: dict[int, ScheduledRequest] = {}
         self._evictions: dict[int, PlannedEviction] = {}
         self._uploads: list[int] = []
@@ -116,11 +117,13 @@ class Packer:
 
     def note_work(self, work: IterationWork, row: int, num_tokens: int) -> None:
         """Add the request's tokens to `work`: `self.work`, or a copy for a trial."""
-        num_cached = self._context_len(row) - self.remaining(row)
-        if num_tokens == 1 and num_cached + 1 == self._context_len(row):
-            work.add_decode(self._context_len(row), is_hidden=self._is_hidden(row))
+        context_len, is_constrained = self._context_len(row), self._is_constrained(row)
+        num_cached = context_len - self.remaining(row)
+        if num_tokens == 1 and num_cached + 1 == context_len:
+            work.add_decode(context_len, is_hidden=self._is_hidden(row), is_constrained=is_constrained)
         else:
-            work.add_chunk(num_tokens, num_cached, is_last=num_cached + num_tokens == self._context_len(row))
+            is_last = num_cached + num_tokens == context_len
+            work.add_chunk(num_tokens, num_cached, is_last=is_last, is_constrained=is_constrained)
         work.swap_in_tokens += 0 if self._is_dropped(row) else self._copied(row, self._num_swapped(row))
 
     def chunk(self, row: int) -> int:

@@ -238,6 +238,16 @@ class SchedulerState:
         num_moved = self._leave_shared(row, 0)
         return self._bring_in(row, max(wanted - int(self.table.num_blocks[row]), 0), num_moved)
 
+    def note_forced(self, request_id: RequestId, num_tokens: int) -> None:
+        """Note that a request of the iteration computed so many more tokens than planned.
+
+        Its grammar left no choice of them; they are in blocks that it has. `completed` follows.
+        """
+        table, row = self.table, self.table.row(request_id)
+        self.work.add_chunk(num_tokens, int(table.context_len[row]), is_last=False)
+        table.num_generated[row] += num_tokens
+        self._num_tokens[self._rows == row] += num_tokens
+
     def completed(self, *, now: float, duration_s: float) -> Bools:
         """Note its end; return which of its requests computed all that was left, and so sampled a token."""
         self.history.note(duration_s)
@@ -316,11 +326,16 @@ class Scheduler:
         token_s = (self.costs.iteration_s(work) - decodes_s) / num_tokens
         return PromptCapacity(share, 1.0 / max(token_s, _LEAST_TOKEN_S))
 
-    def completed(self, state: SchedulerState, *, now: float, duration_s: float) -> None:
-        """Note the end of an iteration and learn from its duration; 0 where it was not measured."""
+    def completed(
+        self, state: SchedulerState, *, now: float, duration_s: float, grammar_s: float | None = None
+    ) -> None:
+        """Note the end of an iteration and learn from its duration; 0 where it was not measured.
+
+        `grammar_s`: of it, waiting for grammars; None: not measured.
+        """
         state.completed(now=now, duration_s=duration_s)
         if self.learner is not None and duration_s > 0.0:
-            self.learner.observe(state.work, duration_s)
+            self.learner.observe(state.work, duration_s, grammar_s)
 
 
 def work_of(table: RequestTable, plan: IterationPlan, memory: DeviceMemory) -> IterationWork:
@@ -340,7 +355,10 @@ def work_of(table: RequestTable, plan: IterationPlan, memory: DeviceMemory) -> I
     is_decode = is_last & (num_tokens == 1)
     note_decodes(work, table, rows[is_decode])
     for at in np.flatnonzero(~is_decode).tolist():
-        work.add_chunk(int(num_tokens[at]), int(num_cached[at]), is_last=bool(is_last[at]))
+        is_constrained = bool(table.is_constrained[rows[at]])
+        work.add_chunk(
+            int(num_tokens[at]), int(num_cached[at]), is_last=bool(is_last[at]), is_constrained=is_constrained
+        )
     for row in (*rows[is_kept & (table.num_swapped[rows] > 0)].tolist(), *plan.uploads):
         if row not in dropped and table.num_swapped[row]:
             num_swapped, is_hidden = int(table.num_swapped[row]), bool(table.is_hidden[row])

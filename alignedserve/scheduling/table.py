@@ -26,7 +26,7 @@ _FLOATS = (
     *("arrival_s", "ttft_s", "tpot_s", "deadline_s", "predicted_len"),
     *("waits_since_s", "first_token_s", "last_token_s", "last_run_s", "service_s"),
 )
-_BOOLS = ("is_real_time", "is_hidden")
+_BOOLS = ("is_real_time", "is_hidden", "is_constrained")
 
 
 class Columns(NamedTuple):
@@ -72,6 +72,7 @@ class RequestTable:
     deadline_s: Floats  # from arrival to the last token
     prompt_len: Ints
     max_tokens: Ints  # the client's limit
+    is_constrained: Bools  # its tokens are sampled under a grammar
     # Progress.
     predicted_len: Floats  # all output tokens, as predicted; max_tokens without a prediction
     num_generated: Ints
@@ -125,6 +126,7 @@ class RequestTable:
             ("deadline_s", np.inf if slo.deadline_s is None else slo.deadline_s),
             ("prompt_len", request.prompt_len),
             ("max_tokens", limit),
+            ("is_constrained", bool(request.sampling.grammar)),
             ("predicted_len", max(float(limit) if predicted_len is None else min(predicted_len, float(limit)), 1.0)),
             ("num_generated", num_generated),
             ("waits_since_s", max(request.arrival_s, now) if num_generated else request.arrival_s),

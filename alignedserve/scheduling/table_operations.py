@@ -18,13 +18,15 @@ def note_decodes(work: IterationWork, table: RequestTable, rows: Ints) -> None:
     work.add_decodes(len(rows), *_decode_sums(table, rows))
 
 
-def _decode_sums(table: RequestTable, rows: Ints) -> tuple[int, int, int]:
-    """Return the context lengths of these rows added up, the longest, and the sum of those with a hidden cache."""
+def _decode_sums(table: RequestTable, rows: Ints) -> tuple[int, int, int, int]:
+    """Return the context lengths of these rows added up, the longest, the sum of those with a hidden cache, and how
+    many rows have a grammar."""
     if table.has_kernels:
         return native.decode_sums(table.columns, len(table), rows)
     context_len = table.prompt_len[rows] + table.num_generated[rows]
     hidden_len = int(context_len @ table.is_hidden[rows])
-    return int(np.add.reduce(context_len)), int(context_len.max(initial=0)), hidden_len
+    num_constrained = int(np.count_nonzero(table.is_constrained[rows]))
+    return int(np.add.reduce(context_len)), int(context_len.max(initial=0)), hidden_len, num_constrained
 
 
 def fitting_decodes(

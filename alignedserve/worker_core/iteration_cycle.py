@@ -7,7 +7,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.messages.events import Send, SendTo
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import PromptScored, TokenDelta
-from alignedserve.messages.iterations import IterationCompleted, group_by_gateway
+from alignedserve.messages.iterations import IterationCompleted, group_by_gateway, joined
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.request import WorkerRequest
 from alignedserve.worker_core.router_link import RouterLink
@@ -102,6 +102,8 @@ class IterationCycle(Generic[RequestT, CommandT]):
             one = requests[request_id]
             commands += self._release(one)
             commands += self._router.failed(one, *_failure(reasons.get(request_id)))
+        if event.forced:
+            deltas = joined(deltas)
         return [*scored, *group_by_gateway(deltas), *commands]
 
 

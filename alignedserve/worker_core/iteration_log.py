@@ -17,6 +17,7 @@ from itertools import islice
 from typing import NamedTuple, Protocol
 
 from alignedserve.core.request import Request
+from alignedserve.messages.cluster_view import BatchShape
 from alignedserve.messages.iteration_log import SPREAD_EDGES, IterationLogTotals
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes
 
@@ -60,6 +61,7 @@ class IterationRecord(NamedTuple):
     sampling_s: float
     attention_s: float  # of forward_s: attention of decoding sequences
     misaligned_s: float  # of attention_s: over padding
+    is_ahead: bool  # its decodes were launched before the tokens of the one before were known
 
     @property
     def parts_s(self) -> float:
@@ -87,6 +89,8 @@ class IterationLog:
         self._shape = _BatchShape()
         self._num_iterations = 0
         self._num_reported = 0
+        self._num_tokens = 0  # generated since they were last taken
+        self.latest_batch = BatchShape()
         self._is_switching = False
         self._waits = _NO_WAITS
         self._started_s: float | None = None  # of the iteration that runs
@@ -128,8 +132,10 @@ class IterationLog:
             times.sampling_s,
             times.attention_s,
             times.attention_s * times.padded_share,
+            times.is_ahead,
         )
         self._records.append(record)
+        self._num_tokens += len(event.sampled)
         shape.note_tokens(event)
         self._num_iterations += 1
         self._started_s, self._completed_s = None, now
@@ -146,7 +152,14 @@ class IterationLog:
         if is_early or not num_fresh:
             return None
         self._num_reported, self._reported_s = self._num_iterations, now
+        latest = self._records[-1]
+        self.latest_batch = BatchShape(latest.batch_size, latest.shortest, latest.mean, latest.longest)
         return totals_of(list(islice(reversed(self._records), num_fresh)))
+
+    def take_tokens(self) -> int:
+        """Return how many tokens were generated since this was last asked."""
+        num_tokens, self._num_tokens = self._num_tokens, 0
+        return num_tokens
 
     def records(self) -> tuple[IterationRecord, ...]:
         """Return the latest iterations, oldest first."""
@@ -177,8 +190,8 @@ class _BatchShape:
         self.shortest, self.longest = min(lengths), max(lengths)
 
     def note_tokens(self, event: IterationCompleted) -> None:
-        """Note whether every member got a token."""
-        self._has_all_grown = len(event.sampled) == self.size
+        """Note whether every member got one token."""
+        self._has_all_grown = len(event.sampled) == self.size and not event.forced
 
 
 def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
@@ -202,6 +215,7 @@ def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
         misaligned_s=sum(record.misaligned_s for record in records),
         sum_of_spreads=sum(spreads),
         spread_counts=tuple(spread_counts),
+        num_ahead_iterations=sum(record.is_ahead for record in records),
     )
 
 

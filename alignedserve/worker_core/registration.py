@@ -1,5 +1,6 @@
 """Registration of a worker with the router."""
 
+from alignedserve.config.sections import DecodeWorkerConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.workers import WorkerRegistered
 
@@ -13,10 +14,13 @@ def registration_of(
     node: str = "",
     can_prefill: bool = False,
     can_decode: bool = False,
+    max_adapters: int = 0,
+    num_active: int = 0,
 ) -> WorkerRegistered:
     """Build the registration of a worker with that many blocks.
 
-    `pool_name`: the KV pool beside it, if it has one. `node`: where it runs, among several.
+    `pool_name`: the KV pool beside it, if it has one. `node`: where it runs, among several. `max_adapters`: of LoRA in
+    its memory. `num_active`: see WorkerRegistered.
     """
     return WorkerRegistered(
         num_blocks=num_blocks,
@@ -27,4 +31,11 @@ def registration_of(
         can_decode=can_decode,
         layout_digest=layout.digest().hex(),
         node=node,
+        max_adapters=max_adapters,
+        num_active=num_active,
     )
+
+
+def num_active(config: DecodeWorkerConfig) -> int:
+    """Return how many workers of a node have work, where others stand by; 0: all have. `config`: of this node."""
+    return config.count if config.standby else 0

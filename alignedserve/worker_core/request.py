@@ -23,11 +23,13 @@ class WorkerRequest:
     num_hit_tokens: int = field(default=0, kw_only=True)  # of its context, taken from the prefix cache as it entered
     is_aborted: bool = field(default=False, kw_only=True)  # but something still reads or writes its blocks
     successor: PrefillRequest | None = field(default=None, kw_only=True)
+    num_received: int = field(init=False)  # generated tokens that it came with
     context_len: int = field(init=False)  # prompt and generated tokens; the next iteration reads or computes all
     max_context_len: int = field(init=False)
 
     def __post_init__(self) -> None:
         # Kept, not worked out: they are read for every request in every iteration.
+        self.num_received = len(self.generated_token_ids)
         self.context_len = self.request.prompt_len + len(self.generated_token_ids)
         self.max_context_len = self.request.max_context_len
 

@@ -1,5 +1,7 @@
 """Reports of a worker to its router: registration, load, ends of requests, and sums of the iteration log."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from alignedserve.core.ids import RequestId
@@ -8,6 +10,7 @@ from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
+    DecodedRequest,
     IterationLogReport,
     PrefillCompleted,
     PrefillRequest,
@@ -34,11 +37,13 @@ class RouterLink:
         """True once there was a router, which is told of everything."""
         return self._router is not None
 
-    def connected(self, router: str) -> list[Send]:
-        """Register with a router that is new or back, and so knows nothing of this worker."""
+    def connected(self, router: str, kept: Iterable[WorkerRequest] = ()) -> list[Send]:
+        """Register with a router that is new or back, and so knows nothing of this worker nor of what it has kept."""
         self._router = router
         self._reported = None
-        return self.send(msgspec.structs.replace(self._registered, latest_attempt=self._latest_attempt))
+        decoding = tuple(DecodedRequest(one.request.request_id, one.attempt, one.num_received) for one in kept)
+        latest_attempt = self._latest_attempt
+        return self.send(msgspec.structs.replace(self._registered, latest_attempt=latest_attempt, decoding=decoding))
 
     def observe(self, attempt: int) -> None:
         """Remember the number of an attempt that comes here, for the next router."""
@@ -88,4 +93,6 @@ class RouterLink:
     def totals(self, iteration_log: IterationLog, now: float) -> list[Send]:
         """Report the sums that the log gained, about once a second; they are kept until there is a router."""
         gained = iteration_log.take_totals(now) if self._router is not None else None
-        return self.send(IterationLogReport(gained)) if gained is not None else []
+        if gained is None:
+            return []
+        return self.send(IterationLogReport(gained, iteration_log.take_tokens(), iteration_log.latest_batch))

@@ -127,7 +127,8 @@ class _Iteration:
         rows = [row for row in self._packer.rows if self._is_decode[row] and not self._forecast.is_late[row]]
         if joining is not None:
             decoding = decoding.copy()
-            decoding.add_decode(int(self._view.table.context_len[joining]))
+            is_constrained = bool(self._view.table.is_constrained[joining])
+            decoding.add_decode(int(self._view.table.context_len[joining]), is_constrained=is_constrained)
         if not rows:
             return float(self._until_s)
         step_s = self._view.costs.iteration_s(decoding)
@@ -196,7 +197,8 @@ class _Iteration:
         self._has_memory.append(row)
         if due_s < np.inf and num_tokens == table.num_remaining[row]:
             self._until_s = min(self._until_s, due_s)
-            self._decoding.add_decode(int(table.context_len[row]) + 1)
+            is_constrained = bool(table.is_constrained[row])
+            self._decoding.add_decode(int(table.context_len[row]) + 1, is_constrained=is_constrained)
         return True
 
     def _fits_to_its_end(self, row: int, is_late: bool) -> bool:

@@ -62,7 +62,7 @@ def real_time_work(table: RequestTable) -> RealTimeWork:
     work = IterationWork()
     if table.has_kernels:
         found = native.real_time_decodes(table.columns, len(table))
-        work.add_decodes(found.num, found.context_len, found.longest, found.hidden_len)
+        work.add_decodes(found.num, found.context_len, found.longest, found.hidden_len, found.num_constrained)
         return RealTimeWork(work, found.least_ttft_s)
     is_ready = table.is_real_time & table.is_decoding & (table.num_swapped == 0)
     note_decodes(work, table, np.flatnonzero(is_ready))

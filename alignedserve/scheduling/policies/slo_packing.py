@@ -198,7 +198,8 @@ class SloPacking:
             return usual
         remaining, num_cached = packer.remaining(row), int(self._table.num_cached[row])
         whole = packer.work.copy()
-        whole.add_chunk(remaining, num_cached, is_last=True)
+        is_constrained = bool(self._table.is_constrained[row])
+        whole.add_chunk(remaining, num_cached, is_last=True, is_constrained=is_constrained)
         whole_s, slack_s = costs.iteration_s(whole), float(self._rows.slack_s[row])
 
         def is_in_time(num_tokens: int) -> bool:

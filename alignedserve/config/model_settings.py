@@ -1,0 +1,191 @@
+"""The settings of a cluster of several models: those of all, and each model's own."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from alignedserve.config.loading import apply_override, config_of, read_values, with_current_names
+from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
+from alignedserve.core.errors import ConfigError
+
+MAX_MODELS = 64  # of one cluster
+_MODELS = "models"  # the list of the file, in which each model has sections of its own
+OWN_SECTIONS = (
+    *("topology", "model", "router", "scheduling", "batching", "pool", "prefill", "decode", "engine"),
+    *("prefix_cache", "lora"),
+)
+_GGUF = ".gguf"
+# Fields of `model` that say something of one model alone.
+_NOT_INHERITED = ("path", "served_model_name", "chat_template", "tool_format", "reasoning_format", "max_context_len")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Plain values, checked when they become configurations."""
+
+    common: Mapping[str, Any]  # sections of all models
+    own: tuple[Mapping[str, Any], ...]  # each model's sections, which win
+
+    @property
+    def configs(self) -> tuple[ClusterConfig, ...]:
+        """Return each model's configuration. Raises ConfigError naming the field."""
+        configs = tuple(config_of(_merged(self.common, own)) for own in self.own)
+        names = [name_of(own) for own in self.own]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"two models are called {twice}; name them apart: serve NAME=MODEL NAME=MODEL")
+        require_adapters_apart(dict(zip(names, configs, strict=True)))
+        return configs
+
+    def another(
+        self, path: str, name: str | None, settings: Sequence[str] = (), like: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Any]:
+        """Return the own sections of one more model.
+
+        `name`: for clients; None: by its path. `settings`: section.field=value. `like`: the sections of a model in
+        whose place it comes; its workers are as that one's, its `model` section is not. Raises ConfigError.
+        """
+        own = {section: copy.deepcopy(fields) for section, fields in (like or {}).items() if section != "model"}
+        own["model"] = {"path": path} | ({"served_model_name": name} if name is not None else {})
+        for setting in settings:
+            apply_override(own, setting)
+        _require_own(own, name or path)
+        return own
+
+    def with_local(self, models: Sequence[ModelSectionConfig]) -> "ModelSettings":
+        """Return the settings with these paths and names, of models that were downloaded."""
+        own = [
+            _merged(one, {"model": {"path": model.path, "served_model_name": model.served_model_name}})
+            for one, model in zip(self.own, models, strict=True)
+        ]
+        return replace(self, own=tuple(own))
+
+    def with_models(self, own: Sequence[Mapping[str, Any]]) -> "ModelSettings":
+        """Return the settings of these models."""
+        return replace(self, own=tuple(own))
+
+
+def load_models(path: Path | None, overrides: Sequence[str], models: Sequence[str]) -> ModelSettings:
+    """Parse the file (none: all defaults), models of the command line and overrides. Raises ConfigError.
+
+    `models`: MODEL or NAME=MODEL each; none: those of the file's `models`, or its `model`. `overrides`:
+    section.field=value for all models, NAME.section.field=value for one.
+    """
+    values = read_values(path)
+    listed = _listed(values.pop(_MODELS, None))
+    if listed and models:
+        raise ConfigError("models are given in the file and on the command line; leave one of them out")
+    if len(models) > MAX_MODELS or len(listed) > MAX_MODELS:
+        raise ConfigError(f"a cluster serves {MAX_MODELS} models at most")
+    own: list[dict[str, Any]] = listed or [{"model": _named(model)} for model in models]
+    if len(own) == 1 and not listed:  # as if the file named it
+        values = _merged(values, own[0])
+    if len(models) <= 1 and not listed:
+        own = [{}]
+    for override in overrides:
+        _apply(values, own, override)
+    if len(own) > 1 or listed:
+        _require_apart(values)
+        return ModelSettings(values, tuple(own))
+    return ModelSettings(*_apart(values, own[0]))
+
+
+def name_of(own: Mapping[str, Any]) -> str:
+    """Return how a model's settings call it: the name for clients, or the last part of its path."""
+    model = own.get("model") or {}
+    if model.get("served_model_name"):
+        return str(model["served_model_name"])
+    last = PurePath(str(model.get("path", "pocket"))).name
+    return last.removesuffix(_GGUF)
+
+
+def _listed(given: Any) -> list[dict[str, Any]]:
+    if given is None:
+        return []
+    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
+        raise ConfigError(f"{_MODELS}: a list with a mapping of sections for each model")
+    listed = [with_current_names(one) for one in given]
+    for number, own in enumerate(listed, start=1):
+        _require_own(own, f"{_MODELS}: the model {number}")
+        if not isinstance(own.get("model"), dict) or not own["model"].get("path"):
+            raise ConfigError(f"{_MODELS}: the model {number} has no model.path")
+    return listed
+
+
+def _named(given: str) -> dict[str, str]:
+    """Return the `model` section of an argument: MODEL or NAME=MODEL."""
+    name, separator, path = given.partition("=")
+    if not separator or "/" in name or Path(given).exists():
+        return {"path": given}
+    if not name or not path:
+        raise ConfigError(f"{given!r}: write MODEL or NAME=MODEL")
+    return {"path": path, "served_model_name": name}
+
+
+def _apply(values: dict[str, Any], own: list[dict[str, Any]], override: str) -> None:
+    """Apply an override to the model whose name it begins with; to all without."""
+    key = override.partition("=")[0].strip()
+    if key.partition(".")[0] not in OWN_SECTIONS:
+        names = [name_of(_merged(values, one)) for one in own]
+        name = max((name for name in names if key.startswith(f"{name}.")), key=len, default=None)
+        if name is not None:
+            target = own[names.index(name)]
+            apply_override(target, override.strip().removeprefix(f"{name}."))
+            _require_own(target, name)
+            return
+    apply_override(values, override)
+
+
+def _require_own(own: Mapping[str, Any], subject: str) -> None:
+    for section in own:
+        if section not in OWN_SECTIONS:
+            raise ConfigError(f"{subject}: {section} is of the whole cluster, not of one model")
+
+
+def _require_apart(values: Mapping[str, Any]) -> None:
+    """Refuse for all models what only one can have."""
+    model = values.get("model")
+    for field in ("path", "served_model_name"):
+        if isinstance(model, dict) and model.get(field) is not None:
+            raise ConfigError(f"model.{field} is one model's; several are served: leave it out, or set it for each")
+    lora = values.get("lora")
+    if isinstance(lora, dict) and lora.get("adapters"):
+        raise ConfigError("lora.adapters are one model's; several are served: set NAME.lora.adapters for theirs")
+
+
+def require_adapters_apart(models: Mapping[str, ClusterConfig]) -> None:
+    """Refuse an adapter whose name another model, or an adapter of another, has as well. Raises ConfigError."""
+    taken = set(models)
+    for name, config in models.items():
+        twice = next((adapter for adapter in config.lora.adapters if adapter in taken), None)
+        if twice is not None:
+            raise ConfigError(f"the adapter {twice} of {name} is called as another model or adapter; name them apart")
+        taken.update(config.lora.adapters)
+
+
+def _apart(values: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[dict[str, Any]]]:
+    """Return the settings of a single model as those of all, which others inherit that are added, and its own."""
+    model = values.get("model")
+    if "lora" in values:
+        lora = values["lora"]
+        values = {section: fields for section, fields in values.items() if section != "lora"}
+        own = _merged({"lora": lora}, own)
+    if not isinstance(model, dict):
+        return dict(values), (_merged({"model": {}}, own),)
+    fields = {name: value for name, value in model.items() if name in _NOT_INHERITED}
+    common = {name: value for name, value in model.items() if name not in _NOT_INHERITED}
+    return {**values, "model": common}, (_merged({"model": fields}, own),)
+
+
+def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of one model: its own fields win over those of all."""
+    merged = copy.deepcopy(dict(common))
+    for section, fields in own.items():
+        former = merged.get(section)
+        if isinstance(former, dict) and isinstance(fields, dict):
+            merged[section] = {**former, **fields}
+        else:
+            merged[section] = copy.deepcopy(fields)
+    return merged

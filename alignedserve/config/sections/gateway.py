@@ -1,0 +1,63 @@
+"""The section of the HTTP gateways."""
+
+import re
+
+from alignedserve.config.sections.base import MIB, Section
+
+_ORIGIN = re.compile(r"\*|https?://[^/\s,]+", re.ASCII)
+
+
+class GatewayConfig(Section, frozen=True):
+    """HTTP gateway."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    count: int = 1  # gateways; the n-th of a host listens on port + n; when unset one on each node
+    shared_port: bool = False  # all gateways of a host listen on `port`; one that is lost costs its connections alone
+    max_connections: int = 4096  # of one gateway, idle ones too; fewer where the process may open fewer files
+    max_connections_per_address: int = 1024  # a proxy before the gateway is one address
+    max_header_bytes: int = 65_536  # of one request
+    header_timeout_s: float = 10.0  # from the first byte of a request, or of the connection, to the last of its headers
+    min_body_bytes_per_s: int = 256  # over 10 s, while a body is awaited
+    max_body_bytes: int = 4 * MIB
+    max_json_depth: int = 32
+    max_json_containers: int = 4096  # objects and lists in one body: messages, parts, tools and what is in them
+    max_json_values: int = 1_000_000  # in one body, such as token ids
+    max_choices: int = 16  # the largest n
+    max_stop_strings: int = 16
+    max_concurrent_requests: int = 1024
+    requests_per_minute: int | None = None  # per key; 429 above
+    strict: bool = False  # unknown fields are refused; otherwise ignored, and named by a header of the response
+    cors_origins: tuple[str, ...] = ()  # pages of these origins may call it, such as https://chat.example; "*": all
+    first_token_timeout_s: float = 120.0  # accepted but silent: the request fails
+    token_timeout_s: float = 60.0  # longest silence within an answer
+    drain_s: float = 60.0  # for answers that run when it is told to end (SIGTERM, Ctrl-C); 0: it ends at once
+    max_responses_bytes: int = 100_000_000  # stored responses of one key; its oldest ones make room
+    max_response_events_bytes: int = 4_000_000  # of a response in the background; its oldest events make room
+    max_events_bytes: int = 100_000_000  # events of all of them
+    max_response_turns: int = 256  # stored responses that one more may continue
+    response_lifetime_s: float = 30 * 24 * 3600.0  # of a stored response
+
+    @property
+    def num_ports(self) -> int:
+        """Return how many ports the gateways need where they are on one host, from `port` on."""
+        return 1 if self.shared_port else self.count
+
+    def __post_init__(self) -> None:
+        self._require(0 < self.port < 65536, "port", "must be a TCP port")
+        self._require(1 <= self.count <= 64, "count", "must be between 1 and 64")
+        self._require(self.port + self.num_ports <= 65536, "count", "needs as many ports from gateway.port on")
+        self._require_positive("max_connections", "max_connections_per_address", "header_timeout_s")
+        self._require(self.max_header_bytes >= 1024, "max_header_bytes", "must be at least 1024")
+        self._require(self.min_body_bytes_per_s >= 0, "min_body_bytes_per_s", "must not be negative")
+        self._require_positive("max_body_bytes", "max_choices", "max_stop_strings")
+        self._require_positive("max_json_depth", "max_json_containers", "max_json_values")
+        self._require_positive("max_concurrent_requests", "first_token_timeout_s", "token_timeout_s")
+        self._require_positive("max_responses_bytes", "max_response_turns", "response_lifetime_s")
+        self._require_positive("max_response_events_bytes", "max_events_bytes")
+        self._require(0.0 <= self.drain_s <= 86400.0, "drain_s", "must be between 0 and 86400 seconds")
+        are_origins = all(_ORIGIN.fullmatch(origin) for origin in self.cors_origins)
+        self._require(are_origins, "cors_origins", "must be origins such as https://chat.example, or *")
+        self._require(
+            self.requests_per_minute is None or self.requests_per_minute > 0, "requests_per_minute", "must be above 0"
+        )

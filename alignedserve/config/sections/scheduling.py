@@ -1,0 +1,62 @@
+"""The sections of what decides: the router, the scheduling policy, the formation of batches."""
+
+from typing import Any
+
+import msgspec
+
+from alignedserve.config.sections.base import Section
+
+
+class RouterConfig(Section, frozen=True):
+    """Admission, queues, placement."""
+
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 2_000_000
+    prefill_order: str | None = None  # name of an order in router/policies; the policy's own when unset
+    direct_handoff: bool | None = None  # prefills go straight to decode workers; as the policy has it when unset
+    # Of separate workers: tokens handed to one to prefill, the rest waits in the router; requests granted to a decode
+    # worker ahead of need. Others are given what they have places for (decode.max_waiting_requests).
+    max_prefill_tokens_per_worker: int = 8192
+    max_candidate_requests: int = 16
+    max_retries: int = 3  # after that a request fails
+    length_predictor: str = "hashed_ngrams"  # a name in router/prediction
+    sentence_encoder: str | None = None  # folder of a BERT-like encoder, for the length predictor of that name
+
+    def __post_init__(self) -> None:
+        self._require_positive("max_queued_requests", "max_queued_tokens", "max_prefill_tokens_per_worker")
+        self._require_positive("max_candidate_requests")
+        self._require(self.max_retries >= 0, "max_retries", "must be at least 0")
+
+
+class SchedulingConfig(Section, frozen=True):
+    """Scheduling policy, from the queue to the iteration."""
+
+    policy: str = "aligned_slo"  # name of a policy in alignedserve/scheduling/policies
+    policy_params: dict[str, Any] = msgspec.field(default_factory=dict)  # parameters of that policy, by name
+
+    def __post_init__(self) -> None:
+        self._require(bool(self.policy), "policy", "must name a policy")
+
+
+class BatchingConfig(Section, frozen=True):
+    """Formation of decode batches (AlignedServe, sections 3.3 and 4.1), for router, pool and decode workers."""
+
+    policy: str | None = None  # name of a batch former in kvpool/policies; the scheduling policy's own when unset
+    min_requests: int = 36  # a batch of fewer does not saturate a decode worker
+    low_running_share: float = 0.75  # with fewer of a worker's places and blocks taken, its next batch takes over
+    max_block_share: float = 0.4  # of a decode worker's blocks, for what is granted to it ahead of need
+    starvation_s: float = 2.0  # lengths that were in no batch for this long go first
+
+    def __post_init__(self) -> None:
+        self._require_positive("min_requests", "starvation_s")
+        for share in ("low_running_share", "max_block_share"):
+            self._require(0.0 < getattr(self, share) <= 1.0, share, "must be above 0 and at most 1")
+
+    @property
+    def is_aligned(self) -> bool:
+        """Return whether batches are of similar length; otherwise none is worth keeping apart."""
+        return self.policy != "fcfs"
+
+    def enough_requests(self, max_running_requests: int) -> int:
+        """Return the fewest requests worth a switch of batches: at most half of `max_running_requests`."""
+        return min(self.min_requests, max(max_running_requests // 2, 1)) if self.is_aligned else 1
