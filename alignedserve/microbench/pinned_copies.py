@@ -40,7 +40,7 @@ class PinnedLists:
         self._ids = {OFFLOAD: outwards, PREFETCH: inwards}
         self._streams = {name: streams.stream(name) for name in self._ids}
         self._copies = {
-            name: StagedCopies(exact_codec(storage.bytes), stream, storage.device)
+            name: StagedCopies(exact_codec(storage.bytes), stream, storage.accelerator)
             for name, stream in self._streams.items()
         }
         self._rows = {name: copies.pinned(len(self._ids[name])) for name, copies in self._copies.items()}

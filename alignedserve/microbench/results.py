@@ -83,7 +83,8 @@ class EngineBenchmarkResult:
     kv_cache_dtype: str
     device: str
     attention: str  # as asked for
-    threads: int
+    threads: int  # of each rank
+    tensor_parallel: int  # ranks
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
@@ -109,7 +110,7 @@ class EngineBenchmarkResult:
     read_gb_per_s: float | None
     outside_forward_share: float  # of the wall time
     weight_bytes: int
-    kv_token_bytes: int
+    kv_token_bytes: int  # of the first rank, like the next two
     kv_bytes: int  # block storage asked for
     peak_rss_bytes: int  # of loading, packing and running, before the ceilings
     peak_device_bytes: int | None  # likewise, of a GPU's memory

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
+from kernels.addends import Addends
 from kernels.cpu.decode_pass import NativeParts, NativeProduct
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Projection
@@ -74,7 +75,8 @@ class _TimedProjection:
         """Return the product's, which is not timed where these run; see `ProductClock.note_pass`."""
         return self._product.native_parts if isinstance(self._product, NativeProduct) else ()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
+        assert addends is None, "what adapters add is not timed"
         started = time.perf_counter()
         result = self._product(x)
         self._clock.seconds += time.perf_counter() - started

@@ -183,7 +183,7 @@ class _Profiler:
             target = np.zeros((max_blocks, self._storage.layout.block_bytes), np.uint8)
             return partial(_copy, self._storage.bytes.numpy(), target)
         stream = streams_of(self._storage.device).stream("offload")
-        copies = StagedCopies(exact_codec(self._storage.bytes), stream, self._storage.device)
+        copies = StagedCopies(exact_codec(self._storage.bytes), stream, self._storage.accelerator)
         rows = copies.pinned(max_blocks)
 
         def copy(blocks: Sequence[int]) -> None:

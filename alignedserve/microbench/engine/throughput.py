@@ -4,6 +4,7 @@ A simple loop admits requests in order while rows and blocks last, prefills them
 decodes all running ones in every step.
 """
 
+import importlib
 import resource
 import time
 from collections import deque
@@ -14,16 +15,15 @@ import numpy as np
 import torch
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
-from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
+from alignedserve.microbench.engine.benchmark_spec import EngineBenchmarkSpec
 from alignedserve.microbench.engine.ceilings import Ceilings, ProductClock, measure_ceilings
-from alignedserve.microbench.engine.random_blocks import BLOCK_TYPES, block_bytes, random_block_weights
+from alignedserve.microbench.engine.random_blocks import block_bytes, random_block_weights
 from alignedserve.microbench.engine.workloads import RequestGroup, parse_workload
 from alignedserve.microbench.results import EngineBenchmarkResult
 from alignedserve.microbench.shapes import SHAPES
-from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
@@ -33,9 +33,10 @@ from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.sharding.tensor_shard import check_tensor_parallel
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import DecoderWeights
-from kernels.float8_linear import has_float8_products
+from kernels.narrow.float8_linear import has_float8_products
 
 __all__ = [
     "EngineBenchmarkSpec",
@@ -48,75 +49,35 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineBenchmarkSpec:
-    """Parameters of the benchmark. Raises ConfigError naming the field."""
-
-    model: str  # a name in SHAPES (random weights) or a model folder
-    groups: tuple[RequestGroup, ...]
-    dtype: str = "float32"
-    quantization: str | None = None  # of the linear layers: int8, or for a shape one of BLOCK_TYPES
-    kv_cache_dtype: str = "auto"  # of keys and values: auto (`dtype`) or int8
-    device: str = "cpu"
-    attention: str = AUTO  # one of CHOICES of runtime.attention
-    max_sequences: int = 128
-    max_step_tokens: int = 2048  # prefill tokens of one step
-    block_size: int = 16
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.groups:
-            raise ConfigError("groups must name at least one group of requests.")
-        if self.quantization not in (None, INT8) and not self.has_random_blocks:
-            types = ", ".join(BLOCK_TYPES)
-            raise ConfigError(
-                f"quantization {self.quantization!r} must be int8 or, for a shape on a CPU, one of {types}."
-            )
-        if self.kv_cache_dtype not in ("auto", INT8):
-            raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype!r} must be auto or int8.")
-        for name in ("max_sequences", "max_step_tokens", "block_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1.")
-
-    @property
-    def has_random_blocks(self) -> bool:
-        """Return whether the weights are random ones in the blocks of GGUF files."""
-        return self.quantization in BLOCK_TYPES and self.model in SHAPES and self.device == "cpu"
-
-    @property
-    def cache_dtype(self) -> str:
-        """Return the dtype of keys and values."""
-        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
-
-    @property
-    def max_context_len(self) -> int:
-        """Return the longest prompt and output together."""
-        return max(group.prompt_len + group.output_len for group in self.groups)
-
-
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
     """Load a named shape with random weights, or a model by name or path. Raises ModelError or ConfigError."""
     return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, device=device, seed=seed)))
 
 
 def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
-    dtype = torch_dtype(spec.dtype)
+    dtype, config = torch_dtype(spec.dtype), _config(spec)
+    if spec.model not in SHAPES:
+        return config, load_weights(model_path(spec.model), config, dtype, spec.device, spec.quantization)
+    if spec.has_random_blocks and spec.quantization is not None:
+        return config, random_block_weights(config, spec.seed, dtype, spec.quantization)
+    return config, random_weights(config, spec.seed, dtype, spec.device, spec.quantization)
+
+
+def _config(spec: EngineBenchmarkSpec) -> ModelConfig:
     if spec.model in SHAPES:
-        config = SHAPES[spec.model]
-        if spec.has_random_blocks and spec.quantization is not None:
-            return config, random_block_weights(config, spec.seed, dtype, spec.quantization)
-        return config, random_weights(config, spec.seed, dtype, spec.device, spec.quantization)
+        return SHAPES[spec.model]
     folder = model_path(spec.model)
     if not folder.exists():
         names = ", ".join((*BUILT_IN, *SHAPES))
         raise ConfigError(f"model {spec.model!r} is neither a folder, a GGUF file nor one of {names}.")
-    config = read_config(folder)
-    return config, load_weights(folder, config, dtype, spec.device, spec.quantization)
+    return read_config(folder)
 
 
 def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
     """Load the model and run the workload once, after one short run that warms caches up; then measure the ceilings of
     a CPU."""
+    if spec.tensor_parallel > 1:
+        return _run_ranks(spec)
     config, weights = _load(spec)
     _check_context(config, spec)
     is_cpu = torch.device(spec.device).type == "cpu"
@@ -134,6 +95,24 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
         return _result(spec, engine, _TimedRun(run.times, None, wall_s, held, *peaks), None)
     measured = _TimedRun(run.times, clock.seconds, wall_s, held, peak_rss_bytes(), None)
     return _result(spec, engine, measured, measure_ceilings(weights, clock, held.step_bytes, run.times.num_steps))
+
+
+def _run_ranks(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
+    """Run the workload on several ranks, without ceilings: what products take is known of one rank alone."""
+    config = _config(spec)
+    check_tensor_parallel(config, spec.tensor_parallel)
+    _check_context(config, spec)
+    torch.set_num_threads(max(torch.get_num_threads() // spec.tensor_parallel, 1))
+    ranked = importlib.import_module("alignedserve.microbench.engine.ranked")  # loads msgspec
+    with ranked.started_ranks(ranked.rank_spec(spec, config)) as engine:
+        _warm_up(engine, spec)
+        run = WorkloadRun(engine, spec, spec.groups)
+        started = time.perf_counter()
+        run.run()
+        wall_s = time.perf_counter() - started
+        held = weight_bytes(config, spec.model, spec.dtype, spec.device, spec.quantization)
+        measured = _TimedRun(run.times, None, wall_s, held, peak_rss_bytes(), None)
+        return _result(spec, engine, measured, None)
 
 
 class WeightBytes(NamedTuple):
@@ -180,10 +159,7 @@ def make_engine(decoder: Decoder, spec: EngineBenchmarkSpec) -> Engine:
     """Make an engine with blocks for just the `max_sequences` longest requests of the workload; on a GPU with
     its decode steps recorded."""
     layout = decoder.config.block_layout(spec.block_size, spec.cache_dtype)
-    blocks = [blocks_for(group.prompt_len + group.output_len, spec.block_size) for group in spec.groups]
-    counts = [group.num_requests for group in spec.groups]
-    num_blocks = int(np.sort(np.repeat(blocks, counts))[-spec.max_sequences :].sum())
-    storage = BlockStorage(layout, num_blocks, spec.device)
+    storage = BlockStorage(layout, spec.num_blocks, spec.device)
     engine = Engine(
         model=decoder,
         storage=storage,
@@ -333,6 +309,7 @@ def _result(
         device=spec.device,
         attention=spec.attention,
         threads=torch.get_num_threads(),
+        tensor_parallel=spec.tensor_parallel,
         num_requests=sum(group.num_requests for group in spec.groups),
         num_prompt_tokens=num_prompt_tokens,
         num_output_tokens=num_output_tokens,

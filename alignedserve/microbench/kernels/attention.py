@@ -11,7 +11,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.microbench.kernels.attention_batches import AttentionBatch, attention_batch, num_blocks_of
 from alignedserve.microbench.kernels.cases import TRITON, KernelCase, KernelSetup
 from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
-from alignedserve.runtime.attention.flash_backend import FLASH
+from alignedserve.runtime.attention.libraries import FLASH_4, LIBRARIES
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -54,7 +54,7 @@ def attention_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
     storage.blocks.normal_()
     yield [kernel_case for groups in batches(setup) for kernel_case in _decode_cases(setup, storage, groups)]
     for sequences, num_new, context in chunks:
-        yield list(_prefill_cases(setup, storage, sequences, num_new, context))
+        yield list(prefill_cases(setup, storage, sequences, num_new, context))
 
 
 def _lengths(groups: Groups) -> list[int]:
@@ -63,7 +63,7 @@ def _lengths(groups: Groups) -> list[int]:
 
 def _planners(setup: KernelSetup, batch: AttentionBatch) -> dict[str, AttentionPlanner]:
     found = batch.planners(setup.config)
-    return {by: planner for by, planner in found.items() if by not in (TRITON, FLASH) or setup.runs_triton}
+    return {by: planner for by, planner in found.items() if by not in (TRITON, *LIBRARIES) or setup.runs_triton}
 
 
 def _decode_cases(setup: KernelSetup, storage: BlockStorage, groups: Groups) -> Iterator[KernelCase]:
@@ -77,8 +77,7 @@ def _decode_cases(setup: KernelSetup, storage: BlockStorage, groups: Groups) -> 
     def kernel_case(by: str, run: Callable[[int], object]) -> KernelCase:
         return KernelCase(DECODE, name_of(groups), by, _in_turn(run), num_bytes, num_operations, is_copy=False)
 
-    planners = _planners(setup, batch)
-    planners.pop(FLASH, None)
+    planners = {by: planner for by, planner in _planners(setup, batch).items() if by not in LIBRARIES}
     for by, planner in planners.items():
         yield kernel_case(by, _decoding(batch.decodes(planner), queries))
     if TRITON in planners:
@@ -107,9 +106,10 @@ def _naively_decoding(batch: AttentionBatch, planner: Any, queries: torch.Tensor
     return lambda layer: decoding.paged_decode(queries, out, places.BlockView(blocks, layer), whole)
 
 
-def _prefill_cases(
+def prefill_cases(
     setup: KernelSetup, storage: BlockStorage, sequences: int, num_new: int, context: int
 ) -> Iterator[KernelCase]:
+    """Yield the last `num_new` tokens of so many contexts, by every planner that runs here."""
     config = setup.config
     batch = attention_batch(storage, [context] * sequences, num_new)
     num_tokens = sequences * num_new
@@ -119,10 +119,10 @@ def _prefill_cases(
     # Both products of a query with the keys up to its own: two operations each per element.
     num_pairs = sequences * sum(range(context - num_new + 1, context + 1))
     cached = "" if context == num_new else f" after {context - num_new}"
-    planners = _planners(setup, batch)
-    if cached:
-        planners.pop(FLASH, None)
-    for by, planner in planners.items():
+    without = set(LIBRARIES) - {FLASH_4} if cached else set()  # which read no blocks of 16 tokens
+    for by, planner in _planners(setup, batch).items():
+        if by in without:
+            continue
         yield KernelCase(
             PREFILL,
             f"{sequences} x {num_new}{cached}",

@@ -12,7 +12,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import AUTO, CHOICES, TRITON, AttentionPlanner, StepAttention
-from alignedserve.runtime.attention.flash_backend import FLASH, flash_prompts
+from alignedserve.runtime.attention.libraries import installed_libraries
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.arrays import to_device
@@ -36,8 +36,7 @@ class AttentionBatch(NamedTuple):
     rows: IntArray  # of the table
 
     def planners(self, config: ModelConfig) -> dict[str, AttentionPlanner]:
-        """Return the implementations that run here, by name; FLASH computes whole prompts differently from TRITON, and
-        nothing else."""
+        """Return the implementations that run here, by name; those of libraries compute prompts and chunks alone."""
         found = {}
         for choice in CHOICES:
             if choice not in (AUTO, TRITON):
@@ -57,10 +56,9 @@ class AttentionBatch(NamedTuple):
         if not gpu.gpu_attention_works(storage.layout, group, storage.device):
             return {}
         found = {TRITON: gpu.GpuPlanner(self.table, storage, config.sliding_window, group)}
-        flash = flash_prompts() if storage.device.type == "cuda" else None
-        if flash is not None:
-            found[FLASH] = gpu.GpuPlanner(self.table, storage, config.sliding_window, group)
-            found[FLASH].use_flash(flash)
+        for library in installed_libraries(storage.layout, storage.device):
+            found[library.name] = gpu.GpuPlanner(self.table, storage, config.sliding_window, group)
+            found[library.name].use_library(library, for_whole=True, for_paged=library.paged is not None)
         return found
 
     def decodes(self, planner: AttentionPlanner) -> StepAttention:

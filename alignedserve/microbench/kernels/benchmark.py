@@ -1,6 +1,6 @@
 """Every kernel of a pass alone, by every implementation that runs on the device, against what the device can do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -38,12 +38,22 @@ class KernelBenchmarkSpec:
             raise ConfigError("num_rounds must be at least 1.")
 
 
+Groups = Callable[[KernelSetup], Iterable[list[KernelCase]]]
+
+
+def all_groups(setup: KernelSetup) -> Iterable[list[KernelCase]]:
+    """Return every kernel of a pass: groups to be measured by turns."""
+    return chain(attention_cases(setup), block_cases(setup), row_cases(setup))
+
+
 @torch.inference_mode()
 def run_kernel_benchmark(
-    spec: KernelBenchmarkSpec, on_measured: Callable[[KernelReport], None] = lambda _: None
+    spec: KernelBenchmarkSpec,
+    on_measured: Callable[[KernelReport], None] = lambda _: None,
+    groups: Groups = all_groups,
 ) -> KernelReport:
-    """Measure everything, one group after the other; `on_measured` sees the report after each. Raises ConfigError for a
-    device that is not there."""
+    """Measure one group after the other; `on_measured` sees the report after each. Raises ConfigError for a device that
+    is not there."""
     torch.manual_seed(0)
     device, dtype = chosen_device(spec.device), torch_dtype(spec.dtype)
     setup = KernelSetup(device, dtype, SHAPES[spec.shape], spec.is_toy)
@@ -53,7 +63,7 @@ def run_kernel_benchmark(
         timer = DeviceTimer(device, num_rounds=spec.num_rounds)
     ceilings = measure_device_ceilings(device, dtype, timer, TOY_SIZES if spec.is_toy else None)
     report = KernelReport(spec.shape, spec.dtype, ceilings, [], setup.left_out)
-    for group in chain(attention_cases(setup), block_cases(setup), row_cases(setup)):
+    for group in groups(setup):
         report.rows.extend(_measure(setup, group, timer, ceilings))
         on_measured(report)
     return report

@@ -111,7 +111,7 @@ def run_predictor_benchmark(spec: PredictorBenchmarkSpec, on_done: OnDone) -> Pr
 def _accuracies(corpus: Corpus, on_done: OnDone) -> list[AccuracyFigures]:
     rows = []
     served = resolve_model(ModelSectionConfig())
-    embeddings = TokenEmbeddings.of_model(served.folder, served.config.family)
+    embeddings = TokenEmbeddings.of_model(served.folder, served.decoder.family)
     in_model_ids = replace(corpus, learnt=_in_model_ids(corpus.learnt), tested=_in_model_ids(corpus.tested))
     for name, encoder, texts in (
         ("hashed_ngrams", HashedNgrams(), corpus),

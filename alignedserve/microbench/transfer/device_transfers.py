@@ -16,12 +16,12 @@ import torch
 from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, lists_at_the_end
 from alignedserve.microbench.results import TransferResult, transfer_result
 from alignedserve.microbench.transfer.spec import LAYOUTS, TransferBenchmarkSpec
-from alignedserve.runtime.device.cuda_driver import driver_of
+from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.device.timing import Work, clocked_by_turns
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.direct_copies import DirectCopies
+from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide
 from alignedserve.runtime.kv.shm_arena import Arena
 from kernels.cpu.block_copies import BlockList
 
@@ -49,17 +49,17 @@ def registered_rows(spec: TransferBenchmarkSpec, device: torch.device) -> Iterat
         storage.bytes.random_()
         with tempfile.TemporaryDirectory(dir=arena_folder()) as folder:
             arena = Arena.create(Path(folder) / "pool.arena", layout, num_blocks)
-            driver = driver_of(storage.device)
-            if driver is not None:
-                arena.register(driver)
-                if not arena.is_registered:
-                    raise RuntimeError("the arena cannot be registered with the driver; the log says why")
-            copies, host = DirectCopies(storage.bytes), torch.from_numpy(arena.blocks)
+            accelerator = storage.accelerator or HostAccelerator()
+            arena.register(accelerator.driver)
+            if not arena.is_registered:
+                raise RuntimeError("the arena cannot be registered with the driver; the log says why")
+            copies, host = DirectCopies(accelerator), torch.from_numpy(arena.blocks)
             rng = np.random.default_rng(spec.seed)
-            mine, theirs = rng.permutation(num_blocks), BlockList(arena.blocks, rng.permutation(num_blocks))
+            mine, blocks = rng.permutation(num_blocks), storage.bytes
+            theirs = HostSide(BlockList(arena.blocks, rng.permutation(num_blocks)))
             ways: dict[str, tuple[Work, Work]] = {
-                OFFLOAD: (partial(copies.copy_out, mine, theirs), partial(host.copy_, storage.bytes)),
-                PREFETCH: (partial(copies.copy_in, theirs, mine), partial(storage.bytes.copy_, host)),
+                OFFLOAD: (partial(copies.copy_out, blocks, mine, theirs), partial(host.copy_, blocks)),
+                PREFETCH: (partial(copies.copy_in, theirs, blocks, mine), partial(blocks.copy_, host)),
             }
             for name, (measured, plain) in ways.items():
                 seconds = clocked_by_turns(spec.num_rounds, measured, plain)

@@ -17,7 +17,8 @@ from alignedserve.microbench.transfer.block_moves import GENERATION, BlockMoves
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
+from alignedserve.runtime.kv.transfers.local_transfer import relay
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 
 _MOST_THREADS = 2
 

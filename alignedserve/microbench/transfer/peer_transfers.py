@@ -18,8 +18,11 @@ from alignedserve.microbench.results import TransferResult
 from alignedserve.microbench.transfer.block_moves import BlockMoves
 from alignedserve.microbench.transfer.peer_process import END, address, identity, peer_process
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
+from alignedserve.runtime.device.accelerator import Accelerator, accelerator_of
+from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks, DeviceBuffer
@@ -71,9 +74,13 @@ def _measured(moves: BlockMoves, way: PeerWay, transfer: KVTransfer) -> Iterator
 def _opened(way: PeerWay, storage: BlockStorage, folder: Path) -> KVTransfer:
     own = identity(Role.DECODE_WORKER)
     if way.transport == CUDA_IPC:
-        return IpcTransfer(storage, address(folder), identity=own)
+        return IpcTransfer(storage, address(folder), identity=own, lanes=_lanes(storage.accelerator))
     memory = DeviceBlocks(storage.bytes)
     return ChannelTransfer(storage, address(folder), identity=own, transport=way.transport, memory=memory)
+
+
+def _lanes(accelerator: Accelerator | None) -> CopyLanes:
+    return CopyLanes(accelerator or HostAccelerator())
 
 
 def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
@@ -89,7 +96,8 @@ def _serve_blocks(
     connection: Connection, folder: Path, layout: BlockLayout, num_blocks: int, device: str, transport: str
 ) -> None:
     """Serve a candidate buffer on a device, in the other process."""
-    buffer = DeviceBuffer(layout, num_blocks, torch.device(device))
+    lanes = _lanes(accelerator_of(torch.device(device)))
+    buffer = DeviceBuffer(layout, lanes.accelerator.lendable(num_blocks, layout.block_bytes), lanes)
     server = BlockServer(
         buffer,
         address(folder),

@@ -1,7 +1,7 @@
 """The interface of attention backends: a planner plans each step once, and the plan runs on every layer."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -70,6 +70,17 @@ class AttentionPlanner(Protocol):
 
         `num_padding`: padding rows behind those that decode, for DecodeGraphs alone.
         """
+
+
+@runtime_checkable
+class RunPlanner(Protocol):
+    """An AttentionPlanner that can compute several tokens of a sequence as decodes of one step.
+
+    Its `reads_unused_slots` is false: some of the slots before a token are written in the same step.
+    """
+
+    def plan_runs(self, rows: IntArray, counts: IntArray) -> StepAttention:
+        """Plan rows of the sequence table that compute `counts` tokens each, one after another, all as decodes."""
 
 
 def attention_level(choice: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.backend import Contexts
-from alignedserve.runtime.attention.sequence_table import IntArray
+from alignedserve.runtime.attention.sequence_table import IntArray, tokens_of
 from alignedserve.runtime.device.arrays import Array
 from kernels.cpu.paged_attention import PagedAttention, PagedPlan
 
@@ -60,6 +61,16 @@ class PagedPlanner:
         self._table = table
         self._window = window
         self._paged = paged
+        # Plans have block tables of their own: they may be computed when those of the sequences have changed.
+        self.keeps_tables = False
+
+    def plan_runs(self, rows: IntArray, counts: IntArray) -> PagedStep:
+        """See RunPlanner. A token reads those before it: all keys and values of a layer are written first."""
+        table = self._table
+        token_rows, positions = tokens_of(rows, table.num_computed[rows], counts)
+        args = (table.block_tables, token_rows, positions + 1, self._window, torch.get_num_threads())
+        decodes = self._paged.plan_decode(*args, is_reversed=table.is_reversed[token_rows])
+        return PagedStep(self._paged, token_rows, decodes, None)
 
     def plan(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
@@ -71,7 +82,10 @@ class PagedPlanner:
         if len(decode_rows):
             lengths = table.num_computed[decode_rows] + 1
             directions = table.is_reversed[decode_rows]
-            args = (table.block_tables, decode_rows, lengths, self._window, num_threads)
+            tables, rows = table.block_tables, decode_rows
+            if self.keeps_tables:
+                tables, rows = tables[rows], np.arange(len(rows))
+            args = (tables, rows, lengths, self._window, num_threads)
             decodes = self._paged.plan_decode(*args, is_reversed=directions)
         if len(chunk_rows):
             lengths = table.num_computed[chunk_rows] + chunk_counts

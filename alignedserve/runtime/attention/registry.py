@@ -6,7 +6,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.block_layout import FP8, BlockLayout
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.backend import TORCH, TRITON, AttentionPlanner, Contexts, attention_level
 from alignedserve.runtime.attention.native_backend import PagedPlanner
@@ -15,8 +15,9 @@ from alignedserve.runtime.attention.torch_backend import GatheredPlanner
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention
-from kernels.gpu_dispatch import gpu_kernels_available
+from kernels.gpu_dispatch import gpu_kernels_available, on_device
 
+_SCALE_ALIGNMENT = 4  # bytes
 _GROUP = 4  # query heads per key head of the model that doctor measures with
 logger = logging.getLogger(__name__)
 
@@ -26,11 +27,15 @@ def attention_planner(
 ) -> AttentionPlanner:
     """Return the planner for `choice`; plain PyTorch, with a warning, where the GPU kernels do not run.
 
-    `dtype`: of queries, and of the cache unless it is int8. Raises ConfigError for an unavailable choice.
+    `dtype`: of queries, and of the cache unless it has scales. Raises ConfigError for an unavailable choice.
     """
     if storage.layout.is_int8 and storage.device.type != "cpu":
-        raise ConfigError(f"kv_cache_dtype=int8 is computed on CPUs alone, not on {storage.device}; leave it at auto.")
+        raise ConfigError(f"kv_cache_dtype=int8 is computed on CPUs alone, not on {storage.device}; fp8 is as small.")
+    if storage.layout.dtype == FP8 and storage.layout.kv_width % _SCALE_ALIGNMENT:
+        raise ConfigError("kv_cache_dtype=fp8: the elements of a token's keys are no multiple of 4; leave it at auto.")
     level = attention_level(choice, storage.device, dtype)
+    if storage.layout.dtype == FP8 and level not in (TORCH, TRITON):
+        raise ConfigError("kv_cache_dtype=fp8 is computed on GPUs, not by the CPU's kernels; int8 is as small here.")
     if level == TRITON:
         on_gpu = _gpu_planner(table, storage, config)
         if on_gpu is not None:
@@ -48,9 +53,8 @@ def _gpu_planner(table: Contexts, storage: BlockStorage, config: ModelConfig) ->
     if not gpu_attention.gpu_attention_works(storage.layout, config.group_size, storage.device):
         return None
     planner = gpu_attention.GpuPlanner(table, storage, config.sliding_window, config.group_size)
-    prompt_choice = gpu_attention.choose_prompt_attention(planner)
-    if prompt_choice is not None:
-        logger.info("whole prompts are computed by %s", prompt_choice)
+    with on_device(storage.device):
+        logger.info("attention: %s", gpu_attention.choose_prompt_attention(planner))
     return cast(AttentionPlanner, planner)
 
 
@@ -71,4 +75,4 @@ def measure_gpu_attention(device: torch.device) -> GpuAttention:
         return GpuAttention("plain PyTorch: the Triton kernels do not run here, see the warning", "plain PyTorch")
     table = SequenceTable(max_sequences=1, max_context_len=layout.block_size, block_size=layout.block_size)
     planner = gpu_attention.GpuPlanner(table, BlockStorage(layout, 1, device), None, _GROUP)
-    return GpuAttention("Triton, straight from blocks", str(gpu_attention.choose_prompt_attention(planner) or "Triton"))
+    return GpuAttention("Triton, straight from blocks", str(gpu_attention.choose_prompt_attention(planner)))

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.request import SamplingParams
+from alignedserve.core.request import LoraAdapter, SamplingParams
+from kernels.lora import AdapterMatrices
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -26,6 +27,8 @@ class NewSequence:
     sampling: SamplingParams
     is_hidden: bool = False  # its blocks hold layer inputs
     is_reversed: bool = False  # token i of a block lies in slot block_size - 1 - i: it is filled from its end
+    adapter: AdapterMatrices | None = None  # it is computed with; None: the model alone
+    lora: LoraAdapter | None = None  # by which other ranks find their part of the adapter
 
 
 class SequenceTable:
@@ -55,6 +58,7 @@ class SequenceTable:
         self.has_unclean_tail = np.zeros(max_sequences, np.bool_)
         self.wants_prompt_logprobs = np.zeros(max_sequences, np.bool_)
         self.wants_embedding = np.zeros(max_sequences, np.bool_)
+        self.has_adapter = np.zeros(max_sequences, np.bool_)
         self._row_of: dict[RequestId, int] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
 
@@ -100,6 +104,8 @@ class SequenceTable:
         self.has_unclean_tail[row] = sequence.num_cached > 0 and not (sequence.is_hidden or sequence.is_reversed)
         self.wants_prompt_logprobs[row] = sequence.sampling.num_prompt_logprobs is not None
         self.wants_embedding[row] = sequence.sampling.wants_embedding
+        assert sequence.adapter is None or not sequence.is_hidden, f"{request_id}: a hidden cache with an adapter"
+        self.has_adapter[row] = sequence.adapter is not None
         self.version += 1
         self.append_blocks(request_id, sequence.block_ids)
         capacity = len(sequence.block_ids) * int(self.block_tokens[row])
@@ -120,6 +126,11 @@ class SequenceTable:
         assert last <= self.block_tables.shape[1], f"{request_id}: more blocks than max_context_len needs"
         self.block_tables[row, first:last] = block_ids
         self.num_blocks[row] = last
+
+    def lend_blocks(self, rows: IntArray, columns: IntArray, blocks: IntArray) -> None:
+        """Put blocks behind those that these rows have, until they are given others there."""
+        assert (columns == self.num_blocks[rows]).all(), "a loan in the place of a block"
+        self.block_tables[rows, columns] = blocks
 
     def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
         """Put another block, which holds the same, into the sequence's block table; its own must be full."""
@@ -154,3 +165,10 @@ class SequenceTable:
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is free"
         return sequence
+
+
+def tokens_of(rows: IntArray, first: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Return rows and positions, one after another, of `counts` tokens of each row, from position `first` on."""
+    ends = np.cumsum(counts)
+    offsets = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return np.repeat(rows, counts), np.repeat(first, counts) + offsets

@@ -218,7 +218,7 @@ def plan_chunk(
     before = int(table.num_computed[row])
     context_len = before + num_tokens
     runs = None
-    if before or storage.layout.is_int8:
+    if before or storage.layout.has_scales:
         num_blocks = -(-context_len // table.block_size)
         run_ids = torch.from_numpy(table.block_tables[row, :num_blocks] * storage.run_stride).to(storage.device)
         reversed_at = torch.arange(num_blocks, device=storage.device) if table.is_reversed[row] else None

@@ -16,19 +16,15 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import Contexts
-from alignedserve.runtime.attention.flash_backend import (
-    FLASH,
-    PROMPT_TOKENS,
-    PromptChoice,
-    WholePrompts,
-    choose_prompts,
-    flash_prompts,
-)
+from alignedserve.runtime.attention.libraries import AttentionLibrary, PagedChunks, WholePrompts, installed_libraries
+from alignedserve.runtime.attention.library_steps import LibraryChunks, LibraryPrompts
+from alignedserve.runtime.attention.prompt_choice import PromptChoice, choose_prompts
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.gpu.blocks import BlockTables, BlockView
-from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, occupancy, paged_decode
+from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, paged_decode
+from kernels.gpu.launching import CompiledKernel, multiprocessor_of, program_shared_bytes, programs_at_once
 from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 from kernels.gpu.work_partition import WorkPartition, partition
 from kernels.gpu_dispatch import can_launch, on_device
@@ -44,10 +40,13 @@ class GpuStep:
     padded_share = 0.0
 
     def __init__(
-        self, rows: IntArray, decodes: "_Decodes | None", chunks: "_PagedChunks | _PromptChunks | None"
+        self,
+        rows: IntArray,
+        decodes: "_Decodes | None",
+        chunks: "_PagedChunks | LibraryPrompts | LibraryChunks | None",
     ) -> None:
         self.decode_rows = rows
-        self._decodes = decodes
+        self.decodes = decodes
         self.prompts = chunks
         self._parts = [part for part in (chunks, decodes) if part is not None]
         self.host_arrays = [array for part in self._parts for array in part.host_arrays]
@@ -62,19 +61,19 @@ class GpuStep:
 
     def set_last_blocks(self, blocks: IntArray) -> None:
         """See StepAttention."""
-        assert self._decodes is not None, "nothing decodes in this step"
-        self._decodes.set_last_blocks(blocks)
+        assert self.decodes is not None, "nothing decodes in this step"
+        self.decodes.set_last_blocks(blocks)
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
-        if self._decodes is not None:
-            rows = slice(None, self._decodes.num_rows)
-            self._decodes.run(queries[rows], out[rows], layer, is_windowed)
+        if self.decodes is not None:
+            rows = slice(None, self.decodes.num_rows)
+            self.decodes.run(queries[rows], out[rows], layer, is_windowed)
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
         if self.prompts is not None:
-            rows = slice(0 if self._decodes is None else self._decodes.num_rows, None)
+            rows = slice(0 if self.decodes is None else self.decodes.num_rows, None)
             self.prompts.run(queries[rows], (new[0][rows], new[1][rows]), out[rows], layer, is_windowed)
 
 
@@ -84,28 +83,48 @@ class GpuPlanner:
     reads_unused_slots = False
     plans_ahead = True
 
-    def __init__(self, table: Contexts, storage: BlockStorage, window: int | None, group: int) -> None:
+    def __init__(
+        self,
+        table: Contexts,
+        storage: BlockStorage,
+        window: int | None,
+        group: int,
+        *,
+        num_programs: int | None = None,
+    ) -> None:
+        """`num_programs`: of one decode; None: as many as the GPU runs at once."""
         self.table = table
         self.storage = storage
         self.window = window
         self.heads = (storage.layout.num_kv_heads, group, storage.layout.head_dim)
-        self.num_programs = max(1, _programs(storage) // storage.layout.num_kv_heads)
-        self._flash: WholePrompts | None = None
+        at_once = num_programs or _programs(storage, group)
+        self.num_programs = max(1, at_once // storage.layout.num_kv_heads)
+        self._whole: WholePrompts | None = None
+        self._paged: PagedChunks | None = None
 
-    def use_flash(self, flash: WholePrompts) -> None:
-        """Compute whole prompts by this kernel from now on."""
-        self._flash = flash
+    def use_library(self, library: AttentionLibrary, *, for_whole: bool, for_paged: bool) -> None:
+        """See MeasuredPlanner."""
+        self._whole = library.whole if for_whole else self._whole
+        self._paged = library.paged if for_paged else self._paged
+
+    def like(self, table: Contexts, storage: BlockStorage) -> "GpuPlanner":
+        """See MeasuredPlanner."""
+        kv_heads, group, _ = self.heads
+        return GpuPlanner(table, storage, self.window, group, num_programs=self.num_programs * kv_heads)
 
     def plan(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
     ) -> GpuStep:
         """See AttentionPlanner. Padding reads one slot of the storage's scratch block."""
         decodes = _Decodes(self, decode_rows, num_padding) if len(decode_rows) + num_padding else None
-        if not len(chunk_rows):
-            return GpuStep(decode_rows, decodes, None)
-        if self._flash is not None and not self.table.num_computed[chunk_rows].any():
-            return GpuStep(decode_rows, decodes, _PromptChunks(self, self._flash, chunk_counts))
-        return GpuStep(decode_rows, decodes, _PagedChunks(self, chunk_rows, chunk_counts))
+        return GpuStep(decode_rows, decodes, self._chunks(chunk_rows, chunk_counts) if len(chunk_rows) else None)
+
+    def _chunks(self, rows: IntArray, counts: IntArray) -> "_PagedChunks | LibraryPrompts | LibraryChunks":
+        if self._whole is not None and not self.table.num_computed[rows].any():
+            return LibraryPrompts(self._whole, counts, self.window)
+        if self._paged is not None and not self.table.is_reversed[rows].any():  # libraries read slots forwards
+            return LibraryChunks(self._paged, self.storage, (self.table, rows, counts), self.window)
+        return _PagedChunks(self, rows, counts)
 
     def block_tables(self, rows: IntArray, lengths: IntArray) -> list[Array]:
         """Return the arrays of a BlockTables, its entries last; lengths beyond `rows` are padding."""
@@ -148,11 +167,11 @@ class _Decodes:
         partitions = [arrays[first : first + width] for first in range(0, len(arrays), width)]
         self._batches = [decode_batch(tables, lengths, part, self._planner.heads) for part in partitions]
 
-    def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
+    def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> CompiledKernel | None:
         window = self._planner.window if is_windowed else None
         # The scratch block lies right behind those of the view.
         view = BlockView(self._planner.storage.blocks, layer)
-        paged_decode(queries, out, view, self._batches[window is not None], window=window)
+        return paged_decode(queries, out, view, self._batches[window is not None], window=window)
 
 
 class _PagedChunks:
@@ -161,8 +180,9 @@ class _PagedChunks:
     def __init__(self, planner: GpuPlanner, rows: IntArray, counts: IntArray) -> None:
         lengths = planner.table.num_computed[rows] + counts
         _, group, head_dim = planner.heads
-        dtype = planner.storage.blocks.dtype
-        tiles = chunk_tiles(lengths, counts, group=group, query_rows=tiling(head_dim, dtype).query_rows)
+        blocks = planner.storage.blocks
+        sizes = tiling(head_dim, blocks.dtype, program_shared_bytes(blocks.device))
+        tiles = chunk_tiles(lengths, counts, group=group, query_rows=sizes.query_rows)
         self.host_arrays: list[Array] = [*tiles, *planner.block_tables(rows, lengths)]
         self._planner = planner
         self._batch: ChunkBatch | None = None
@@ -177,50 +197,22 @@ class _PagedChunks:
         paged_prefill(queries, out, BlockView(self._planner.storage.blocks, layer), self._batch, window=window)
 
 
-class _PromptChunks:
-    """Prompts from their first token on, which read only the keys and values that the layer has just computed."""
-
-    def __init__(self, planner: GpuPlanner, flash: WholePrompts, counts: IntArray) -> None:
-        self.host_arrays: list[Array] = [np.concatenate(([0], np.cumsum(counts))).astype(np.int32)]
-        self._planner = planner
-        self._flash = flash
-        self._longest = int(counts.max())
-        self._starts: Tensor | None = None
-
-    def bind(self, tensors: Sequence[Tensor]) -> None:
-        (self._starts,) = tensors
-
-    def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        assert self._starts is not None, "a layer is computed before its arrays are bound"
-        kv_heads, group, head_dim = self._planner.heads
-        keys, values = (part.view(len(part), kv_heads, head_dim) for part in new)
-        flat = queries.reshape(len(queries), kv_heads * group, head_dim)
-        window = self._planner.window if is_windowed else None
-        out.copy_(self._flash(flat, keys, values, self._starts, self._longest, window).view(out.shape))
-
-
 def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device) -> bool:
     """Return whether the kernels run here for these heads, by a trial on two short sequences; log once if not."""
     name = f"attention ({layout.dtype}, {group} query heads of {layout.head_dim} per key head)"
     return can_launch(name, lambda: _trial_launch(layout, group, device))
 
 
-def choose_prompt_attention(planner: GpuPlanner) -> PromptChoice | None:
-    """Have the planner use the faster prompt kernel, flash-attn or ours; None: there is no choice."""
-    flash = flash_prompts()
-    if flash is None or planner.storage.device.type != "cuda":
-        return None
-    own = _OneStep(planner.storage.layout, planner.heads[1], planner.storage.device, prompt_len=PROMPT_TOKENS)
-    choice = choose_prompts(flash, own.compute_prompt, planner.heads, planner.storage.blocks)
-    if choice.chosen == FLASH:
-        planner.use_flash(flash)
-    return choice
+def choose_prompt_attention(planner: GpuPlanner) -> PromptChoice:
+    """Have the planner use the fastest kernels for whole prompts and for chunks: ours, or those of a library."""
+    return choose_prompts(planner, installed_libraries(planner.storage.layout, planner.storage.device))
 
 
 class _OneStep:
     """A step over its own zeroed storage: a token of one sequence and the prompt of another."""
 
-    def __init__(self, layout: BlockLayout, group: int, device: torch.device, *, prompt_len: int) -> None:
+    def __init__(self, layout: BlockLayout, group: int, device: torch.device) -> None:
+        prompt_len = 2
         width = blocks_for(prompt_len, layout.block_size)
         storage = BlockStorage(replace(layout, num_layers=1), width + 1, device)
         storage.blocks.zero_()
@@ -230,34 +222,38 @@ class _OneStep:
         decoding = NewSequence(RequestId("decode"), (0, 0), 1, 1, tuple(blocks[:1]), once)
         prompt = NewSequence(RequestId("prompt"), (0,) * prompt_len, prompt_len, 0, tuple(blocks[1:]), once)
         rows = np.array([table.add(decoding), table.add(prompt)])
-        planner = GpuPlanner(table, storage, None, group)
+        planner = GpuPlanner(table, storage, None, group, num_programs=1)
         self._step = planner.plan(rows[:1], rows[1:], np.array([prompt_len]))
         self._step.bind(to_device(self._step.host_arrays, device))
         shape = (1 + prompt_len, *planner.heads)
-        self.queries = torch.zeros(shape, dtype=storage.blocks.dtype, device=device)
+        dtype = torch.bfloat16 if layout.has_scales else storage.blocks.dtype
+        self.queries = torch.zeros(shape, dtype=dtype, device=device)
 
     def compute(self) -> None:
         out = torch.empty_like(self.queries)
         self._step.decode(self.queries, out, 0, False)
         self._step.chunks(self.queries, (out, out), out, 0, False)
 
-    def compute_prompt(self, queries: Tensor, out: Tensor) -> None:
-        """Compute the prompt alone, from `queries` into `out`, both of its tokens."""
-        assert self._step.prompts is not None
-        self._step.prompts.run(queries, (queries, queries), out, 0, False)
+    def decode_kernel(self) -> CompiledKernel | None:
+        """Return the compiled kernel of decodes."""
+        decodes = self._step.decodes
+        assert decodes is not None, "a step without decodes"
+        return decodes.run(self.queries[:1], torch.empty_like(self.queries[:1]), 0, False)
 
 
 def _trial_launch(layout: BlockLayout, group: int, device: torch.device) -> None:
     if layout.head_dim > _MAX_HEAD_DIM:
         raise ValueError(f"no kernel for heads of {layout.head_dim} elements, only up to {_MAX_HEAD_DIM}")
     with on_device(device):
-        _OneStep(layout, group, device, prompt_len=2).compute()
+        _OneStep(layout, group, device).compute()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _programs(storage: BlockStorage) -> int:
+def _programs(storage: BlockStorage, group: int) -> int:
     if storage.device.type != "cuda":
         return _PROGRAMS_OF_INTERPRETER
-    side_by_side = occupancy(storage.layout.head_dim, storage.blocks.dtype).num_programs
+    with on_device(storage.device):
+        kernel = _OneStep(storage.layout, group, storage.device).decode_kernel()
+    side_by_side = 1 if kernel is None else programs_at_once(kernel, multiprocessor_of(storage.device))
     return int(torch.cuda.get_device_properties(storage.device).multi_processor_count) * side_by_side

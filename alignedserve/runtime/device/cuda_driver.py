@@ -5,9 +5,6 @@ from typing import Any
 
 import torch
 
-from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.device.registered_memory import MemoryDriver
-
 logger = logging.getLogger(__name__)
 
 _CUDA: Any = torch.cuda
@@ -29,8 +26,3 @@ class CudaDriver:
         code = runtime.cudaHostUnregister(address)
         if int(code) != 0:
             logger.error("memory stays registered: %s", runtime.cudaGetErrorString(code))
-
-
-def driver_of(device: torch.device) -> MemoryDriver | None:
-    """Return the driver that blocks on this device are copied by; None: they are on the host."""
-    return CudaDriver() if device.type == CUDA else None

@@ -1,14 +1,18 @@
 """The devices of this machine: the choice for each worker, and reasons why no GPU is available."""
 
+import contextlib
+import os
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
 import torch
 
-from alignedserve.core.errors import ConfigError
+from alignedserve.core.errors import ConfigError, DeviceLost
 
-CPU, CUDA = "cpu", "cuda"
+AUTO, CPU, CUDA = "auto", "cpu", "cuda"
+_LONGEST_REASON = 300
 _MAX_GPUS = 64  # of one machine
 _CUDA: Any = torch.cuda
 
@@ -30,7 +34,7 @@ def cuda_obstacle() -> str | None:
 def worker_devices(name: str, num_workers: int) -> list[str]:
     """Return the device of each worker, by engine.device. Raises ConfigError saying why it is unavailable.
 
-    `auto` is the CPU: the GPU path has not been measured on a GPU yet, so a GPU is used only on request.
+    `auto` is the CPU here: what it means on this machine is for `device_check` to say, which replaces it.
     """
     if not name.startswith(CUDA):
         return [CPU] * num_workers
@@ -42,6 +46,45 @@ def worker_devices(name: str, num_workers: int) -> list[str]:
     if number and int(number) >= count:
         raise ConfigError(f"engine.device is {name}, but the last GPU here is cuda:{count - 1}")
     return [name if number else f"{CUDA}:{index % count}" for index in range(num_workers)]
+
+
+def rank_devices(first: str, size: int) -> tuple[str, ...]:
+    """Return the device of each of a worker's ranks: that of the first, and the GPUs behind it."""
+    if not first.startswith(CUDA):
+        return (first,) * size
+    _, _, number = first.partition(":")
+    return tuple(f"{CUDA}:{int(number or 0) + rank}" for rank in range(size))
+
+
+def check_ranks(name: str, size: int) -> None:
+    """Check that a worker of so many ranks finds what they compute on, by engine.device. Raises ConfigError."""
+    if size == 1:
+        return
+    if not name.startswith(CUDA):
+        cores = len(os.sched_getaffinity(0))
+        if size > cores:
+            raise ConfigError(f"engine.tensor_parallel is {size}, but this machine has {cores} cores; set it lower")
+        return
+    (first,) = worker_devices(name, 1)
+    devices, count = rank_devices(first, size), torch.cuda.device_count()
+    if int(devices[-1].partition(":")[2]) >= count:
+        raise ConfigError(
+            f"engine.tensor_parallel is {size} from {devices[0]} on, but there are {count} GPUs here, and NCCL takes "
+            "no two ranks on one GPU; set it lower"
+        )
+    firsts = [devices[0]] if ":" in name else [f"{CUDA}:{index}" for index in range(0, count - size + 1, size)]
+    for one in firsts:
+        check_alike(rank_devices(one, size))
+
+
+def check_alike(devices: Sequence[str]) -> None:
+    """Check that a worker's ranks would be on GPUs of one kind: all wait for the slowest. Raises ConfigError."""
+    kinds = dict.fromkeys(torch.cuda.get_device_properties(device).name for device in devices)
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"engine.tensor_parallel: the ranks' GPUs ({', '.join(devices)}) are of different kinds: "
+            f"{', '.join(kinds)}; leave out the odd ones by CUDA_VISIBLE_DEVICES"
+        )
 
 
 def gpu_names(name: str) -> tuple[str, ...]:
@@ -56,6 +99,32 @@ def free_bytes(device: torch.device) -> int:
         free, _ = _CUDA.mem_get_info(device)
         return int(free)
     return int(psutil.virtual_memory().available)
+
+
+def used_by_others(device: torch.device) -> int:
+    """Return the memory of a GPU that is not free before this process has allocated any; 0: it is no GPU."""
+    if device.type != CUDA:
+        return 0
+    free, total = _CUDA.mem_get_info(device)
+    return int(total) - int(free)
+
+
+@contextlib.contextmanager
+def working(device: torch.device) -> Iterator[None]:
+    """Raise DeviceLost, naming the GPU and CUDA's own reason, where work on it fails within the context.
+
+    After such an error every later call fails in this process, so that it has to end. Memory that is short is no such
+    error.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        reason = (str(error.args[0] if error.args else "").strip().splitlines() or ["CUDA says no more"])[0][
+            :_LONGEST_REASON
+        ]
+        raise DeviceLost(
+            f"{device} stopped working ({reason}); this worker ends, and its requests go on elsewhere"
+        ) from error
 
 
 def use_device(device: torch.device) -> None:

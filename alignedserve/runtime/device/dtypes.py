@@ -2,11 +2,13 @@
 
 import torch
 
-from alignedserve.core.block_layout import INT8
+from alignedserve.core.block_layout import FP8, INT8
 from alignedserve.core.errors import UnsupportedModel
 from kernels.cpu.paged_attention import supported_levels
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_ROUNDED = {INT8: torch.int8, FP8: torch.uint8}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -18,7 +20,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def cache_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of the elements of blocks, as their layout names it."""
-    return torch.int8 if name == INT8 else torch_dtype(name)
+    return _ROUNDED.get(name) or torch_dtype(name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -56,6 +56,18 @@ class Stream(Protocol):
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
         """Copy from the host to the device, under the terms of `copy_out`."""
 
+    def copy_peer(self, source: Tensor, target: Tensor) -> None:
+        """Copy between contiguous tensors on devices, of which one may be another device's memory, mapped for this one.
+
+        Both stay alive until a later event is done.
+        """
+
+    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor) -> None:
+        """Enqueue an operation that copies listed rows of `source` to `target`, one of which may be mapped memory.
+
+        As `run` in all else.
+        """
+
 
 class DeviceStreams(Protocol):
     """The streams of one device, by name."""
@@ -102,6 +114,14 @@ class HostStream:
         """See Stream. Need not be page-locked."""
         rows.copy_(pinned)
 
+    def copy_peer(self, source: Tensor, target: Tensor) -> None:
+        """See Stream."""
+        target.copy_(source)
+
+    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor) -> None:
+        """See Stream."""
+        operation()
+
 
 class HostStreams:
     """The streams of a CPU: one HostStream for every name."""
@@ -118,10 +138,10 @@ class HostStreams:
 
 
 class CudaEvent:
-    """A CUDA event."""
+    """A CUDA event. `has_sleeping_wait`: a thread that waits sleeps; otherwise it spins, which ends some µs earlier."""
 
-    def __init__(self, stream: Any) -> None:
-        self._event = _CUDA.Event()
+    def __init__(self, stream: Any, *, has_sleeping_wait: bool = False) -> None:
+        self._event = _CUDA.Event(blocking=has_sleeping_wait)
         self._event.record(stream)
 
     def is_done(self) -> bool:
@@ -140,7 +160,8 @@ class CudaEvent:
 class CudaStream:
     """A CUDA stream, ordered after earlier work on the current stream, such as loading weights."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, has_sleeping_waits: bool = False) -> None:
+        self._has_sleeping_waits = has_sleeping_waits
         self._stream: Any = _CUDA.Stream(device)
         self._stream.wait_stream(_CUDA.current_stream(device))
         self._held: deque[tuple[CudaEvent, Tensor]] = deque()
@@ -157,7 +178,7 @@ class CudaStream:
 
     def record(self) -> CudaEvent:
         """See Stream."""
-        return CudaEvent(self._stream)
+        return CudaEvent(self._stream, has_sleeping_wait=self._has_sleeping_waits)
 
     def wait(self, event: Event) -> None:
         """See Stream."""
@@ -172,6 +193,16 @@ class CudaStream:
         """See Stream."""
         self._copy(pinned, rows, rows=rows, pinned=pinned)
 
+    def copy_peer(self, source: Tensor, target: Tensor) -> None:
+        """See Stream. By a copy engine, beside whatever is computed."""
+        _check_copy(source, target)
+        with _CUDA.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor) -> None:
+        """See Stream."""
+        self.run(operation)
+
     def _copy(self, source: Tensor, target: Tensor, *, rows: Tensor, pinned: Tensor) -> None:
         _check_copy(source, target)
         assert pinned.is_pinned(), "a copy with memory that is not page-locked would block the host"
@@ -185,16 +216,17 @@ class CudaStream:
 
 
 class CudaStreams:
-    """One CUDA stream for each name."""
+    """One CUDA stream for each name. `has_sleeping_waits`: see CudaEvent."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, has_sleeping_waits: bool = False) -> None:
         self._device = device
+        self._has_sleeping_waits = has_sleeping_waits
         self._streams: dict[str, CudaStream] = {}
 
     def stream(self, name: str) -> CudaStream:
         """See DeviceStreams."""
         if name not in self._streams:
-            self._streams[name] = CudaStream(self._device)
+            self._streams[name] = CudaStream(self._device, has_sleeping_waits=self._has_sleeping_waits)
         return self._streams[name]
 
 
@@ -279,6 +311,14 @@ class CheckedStream:
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
         """See Stream."""
         self._copy(pinned, rows)
+
+    def copy_peer(self, source: Tensor, target: Tensor) -> None:
+        """See Stream."""
+        self._copy(source, target)
+
+    def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor) -> None:
+        """See Stream."""
+        self.run(operation)
 
     def has_work(self) -> bool:
         """Return whether a step is left."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -25,8 +26,11 @@ def measure_iterations(
     max_tokens: int,
     duration_s: float,
     clock: Callable[[], float] = time.perf_counter,
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Sample, ...]:
     """Measure iterations of an empty engine, of at most so many tokens, and copies to its swap space.
+
+    `turn`: entered for each, on a device that others use.
 
     For about `duration_s`; 0: none. At least two are run, the first of which is slow and not counted. The content of
     the blocks is lost.
@@ -47,10 +51,14 @@ def measure_iterations(
             return _swap_s(swap_space, point.num_swapped, engine.storage.layout.block_size, blocks, clock)
         return timer.measure(point, 1)
 
+    def measure_in_turn(point: Point) -> float:
+        with turn():
+            return measure(point)
+
     started_s = clock()
-    measure(points[0])
+    measure_in_turn(points[0])
     left_s = max(duration_s - (clock() - started_s), _LEAST_S)
-    return calibrate(points, measure, clock=clock, duration_s=left_s)
+    return calibrate(points, measure_in_turn, clock=clock, duration_s=left_s)
 
 
 def _swap_s(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.device.dtypes import dtype_name
+from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
 from alignedserve.runtime.engine.last_tokens import LastTokenRows
@@ -15,7 +16,12 @@ from alignedserve.runtime.engine.rope_frequencies import inverse_frequencies
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
-from kernels.cpu.decode_pass import HighestLogits, PassTimes
+from kernels.addend_layout import LayerProduct
+from kernels.cpu.decode_pass import AllowedTokens, HighestLogits, PassTimes
+from kernels.device_lora import DeviceRows
+from kernels.feed_forward import FeedForwardPart
+from kernels.linear import AdaptableProjection
+from kernels.lora import AdapterRows, LayerAdapters
 from kernels.norm import Norm
 from kernels.rotary import HeadPlacement, rotary_angles
 
@@ -23,8 +29,11 @@ from kernels.rotary import HeadPlacement, rotary_angles
 class Decoder:
     """A model ready to run. Keys and values live in the storage that is passed in; a pass leaves only its times."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, ranks: DecoderRanks | None = None) -> None:
+        """`ranks`: those that compute the model together, of which `weights` are one's share, as is `config`, but for
+        its vocabulary; every rank makes the same passes. None: there is one."""
         self.config = config
+        self._ranks = ranks
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._weights = weights
@@ -41,7 +50,7 @@ class Decoder:
         ropes = [rope for rope in dict.fromkeys(rope_of_layer) if rope is not None]
         self._ropes = [(inverse_frequencies(rope).to(self.device), rope.angle_factor) for rope in ropes]
         self._rope_of_layer = [ropes.index(rope) for rope in rope_of_layer if rope is not None]
-        self._native_pass = native_pass(config, weights, self._place, self._rope_of_layer)
+        self._native_pass = native_pass(config, weights, self._place, self._rope_of_layer, ranks)
         # Rounded to the dtype of the weights, as the embeddings are.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
 
@@ -49,6 +58,11 @@ class Decoder:
     def dtype_name(self) -> str:
         """The dtype as block layouts spell it."""
         return dtype_name(self.dtype)
+
+    @property
+    def logits_width(self) -> int:
+        """The columns of `logits`: the vocabulary, but on ranks other than the first none."""
+        return self.config.vocab_size if self._ranks is None or self._ranks.rank == 0 else 0
 
     @property
     def has_native_head(self) -> bool:
@@ -99,17 +113,22 @@ class Decoder:
             return None
         logits, times = native.logits(self._embed(batch), batch, storage, self._rotations(batch.positions))
         self._note(times, has_head=True)
-        return logits
+        return logits if self._ranks is None else self._ranks.gather_logits(logits)
 
     @torch.inference_mode()
-    def decode_highest(self, batch: ForwardBatch, storage: BlockStorage) -> HighestLogits | None:
-        """Compute a batch of decodes as `decode` does, and return the highest logit of each row alone."""
+    def decode_highest(
+        self, batch: ForwardBatch, storage: BlockStorage, allowed: AllowedTokens | None = None
+    ) -> HighestLogits | None:
+        """Compute a batch of decodes as `decode` does, and return the highest logit of each row alone.
+
+        `allowed`: the tokens that it is sought among; None: all.
+        """
         native = self._native_pass
         if native is None or not native.has_head or not native.suits(batch):
             return None
-        highest, times = native.highest(self._embed(batch), batch, storage, self._rotations(batch.positions))
+        highest, times = native.highest(self._embed(batch), batch, storage, self._rotations(batch.positions), allowed)
         self._note(times, has_head=True)
-        return highest
+        return highest if self._ranks is None else self._ranks.gather_highest(highest)
 
     def _note(self, times: PassTimes, *, has_head: bool) -> None:
         self.attention_s, self.products_s = times
@@ -126,9 +145,16 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute hidden [rows, hidden_size], rows >= 1 -> logits [rows, vocab_size], dtype of the weights."""
+        """Compute hidden [rows, hidden_size], rows >= 1 -> logits [rows, logits_width], dtype of the weights."""
         logits = self._weights.lm_head(self.outputs(hidden))
+        if self._ranks is not None:
+            logits = self._ranks.gather_logits(logits)
         return logits if self.config.logits_divisor == 1.0 else logits.div_(self.config.logits_divisor)
+
+    def finish_step(self) -> None:
+        """Wait, on a CPU, until every rank has written what the step writes: others may read all ranks' blocks then."""
+        if self._ranks is not None and self.device.type == "cpu":
+            self._ranks.wait_for_all()
 
     def _rotations(self, positions: Tensor) -> list[Rotation]:
         """Return the rotation of each rope."""
@@ -143,7 +169,10 @@ class Decoder:
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         weights = self._weights
-        hidden = weights.embedding.index_select(0, batch.token_ids)
+        if self._ranks is None:
+            hidden = weights.embedding.index_select(0, batch.token_ids)
+        else:
+            hidden = self._ranks.embed(weights.embedding, batch.token_ids)
         if self._embedding_multiplier != 1.0:
             hidden = hidden.mul_(self._embedding_multiplier)
         if weights.project_in is not None:
@@ -165,15 +194,15 @@ class Decoder:
                 run.hidden.recompute(hidden, layer, weights, is_norm_first=False)
             attended = self._attention(hidden, layer, weights, run)
             hidden = weights.attention_norm.after_adding_(run.kept(hidden), attended)
-            return weights.mlp_norm.after_adding_(hidden, self._mlp(hidden, weights)), None
+            return weights.mlp_norm.after_adding_(hidden, self._mlp(hidden, layer, weights, run)), None
         normed = self._inputs(hidden, pending, weights)
         if run.hidden is not None:
             run.hidden.recompute(hidden, layer, weights, is_norm_first=True)
         attended = self._attention(normed, layer, weights, run)
         hidden = run.kept(hidden)
         if config.has_parallel_residual:
-            return hidden, self._mlp(weights.mlp_norm(hidden), weights).add_(attended)
-        return hidden, self._mlp(weights.mlp_norm.after_adding_(hidden, attended), weights)
+            return hidden, self._mlp(weights.mlp_norm(hidden), layer, weights, run).add_(attended)
+        return hidden, self._mlp(weights.mlp_norm.after_adding_(hidden, attended), layer, weights, run)
 
     def _inputs(self, hidden: Tensor, pending: Tensor | None, weights: LayerWeights) -> Tensor:
         """Return the inputs of a layer's attention; what is pending is added to the residual stream."""
@@ -182,11 +211,16 @@ class Decoder:
             return hidden
         return norm(hidden) if pending is None else norm.after_adding_(hidden, pending)
 
-    def _mlp(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        return self._addend(weights.mlp(x), weights.mlp_post_norm)
+    def _mlp(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
+        mlp, adapters = weights.mlp, run.kept_adapters()
+        if adapters is not None and isinstance(mlp, FeedForwardPart):  # experts have no adapters
+            return self._addend(mlp.adapted(x, LayerAdapters(adapters, layer)), weights.mlp_post_norm)
+        return self._addend(mlp(x), weights.mlp_post_norm)
 
     def _addend(self, product: Tensor, post_norm: Norm | None) -> Tensor:
         """Return what a part of a layer adds to the residual stream."""
+        if self._ranks is not None:
+            product = self._ranks.add_up(product)
         if post_norm is not None:
             product = post_norm(product)
         multiplier = self.config.residual_multiplier
@@ -196,7 +230,7 @@ class Decoder:
         """Return queries, keys and values [tokens, width] of a layer's inputs, the latter two also in the cache."""
         config, batch, storage = self.config, run.batch, run.storage
         rotation = run.rotations[layer]
-        fused = weights.qkv(x)
+        fused = _product(LayerProduct.QKV, layer, weights.qkv, x, batch.adapters)
         query_width, kv_width = config.query_width, config.kv_width
         queries = fused[:, :query_width]
         if run.hidden is None:
@@ -221,7 +255,9 @@ class Decoder:
         run.attention_s += decoded - started
         attention.chunks(queries, (keys, values), attended, layer, is_windowed)
         run.chunk_attention_s += time.perf_counter() - decoded
-        return self._addend(weights.output(attended.view(-1, config.query_width)), weights.attention_post_norm)
+        attended = attended.view(-1, config.query_width)
+        output = _product(LayerProduct.OUTPUT, layer, weights.output, attended, run.kept_adapters())
+        return self._addend(output, weights.attention_post_norm)
 
 
 class _Pass:
@@ -241,6 +277,25 @@ class _Pass:
     def kept(self, rows: Tensor) -> Tensor:
         """Return those of [tokens, width] that the layer goes on with once the keys and values are written."""
         return rows if self.last is None else rows.index_select(0, self.last.token_rows)
+
+    def kept_adapters(self) -> AdapterRows | DeviceRows | None:
+        """Return the adapters of those rows."""
+        adapters = self.batch.adapters
+        if adapters is None or self.last is None:
+            return adapters
+        assert isinstance(adapters, AdapterRows), "on a device no layer leaves rows out"
+        return adapters.selected(self.last.token_rows.numpy())
+
+
+def _product(
+    product: LayerProduct,
+    layer: int,
+    multiply: AdaptableProjection,
+    x: Tensor,
+    adapters: AdapterRows | DeviceRows | None,
+) -> Tensor:
+    """Multiply x [rows, in_width] with what the rows' adapters add."""
+    return multiply(x) if adapters is None else LayerAdapters(adapters, layer).product(product, multiply, x)
 
 
 def _split_heads(x: Tensor, *shape: int) -> Tensor:

@@ -11,6 +11,8 @@ from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention.backend import StepAttention
 from alignedserve.runtime.engine.hidden_pass import HiddenRows
 from alignedserve.runtime.engine.last_tokens import LastTokenRows
+from kernels.device_lora import DeviceRows
+from kernels.lora import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +28,4 @@ class ForwardBatch:
     attention: StepAttention
     hidden: HiddenRows | None = None  # None: every sequence has keys and values in its blocks
     last: LastTokenRows | None = None  # None: the last layer computes all token rows to the end
+    adapters: AdapterRows | DeviceRows | None = None  # None: no token row has one

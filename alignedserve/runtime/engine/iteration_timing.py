@@ -52,6 +52,7 @@ class IterationTimer:
             self._num_assigned = num_assigned
         for request_id in decodes:
             self._engine.remove_sequence(request_id)
+        self._engine.settle()  # else the next measurement waits for a step that was launched behind the last one
         return statistics.median(seconds)
 
     def _execute(self, slices: Sequence[tuple[RequestId, int]]) -> float:

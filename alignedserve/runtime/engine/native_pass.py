@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.native_backend import PagedStep
+from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.hidden_pass import Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
 from kernels.cpu.decode_pass import (
+    AllowedTokens,
     CacheSlots,
     DecodePass,
     HeadParts,
@@ -26,6 +28,7 @@ from kernels.cpu.paged_attention import PagedPlan
 from kernels.cpu.rows import HeadRows, NormRows
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Projection
+from kernels.lora import AdapterRows
 from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadPlacement
 
@@ -34,20 +37,32 @@ class NativePass:
     """All layers of a model whose every part has a native kernel; only for steps without chunks and hidden caches."""
 
     def __init__(
-        self, layers: Sequence[LayerParts], place: HeadRows, config: ModelConfig, head: HeadParts | None
+        self,
+        layers: Sequence[LayerParts],
+        place: HeadRows,
+        config: ModelConfig,
+        head: HeadParts | None,
+        ranks: DecoderRanks | None = None,
     ) -> None:
-        """`head`: None where logits are computed apart."""
+        """`head`: None where logits are computed apart. `ranks`: that compute the layers together."""
         norm = layers[0].attention_norm
-        self._pass = DecodePass(layers, place, config.hidden_size, norm.dtype, head)
+        exchange = None if ranks is None else ranks.exchange
+        self._pass = DecodePass(layers, place, config.hidden_size, norm.dtype, head, exchange)
         self._num_layers = len(layers)
-        self._vocab_size = config.vocab_size
+        self._num_tokens = config.vocab_size if ranks is None else ranks.num_own_tokens
+        row_bytes = config.hidden_size * norm.dtype.itemsize
+        self._most_rows = None if exchange is None else exchange.slot_bytes // row_bytes
         self.has_head = head is not None
         self._storage: BlockStorage | None = None
         self._slots = CacheSlots(0, 0, 0, 0, False)
 
     def suits(self, batch: ForwardBatch) -> bool:
         """Return whether `run` and `logits` take this batch."""
-        return batch.hidden is None and _decode_plan(batch) is not None
+        if self._most_rows is not None and len(batch.token_ids) > self._most_rows:
+            return False
+        adapters = batch.adapters
+        has_kernels = adapters is None or (isinstance(adapters, AdapterRows) and adapters.is_native)
+        return batch.hidden is None and has_kernels and _decode_plan(batch) is not None
 
     def run(
         self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation]
@@ -60,17 +75,25 @@ class NativePass:
     def logits(
         self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation]
     ) -> tuple[Tensor, PassTimes]:
-        """Run likewise, and return the logits of every row [tokens, vocab_size]; `hidden` is of no use then."""
-        logits = torch.empty((len(hidden), self._vocab_size), dtype=hidden.dtype)
+        """Run likewise, and return the logits of every row [tokens, the rank's tokens]; `hidden` is of no use then."""
+        logits = torch.empty((len(hidden), self._num_tokens), dtype=hidden.dtype)
         return logits, self._run(hidden, batch, storage, rotations, logits)[1]
 
     def highest(
-        self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation]
+        self,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        storage: BlockStorage,
+        rotations: Sequence[Rotation],
+        allowed: AllowedTokens | None = None,
     ) -> tuple[HighestLogits, PassTimes]:
-        """Run as `logits` does, and return the highest of every row alone: the others are nowhere kept."""
+        """Run as `logits` does, and return the highest of every row alone: the others are nowhere kept.
+
+        `allowed`: the tokens that it is sought among; None: all.
+        """
         count = len(hidden)
         highest = HighestLogits(torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.float32))
-        return highest, self._run(hidden, batch, storage, rotations, None, highest)[1]
+        return highest, self._run(hidden, batch, storage, rotations, None, highest, allowed)[1]
 
     def _run(
         self,
@@ -80,10 +103,13 @@ class NativePass:
         rotations: Sequence[Rotation],
         logits: Tensor | None = None,
         highest: HighestLogits | None = None,
+        allowed: AllowedTokens | None = None,
     ) -> tuple[Tensor, PassTimes]:
         plan = _decode_plan(batch)
         assert plan is not None, "see suits"
-        return self._pass.run(hidden, plan, rotations, batch.slots, self._slots_of(storage), logits, highest)
+        adapters = batch.adapters.pass_adapters if isinstance(batch.adapters, AdapterRows) else None
+        slots = self._slots_of(storage)
+        return self._pass.run(hidden, plan, rotations, batch.slots, slots, logits, highest, allowed, adapters)
 
     def _slots_of(self, storage: BlockStorage) -> CacheSlots:
         """Return where the storage's slots lie; an engine has one storage, so the latest is kept."""
@@ -95,10 +121,18 @@ class NativePass:
 
 
 def native_pass(
-    config: ModelConfig, weights: DecoderWeights, place: HeadPlacement, rope_of_layer: Sequence[int]
+    config: ModelConfig,
+    weights: DecoderWeights,
+    place: HeadPlacement,
+    rope_of_layer: Sequence[int],
+    ranks: DecoderRanks | None = None,
 ) -> NativePass | None:
-    """Make the pass; None: the kernels are not built, or a part of this model has none. `rope_of_layer`: the index of
-    each layer's rotation; empty: nothing is rotated."""
+    """Make the pass; None: the kernels are not built, or a part of this model has none, or what adds up over the ranks.
+
+    `rope_of_layer`: the index of each layer's rotation; empty: nothing is rotated.
+    """
+    if ranks is not None and ranks.exchange is None:
+        return None
     has_extras = config.query_multiplier != 1.0 or config.residual_multiplier != 1.0
     is_plain = config.is_norm_first and not config.has_parallel_residual and not has_extras
     if not decode_pass_available() or not is_plain or place.native_rows is None:
@@ -110,7 +144,7 @@ def native_pass(
         if parts is None:
             return None
         layers.append(parts)
-    return NativePass(layers, place.native_rows, config, _head_parts(config, weights))
+    return NativePass(layers, place.native_rows, config, _head_parts(config, weights), ranks)
 
 
 def _decode_plan(batch: ForwardBatch) -> PagedPlan | None:

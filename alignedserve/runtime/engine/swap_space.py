@@ -5,17 +5,20 @@ with computing; later work on the same blocks waits for them (`PendingCopies`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Swap, Swaps
-from alignedserve.runtime.device.streams import DeviceStreams, Event
+from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
 from alignedserve.runtime.kv.block_codecs import exact_codec, int8_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.host_rows import HostRows
+from alignedserve.runtime.kv.pending_copies import IntArray
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 
 OFFLOAD, PREFETCH = "offload", "prefetch"
@@ -61,41 +64,82 @@ class HostCaches(ABC):
         """Copy back all of a cache that is on the host."""
 
 
+class _Copy(NamedTuple):
+    """A cache on the host."""
+
+    pieces: list[Tensor]  # rows, of its blocks in order
+    taken: IntArray | None  # of the HostRows; None: memory of its own
+    copied_out: Event
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.pieces))
+
+
 class SwapSpace(HostCaches):
     """Caches swapped as a whole, block by block."""
 
-    def __init__(self, storage: BlockStorage, streams: DeviceStreams, *, is_int8: bool = False) -> None:
-        """`is_int8`: copies on the host are rounded to 8 bits per channel (ALISE, section 3.2)."""
-        assert not (is_int8 and storage.layout.is_int8), "blocks of int8 are not rounded again"
+    def __init__(
+        self, storage: BlockStorage, streams: DeviceStreams, *, is_int8: bool = False, host_bytes: int = 0
+    ) -> None:
+        """`is_int8`: copies on the host are rounded to 8 bits per channel (ALISE, section 3.2).
+        `host_bytes`: memory for them that is registered with a device now; copies beyond it allocate their own."""
+        assert not (is_int8 and storage.layout.has_scales), "blocks of 8 bits are not rounded again"
         super().__init__(storage, streams)
         self._is_int8 = is_int8
         codec = int8_codec(storage.bytes, storage.layout) if is_int8 else exact_codec(storage.bytes)
         self.width = codec.row_bytes / storage.layout.block_bytes  # of a copy on the host; below 1: int8
-        self._copies_out = StagedCopies(codec, self._offload, storage.device)
-        self._copies_in = StagedCopies(codec, self._prefetch, storage.device)
-        self._copies: dict[RequestId, tuple[Tensor, Event]] = {}
+        accelerator = storage.accelerator
+        self._copies_out = StagedCopies(codec, self._offload, accelerator)
+        self._copies_in = StagedCopies(codec, self._prefetch, accelerator)
+        self._host_rows: HostRows | None = None
+        if accelerator is not None and host_bytes >= codec.row_bytes:
+            self._host_rows = HostRows(accelerator, codec.row_bytes, host_bytes // codec.row_bytes)
+        self._copies: dict[RequestId, _Copy] = {}
 
     def _forget(self, request_id: RequestId) -> None:
-        del self._copies[request_id]
+        self._give_back(self._copies.pop(request_id), self._offload)
 
     def _copy_out(self, swap: Swap) -> None:
         assert swap.request_id not in self._copies, "a cache swapped out twice"
         assert not swap.first_token, "part of a cache"
         block_ids = np.array(swap.block_ids, np.int64)
-        rows = self._copies_out.pinned(len(block_ids))
+        pieces, taken = self._rows_for(len(block_ids))
         self._storage.pending_copies.wait(self._offload, block_ids)
         num_last = swap.num_tokens % self._storage.layout.block_size
         if self._is_int8 and num_last:
             # Stale values in the slots behind the last token must not widen its channels' ranges.
             self._offload.run(partial(self._storage.fill_tail, swap.block_ids[-1], num_last))
-        self._copies_out.copy_out(block_ids, rows)
+        for part, rows in _parts(block_ids, pieces):
+            self._copies_out.copy_out(part, rows)
         self._storage.pending_copies.record(self._offload, block_ids)
-        self._copies[swap.request_id] = rows, self._offload.record()
+        self._copies[swap.request_id] = _Copy(pieces, taken, self._offload.record())
 
     def _copy_in(self, swap: Swap) -> None:
-        rows, copied_out = self._copies.pop(swap.request_id)
-        block_ids = np.array(swap.block_ids[: len(rows)], np.int64)
-        self._prefetch.wait(copied_out)
+        copy = self._copies.pop(swap.request_id)
+        block_ids = np.array(swap.block_ids[: copy.num_blocks], np.int64)
+        self._prefetch.wait(copy.copied_out)
         self._storage.pending_copies.wait(self._prefetch, block_ids)
-        self._copies_in.copy_in(rows, block_ids)
+        for part, rows in _parts(block_ids, copy.pieces):
+            self._copies_in.copy_in(rows, part)
         self._storage.pending_copies.record(self._prefetch, block_ids)
+        self._give_back(copy, self._prefetch)
+
+    def _rows_for(self, count: int) -> tuple[list[Tensor], IntArray | None]:
+        """Return host memory for so many blocks, and which of the registered rows it is."""
+        taken = None if self._host_rows is None else self._host_rows.take(count, self._offload)
+        if self._host_rows is None or taken is None:
+            return [self._copies_out.pinned(count)], None
+        return self._host_rows.pieces(taken), taken
+
+    def _give_back(self, copy: _Copy, stream: Stream) -> None:
+        if self._host_rows is not None and copy.taken is not None:
+            self._host_rows.give_back(copy.taken, stream)
+
+
+def _parts(block_ids: IntArray, pieces: list[Tensor]) -> Iterator[tuple[IntArray, Tensor]]:
+    """Yield the blocks of each piece, and the piece."""
+    first = 0
+    for rows in pieces:
+        yield block_ids[first : first + len(rows)], rows
+        first += len(rows)

@@ -1,9 +1,12 @@
 """The state of one answer under its grammar: a function of the tokens of the answer alone."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 from llguidance import LLMatcher
+
+# Of one call of `foresee`: each takes some 50 microseconds to tokenise.
+_MAX_FORCED = 32
 
 
 class AnswerMatcher:
@@ -14,13 +17,39 @@ class AnswerMatcher:
         self._compiled = compiled
         self._matcher: LLMatcher | None = None
         self._unmatched = list(token_ids)
+        self._forced: list[int] = []  # matched already, though the answer does not have them yet
+        self._num_matched = 0
 
-    def append(self, token_id: int) -> None:
-        """Note the next token of the answer."""
-        self._unmatched.append(token_id)
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether `current` would not wait."""
+        return self._matcher is not None or self._compiled.done()
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """Return the tokens that can only come next, as far as they are foreseen."""
+        return self._forced
+
+    @property
+    def place(self) -> int:
+        """Return how many tokens were matched: while it stays and nothing else is noted, so does the next mask."""
+        return self._num_matched
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether tokens were noted that are not matched yet."""
+        return bool(self._unmatched)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Note the next tokens of the answer."""
+        num_forced = min(len(token_ids), len(self._forced))
+        assert list(token_ids[:num_forced]) == self._forced[:num_forced], "another token than the forced one"
+        del self._forced[:num_forced]
+        if len(token_ids) > num_forced:
+            self._unmatched += token_ids[num_forced:]
 
     def current(self) -> LLMatcher:
-        """Return the matcher, at the end of the answer so far, or in error where that does not match.
+        """Return the matcher, at the end of the answer and its forced tokens, or in error where that does not match.
 
         Waits until it is compiled. Raises GrammarError if it cannot be.
         """
@@ -29,4 +58,18 @@ class AnswerMatcher:
         unmatched, self._unmatched = self._unmatched, []
         if unmatched:
             self._matcher.consume_tokens(unmatched)
+            self._num_matched += len(unmatched)
         return self._matcher
+
+    def foresee(self, ends: Collection[int]) -> None:
+        """Match tokens that can only come next, up to one of `ends`; raises GrammarError as `current` does.
+
+        One after the other: each is the only one that a mask would allow there, in the model's own tokenisation.
+        """
+        matcher = self.current()
+        while len(self._forced) < _MAX_FORCED:
+            forced = matcher.compute_ff_tokens()
+            if not forced or forced[0] in ends or not matcher.consume_token(forced[0]):
+                return
+            self._forced.append(forced[0])
+            self._num_matched += 1

@@ -25,9 +25,11 @@ class GrammarCompiler:
     """Compiles each grammar once, into a matcher that answers copy. May be called from any thread."""
 
     def __init__(self, load_vocabulary: Callable[[], LLTokenizer]) -> None:
-        """`load_vocabulary`: takes up to a second; called on the compiling thread, at once. May raise ModelError."""
+        """`load_vocabulary`: takes a second, and some megabytes that stay; called on the compiling thread when the
+        first grammar comes. May raise ModelError."""
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._vocabulary = self._thread.submit(load_vocabulary)
+        self._load_vocabulary = load_vocabulary
+        self._vocabulary: LLTokenizer | GrammarError | None = None
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._num_characters = 0
         self._lock = Lock()
@@ -51,30 +53,42 @@ class GrammarCompiler:
         except GrammarError as error:
             raise InvalidRequest(f"grammar: {error}.", param="grammar") from error
 
-    def wait(self) -> None:
-        """Wait until the vocabulary is loaded, if it can be."""
-        self._vocabulary.exception()
-
     def close(self) -> None:
         """End the thread; grammars that wait are not compiled."""
         self._thread.shutdown(cancel_futures=True)
 
     def _compile(self, grammar: str) -> LLMatcher:
+        if self._vocabulary is None:
+            self._vocabulary = self._loaded()
+        if isinstance(self._vocabulary, GrammarError):
+            raise self._vocabulary
+        return compile_now(self._vocabulary, grammar)
+
+    def _loaded(self) -> LLTokenizer | GrammarError:
         try:
-            vocabulary = self._vocabulary.result()
+            return self._load_vocabulary()
         except ModelError as error:
-            raise GrammarError(f"answers of this model cannot follow a grammar: {error}") from error
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=PARSER_LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first takes longest, and copies start from what it leaves
-        if matcher.is_error():
-            raise GrammarError(failure_of(matcher))
-        return matcher
+            return unsupported_model(error)
 
     def _forget_oldest(self) -> None:
         while len(self._compiled) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
             oldest, _ = self._compiled.popitem(last=False)
             self._num_characters -= len(oldest)
+
+
+def compile_now(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile a grammar on the calling thread. Raises GrammarError if it cannot be."""
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=PARSER_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # the first takes longest, and copies start from what it leaves
+    if matcher.is_error():
+        raise GrammarError(failure_of(matcher))
+    return matcher
+
+
+def unsupported_model(error: ModelError) -> GrammarError:
+    """Return the error of all grammars for a model without a vocabulary."""
+    return GrammarError(f"answers of this model cannot follow a grammar: {error}")
 
 
 def failure_of(matcher: LLMatcher) -> str:

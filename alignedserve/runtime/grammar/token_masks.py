@@ -1,9 +1,10 @@
-"""Masks of the next token for the rows of an engine, computed in threads beside the forward pass.
+"""Masks of the next token for the rows of an engine, computed in threads from the moment a token is chosen.
 
 A mask is a row of bits, one per token, the lowest of a word first.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,9 +15,7 @@ from llguidance import LLExecutor, LLMatcher
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.grammar.answer_matcher import AnswerMatcher
 from alignedserve.runtime.grammar.compiler import GrammarCompiler, GrammarError, failure_of
-
-IntArray = npt.NDArray[np.int64]
-Bits = npt.NDArray[np.int32]
+from alignedserve.runtime.grammar.last_resorts import Bits, IntArray, LastResorts
 
 
 class StepMasks(NamedTuple):
@@ -30,22 +29,46 @@ class StepMasks(NamedTuple):
 class _Constrained:
     """One row with a grammar."""
 
+    row: int
     matcher: AnswerMatcher
-    unwanted: "_LastResorts | None"  # tokens that may end the answer only if nothing else may follow
-    unwanted_early: "_LastResorts | None"  # the same before the answer has its minimal length
+    ends: frozenset[int]  # tokens that may end the answer
+    has_jumps: bool  # forced tokens are taken several at once
+    unwanted: LastResorts | None  # tokens that may end the answer only if nothing else may follow
+    unwanted_early: LastResorts | None  # the same before the answer has its minimal length
+    masked_at: int = -1  # the matcher's place that the row's bits are of
     failure: str | None = None
+
+    @property
+    def has_mask(self) -> bool:
+        """Return whether the row's bits are those of its next token."""
+        return not self.matcher.is_behind and self.matcher.place == self.masked_at
 
 
 class TokenMasks:
-    """The grammars of an engine's rows. A row is added before its first step and removed when it is freed."""
+    """The grammars of an engine's rows. A row is added before its first step and removed when it is freed.
+
+    Tokens are matched, and the masks behind them computed, on one thread with helpers; its work of one step is over
+    before tokens of the next are recorded.
+    """
 
     def __init__(
-        self, compiler: GrammarCompiler, *, vocab_size: int, eos_token_ids: tuple[int, ...], num_threads: int
+        self,
+        compiler: GrammarCompiler,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        num_threads: int,
+        jumps_ahead: bool = False,
     ) -> None:
+        """`jumps_ahead`: tokens that a grammar forces are foreseen, for `take_forced`."""
         self._compiler = compiler
-        self._num_words = -(-vocab_size // 32)
+        self._jumps_ahead = jumps_ahead
+        self._foreseen: Future[None] | None = None
+        self._ahead: Future[None] | None = None
+        self._bits: Bits = np.zeros((0, -(-vocab_size // 32)), np.int32)  # of every row; the thread's own
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._resorts: dict[tuple[int, ...], LastResorts] = {}
         self._rows: dict[int, _Constrained] = {}
         self._thread = ThreadPoolExecutor(1, "masks")
         self._executor = LLExecutor(num_threads)
@@ -55,20 +78,53 @@ class TokenMasks:
         ends = self._eos_token_ids if sampling.ignore_eos else ()
         early_ends = (*self._eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ends
         matcher = AnswerMatcher(self._compiler.compile(sampling.grammar), generated_token_ids)
-        self._rows[row] = _Constrained(matcher, self._last_resorts(ends), self._last_resorts(early_ends))
+        has_jumps = self._jumps_ahead and _may_jump(sampling)
+        all_ends = frozenset((*self._eos_token_ids, *sampling.stop_token_ids))
+        unwanted = self._last_resorts(ends), self._last_resorts(early_ends)
+        self._rows[row] = _Constrained(row, matcher, all_ends, has_jumps, *unwanted)
 
     def remove(self, row: int) -> None:
         """Remove the row, if it has a grammar."""
         self._rows.pop(row, None)
+        if not self._rows:
+            self._resorts.clear()
 
     def record(self, rows: IntArray, chosen: IntArray) -> None:
-        """Note the tokens that were chosen for these rows."""
+        """Note the tokens that were chosen for these rows, negative: none could be; begin what follows from them."""
         if not self._rows:
             return
+        self._settle()
+        continued = []
         for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
             constrained = self._rows.get(row)
-            if constrained is not None:
-                constrained.matcher.append(token_id)
+            if constrained is not None and token_id >= 0:
+                constrained.matcher.append((token_id,))
+                if token_id not in constrained.ends:
+                    continued.append(constrained)
+        jumping = [one for one in continued if one.has_jumps and not one.matcher.forced]
+        if jumping:
+            self._foreseen = self._thread.submit(_foresee, jumping)
+        if continued:
+            self._ahead = self._thread.submit(self._fill, continued)
+
+    @property
+    def may_force(self) -> bool:
+        """Return whether `take_forced` may find tokens."""
+        return self._foreseen is not None
+
+    def take_forced(self, row: int, at_most: int) -> tuple[int, ...]:
+        """Note, as `record` does, and return the next tokens of the row that its grammar leaves no choice of.
+
+        Only some of them are known: those that follow the token chosen last. Waits until they are.
+        """
+        constrained = self._rows.get(row)
+        if constrained is None or not constrained.has_jumps or at_most < 1:
+            return ()
+        if self._foreseen is not None:
+            self._foreseen.result()
+        token_ids = tuple(constrained.matcher.forced[:at_most])
+        constrained.matcher.append(token_ids)
+        return token_ids
 
     def has_any(self, rows: IntArray) -> bool:
         """Return whether one of these rows has a grammar."""
@@ -80,7 +136,8 @@ class TokenMasks:
         return None if constrained is None else constrained.failure
 
     def start(self, rows: IntArray, is_early: npt.NDArray[np.bool_]) -> "Future[StepMasks]":
-        """Begin to compute the masks of a step. `is_early`: which of its rows lack tokens of their minimal length.
+        """Begin to compute the masks of a step, as far as they are not yet. `is_early`: which of its rows lack tokens
+        of their minimal length.
 
         No other method may be called before the result is there.
         """
@@ -91,52 +148,75 @@ class TokenMasks:
         """End the threads."""
         self._thread.shutdown()
 
+    def _settle(self) -> None:
+        """Wait until the thread has done what is begun."""
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
+
+    def _last_resorts(self, token_ids: tuple[int, ...]) -> LastResorts | None:
+        known = tuple(token_id for token_id in token_ids if 0 <= token_id < self._vocab_size)
+        return self._resorts.setdefault(known, LastResorts(known)) if known else None
+
+    # --- on the thread
+
     def _compute(self, own: list[tuple[int, _Constrained]], is_early: npt.NDArray[np.bool_]) -> StepMasks:
-        bits = np.zeros((len(own), self._num_words), np.int32)
-        self._fill(bits, [constrained for _, constrained in own])
-        for place, (at, constrained) in enumerate(own):
-            unwanted = constrained.unwanted_early if is_early[at] else constrained.unwanted
-            if unwanted is not None:
-                unwanted.remove_from(bits[place])
+        self._fill([one for _, one in own if not one.matcher.forced])
+        bits = self._bits[[one.row for _, one in own]]
+        unwanted: dict[LastResorts, list[int]] = {}
+        for place, (at, one) in enumerate(own):
+            if one.matcher.forced or one.failure is not None:
+                bits[place] = 0
+            if one.matcher.forced:
+                _allow_only(one.matcher.forced[0], bits[place])
+            resorts = one.unwanted_early if is_early[at] else one.unwanted
+            if resorts is not None:
+                unwanted.setdefault(resorts, []).append(place)
+        for resorts, places in unwanted.items():
+            resorts.remove_from(bits, np.array(places, np.int64))
         return StepMasks(np.array([at for at, _ in own], np.int64), bits)
 
-    def _fill(self, bits: Bits, own: list[_Constrained]) -> None:
-        """Write the masks of all rows but those whose grammars fail, all at once."""
+    def _fill(self, own: list[_Constrained]) -> None:
+        """Write the bits of all rows that lack them, all at once; those whose grammars fail have the reason noted."""
+        self._make_room(own)
         matchers: list[tuple[LLMatcher, int]] = []
-        for place, constrained in enumerate(own):
+        masked: list[_Constrained] = []
+        for one in own:
+            if one.has_mask or one.failure is not None:
+                continue
             try:
-                matchers.append((constrained.matcher.current(), place))
+                matchers.append((one.matcher.current(), one.row))
+                masked.append(one)
             except GrammarError as error:
-                constrained.failure = str(error)
+                one.failure = str(error)
         if matchers:
-            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(own))
-        for matcher, place in matchers:
+            bits = self._bits
+            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
+        for one, (matcher, _) in zip(masked, matchers, strict=True):
+            one.masked_at = one.matcher.place
             if matcher.is_error():
-                own[place].failure = failure_of(matcher)
-                bits[place] = 0
+                one.failure = failure_of(matcher)
 
-    def _last_resorts(self, token_ids: tuple[int, ...]) -> "_LastResorts | None":
-        known = [token_id for token_id in token_ids if 0 <= token_id < self._vocab_size]
-        return _LastResorts(known) if known else None
+    def _make_room(self, own: list[_Constrained]) -> None:
+        """Have bits for these rows; what others have stays."""
+        num_rows = max((one.row + 1 for one in own), default=0)
+        if num_rows > len(self._bits):
+            more = np.zeros((max(num_rows, 2 * len(self._bits)) - len(self._bits), self._bits.shape[1]), np.int32)
+            self._bits = np.concatenate([self._bits, more])
 
 
-class _LastResorts:
-    """Tokens that are allowed only where no other is."""
+def _may_jump(sampling: SamplingParams) -> bool:
+    """Return whether a token that a grammar forces is the one chosen, and nothing else is asked about its step."""
+    return sampling.num_logprobs is None and not (sampling.allowed_token_ids or sampling.bad_words)
 
-    __slots__ = ("_masks", "_words")
 
-    def __init__(self, token_ids: list[int]) -> None:
-        masks: dict[int, int] = {}
-        for token_id in token_ids:
-            masks[token_id >> 5] = masks.get(token_id >> 5, 0) | 1 << (token_id & 31)
-        self._words = np.array(list(masks), np.int64)
-        self._masks = np.array(list(masks.values()), np.uint32).view(np.int32)
+def _foresee(jumping: list[_Constrained]) -> None:
+    for constrained in jumping:
+        if constrained.matcher.is_compiled:
+            with suppress(GrammarError):  # told by the next mask
+                constrained.matcher.foresee(constrained.ends)
 
-    def remove_from(self, bits: Bits) -> None:
-        """Take them out of a mask [words], unless nothing would be left."""
-        before = bits[self._words]
-        if not (before & self._masks).any():  # as at most places in an answer
-            return
-        bits[self._words] = before & ~self._masks
-        if not bits.any():
-            bits[self._words] = before
+
+def _allow_only(token_id: int, bits: Bits) -> None:
+    """Set the only bit of a mask [words] of zeros."""
+    bits.view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)

@@ -10,6 +10,7 @@ order and by any thread, and a request's runs may be other ones at each end of a
 MurmurHash3.
 """
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,8 @@ from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.kv.block_runs import BlockRuns, Ints, PlacedRuns, as_ids, place_runs
 from alignedserve.runtime.kv.shm_arena import NO_LEASE
+
+logger = logging.getLogger(__name__)
 
 Digests = npt.NDArray[np.uint64]
 
@@ -55,6 +58,14 @@ def run_checksums(digests: Digests, runs: PlacedRuns) -> list[int]:
     terms = _mix(digests ^ _mix((places.astype(np.uint64) + _ONE) * _G))
     sums: list[int] = np.add.reduceat(terms, starts).tolist()
     return sums
+
+
+def joined_checksums(by_rank: Sequence[Sequence[int]]) -> list[int]:
+    """Join the checksums that each rank has of its parts of the same runs; none can stand for another's."""
+    words = np.array(by_rank, np.uint64).reshape(len(by_rank), -1)
+    ranks = np.arange(1, len(words) + 1, dtype=np.uint64)[:, None]
+    joined: list[int] = _mix(words ^ _mix(ranks * _G)).sum(axis=0, dtype=np.uint64).tolist()
+    return joined
 
 
 def _mix(words: Digests) -> Digests:
@@ -105,6 +116,16 @@ def verify_checksums(copy: BlockCopy, checksums: Sequence[int] | None) -> None:
         raise HandoffRejected("the lease is no longer valid")
     if list(checksums) != [run.checksum for run in copy.runs]:
         raise HandoffRejected("a checksum does not hold")
+
+
+def is_verified(copy: BlockCopy, checksums: Sequence[int] | None) -> bool:
+    """Return whether the received checksums are this copy's (None: nothing arrived), logging why not."""
+    try:
+        verify_checksums(copy, checksums)
+    except HandoffRejected as error:
+        logger.warning("fetch of generation %d refused: %s", copy.generation, error)
+        return False
+    return True
 
 
 def verify_digests(copy: BlockCopy, digests: Digests) -> None:

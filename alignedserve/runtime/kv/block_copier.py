@@ -7,6 +7,7 @@ the order in which they were requested.
 import logging
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from alignedserve.core.errors import PeerError, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
@@ -19,16 +20,21 @@ from alignedserve.messages.iterations import (
     RelayBlocks,
 )
 from alignedserve.runtime.device.cores import threads_per_copy
-from alignedserve.runtime.device.cuda_driver import driver_of
+from alignedserve.runtime.device.devices import working
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
-from alignedserve.runtime.kv.transfers.registry import AUTO, open_transfer
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
+from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory, LocalTransfer, relay
+from alignedserve.runtime.kv.transfers.own_buffer_transfer import OwnBufferTransfer
+from alignedserve.runtime.kv.transfers.ranked_transfer import RankCopies, RankedTransfer
+from alignedserve.runtime.kv.transfers.registry import AUTO, SHM, open_transfer
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.worker_threads import WorkerThreads
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class BlockCopier:
@@ -39,12 +45,20 @@ class BlockCopier:
     """
 
     def __init__(
-        self, storage: BlockStorage, threads: WorkerThreads, identity: Identity, *, transport: str = AUTO
+        self,
+        storage: BlockStorage,
+        threads: WorkerThreads,
+        identity: Identity,
+        *,
+        transport: str = AUTO,
+        ranks: RankCopies | None = None,
     ) -> None:
+        """`ranks`: those beside this one, where the storage has only its parts of the blocks."""
         self._storage = storage
         self._threads = threads
         self._identity = identity
         self._transport = transport
+        self._ranks = ranks
         self._offers: dict[str, tuple[ArenaOffered, bool]] = {}
         self._transfers: dict[str, KVTransfer] = {}
 
@@ -53,34 +67,43 @@ class BlockCopier:
     def map_arena(self, peer: str, offered: ArenaOffered, *, stamps: bool) -> None:
         """Use this arena of the peer from now on. `stamps`: it is a candidate buffer (see ShmTransfer)."""
         self._offers[peer] = (offered, stamps)
-        self._threads.submit(_thread(peer), lambda: self._open(peer), _ignore)
+        self._submit(peer, lambda: self._open(peer), _ignore)
 
-    def use_arena(self, peer: str, arena: Arena) -> None:
-        """Use this arena of this process, made for the peer. Its creator removes it."""
+    def use_buffer(self, peer: str, memory: LocalMemory) -> None:
+        """Use this buffer of this process, made for the peer. Its creator removes it."""
         self._offers.pop(peer, None)
-        self._threads.submit(_thread(peer), lambda: self._replace(peer, arena), _ignore)
+        self._submit(peer, lambda: self._replace(peer, memory), _ignore)
 
     def unmap_arena(self, peer: str) -> None:
         """Stop using the arena of a peer that is gone."""
         self._offers.pop(peer, None)
-        self._threads.submit(_thread(peer), lambda: self._release(peer), _ignore)
+        self._submit(peer, lambda: self._release(peer), _ignore)
 
     def start_load(self, command: LoadBlocks, on_done: Callable[[BlocksLoaded], None]) -> None:
         """Copy in, all in one transfer, and verify."""
-        self._threads.submit(_thread(command.source), lambda: self._load(command), on_done)
+        self._submit(command.source, lambda: self._load(command), on_done)
 
     def start_offload(self, command: OffloadBlocks, on_done: Callable[[BlocksOffloaded], None]) -> None:
         """Copy out."""
-        self._threads.submit(_thread(command.target), lambda: self._offload(command), on_done)
+        self._submit(command.target, lambda: self._offload(command), on_done)
 
     def start_relay(self, command: RelayBlocks, peer: str, on_done: Callable[[BlocksRelayed], None]) -> None:
         """Copy from arena to arena, on the thread of this one of the two peers."""
-        self._threads.submit(_thread(peer), lambda: self._relay(command), on_done)
+        self._submit(peer, lambda: self._relay(command), on_done)
 
     def close(self) -> None:
         """Close the connections to other processes, once the threads have ended."""
         for peer in list(self._transfers):
             self._release(peer)
+
+    def _submit(self, peer: str, work: Callable[[], T], on_done: Callable[[T], None]) -> None:
+        """Do work on the peer's thread. A device that fails is the worker's end: `DeviceLost` on the loop."""
+
+        def working_on_device() -> T:
+            with working(self._storage.device):
+                return work()
+
+        self._threads.submit(f"copy {peer}", working_on_device, on_done)
 
     # --- on the threads
 
@@ -112,7 +135,7 @@ class BlockCopier:
 
     def _relay(self, command: RelayBlocks) -> BlocksRelayed:
         source, target = self._transfer(command.source), self._transfer(command.target)
-        if not isinstance(source, ShmTransfer) or not isinstance(target, ShmTransfer):
+        if not isinstance(source, LocalTransfer) or not isinstance(target, LocalTransfer):
             return BlocksRelayed(command, None)
         ids, generation = command.target_block_ids, command.generation
         return BlocksRelayed(command, relay(source, command.copy, target, ids, generation))
@@ -126,12 +149,23 @@ class BlockCopier:
         # Pools offer no choice: memory of this host is mapped, that of another is read by tcp.
         transport = self._transport if stamps else AUTO
         try:
-            opened = open_transfer(offered, self._storage, identity=self._identity, stamps=stamps, transport=transport)
+            if self._ranks is not None:
+                opened = self._open_ranked(peer, offered, self._ranks)
+            else:
+                opened = open_transfer(
+                    offered, self._storage, identity=self._identity, stamps=stamps, transport=transport
+                )
         except (PeerError, TransportUnavailable) as error:
             logger.error("the blocks of %s cannot be reached: %s", peer, error)
             return None
         self._transfers[peer] = opened
         return opened
+
+    def _open_ranked(self, peer: str, offered: ArenaOffered, ranks: RankCopies) -> KVTransfer:
+        own = open_transfer(offered, self._storage, identity=self._identity, stamps=False, transport=SHM)
+        assert isinstance(own, LocalTransfer), "blocks that are mapped"
+        ranks.open(peer, offered)
+        return RankedTransfer(own, ranks, peer)
 
     def _open(self, peer: str) -> None:
         """Open the transfer now, so that the first copy need not wait for it and the log names the transport."""
@@ -148,14 +182,13 @@ class BlockCopier:
         if transfer is not None and not isinstance(transfer, ShmTransfer):
             transfer.close()
 
-    def _replace(self, peer: str, arena: Arena) -> None:
+    def _replace(self, peer: str, memory: LocalMemory) -> None:
         self._release(peer)
-        driver, num_threads = driver_of(self._storage.device), threads_per_copy()
-        self._transfers[peer] = ShmTransfer(self._storage, arena, stamps=True, num_threads=num_threads, driver=driver)
-
-
-def _thread(peer: str) -> str:
-    return f"copy {peer}"
+        if isinstance(memory, DeviceBuffer):
+            self._transfers[peer] = OwnBufferTransfer(self._storage, memory)
+            return
+        lanes, num_threads = self._storage.lanes, threads_per_copy()
+        self._transfers[peer] = ShmTransfer(self._storage, memory, stamps=True, num_threads=num_threads, lanes=lanes)
 
 
 def _ignore(nothing: None) -> None:

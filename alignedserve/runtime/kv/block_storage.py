@@ -1,11 +1,12 @@
 """The memory of KV blocks on one device.
 
 Layout [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim], the last two one slot_width where
-the cache is int8: one block is one contiguous run
+the cache has scales: one block is one contiguous run
 of bytes, which pool and transports copy as a whole (docs/decisions/0002-block-layout.md).
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +17,23 @@ from torch import Tensor
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.core.ids import BlockId
+from alignedserve.runtime.device.accelerator import accelerator_of
 from alignedserve.runtime.device.dtypes import cache_dtype
 from alignedserve.runtime.device.huge_pages import huge_pages
-from alignedserve.runtime.device.streams import streams_of
-from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_runs import BlockIds
+from alignedserve.runtime.kv.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.device_pieces import DevicePieces
 from alignedserve.runtime.kv.pending_copies import PendingCopies
-from alignedserve.runtime.kv.staged_copies import StagedCopies
+from alignedserve.runtime.kv.shm_arena import WHOLE, ArenaPart
 from kernels.cpu.block_copies import BlockList
+
+
+class Stripe(NamedTuple):
+    """The part of one rank in blocks that several ranks hold, each its own heads: part `rank` of `size` equal ones."""
+
+    memory: Tensor  # uint8, of all blocks with all their parts
+    rank: int
+    size: int
 
 
 class BlockStorage:
@@ -39,19 +49,33 @@ class BlockStorage:
         device: torch.device | str = "cpu",
         *,
         has_scratch: bool | None = None,
+        stripe: Stripe | None = None,
+        part: ArenaPart = WHOLE,
     ) -> None:
-        """`has_scratch`: one more block, written by padding rows; by default not on a CPU."""
+        """`has_scratch`: one more block, written by padding rows; by default not on a CPU. `stripe`: on a CPU, the
+        blocks are in this memory of the ranks; None: in memory of their own. `part`: these are the parts that one
+        rank has of a worker's blocks, and copies by itself."""
         assert num_blocks >= 1, "a storage needs at least one block"
         self.layout = layout
+        self.part = part
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         self.has_scratch = self.device.type != "cpu" if has_scratch is None else has_scratch
-        with_scratch = _allocate(layout, num_blocks + self.has_scratch, self.device)
+        self._num_parts, first = 1, 0
+        if stripe is None:
+            with_scratch = _allocate(layout, num_blocks + self.has_scratch, self.device)
+            self._blocks = with_scratch[:num_blocks]
+        else:
+            assert not self.has_scratch, "padding has no place in memory of the ranks"
+            self._num_parts, first = stripe.size, stripe.rank * layout.block_elements
+            with_scratch = stripe.memory.view(cache_dtype(layout.dtype))
+            self._blocks = with_scratch.view(num_blocks, stripe.size, layout.block_elements)[:, stripe.rank]
         self.pending_copies = PendingCopies(num_blocks)
-        self._blocks = with_scratch[:num_blocks]
         self._bytes = self._blocks.view(torch.uint8)
-        self._host: npt.NDArray[np.uint8] | None = self._bytes.numpy() if self.device.type == "cpu" else None
-        flat = with_scratch.view(-1)
+        self.accelerator = accelerator_of(self.device)  # None: on the host
+        self.lanes = CopyLanes(self.accelerator) if self.accelerator is not None else None
+        self._pieces = DevicePieces(self._bytes, self.lanes) if self.lanes is not None else None
+        flat = with_scratch.view(-1)[first:]
         starts = range(0, layout.block_elements, layout.run_elements)
         runs = [flat[start:].view(-1, layout.run_elements) for start in starts]
         slots = [flat[start:].view(-1, layout.slot_width) for start in starts]
@@ -72,21 +96,21 @@ class BlockStorage:
     @property
     def run_stride(self) -> int:
         """Distance of the runs of consecutive blocks: block b's run is row b * run_stride of `key_runs(layer)`."""
-        return self.layout.runs_per_block
+        return self.layout.runs_per_block * self._num_parts
 
     @property
     def slot_stride(self) -> int:
         """Token slot i of block b is row b * slot_stride + i of `key_slots(layer)`."""
-        return self.layout.runs_per_block * self.layout.block_size
+        return self.run_stride * self.layout.block_size
 
     @property
     def blocks(self) -> Tensor:
         """All blocks [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on their device.
 
-        Of int8: [.., block_size, slot_width].
+        Of int8 and fp8: [.., block_size, slot_width].
         """
         layout = self.layout
-        slot = (layout.slot_width,) if layout.is_int8 else (layout.num_kv_heads, layout.head_dim)
+        slot = (layout.slot_width,) if layout.has_scales else (layout.num_kv_heads, layout.head_dim)
         return self._blocks.view(self.num_blocks, layout.num_layers, 2, layout.block_size, *slot)
 
     def key_runs(self, layer: int) -> Tensor:
@@ -108,9 +132,10 @@ class BlockStorage:
     def input_slots(self, layer: int, hidden_size: int) -> Tensor:
         """Return contiguous rows [.., hidden_size] from block 0's first layer input of this layer on.
 
-        Blocks, which are not int8, hold layer inputs [num_layers, tokens, hidden_size]; the next block is num_layers *
-        tokens rows further.
+        Blocks, which have no scales, hold layer inputs [num_layers, tokens, hidden_size]; the next block is
+        num_layers * tokens rows further.
         """
+        assert self._num_parts == 1, "blocks of several ranks hold no layer inputs"
         start = layer * (self.layout.block_elements // self.layout.num_layers)
         return self._blocks.view(-1)[start:].view(-1, hidden_size)
 
@@ -122,9 +147,9 @@ class BlockStorage:
         A list is valid until the iterator is advanced.
         """
         ids = self.settled(block_ids)
-        if self._host is not None:
-            return iter((BlockList(self._host, ids),))
-        return self._staged("read").pieces_to_read(ids)
+        if self._pieces is None:
+            return iter((BlockList(self._bytes.numpy(), ids),))
+        return self._pieces.pieces_to_read(ids)
 
     def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
         """Iterate over lists of blocks on the host to fill; stopping early leaves the blocks undefined.
@@ -132,9 +157,9 @@ class BlockStorage:
         A list is copied to its blocks when the iterator is advanced, the last one past its end.
         """
         ids = self.settled(block_ids)
-        if self._host is not None:
-            return iter((BlockList(self._host, ids),))
-        return self._staged("write").pieces_to_write(ids)
+        if self._pieces is None:
+            return iter((BlockList(self._bytes.numpy(), ids),))
+        return self._pieces.pieces_to_write(ids)
 
     def settled(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         """Wait until pending copies of these blocks are done and return them as an array."""
@@ -145,6 +170,12 @@ class BlockStorage:
     def zero_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Fill whole blocks with zeros."""
         self._blocks.index_fill_(0, torch.from_numpy(self._checked(block_ids)).to(self.device), 0)
+
+    def copy_first_slots(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy the first token slot of blocks, on all layers: sources [blocks] to targets, int64, on their device."""
+        layout = self.layout
+        slots = self._bytes.view(self.num_blocks, layout.runs_per_block, layout.block_size, -1)
+        slots[targets, :, 0] = slots[sources, :, 0]
 
     def fill_tail(self, block_id: BlockId, first_slot: int) -> None:
         """Fill the token slots from `first_slot` (at least 1) on with copies of the one before, on all layers."""
@@ -160,9 +191,6 @@ class BlockStorage:
         layout = self.layout
         shape = (layout.num_layers, 2, layout.block_size, layout.slot_width)
         return self._blocks[self._checked([block_id])[0]].view(shape)
-
-    def _staged(self, stream_name: str) -> StagedCopies:
-        return StagedCopies(exact_codec(self._bytes), streams_of(self.device).stream(stream_name), self.device)
 
     def _checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         ids = np.asarray(block_ids, dtype=np.int64)

@@ -17,6 +17,7 @@ class BufferBudget:
     def __init__(self, num_blocks: int, near: Collection[str], *, num_others: int = 0, may_grow: bool = False) -> None:
         """`near`: decode workers planned on this node; `num_others`: how many others are; `may_grow`: more may come."""
         has_others = may_grow or num_others > 0 or not near
+        self.num_blocks = num_blocks
         self._share = num_blocks // (len(near) + has_others)
         self._near = frozenset(near)
         self._num_left = num_blocks - self._share * len(near)  # for others

@@ -1,7 +1,8 @@
 """The memory that a prefill worker lends: a candidate buffer for each decode worker that is linked to it.
 
-A buffer is its own arena in host memory, created when the decode worker connects and removed when it disconnects, so
-that late writes of an earlier epoch hit nothing. The decode worker decides on its content (AlignedServe, section 3.4).
+A buffer lies in the memory of the worker's GPU where it has one, else in an arena of its own in host memory. It is made
+when the decode worker connects and removed when it disconnects, so that late writes of an earlier epoch hit nothing
+that is valid. The decode worker decides on its content (AlignedServe, section 3.4).
 """
 
 import logging
@@ -13,23 +14,26 @@ from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.lent_rows import LentRows
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
-from alignedserve.runtime.kv.transfers.registry import AUTO
-from alignedserve.runtime.process.links import Identity
+from alignedserve.runtime.kv.transfers.registry import AUTO, OF_DEVICES
 from alignedserve.runtime.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
 
-_WITHOUT_SERVER = (AUTO, "shm")
+_PURPOSE, _SETTING = "a candidate buffer", "prefill.candidate_buffer_bytes"
 
 
 class OpenedBuffer(NamedTuple):
     """One decode worker's buffer."""
 
-    arena: Arena
+    memory: LocalMemory
     offered: ArenaOffered
     server: BlockServer | None
 
@@ -38,15 +42,25 @@ class CandidateMemory:
     """The buffers by decode worker. Runs on the worker's event loop; creating one takes milliseconds."""
 
     def __init__(
-        self, layout: BlockLayout, budget: BufferBudget, process_spec: ProcessSpec, *, transport: str = AUTO
+        self,
+        layout: BlockLayout,
+        budget: BufferBudget,
+        process_spec: ProcessSpec,
+        *,
+        transport: str = AUTO,
+        lanes: CopyLanes | None = None,
     ) -> None:
-        """`transport`: engine.kv_transport."""
+        """`transport`: engine.kv_transport. `lanes`: of the worker's device; None: it computes on the host."""
         self._layout = layout
         self._budget = budget
         self._kv_transport = transport
         self._process_spec = process_spec
         self._opened: dict[str, OpenedBuffer] = {}
         self._num_made = 0
+        self._lanes = lanes if transport in OF_DEVICES else None
+        self._lent: LentRows | None = None
+        if self._lanes is not None:
+            self._lent = LentRows(self._lanes.accelerator, budget.num_blocks, layout.block_bytes)
 
     def open_for(self, peer: str) -> OpenedBuffer | None:
         """Create a new buffer in place of any earlier one; None when there is no memory for it, which is logged."""
@@ -55,82 +69,100 @@ class CandidateMemory:
         if num_blocks < 1:
             logger.info("no candidate buffer for %s: all of prefill.candidate_buffer_bytes is lent", peer)
             return None
-        # Also for one that was added here later: shared memory reaches it, and the server does no harm.
-        is_far = bool(self._beyond_node) and not self._budget.is_planned_here(peer)
         self._num_made += 1
-        name = f"{self._process_spec.name}-for-{peer}-{self._num_made}"
-        path = arena_path(self._process_spec.cluster_id, name)
         try:
-            arena = Arena.create(
-                path,
-                self._layout,
-                num_blocks,
-                purpose="a candidate buffer",
-                setting="prefill.candidate_buffer_bytes",
-            )
+            memory = self._make(peer, num_blocks)
         except NotEnoughMemory as error:
             logger.warning("no candidate buffer for %s: %s", peer, error)
             return None
+        # Also for one that was added here later: shared memory reaches it, and the server does no harm.
+        is_far = bool(self._beyond_node) and not self._budget.is_planned_here(peer)
+        transports = self._transports(is_far=is_far)
         try:
-            server = self._serve_far(arena) if is_far else self._serve(arena)
+            server = self._serve(memory, transports, is_far=is_far) if transports else None
         except OSError as error:  # such as no more file descriptors
-            path.unlink(missing_ok=True)
+            _remove(memory)
             logger.warning("no candidate buffer for %s: it cannot be served: %s", peer, error)
             return None
-        offered = ArenaOffered(
-            str(path),
-            arena.num_blocks,
-            self._layout.block_bytes,
-            self._layout.digest().hex(),
-            served_at=server.address if server is not None else "",
-            transports=("shm",) if server is None else ("shm", self._transport(is_far=is_far)),
-            file_id=arena.file_id,
-            pool_name=self._process_spec.pool_name,
-        )
-        opened = self._opened[peer] = OpenedBuffer(arena, offered, server)
+        opened = self._opened[peer] = OpenedBuffer(memory, self._offer(memory, server, transports), server)
         return opened
 
     def close_for(self, peer: str) -> None:
-        """Release the buffer; its memory is freed once no process maps it."""
+        """Release the buffer; its memory is free once no process maps it."""
         self._budget.give_back(peer)
         opened = self._opened.pop(peer, None)
         if opened is None:
             return
         if opened.server is not None:
             opened.server.close()
-        opened.arena.path.unlink(missing_ok=True)
+        _remove(opened.memory)
 
     def close(self) -> None:
         """Release all buffers."""
         for peer in list(self._opened):
             self.close_for(peer)
 
-    def _transport(self, *, is_far: bool) -> str:
-        return "tcp" if is_far and self._kv_transport in _WITHOUT_SERVER else self._kv_transport
-
     @property
     def _beyond_node(self) -> tuple[str, ...]:
         return self._process_spec.addresses.beyond_node()
 
-    def _serve_far(self, arena: Arena) -> BlockServer:
-        """Serve a buffer to another node, at a port of this one."""
-        (address,) = self._beyond_node
-        transports = (self._transport(is_far=True),)
+    def _make(self, peer: str, num_blocks: int) -> LocalMemory:
+        """Raise NotEnoughMemory naming the setting."""
+        if self._lanes is None or self._lent is None:
+            name = f"{self._process_spec.name}-for-{peer}-{self._num_made}"
+            path = arena_path(self._process_spec.cluster_id, name)
+            return Arena.create(path, self._layout, num_blocks, purpose=_PURPOSE, setting=_SETTING)
+        try:
+            rows = self._lent.take(num_blocks)
+        except NotEnoughMemory as error:
+            raise NotEnoughMemory(f"{error}; set {_SETTING} lower") from error
+        buffer = DeviceBuffer(self._layout, rows[:num_blocks], self._lanes)
+        self._lent.give_back_after(buffer, rows)
+        return buffer
+
+    def _transports(self, *, is_far: bool) -> tuple[str, ...]:
+        """Return the transports by which the buffer is served, beside shared memory."""
+        chosen = self._kv_transport
+        if self._lanes is not None:
+            if chosen != AUTO:
+                return (chosen,)
+            # A process group's bytes are not encrypted.
+            has_tls = any(address.startswith("tls:") for address in self._beyond_node)
+            return ("cuda_ipc", "tcp") if not is_far else ("tcp",) if has_tls else ("nccl", "tcp")
+        if chosen in (AUTO, "shm"):
+            return ("tcp",) if is_far else ()
+        return (chosen,)
+
+    def _serve(self, memory: LocalMemory, transports: tuple[str, ...], *, is_far: bool) -> BlockServer:
+        """Serve a buffer: to another node at a port of this one."""
+        if is_far:
+            (address,) = self._beyond_node
+        else:
+            # No longer than the name of a process: a run folder is refused only where those do not fit (run_folder.py).
+            address = self._process_spec.addresses.of(f"b-{secrets.token_hex(4)}")
         return BlockServer(
-            ArenaBuffer(arena),
+            ArenaBuffer(memory) if isinstance(memory, Arena) else memory,
             address,
             identity=self._process_spec.identity(),
             transports=transports,
             open_channel=open_channel,
         )
 
-    def _serve(self, arena: Arena) -> BlockServer | None:
-        transport = self._kv_transport
-        if transport in _WITHOUT_SERVER:
-            return None
-        identity: Identity = self._process_spec.identity()
-        # No longer than the name of a process: a run folder is refused only where those do not fit (run_folder.py).
-        address = self._process_spec.addresses.of(f"b-{secrets.token_hex(4)}")
-        return BlockServer(
-            ArenaBuffer(arena), address, identity=identity, transports=(transport,), open_channel=open_channel
+    def _offer(self, memory: LocalMemory, server: BlockServer | None, transports: tuple[str, ...]) -> ArenaOffered:
+        is_file = isinstance(memory, Arena)
+        return ArenaOffered(
+            str(memory.path) if isinstance(memory, Arena) else "",
+            memory.num_blocks,
+            self._layout.block_bytes,
+            self._layout.digest().hex(),
+            served_at=server.address if server is not None else "",
+            transports=("shm", *transports) if is_file else transports,
+            file_id=memory.file_id if isinstance(memory, Arena) else "",
+            pool_name=self._process_spec.pool_name,
         )
+
+
+def _remove(memory: LocalMemory) -> None:
+    """Remove the file of an arena; a buffer on a device is free once nothing refers to it."""
+    if isinstance(memory, Arena):
+        memory.path.unlink(missing_ok=True)

@@ -1,84 +1,197 @@
-"""Copies of blocks between a device and host memory that is registered with its driver, without a copy on the host.
+"""Copies of blocks between a device's memory and memory that its copies reach: the host's, or another device's.
 
-Blocks are gathered on the device, summed there, and copied in runs of neighbours, as they lie on the host. Digests are
-of the bytes in the device's own memory: of what leaves it, or of what has arrived there.
+The other memory is host memory that is registered with the driver, such as the pool's arena, or a peer's blocks,
+mapped here. Every byte crosses the link once, straight to or from its place on the other side, neighbours at once.
+Large blocks go straight between their places; small ones are gathered on the device, as a copy of each would cost more
+than its bytes. Digests are of the bytes in this device's own memory: of what leaves it, or of what has arrived there.
 """
 
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.streams import DeviceStreams, streams_of
+from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.kv.block_runs import BlockRuns, Ints
-from kernels.block_digests import row_digests
+from kernels.block_digests import WORD_BYTES, listed_digests, row_digests
 from kernels.block_lists import gather_blocks, scatter_blocks
 from kernels.cpu.block_copies import BlockList, Digests
 
-_STAGED_BYTES = 32 << 20  # on the device: large enough for a link's full speed, small beside a cache
+STAGED_BYTES = 32 << 20  # on the device: large enough for a link's full speed, small beside a cache
+LEAST_STRAIGHT_BYTES = 256 << 10  # a block that is copied straight: five microseconds of a link, and more than a launch
+
+
+class OtherBlocks(Protocol):
+    """Blocks on the other side of a link, in the order of their copies."""
+
+    ids: Ints
+
+    def write(self, stream: Stream, rows: Tensor, ids: Ints) -> None:
+        """Enqueue the copy of contiguous rows to these blocks."""
+
+    def read(self, stream: Stream, ids: Ints, rows: Tensor) -> None:
+        """Enqueue the copy of these blocks to contiguous rows."""
+
+    def write_run(self, stream: Stream, rows: Tensor, run: slice) -> None:
+        """Enqueue the copy of rows to neighbours."""
+
+    def read_run(self, stream: Stream, run: slice, rows: Tensor) -> None:
+        """Enqueue the copy of neighbours to rows."""
+
+
+class HostSide:
+    """Blocks in registered host memory."""
+
+    def __init__(self, listed: BlockList) -> None:
+        self.ids = listed.block_ids
+        self._memory = torch.from_numpy(listed.blocks)
+
+    def write(self, stream: Stream, rows: Tensor, ids: Ints) -> None:
+        """See OtherBlocks."""
+        for places, run in _runs(ids):
+            self.write_run(stream, rows[places], run)
+
+    def read(self, stream: Stream, ids: Ints, rows: Tensor) -> None:
+        """See OtherBlocks."""
+        for places, run in _runs(ids):
+            self.read_run(stream, run, rows[places])
+
+    def write_run(self, stream: Stream, rows: Tensor, run: slice) -> None:
+        """See OtherBlocks."""
+        stream.copy_out(rows, self._memory[run])
+
+    def read_run(self, stream: Stream, run: slice, rows: Tensor) -> None:
+        """See OtherBlocks."""
+        stream.copy_in(self._memory[run], rows)
+
+
+class PeerSide:
+    """Blocks of another device, mapped for this one, or others of the device's own."""
+
+    def __init__(self, memory: Tensor, ids: Ints) -> None:
+        """`memory`: uint8 [num_blocks, block_bytes]."""
+        self.ids = ids
+        self._memory = memory
+
+    def write(self, stream: Stream, rows: Tensor, ids: Ints) -> None:
+        """See OtherBlocks."""
+        stream.run_peer(partial(_scatter, rows, self._memory, ids), rows, self._memory)
+
+    def read(self, stream: Stream, ids: Ints, rows: Tensor) -> None:
+        """See OtherBlocks."""
+        stream.run_peer(partial(_gather, self._memory, ids, rows), self._memory, rows)
+
+    def write_run(self, stream: Stream, rows: Tensor, run: slice) -> None:
+        """See OtherBlocks."""
+        stream.copy_peer(rows, self._memory[run])
+
+    def read_run(self, stream: Stream, run: slice, rows: Tensor) -> None:
+        """See OtherBlocks."""
+        stream.copy_peer(self._memory[run], rows)
 
 
 class DirectCopies:
-    """Copies of one storage's blocks on a stream and through staging memory of their own; for one thread."""
+    """One stream of a device, and staging memory of its own; for one thread at a time."""
 
     def __init__(
-        self, blocks: Tensor, *, streams: DeviceStreams | None = None, staged_bytes: int = _STAGED_BYTES
+        self,
+        accelerator: Accelerator,
+        *,
+        staged_bytes: int = STAGED_BYTES,
+        least_straight_bytes: int = LEAST_STRAIGHT_BYTES,
     ) -> None:
-        """`blocks`: uint8 [num_blocks, block_bytes], on their device."""
-        self._blocks = blocks
-        self._stream = (streams or streams_of(blocks.device)).stream("direct")
-        self._size = max(1, staged_bytes // blocks.shape[1])
-        self._staging: Tensor | None = None  # allocated by the first copy
+        """`least_straight_bytes`: of a block that is not gathered in staging memory."""
+        self._accelerator = accelerator
+        self._stream = accelerator.streams().stream("direct")
+        self._staged_bytes = staged_bytes
+        self._least_straight_bytes = least_straight_bytes
+        self._staging: Tensor | None = None  # allocated by the first copy that needs it
 
-    def copy_out(self, block_ids: Ints, target: BlockList) -> Digests:
-        """Copy blocks to the host, wait until they are there and return their digests."""
-        host, digests = torch.from_numpy(target.blocks), list[Tensor]()
+    def copy_out(self, blocks: Tensor, block_ids: Ints, target: OtherBlocks) -> Digests:
+        """Copy this device's blocks, uint8 [num_blocks, block_bytes], wait until they are there; return digests."""
+        copy = self._straight_out if self._is_straight(blocks) else self._staged_out
+        return self._copy(len(block_ids), lambda digests: copy(blocks, block_ids, target, digests))
+
+    def copy_in(self, source: OtherBlocks, blocks: Tensor, block_ids: Ints) -> Digests:
+        """Copy to this device's blocks, wait until they are there and return their digests; no block twice."""
+        copy = self._straight_in if self._is_straight(blocks) else self._staged_in
+        return self._copy(len(block_ids), lambda digests: copy(source, blocks, block_ids, digests))
+
+    def _is_straight(self, blocks: Tensor) -> bool:
+        return blocks.shape[1] >= self._least_straight_bytes
+
+    def _copy(self, count: int, enqueue: Callable[[Tensor], None]) -> Digests:
+        """Enqueue copies that fill digests, uint8 [count, 8] on the device, and wait for both."""
+        on_device = self._accelerator.empty(count, WORD_BYTES)
+        on_host = self._accelerator.pinned(count, WORD_BYTES)
         try:
-            for first in range(0, len(block_ids), self._size):
-                part = block_ids[first : first + self._size]
-                staged = self._staged(len(part))
-                self._stream.run(partial(self._gather, part, staged))
-                self._stream.run(partial(_add_digests, staged, digests))
-                for rows, run in _runs(target.block_ids[first : first + self._size]):
-                    self._stream.copy_out(staged[rows], host[run])
+            self._stream.run(_nothing)  # behind what used this memory before
+            enqueue(on_device)
+            self._stream.copy_out(on_device, on_host)
         finally:
             self._stream.record().synchronize()
-        return _on_host(digests)
+        return on_host.numpy().view(np.uint64).reshape(-1).copy()
 
-    def copy_in(self, source: BlockList, block_ids: Ints) -> Digests:
-        """Copy blocks from the host, wait until they are there and return their digests; no block twice."""
-        host, digests = torch.from_numpy(source.blocks), list[Tensor]()
-        try:
-            for first in range(0, len(block_ids), self._size):
-                part = block_ids[first : first + self._size]
-                staged = self._staged(len(part))
-                for rows, run in _runs(source.block_ids[first : first + self._size]):
-                    self._stream.copy_in(host[run], staged[rows])
-                self._stream.run(partial(_add_digests, staged, digests))
-                self._stream.run(partial(self._scatter, staged, part))
-        finally:
-            self._stream.record().synchronize()
-        return _on_host(digests)
+    def _straight_out(self, blocks: Tensor, block_ids: Ints, target: OtherBlocks, digests: Tensor) -> None:
+        for own, other in _common_runs(block_ids, target.ids):
+            target.write_run(self._stream, blocks[own], other)
+        self._stream.run(partial(_digest_listed, blocks, block_ids, digests))
 
-    def _staged(self, count: int) -> Tensor:
-        if self._staging is None:
-            shape = (self._size, self._blocks.shape[1])
-            self._staging = torch.empty(shape, dtype=torch.uint8, device=self._blocks.device)
-        return self._staging[:count]
+    def _straight_in(self, source: OtherBlocks, blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
+        for own, other in _common_runs(block_ids, source.ids):
+            source.read_run(self._stream, other, blocks[own])
+        self._stream.run(partial(_digest_listed, blocks, block_ids, digests))
 
-    def _gather(self, block_ids: Ints, staged: Tensor) -> None:
-        (on_device,) = to_device([block_ids], self._blocks.device)
-        gather_blocks(self._blocks, on_device, staged)
+    def _staged_out(self, blocks: Tensor, block_ids: Ints, target: OtherBlocks, digests: Tensor) -> None:
+        for part, staged in self._pieces(blocks, len(block_ids)):
+            self._stream.run(partial(_gather, blocks, block_ids[part], staged))
+            self._stream.run(partial(_digest, staged, digests[part]))
+            target.write(self._stream, staged, target.ids[part])
 
-    def _scatter(self, staged: Tensor, block_ids: Ints) -> None:
-        (on_device,) = to_device([block_ids], self._blocks.device)
-        scatter_blocks(staged, self._blocks, on_device)
+    def _staged_in(self, source: OtherBlocks, blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
+        for part, staged in self._pieces(blocks, len(block_ids)):
+            source.read(self._stream, source.ids[part], staged)
+            self._stream.run(partial(_digest, staged, digests[part]))
+            self._stream.run(partial(_scatter, staged, blocks, block_ids[part]))
+
+    def _pieces(self, blocks: Tensor, count: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the places of each piece of a list of blocks, and its staging memory."""
+        row_bytes = blocks.shape[1]
+        size = max(1, self._staged_bytes // row_bytes)
+        if self._staging is None or self._staging.shape[1] != row_bytes:
+            self._staging = self._accelerator.empty(size, row_bytes)
+            self._stream.run(_nothing)
+        for first in range(0, count, size):
+            last = min(first + size, count)
+            yield slice(first, last), self._staging[: last - first]
+
+
+class _CommonRun(NamedTuple):
+    """Neighbours on both sides of a link."""
+
+    own: slice
+    other: slice
+
+
+def _common_runs(own: Ints, other: Ints) -> Iterator[_CommonRun]:
+    """Yield the runs of two lists of blocks in which both have neighbours."""
+    assert len(own) == len(other), "as many blocks on either side"
+    ends = np.flatnonzero((np.diff(own) != 1) | (np.diff(other) != 1)) + 1
+    for first, last in pairwise([0, *ends.tolist(), len(own)]):
+        if last > first:
+            begin, begin_other = int(own[first]), int(other[first])
+            count = last - first
+            yield _CommonRun(slice(begin, begin + count), slice(begin_other, begin_other + count))
 
 
 def _runs(block_ids: Ints) -> list[tuple[slice, slice]]:
-    """Return the runs of neighbours: their rows in the staging memory, and their blocks on the host."""
+    """Return the runs of neighbours: their rows in the staging memory, and their blocks on the other side."""
     runs = BlockRuns.of(block_ids)
     rows = runs.placed().num_before.tolist()
     return [
@@ -87,9 +200,24 @@ def _runs(block_ids: Ints) -> list[tuple[slice, slice]]:
     ]
 
 
-def _add_digests(staged: Tensor, digests: list[Tensor]) -> None:
-    digests.append(row_digests(staged))
+def _gather(blocks: Tensor, block_ids: Ints, rows: Tensor) -> None:
+    (on_device,) = to_device([block_ids], rows.device)
+    gather_blocks(blocks, on_device, rows)
 
 
-def _on_host(digests: list[Tensor]) -> Digests:
-    return np.concatenate([np.empty(0, np.uint64), *(one.cpu().numpy().view(np.uint64) for one in digests)])
+def _scatter(rows: Tensor, blocks: Tensor, block_ids: Ints) -> None:
+    (on_device,) = to_device([block_ids], rows.device)
+    scatter_blocks(rows, blocks, on_device)
+
+
+def _digest(rows: Tensor, digests: Tensor) -> None:
+    digests.copy_(row_digests(rows).view(torch.uint8).view(-1, WORD_BYTES))
+
+
+def _digest_listed(blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
+    (on_device,) = to_device([block_ids], blocks.device)
+    digests.copy_(listed_digests(blocks, on_device).view(torch.uint8).view(-1, WORD_BYTES))
+
+
+def _nothing() -> None:
+    """Do nothing, in its turn."""

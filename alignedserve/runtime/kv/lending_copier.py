@@ -65,7 +65,7 @@ class LendingCopier:
     def _open_buffer(self, peer: str, link_epoch: int, dispatch: Callable[[CopyEvent], None]) -> None:
         opened = self._lent().open_for(peer)
         if opened is not None:
-            self._copier.use_arena(peer, opened.arena)
+            self._copier.use_buffer(peer, opened.memory)
         event = BufferOpened(peer, link_epoch, opened.offered if opened is not None else None)
         # Not within the dispatch that asked for it: the rest of its commands comes first.
         asyncio.get_running_loop().call_soon(dispatch, event)

@@ -16,7 +16,9 @@ import os
 import struct
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +41,20 @@ POOL_PURPOSE, POOL_SETTING = "the KV pool", "pool.memory_bytes"
 NO_LEASE = 0  # generation of blocks that no lease holds
 
 
+class ArenaPart(NamedTuple):
+    """The part of every block that one rank of a worker copies: part `rank` of `size` equal ones, one after another."""
+
+    rank: int = 0
+    size: int = 1
+
+    def whole(self, layout: BlockLayout) -> BlockLayout:
+        """Return the layout of whole blocks; `layout`: of the part."""
+        return replace(layout, num_layers=layout.num_layers * self.size)
+
+
+WHOLE = ArenaPart()
+
+
 class Arena:
     """One mapping of the shared blocks. `blocks` is uint8 [num_blocks, block_bytes]; `generations` uint64 [num_blocks].
 
@@ -47,8 +63,10 @@ class Arena:
     the last arena that maps it is closed or garbage-collected.
     """
 
-    def __init__(self, path: Path, file_descriptor: int, num_blocks: int, layout: BlockLayout) -> None:
-        """Take over the descriptor: the mapping keeps the file and its lock."""
+    def __init__(
+        self, path: Path, file_descriptor: int, num_blocks: int, layout: BlockLayout, part: ArenaPart = WHOLE
+    ) -> None:
+        """Take over the descriptor: the mapping keeps the file and its lock. `part`: of a block that is copied here."""
         self.path = path
         self.file_id = _identify(file_descriptor)  # differs for another file at the same path
         self.layout = layout
@@ -63,6 +81,8 @@ class Arena:
         start = _blocks_offset(num_blocks)
         flat = np.frombuffer(content, np.uint8, num_blocks * block_bytes, start)
         self.blocks: npt.NDArray[np.uint8] = flat.reshape(num_blocks, block_bytes)
+        self._part = part
+        self._parts: npt.NDArray[np.uint8] = flat.reshape(num_blocks * part.size, -1)
 
     @classmethod
     def create(
@@ -97,8 +117,11 @@ class Arena:
         return cls(path, file_descriptor, num_blocks, layout)
 
     @classmethod
-    def attach(cls, path: Path, layout: BlockLayout) -> "Arena":
-        """Map an existing arena. Raises HandoffRejected when it is absent or does not have this layout."""
+    def attach(cls, path: Path, layout: BlockLayout, part: ArenaPart = WHOLE) -> "Arena":
+        """Map an existing arena. Raises HandoffRejected when it is absent or does not have this layout.
+
+        `part`: of each block that this process copies.
+        """
         try:
             file_descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
@@ -109,7 +132,7 @@ class Arena:
         if problem is not None:
             os.close(file_descriptor)
             raise HandoffRejected(f"arena {path.name} refused: {problem}")
-        return cls(path, file_descriptor, _HEADER.unpack(header)[2], layout)
+        return cls(path, file_descriptor, _HEADER.unpack(header)[2], layout, part)
 
     @property
     def num_blocks(self) -> int:
@@ -125,8 +148,8 @@ class Arena:
         return generation != NO_LEASE and bool((self.generations[np.asarray(block_ids, np.int64)] == generation).all())
 
     def listed(self, block_ids: BlockIds) -> BlockList:
-        """Return these blocks, to be read or overwritten in place."""
-        return BlockList(self.blocks, np.asarray(block_ids, np.int64))
+        """Return these blocks, or this process's part of them, to be read or overwritten in place."""
+        return BlockList(self._parts, np.asarray(block_ids, np.int64) * self._part.size + self._part.rank)
 
     def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
         """Iterate over lists of blocks, as a BlockStorage does: over one."""
@@ -159,7 +182,7 @@ class Arena:
             self.path.unlink(missing_ok=True)
         if self._registered is not None:
             self._registered.close()
-        del self.blocks, self.generations
+        del self.blocks, self._parts, self.generations
 
 
 def _identify(file_descriptor: int) -> str:

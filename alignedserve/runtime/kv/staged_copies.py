@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import Event, Stream
 from alignedserve.runtime.kv.block_codecs import BlockCodec
@@ -28,28 +29,22 @@ class StagedCopies:
     """Copies on one stream."""
 
     def __init__(
-        self,
-        codec: BlockCodec,
-        stream: Stream,
-        device: torch.device,
-        *,
-        staged_bytes: int = _STAGED_BYTES,
-        is_staged: bool | None = None,
+        self, codec: BlockCodec, stream: Stream, accelerator: Accelerator | None, *, staged_bytes: int = _STAGED_BYTES
     ) -> None:
-        """`device`: of the stream and the blocks. `is_staged`: gather in staging memory, allocated there now; by
-        default except on a CPU, where blocks are copied straight to and from the host's rows."""
+        """`accelerator`: of the stream and the blocks; None: a CPU, where blocks are copied straight to and from the
+        host's rows. Others gather in staging memory, allocated there now."""
         self._codec = codec
         self._stream = stream
-        self._device = device
+        self._accelerator = accelerator
         self._piece = max(1, staged_bytes // codec.row_bytes)
-        self._is_cuda = device.type == "cuda"
-        self._staging: Tensor | None = None
-        if is_staged or (is_staged is None and self._is_cuda):
-            self._staging = torch.empty((self._piece, codec.row_bytes), dtype=torch.uint8, device=device)
+        self._stages: list[Tensor] = []  # on the host, of walks through pieces
+        self._staging = accelerator.empty(self._piece, codec.row_bytes) if accelerator is not None else None
 
     def pinned(self, num_rows: int) -> Tensor:
         """Allocate host memory for so many blocks: uint8 [num_rows, row_bytes]."""
-        return torch.empty((num_rows, self._codec.row_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
+        if self._accelerator is None:
+            return torch.empty((num_rows, self._codec.row_bytes), dtype=torch.uint8)
+        return self._accelerator.pinned(num_rows, self._codec.row_bytes)
 
     def copy_out(self, block_ids: IntArray, rows: Tensor) -> None:
         """Enqueue rows[i] = block_ids[i]; `rows`, from `pinned`, are not touched before a later event is done."""
@@ -74,7 +69,7 @@ class StagedCopies:
     def pieces_to_read(self, block_ids: IntArray) -> Iterator[BlockList]:
         """Iterate over copies of the blocks, copying ahead; one is valid until the iterator is advanced."""
         pieces = self._pieces(block_ids)
-        stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
+        stages = self._stages_for(pieces)
         events: list[Event] = []
 
         def start(index: int) -> None:
@@ -95,7 +90,7 @@ class StagedCopies:
         A list is copied when the iterator is advanced; once it is advanced past its end, all copies are done.
         """
         pieces = self._pieces(block_ids)
-        stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
+        stages = self._stages_for(pieces)
         events: list[Event] = []
         for index, piece in enumerate(pieces):
             if index >= _NUM_STAGES:
@@ -107,14 +102,26 @@ class StagedCopies:
         for event in events[-_NUM_STAGES:]:
             event.synchronize()
 
+    def finish(self) -> None:
+        """Wait until all copies are done, also those of a walk that was left."""
+        self._stream.record().synchronize()
+
+    def _stages_for(self, pieces: list[IntArray]) -> list[Tensor]:
+        """Return host memory for the pieces that travel at once; one walk is under way at a time."""
+        if not pieces:
+            return []
+        if not self._stages or len(self._stages[0]) < len(pieces[0]):
+            self._stages = [self.pinned(len(pieces[0])) for _ in range(_NUM_STAGES)]
+        return self._stages[: len(pieces)]
+
     def _pieces(self, block_ids: IntArray) -> list[IntArray]:
         bounds = [*range(0, len(block_ids), self._piece), len(block_ids)]
         return [block_ids[first:last] for first, last in pairwise(bounds)]
 
     def _gather(self, block_ids: IntArray, staging: Tensor) -> None:
-        (on_device,) = to_device([block_ids], self._device)
+        (on_device,) = to_device([block_ids], staging.device)
         self._codec.gather(on_device, staging)
 
     def _scatter(self, staging: Tensor, block_ids: IntArray) -> None:
-        (on_device,) = to_device([block_ids], self._device)
+        (on_device,) = to_device([block_ids], staging.device)
         self._codec.scatter(staging, on_device)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.core.errors import ModelNotFound, UnsupportedModel
+from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
+from alignedserve.runtime.model.encoder.families import ENCODER_TYPES, is_encoder_type, parse_encoder_config
 from alignedserve.runtime.model.hf_families import PARSERS
 from alignedserve.runtime.model.json_fields import JsonFields, read_json_object
 from alignedserve.runtime.model.model_config import Family, ModelConfig
@@ -37,12 +39,24 @@ def read_model_config(folder: Path) -> ModelConfig:
     return replace(config, eos_token_ids=eos_token_ids) if eos_token_ids else config
 
 
+def read_any_config(folder: Path) -> ModelConfig | EncoderConfig:
+    """Read the config of the decoder or encoder in `folder`. Raises like `read_model_config`."""
+    path = folder / "config.json"
+    if not path.exists():
+        return read_model_config(folder)
+    fields = JsonFields(read_json_object(path, MAX_CONFIG_BYTES), str(path))
+    return parse_encoder_config(fields, folder) if is_encoder_type(fields) else read_model_config(folder)
+
+
 def parse_model_config(content: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Parse an already decoded config.json. Raises like `read_model_config`."""
     fields = JsonFields(content, where)
     model_type = fields.text("model_type")
+    if is_encoder_type(fields):
+        raise UnsupportedModel(f"{where}: model_type {model_type!r} is an encoder's, and a decoder is needed here.")
     names = [family.value for family in Family]
     if model_type not in names:
-        raise UnsupportedModel(f"{where}: model_type {model_type!r} is not one of {', '.join(names)}.")
+        known = ", ".join((*names, *ENCODER_TYPES))
+        raise UnsupportedModel(f"{where}: model_type {model_type!r} is not one of {known}.")
     config = PARSERS[Family(model_type)](fields, Family(model_type))
     return replace(config, stored_quantization=read_quantization(fields))

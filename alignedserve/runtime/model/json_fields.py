@@ -11,6 +11,22 @@ from alignedserve.core.errors import ModelError, ModelNotFound
 
 def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
     """Return the JSON object in the file. Raises ModelNotFound or ModelError naming the file."""
+    decoded = _read_json(path, max_bytes)
+    if not isinstance(decoded, dict):
+        raise ModelError(f"{path} must hold a JSON object.")
+    return decoded
+
+
+def read_json_list(path: Path, max_bytes: int, max_entries: int) -> list[dict[str, Any]]:
+    """Return the list of JSON objects in the file. Raises ModelNotFound or ModelError naming the file."""
+    decoded = _read_json(path, max_bytes)
+    is_list = isinstance(decoded, list) and len(decoded) <= max_entries
+    if not is_list or not all(isinstance(entry, dict) for entry in decoded):
+        raise ModelError(f"{path} must hold a list of at most {max_entries} JSON objects.")
+    return list(decoded)
+
+
+def _read_json(path: Path, max_bytes: int) -> Any:
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
@@ -21,12 +37,9 @@ def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
     if len(content) > max_bytes:
         raise ModelError(f"{path} is larger than {max_bytes} bytes.")
     try:
-        decoded = json.loads(content)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON.") from error
-    if not isinstance(decoded, dict):
-        raise ModelError(f"{path} must hold a JSON object.")
-    return decoded
 
 
 class JsonFields:
@@ -110,6 +123,11 @@ class JsonFields:
             raise self.error(name, f"must have at most {max_entries} entries")
         inner = (outer.section(entry) for entry in outer._fields)
         return tuple(each for each in inner if each is not None)
+
+    def num_entries(self, name: str) -> int:
+        """Return the number of fields of a nested object; 0 when it is absent."""
+        inner = self.section(name)
+        return 0 if inner is None else len(inner._fields)
 
     def numbers(self, name: str, count: int, low: float, high: float) -> tuple[float, ...]:
         """Return a list of exactly `count` finite numbers in low..high."""

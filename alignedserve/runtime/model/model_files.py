@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from alignedserve.core.errors import ModelNotFound
+from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import SUFFIX, GgufFile, is_gguf
 from alignedserve.runtime.model.gguf.stored_weights import stored_weights
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.hf_config import read_any_config, read_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
@@ -15,12 +16,24 @@ from alignedserve.runtime.model.weight_index import WeightIndex
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Read the config of the model in the folder or GGUF file at `path`. Raises ModelError."""
+    """Read the config of the decoder in the folder or GGUF file at `path`. Raises ModelError."""
     if is_gguf(path):
         return gguf_config(GgufFile(path))
+    _require_folder(path)
+    return read_model_config(path)
+
+
+def read_served_config(path: Path) -> ModelConfig | EncoderConfig:
+    """Read the config of the decoder or encoder at `path`, as `read_config` does."""
+    if is_gguf(path):
+        return gguf_config(GgufFile(path))
+    _require_folder(path)
+    return read_any_config(path)
+
+
+def _require_folder(path: Path) -> None:
     if path.is_file():
         raise ModelNotFound(f"{path} is a file; a model is a folder or a {SUFFIX} file.")
-    return read_model_config(path)
 
 
 def weights_in_files(

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Gated
+from kernels.addends import Addends
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear
 from kernels.cpu.int8_linear import Int8Linear
-from kernels.float8_linear import Float8Linear
-from kernels.linear import Linear, Projection
+from kernels.linear import AdaptableProjection, Linear
+from kernels.narrow.float8_linear import Float8Linear
+from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers, joined_weights
 
 BLOCK_DTYPES = (torch.float32, torch.bfloat16)  # of inputs and results
 
@@ -51,6 +53,36 @@ class Float8Rows(NamedTuple):
         """Return the weight with its rows in another order."""
         return Float8Rows(change(self.rows.view(torch.uint8)).view(self.rows.dtype), change(self.scales))
 
+    def moved(self, device: torch.device) -> "Float8Rows":
+        """Return the weight on a device."""
+        return Float8Rows(self.rows.to(device), self.scales.to(device))
+
+
+class GroupedRows(NamedTuple):
+    """The weight of one module with 4 or 8 bits in groups."""
+
+    weight: GroupedWeight
+    order: Tensor | None = None  # of inputs: int64 [in_width]; None: as they come
+
+    @property
+    def rows(self) -> Tensor:
+        """Return the numbers: uint8 [rows, bytes of a row]."""
+        return self.weight.words
+
+    @property
+    def kind(self) -> tuple[Numbers, int]:
+        """Return what weights that are multiplied together share: the form of numbers, and the inputs of a group."""
+        return self.weight.numbers, self.weight.group
+
+    def changed(self, change: RowChange) -> "GroupedRows":
+        """Return the weight with its rows in another order."""
+        return self._replace(weight=self.weight.changed(change))
+
+    def moved(self, device: torch.device) -> "GroupedRows":
+        """Return the weight on a device."""
+        order = None if self.order is None else self.order.to(device)
+        return GroupedRows(self.weight.changed(lambda part: part.to(device)), order)
+
 
 class PlainRows(NamedTuple):
     """The weight of one module in the dtype of the model."""
@@ -62,7 +94,7 @@ class PlainRows(NamedTuple):
         return PlainRows(change(self.rows))
 
 
-Rows = BlockRows | Int8Rows | Float8Rows | PlainRows
+Rows = BlockRows | Int8Rows | Float8Rows | GroupedRows | PlainRows
 
 
 class _Then(NamedTuple):
@@ -75,9 +107,9 @@ class _Then(NamedTuple):
 
 def packed_product(
     parts: Sequence[Rows], bias: Tensor | None, dtype: torch.dtype, activation: str | None, is_gated: bool
-) -> Projection:
+) -> AdaptableProjection:
     """Return the product with the stacked weights, then the nonlinearity; gates in the first half of all rows."""
-    if _are_alike(parts):
+    if are_alike(parts):
         return _single(_stacked(parts), bias, _Then(dtype, activation, is_gated))
     sizes = [len(part.rows) for part in parts]
     biases = [None] * len(parts) if bias is None else torch.split(bias, sizes)
@@ -91,11 +123,14 @@ def packed_product(
     return _GatedProduct(joined, activation, dtype, parts[0].rows.device)
 
 
-def _are_alike(parts: Sequence[Rows]) -> bool:
+def are_alike(parts: Sequence[Rows]) -> bool:
     """Return whether one product can compute all parts."""
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         return False
+    if isinstance(first, GroupedRows):
+        grouped = [part for part in parts if isinstance(part, GroupedRows)]
+        return all(part.kind == first.kind and _same(part.order, first.order) for part in grouped)
     if not isinstance(first, BlockRows):
         return True
     blocks = [part for part in parts if isinstance(part, BlockRows)]
@@ -114,6 +149,9 @@ def _stacked(parts: Sequence[Rows]) -> Rows:
         return first._replace(rows=torch.cat([part.rows for part in parts]))
     if isinstance(first, PlainRows):
         return PlainRows(torch.cat([part.rows for part in parts]))
+    if isinstance(first, GroupedRows):
+        grouped = [part.weight for part in parts if isinstance(part, GroupedRows)]
+        return first._replace(weight=joined_weights(grouped))
     scales = torch.cat([part.scales for part in parts if isinstance(part, (Int8Rows, Float8Rows))])
     if isinstance(first, Int8Rows):
         return Int8Rows(torch.cat([part.rows for part in parts]), scales)
@@ -121,7 +159,7 @@ def _stacked(parts: Sequence[Rows]) -> Rows:
     return Float8Rows(raw.view(first.rows.dtype), scales)
 
 
-def _single(part: Rows, bias: Tensor | None, then: _Then) -> Projection:
+def _single(part: Rows, bias: Tensor | None, then: _Then) -> AdaptableProjection:
     if isinstance(part, PlainRows):
         return Linear(part.rows, bias, activation=then.activation, is_gated=then.is_gated)
     if isinstance(part, Int8Rows):
@@ -137,6 +175,9 @@ def _single(part: Rows, bias: Tensor | None, then: _Then) -> Projection:
         return Float8Linear(
             part.rows, part.scales, bias, dtype=then.dtype, activation=then.activation, is_gated=then.is_gated
         )
+    if isinstance(part, GroupedRows):
+        grouped = GroupedLinear(part.weight, bias, dtype=then.dtype, activation=then.activation, is_gated=then.is_gated)
+        return grouped if part.order is None else _ReorderedInputs(grouped, part.order)
     product = BlockQuantizedLinear(
         part.rows,
         part.type_name,
@@ -154,13 +195,13 @@ class _ReorderedInputs:
 
     __slots__ = ("_order", "_product", "in_width", "out_width")
 
-    def __init__(self, product: Projection, order: Tensor) -> None:
+    def __init__(self, product: AdaptableProjection, order: Tensor) -> None:
         self._product, self._order = product, order
         self.in_width, self.out_width = product.in_width, product.out_width
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width] -> [rows, out_width]."""
-        return self._product(x.index_select(1, self._order))
+        return self._product(x.index_select(1, self._order), addends)
 
 
 class _SideBySide:
@@ -168,13 +209,14 @@ class _SideBySide:
 
     __slots__ = ("_products", "in_width", "out_width")
 
-    def __init__(self, products: Sequence[Projection]) -> None:
+    def __init__(self, products: Sequence[AdaptableProjection]) -> None:
         self._products = products
         self.in_width, self.out_width = products[0].in_width, sum(product.out_width for product in products)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width] -> [rows, out_width]."""
-        return torch.cat([product(x) for product in self._products], dim=1)
+        product = torch.cat([product(x) for product in self._products], dim=1)
+        return product if addends is None else addends.added_to(product)
 
 
 class _GatedProduct:
@@ -182,11 +224,14 @@ class _GatedProduct:
 
     __slots__ = ("_gated", "_product", "in_width", "out_width")
 
-    def __init__(self, product: Projection, activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, product: AdaptableProjection, activation: str, dtype: torch.dtype, device: torch.device) -> None:
         self._product = product
         self._gated = Gated(activation, dtype, device)
         self.in_width, self.out_width = product.in_width, product.out_width // 2
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width] -> [rows, out_width]."""
-        return self._gated(self._product(x))
+        product = self._product(x)
+        if addends is not None:
+            product = addends.added_to(product, is_gated=True)
+        return self._gated(product)

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver, assemble_weights
+from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver
 
 
-class _RandomSource:
+class RandomSource:
     """Normally distributed weights, ones and zeros where a norm or a bias has them; any name, any shape."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -18,9 +20,11 @@ class _RandomSource:
         self._device = device
 
     def has(self, name: str) -> bool:
+        """See TensorSource."""
         return not name.startswith("decoder.")
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See TensorSource."""
         if name.endswith(".bias"):
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
         if len(shape) == 1:
@@ -38,6 +42,8 @@ def random_weights(
     quantization: str | None = None,
     *,
     observer: LoadingObserver | None = None,
+    shard: TensorShard | None = None,
 ) -> DecoderWeights:
-    """Make random weights of the model's shapes, the same for the same seed. No files needed."""
-    return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)), quantization, observer=observer)
+    """Make random weights of the model's shapes, the same for the same seed, or a `shard` of these. No files needed."""
+    source = WholeSource(RandomSource(seed, dtype, torch.device(device)), dtype)
+    return assemble_shard(config, source, quantization, observer, shard)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.device.huge_pages import huge_pages
+from alignedserve.runtime.model.sharding.regions import Region
+from alignedserve.runtime.model.sharding.tensor_shard import Span
 from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex
 from kernels.cpu.packed_linear import FileRows
 
@@ -48,6 +50,12 @@ class SafetensorsSource:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor, converted and moved. Raises ModelError naming tensor and file."""
         return _read(name, self._matrix(name, shape), self.dtype).to(self.device)
+
+    def region(self, name: str, region: Region) -> Tensor:
+        """Return a part of the tensor, converted and moved; no more of it is held. Raises ModelError likewise."""
+        whole = self._matrix(name, region.shape)
+        parts = [_read_rows(name, whole, rows, region.columns, self.dtype) for rows in region.rows]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
 
     def stored(self, name: str) -> Tensor:
         """Return the tensor as it is stored, on the CPU. Raises ModelError naming tensor and file."""
@@ -96,6 +104,26 @@ def _read(name: str, location: TensorLocation, dtype: torch.dtype) -> Tensor:
         return _values(location, dtype)
     except (OSError, EOFError) as error:
         raise ModelError(f"{location.path}: tensor {name} cannot be read: {error}") from error
+
+
+def _read_rows(name: str, whole: TensorLocation, rows: Span, columns: Span | None, dtype: torch.dtype) -> Tensor:
+    """Read some rows, and columns of these, as `dtype`; rows are read a few at a time. Raises ModelError."""
+    if columns is None:
+        return _read(name, _rows_of(whole, rows), dtype)
+    part = _new_memory((rows.size, columns.size), dtype)
+    step = max(_PIECE_BYTES // (whole.shape[1] * dtype.itemsize), 1)
+    for start in range(rows.start, rows.stop, step):
+        piece = Span(start, min(start + step, rows.stop))
+        values = _read(name, _rows_of(whole, piece), dtype)
+        part[piece.start - rows.start : piece.stop - rows.start] = values[:, columns.start : columns.stop]
+    return part
+
+
+def _rows_of(whole: TensorLocation, rows: Span) -> TensorLocation:
+    """Return where some rows of a tensor lie."""
+    row_bytes = whole.num_bytes // whole.shape[0]
+    shape = (rows.size, *whole.shape[1:])
+    return whole._replace(offset=whole.offset + rows.start * row_bytes, num_bytes=rows.size * row_bytes, shape=shape)
 
 
 def _values(location: TensorLocation, dtype: torch.dtype) -> Tensor:

@@ -1,19 +1,23 @@
 """The model that a cluster serves, resolved once at its start without loading weights (and without torch)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.config.sections import LoraConfig, ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, ModelError
+from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.model.built_in import BUILT_IN, POCKET, model_path
+from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile, gguf_stem, is_gguf
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.model_files import read_config, weights_in_files
+from alignedserve.runtime.model.model_files import read_served_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
-from alignedserve.runtime.model.tokenizer import Tokenizer, read_template
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.tokenizer_files import read_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class ServedModel:
 
     name: str  # what clients call it
     folder: Path  # or GGUF file
-    config: ModelConfig
+    config: ModelConfig | EncoderConfig
     dtype: str  # of weights, and of the cache unless cache_dtype is set
     max_context_len: int
     has_random_weights: bool
@@ -32,6 +36,20 @@ class ServedModel:
     chat_template: str | None = None  # instead of the model's own
     tool_format: str | None = None  # as in the configuration, like the next
     reasoning_format: str | None = None
+    lora: LoraConfig = field(default_factory=LoraConfig)  # which adapters its requests may have
+    adapters: tuple[LoraAdapter, ...] = ()  # those of the configuration
+    tensor_parallel: int = 1  # ranks of a worker, which compute the model together
+
+    @property
+    def encoder(self) -> EncoderConfig | None:
+        """Return the config of an encoder; None: the model is a decoder."""
+        return self.config if isinstance(self.config, EncoderConfig) else None
+
+    @property
+    def decoder(self) -> ModelConfig:
+        """Return the config of a decoder, which the model must be."""
+        assert isinstance(self.config, ModelConfig), "an encoder where a decoder belongs"
+        return self.config
 
     @property
     def weight_bytes(self) -> int:
@@ -40,9 +58,17 @@ class ServedModel:
             return self.stored.num_bytes
         return self.config.loaded_weight_bytes(self.dtype, self.quantization)
 
+    @property
+    def rank_config(self) -> ModelConfig | EncoderConfig:
+        """Return the config of what one rank computes; sizes of the first, which has the least."""
+        if self.tensor_parallel == 1 or not isinstance(self.config, ModelConfig):
+            return self.config
+        return TensorShard(0, self.tensor_parallel).local(self.config)
+
     def block_layout(self, block_size: int) -> BlockLayout:
-        """Return the layout of this model's KV blocks."""
-        return self.config.block_layout(block_size, self.cache_dtype or self.dtype)
+        """Return the layout of a worker's KV blocks: of each its ranks' parts, one after another, as if more layers."""
+        layout = self.rank_config.block_layout(block_size, self.cache_dtype or self.dtype)
+        return replace(layout, num_layers=layout.num_layers * self.tensor_parallel)
 
 
 def resolve_model(
@@ -52,15 +78,22 @@ def resolve_model(
     *,
     has_bfloat16: bool = False,
     has_float8: bool = False,
+    tensor_parallel: int = 1,
 ) -> ServedModel:
     """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
-    multiplies it natively; `has_float8`: the GPU multiplies FP8.
+    multiplies it natively; `has_float8`: the GPU multiplies FP8; `tensor_parallel`: ranks of a worker.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
     folder = model_path(section.path)
     file = GgufFile(folder) if is_gguf(folder) else None
-    config = read_config(folder) if file is None else gguf_config(file)
+    config = read_served_config(folder) if file is None else gguf_config(file)
+    if isinstance(config, EncoderConfig):
+        _check_encoder(section, kv_cache_dtype)
+    if isinstance(config, ModelConfig):
+        check_tensor_parallel(config, tensor_parallel)
+    elif tensor_parallel > 1:
+        raise ConfigError("engine.tensor_parallel has no effect on an encoder, which one rank computes; leave it out")
     longest = config.max_position_embeddings
     if section.max_context_len is not None and section.max_context_len > longest:
         raise ConfigError(f"model.max_context_len is {section.max_context_len}; the model was made for {longest}")
@@ -68,7 +101,7 @@ def resolve_model(
     if dtype == "auto":
         dtype = _default_dtype(device, has_bfloat16=has_bfloat16 and section.path != POCKET)
     stored = None
-    if not section.random_weights:
+    if not section.random_weights and isinstance(config, ModelConfig):
         stored = weights_in_files(file or folder, config, Computing(device, dtype, has_float8), section.quantization)
     return ServedModel(
         name=section.served_model_name or _default_name(section.path, folder),
@@ -83,7 +116,17 @@ def resolve_model(
         chat_template=None if section.chat_template is None else read_template(Path(section.chat_template)),
         tool_format=section.tool_format,
         reasoning_format=section.reasoning_format,
+        tensor_parallel=tensor_parallel,
     )
+
+
+def _check_encoder(section: ModelSectionConfig, kv_cache_dtype: str) -> None:
+    """Refuse settings that encoders have no use for. Raises ConfigError."""
+    if kv_cache_dtype != "auto":
+        raise ConfigError("engine.kv_cache_dtype has no effect on an encoder, which keeps no cache; leave it out")
+    for name in ("chat_template", "tool_format", "reasoning_format"):
+        if getattr(section, name) is not None:
+            raise ConfigError(f"model.{name} has no effect on an encoder, which writes nothing; leave it out")
 
 
 def load_tokenizer(served: ServedModel) -> Tokenizer:

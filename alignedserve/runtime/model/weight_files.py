@@ -9,7 +9,9 @@ from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver, assemble_weights
+from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
 
 
@@ -21,8 +23,9 @@ def load_weights(
     quantization: str | None = None,
     *,
     observer: LoadingObserver | None = None,
+    shard: TensorShard | None = None,
 ) -> DecoderWeights:
-    """Load the weights in `folder`, which may be a GGUF file, as `dtype`.
+    """Load the weights in `folder`, which may be a GGUF file, as `dtype`; of a `shard`, its share of them.
 
     Those of linear layers with 8 bits when `quantization` is "int8".
 
@@ -32,11 +35,15 @@ def load_weights(
     naming the file that is truncated, the tensor that is missing or has the wrong shape or dtype, or the layer that
     cannot be packed with 8 bits.
     """
+    return assemble_shard(config, _source(folder, config, dtype, torch.device(device)), quantization, observer, shard)
+
+
+def _source(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> WholeSource:
     if is_gguf(folder):
-        source = GgufSource(GgufFile(folder), config, dtype, torch.device(device))
-        return assemble_weights(config, source, quantization, packed=source, files=source, observer=observer)
-    plain = SafetensorsSource(folder, dtype, torch.device(device))
+        blocks = GgufSource(GgufFile(folder), config, dtype, device)
+        return WholeSource(blocks, dtype, blocks, blocks)
+    plain = SafetensorsSource(folder, dtype, device)
     if config.stored_quantization is None:
-        return assemble_weights(config, plain, quantization, files=plain, observer=observer)
+        return WholeSource(plain, dtype, None, plain)
     quantized = QuantizedSource(plain, config.stored_quantization, PARAMETER_NAMES[config.family])
-    return assemble_weights(config, quantized, quantization, packed=quantized, files=quantized, observer=observer)
+    return WholeSource(quantized, dtype, quantized, quantized)

@@ -10,11 +10,13 @@ from torch import Tensor
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.file_products import FileSource, NotFiniteError, file_parts, file_product, packs_files
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, NormKind
+from alignedserve.runtime.model.packed_experts import grouped_experts
 from alignedserve.runtime.model.packed_products import PlainRows, Rows, packed_product
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames, find_head, find_prefix
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
 from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, StackedExperts
-from kernels.linear import Linear, Projection
+from kernels.linear import AdaptableProjection, Linear, Projection
+from kernels.narrow.grouped_experts import GroupedExperts
 from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadNorms
 
@@ -24,9 +26,9 @@ class LayerWeights:
     """One layer, with the products of the same input fused."""
 
     attention_norm: Norm
-    qkv: Projection  # [query_width + 2 * kv_width, hidden_size]
+    qkv: AdaptableProjection  # [query_width + 2 * kv_width, hidden_size]
     head_norms: HeadNorms | None
-    output: Projection
+    output: AdaptableProjection
     mlp_norm: Norm
     mlp: FeedForwardPart | Projection  # a mixture of experts is one product from outside
     attention_post_norm: Norm | None = None
@@ -204,14 +206,28 @@ class _WeightAssembler:
         for index in range(experts.num_experts):
             gate_up = [prefix + name.format(expert=index) for name in names.expert_gate_up]
             modules.append((gate_up, prefix + names.expert_down.format(expert=index)))
-        if weight.device.type == "cpu":
+        if has_experts_apart(weight.device):
             return Experts(router, [self._feed_forward(gate_up, down, inner) for gate_up, down in modules])
         shapes = ((inner, config.hidden_size), (config.hidden_size, inner))
+        packed = self._packed_experts(router, modules, shapes)
+        if packed is not None:
+            return packed
         gate_ups = [torch.cat([self._tensor(f"{name}.weight", *shapes[0]) for name in pair]) for pair, _ in modules]
         downs = [self._tensor(f"{down}.weight", *shapes[1]) for _, down in modules]
         return StackedExperts(router, torch.stack(gate_ups), torch.stack(downs), config.activation.value)
 
-    def _qkv(self, prefix: str) -> Projection:
+    def _packed_experts(
+        self, router: ExpertRouter, modules: Sequence[tuple[list[str], str]], shapes: Sequence[tuple[int, int]]
+    ) -> GroupedExperts | None:
+        """Return the experts with their weights as stored; None where these are plain, or differ in form."""
+        if self._packed is None or self._packed_rows(f"{modules[0][1]}.weight", *shapes[1]) is None:
+            return None
+        rows = [
+            ([self._rows(name, *shapes[0]) for name in pair], self._rows(down, *shapes[1])) for pair, down in modules
+        ]
+        return grouped_experts(router, rows, self._config.activation.value, self._dtype)
+
+    def _qkv(self, prefix: str) -> AdaptableProjection:
         config = self._config
         modules = [prefix + name for name in self._names.qkv]
         rows = [config.query_width, config.kv_width, config.kv_width]
@@ -231,7 +247,7 @@ class _WeightAssembler:
         in_width: int,
         has_bias: bool,
         then: _Nonlinearity = _NONE,
-    ) -> Projection:
+    ) -> AdaptableProjection:
         """Stack the weights of modules that read the same input."""
         bias = None
         if has_bias:
@@ -244,7 +260,7 @@ class _WeightAssembler:
 
     def _file_product(
         self, modules: Sequence[str], rows: Sequence[int], in_width: int, bias: Tensor | None, then: _Nonlinearity
-    ) -> Projection | None:
+    ) -> AdaptableProjection | None:
         """Return the product of stacked modules, packed from their files; None where the kernels pack none such."""
         source = self._files
         if source is None or not packs_files(source.dtype, in_width, is_int8=self._is_int8):
@@ -276,7 +292,7 @@ class _WeightAssembler:
 
     def _product(
         self, modules: Sequence[str], weights: Sequence[Rows], bias: Tensor | None, then: _Nonlinearity = _NONE
-    ) -> Projection:
+    ) -> AdaptableProjection:
         plain = [weight.rows for weight in weights if isinstance(weight, PlainRows)]
         if len(plain) == len(weights):
             return self._projected(modules[0], torch.cat(plain) if len(plain) > 1 else plain[0], bias, then)
@@ -284,7 +300,7 @@ class _WeightAssembler:
 
     def _projected(
         self, name: str, weight: Tensor, bias: Tensor | None = None, then: _Nonlinearity = _NONE
-    ) -> Projection:
+    ) -> AdaptableProjection:
         if not self._is_int8:
             return Linear(weight, bias, activation=then.activation, is_gated=then.is_gated)
         obstacle = int8_obstacle(weight)
@@ -337,6 +353,11 @@ class _WeightAssembler:
     def _count(self, num_values: int, dtype: torch.dtype) -> None:
         if self._observer is not None:
             self._observer.tensor_read(num_values * dtype.itemsize)
+
+
+def has_experts_apart(device: torch.device) -> bool:
+    """Return whether each expert is a product of its own; on a GPU all are computed together."""
+    return device.type == "cpu"
 
 
 def _not_quantizable(name: str, obstacle: str) -> ModelError:

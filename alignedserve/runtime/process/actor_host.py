@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import psutil
 import uvloop
 
 from alignedserve.core.errors import AlignedServeError
@@ -66,6 +67,10 @@ class ActorHost:
     def failure(self) -> AlignedServeError | None:
         """Return why the service could not start; None when it is up."""
         return self._failure
+
+    def memory_bytes(self) -> int:
+        """Return the resident memory of this process, what it shares with others included."""
+        return int(psutil.Process().memory_info().rss)
 
     def stop(self) -> None:
         """Close the service; the process may end afterwards. May be repeated."""

@@ -17,6 +17,7 @@ from alignedserve.core.errors import PeerError, PeerLost, ProtocolError
 logger = logging.getLogger(__name__)
 
 ROUTER = "router"
+FIRST_DEPLOYMENT = ""  # the id of a cluster's first deployment, whose processes have plain names
 _LOOK_UP_S = 2.0
 
 
@@ -136,6 +137,39 @@ class AddressResolver:
         if place is None:
             raise PeerLost(f"{name} has not published an address")
         return place
+
+
+def deployed_name(name: str, deployment_id: str) -> str:
+    """Return the name that a process has in a deployment (one model with its router, pools and workers).
+
+    For example router, and router.2 of the deployment 2. Names of two deployments of a cluster never meet.
+    """
+    return name if deployment_id == FIRST_DEPLOYMENT else f"{name}.{deployment_id}"
+
+
+def numbered_deployment(number: int) -> str:
+    """Return the id of a cluster's deployment of this number, counted from 1."""
+    return FIRST_DEPLOYMENT if number == 1 else str(number)
+
+
+def deployment_of(name: str) -> str:
+    """Return the id of the deployment to which the process of this name belongs; that of the first for others."""
+    return name.partition(".")[2]
+
+
+def router_of(name: str) -> str:
+    """Return the name of the router of the deployment to which the process of this name belongs."""
+    return deployed_name(ROUTER, deployment_of(name))
+
+
+def is_router(name: str) -> bool:
+    """Return whether this is the name of a deployment's router."""
+    return name.partition(".")[0] == ROUTER
+
+
+def is_gateway(name: str) -> bool:
+    """Return whether this is the name of a gateway; those serve all deployments."""
+    return name.startswith("gateway-")
 
 
 def is_name(address: str) -> bool:

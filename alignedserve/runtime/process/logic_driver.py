@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from alignedserve.messages.events import (
@@ -25,6 +25,7 @@ from alignedserve.messages.workers import RegistrationRefused
 from alignedserve.runtime.process.held_messages import HeldMessages, Prepare
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Peer
+from alignedserve.runtime.process.observer import Observer, Relay
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.runtime.process.recorder import Recorder
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 EventT = TypeVar("EventT", contravariant=True)
 CommandT = TypeVar("CommandT")
+LinkCommand = Send | SendTo | Dial | StopDialling | HangUp
 
 
 class LogicDriver(Generic[EventT, CommandT]):
@@ -45,12 +47,17 @@ class LogicDriver(Generic[EventT, CommandT]):
         perform: Callable[[CommandT], None],
         recorder: Recorder | None = None,
         prepare: Prepare | None = None,
+        observer: Observer | None = None,
+        relay: Relay | None = None,
     ) -> None:
-        """`prepare`: begins what a message needs before the logic gets it, see HeldMessages."""
+        """`prepare`: begins what a message needs before the logic gets it, see HeldMessages. `observer`: sees every
+        decision. `relay`: gets every message before the logic."""
         self.links = LinkManager(process_spec.identity(), codec, self, process_spec.addresses)
         self._logic = logic
         self._perform = perform
         self._recorder = recorder
+        self._observer = observer
+        self._relay = relay
         self._held = None if prepare is None else HeldMessages(prepare, self._receive)
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -61,6 +68,13 @@ class LogicDriver(Generic[EventT, CommandT]):
         commands = self._logic.on_event(event, now)
         if self._recorder is not None:
             self._recorder.add(event, now, commands)
+        self._perform_all(commands)
+        if self._observer is not None:
+            self._perform_all(self._observer.observe(event, now, commands))
+        if self._recorder is not None:
+            self._recorder.write()
+
+    def _perform_all(self, commands: Sequence[LinkCommand | CommandT]) -> None:
         for command in commands:
             if isinstance(command, Send):
                 self.links.send(command.peer, command.message)
@@ -74,8 +88,6 @@ class LogicDriver(Generic[EventT, CommandT]):
                 self.links.hang_up(command.address)
             else:
                 self._perform(command)
-        if self._recorder is not None:
-            self._recorder.write()
 
     def on_linked(self, peer: Peer) -> None:
         """See LinkHandler."""
@@ -86,7 +98,10 @@ class LogicDriver(Generic[EventT, CommandT]):
         if isinstance(message, RegistrationRefused):
             logger.error("the router refuses this process: %s", message.reason)
             return
-        if self._held is None:
+        passed_on = self._relay.relay(peer.name, message) if self._relay is not None else None
+        if passed_on is not None:
+            self._perform_all(passed_on)
+        elif self._held is None:
             self._receive(peer.name, message)
         else:
             self._held.take(peer.name, message)

@@ -8,7 +8,7 @@ from typing import Any
 
 from alignedserve.config.sections import RecordingConfig
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.process.addresses import AddressBook
+from alignedserve.runtime.process.addresses import FIRST_DEPLOYMENT, ROUTER, AddressBook, deployed_name
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
 from alignedserve.runtime.process.tls import Credentials
@@ -31,6 +31,14 @@ class ProcessSpec:
     recording: RecordingConfig = field(default_factory=RecordingConfig)
     pool_name: str = POOL  # the KV pool of its node
     credentials: Credentials | None = None  # for other hosts
+    joins_others: bool = False  # its model was added while others serve: it loads without disturbing them
+    notes_requests: bool = False  # it tells gateways the course of their requests
+    deployment_id: str = FIRST_DEPLOYMENT  # of the model that it belongs to; gateways belong to none
+
+    @property
+    def router_name(self) -> str:
+        """Return the name of the router of its deployment."""
+        return deployed_name(ROUTER, self.deployment_id)
 
     def identity(self) -> Identity:
         """Return its identity on links."""

@@ -129,6 +129,7 @@ class BlockServer:
         name = "unknown peer"
         session = None
         try:
+            self._buffer.begin_thread()
             if self._context is not None:
                 control.encrypt(self._context, is_listener=True)
             peer = control.authenticate_as_listener(self._identity)

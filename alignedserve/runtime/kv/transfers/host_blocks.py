@@ -84,6 +84,9 @@ class ArenaBuffer:
         self.gather = self._memory.gather
         self.scatter = self._memory.scatter
 
+    def begin_thread(self) -> None:
+        """See ServedBuffer."""
+
     def stamp(self, block_ids: BlockIds, generation: int) -> None:
         """See Arena."""
         self._arena.stamp(block_ids, generation)

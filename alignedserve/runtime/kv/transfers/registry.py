@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
-from alignedserve.core.errors import HandoffRejected, TransportUnavailable
+from alignedserve.core.errors import HandoffRejected, PeerLost, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.device.cores import threads_per_copy
-from alignedserve.runtime.device.cuda_driver import driver_of
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
@@ -20,9 +19,10 @@ from alignedserve.runtime.process.links import Identity
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
+AUTO, SHM = "auto", "shm"
 FASTEST_FIRST = ("cuda_ipc", "shm", "nccl", "tcp", "gloo")
 TRANSPORTS = (AUTO, *FASTEST_FIRST)
+OF_DEVICES = (AUTO, "cuda_ipc", "nccl")  # choices by which a candidate buffer is in the memory of its lender's GPU
 
 _Opener = Callable[[ArenaOffered, BlockStorage, Identity, bool], KVTransfer]
 
@@ -44,6 +44,10 @@ def open_transfer(
                 opened = _OPENERS[name](offered, storage, identity, stamps)
             except HandoffRejected as error:
                 reason = str(error)
+            except PeerLost as error:
+                if transport != AUTO or name != "nccl":  # which also fails where both ends share a GPU
+                    raise
+                reason = str(error)
             else:
                 logger.info("blocks at %s are reached by %s", offered.served_at or offered.path, name)
                 return opened
@@ -51,12 +55,11 @@ def open_transfer(
     raise TransportUnavailable(f"no transport reaches the offered blocks ({'; '.join(reasons)})")
 
 
-def available_transports(storage_device: torch.device) -> tuple[str, ...]:
-    """List the transports of a process with blocks on this device, fastest first."""
-    is_cuda = storage_device.type == "cuda"
-    has_nccl = is_cuda and torch.distributed.is_nccl_available()
+def available_transports(*, has_device: bool) -> tuple[str, ...]:
+    """List the transports of a process, with blocks on a device or on the host, fastest first."""
+    has_nccl = has_device and torch.distributed.is_nccl_available()
     has = {
-        "cuda_ipc": is_cuda,
+        "cuda_ipc": has_device,
         "shm": True,
         "nccl": has_nccl,
         "tcp": True,
@@ -69,7 +72,7 @@ def _obstacle(name: str, offered: ArenaOffered, storage: BlockStorage) -> str | 
     """Return why the transport cannot be used; None: it is worth trying."""
     if name not in offered.transports:
         return "the other end does not offer it"
-    if name not in available_transports(storage.device):
+    if name not in available_transports(has_device=storage.lanes is not None):
         return "this end does not have it"
     if name == "shm":
         return None if offered.path else "the blocks are in no file"
@@ -81,12 +84,12 @@ def _obstacle(name: str, offered: ArenaOffered, storage: BlockStorage) -> str | 
 
 
 def _open_shm(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> KVTransfer:
-    arena = Arena.attach(Path(offered.path), storage.layout)
+    part = storage.part
+    arena = Arena.attach(Path(offered.path), part.whole(storage.layout), part)
     if offered.file_id and arena.file_id != offered.file_id:
         arena.close()
         raise HandoffRejected("the file at its path is another one, of another host or container")
-    driver = driver_of(storage.device)
-    return ShmTransfer(storage, arena, stamps=stamps, num_threads=threads_per_copy(), driver=driver)
+    return ShmTransfer(storage, arena, stamps=stamps, num_threads=threads_per_copy(), lanes=storage.lanes)
 
 
 def _open_channel(name: str) -> _Opener:
@@ -98,7 +101,8 @@ def _open_channel(name: str) -> _Opener:
 
 def _open_ipc(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> KVTransfer:
     assert stamps, "blocks on a device are a candidate buffer, in which the writer stamps"
-    return IpcTransfer(storage, offered.served_at, identity=identity)
+    assert storage.lanes is not None, "a transport between devices"
+    return IpcTransfer(storage, offered.served_at, identity=identity, lanes=storage.lanes)
 
 
 _OPENERS: dict[str, _Opener] = {

@@ -11,12 +11,12 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost, ProtocolError
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import BlocksAnswered, NamedBlocks, OpenTransfer, TransferOpened, TransferRefused
-from alignedserve.messages.caches import BlockCopy, BlockRun
+from alignedserve.messages.caches import BlockRun
 from alignedserve.runtime.kv.block_checksums import (
     check_target,
+    is_verified,
     runs_with_checksums,
     source_blocks,
-    verify_checksums,
 )
 from alignedserve.runtime.kv.block_runs import BlockRuns, PlacedRuns, as_ids, join_placed, place_runs
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -157,16 +157,6 @@ def blocks_in_order(planned: Sequence[PlannedRequest]) -> list[BlockId]:
 def runs_in_order(planned: Sequence[PlannedRequest]) -> PlacedRuns:
     """Return the runs of all requests, in the order in which their bytes travel."""
     return join_placed(one.runs for one in planned)
-
-
-def is_verified(copy: BlockCopy, checksums: Sequence[int] | None) -> bool:
-    """Return whether the received checksums are this copy's (None: nothing arrived), logging why not."""
-    try:
-        verify_checksums(copy, checksums)
-    except HandoffRejected as error:
-        logger.warning("fetch of generation %d refused: %s", copy.generation, error)
-        return False
-    return True
 
 
 @contextlib.contextmanager

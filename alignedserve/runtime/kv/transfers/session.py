@@ -37,6 +37,9 @@ class ServedBuffer(Protocol):
     device: Any  # of torch, or "cpu"
     writer_stamps: bool  # the writer stamps the blocks (a candidate buffer); in the pool's arena their owner has
 
+    def begin_thread(self) -> None:
+        """Prepare the calling thread for copies of these blocks: a device becomes its current one."""
+
     def stamp(self, block_ids: BlockIds, generation: int) -> None:
         """Mark these blocks as written under this generation."""
 

@@ -18,7 +18,11 @@ TEXT_FILES = (
     "chat_template.jinja",
     "chat_template.jinja2",
     INDEX_NAME,
+    "modules.json",  # this and the next two: of sentence-transformers
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
 )
+_MODULE_FILE = re.compile(r"\d{1,2}_[A-Za-z]{1,32}/(config\.json|model\.safetensors)")  # of what follows an encoder
 _REQUIRED = ("config.json", "tokenizer.json")
 _OTHER_GGUF = re.compile(r"(^|[-._])(mmproj|imatrix)[-._]", re.IGNORECASE)  # of images; of a quantiser
 _PART_OF_SEVERAL = re.compile(r"-(?P<number>\d{5})-of-\d{5}\.gguf$")
@@ -31,7 +35,7 @@ def wants_gguf(name: HubName, listed: Collection[str]) -> bool:
 
 
 def choose_text_files(name: HubName, listed: Collection[str]) -> list[str]:
-    """Return config, tokenizer, chat template and weight index, as far as they are there.
+    """Return config, tokenizer, chat template, weight index and an encoder's modules, as far as they are there.
 
     Raises UnsafeWeights when the repository has weights in a pickle format only, ModelNotFound or UnsupportedModel
     when it lacks weights, config.json or tokenizer.json. So nothing is downloaded of what cannot be served.
@@ -41,7 +45,8 @@ def choose_text_files(name: HubName, listed: Collection[str]) -> list[str]:
     missing = [file for file in _REQUIRED if file not in listed]
     if missing:
         raise UnsupportedModel(f"{name} has no {missing[0]}; it cannot be served without.")
-    return [file for file in TEXT_FILES if file in listed]
+    modules = sorted(file for file in listed if _MODULE_FILE.fullmatch(file))
+    return [*(file for file in TEXT_FILES if file in listed), *modules]
 
 
 def choose_gguf(name: HubName, listed: Collection[str]) -> list[str]:

@@ -19,7 +19,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # documented, and exported without saying so
 
 from alignedserve.core.errors import ModelNotFound, StorageFull
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.hf_config import read_any_config
 from alignedserve.runtime.model.hub.failures import explained
 from alignedserve.runtime.model.hub.file_choice import choose_gguf, choose_text_files, wants_gguf
 from alignedserve.runtime.model.hub.hub_name import HubName
@@ -56,7 +56,7 @@ class Hub:
                 return self._complete(name, commit, {part: sizes[part] for part in parts}, report) / parts[0]
             text_files = choose_text_files(name, sizes)
             folder = self._link(name, commit, text_files)
-            read_model_config(folder)  # refused, if so, before the weights have come
+            read_any_config(folder)  # refused, if so, before the weights have come
             if not has_weights:
                 return folder
             return self._complete(name, commit, _sizes_of_shards(folder, name, sizes), report)

@@ -10,6 +10,7 @@ from alignedserve.runtime.model.quantized.layout import Packing, StoredMatrix
 _HAS_KERNELS = find_spec("kernels._native") is not None
 _BLOCK = 32  # inputs of one block of the kernels
 _NARROW = 128  # float16 scales for every 32 inputs take less than float32 ones for fewer than this, with minima
+_SCALE_BYTES, _ZERO_BYTES = 4, 1  # of a group
 _GPU_STEP = 16  # rows and columns of FP8 products on a GPU are multiples of this
 
 
@@ -20,6 +21,9 @@ class ProductForm(enum.Enum):
     BLOCKS_8 = "in blocks of 8 bits"
     INT8 = "in 8 bits"
     FLOAT8 = "in FP8"
+    GROUPS_4 = "in groups of 4 bits"
+    GROUPS_8 = "in groups of 8 bits"
+    GROUPS_FLOAT8 = "in groups of FP8"
     UNPACKED = "unpacked"
 
 
@@ -33,19 +37,37 @@ class Computing:
     has_kernels: bool = _HAS_KERNELS
 
     @property
+    def is_gpu(self) -> bool:
+        """Return whether that is a GPU."""
+        return self.device.startswith("cuda")
+
+    @property
     def _has_blocks(self) -> bool:
-        return not self.device.startswith("cuda") and self.dtype in ("float32", "bfloat16") and self.has_kernels
+        return self.dtype in ("float32", "bfloat16") and self.has_kernels
 
     def form_of(self, matrix: StoredMatrix) -> ProductForm:
         """Return how products with this matrix are computed, unless its values turn out to forbid it."""
+        if self.is_gpu:
+            return self._form_on_gpu(matrix)
+        return ProductForm.UNPACKED if matrix.scheme.is_float else self._form_on_cpu(matrix)
+
+    def form_of_expert(self, matrix: StoredMatrix) -> ProductForm:
+        """Return the same for a matrix of an expert; those of all experts are multiplied together on GPUs."""
+        return _grouped_form(matrix) if self.is_gpu else self.form_of(matrix)
+
+    def _form_on_gpu(self, matrix: StoredMatrix) -> ProductForm:
         scheme = matrix.scheme
-        if scheme.is_float:
-            is_even = matrix.rows % _GPU_STEP == 0 and matrix.width % _GPU_STEP == 0
-            fits = is_even and scheme.has_8_bit_inputs and scheme.block is None and scheme.group_size is None
-            return ProductForm.FLOAT8 if fits and self.has_float8 else ProductForm.UNPACKED
+        is_even = matrix.rows % _GPU_STEP == 0 and matrix.width % _GPU_STEP == 0
+        is_by_row = scheme.is_float and scheme.block is None and scheme.group_size is None
+        if is_by_row and is_even and scheme.has_8_bit_inputs and self.has_float8:
+            return ProductForm.FLOAT8
+        return _grouped_form(matrix)
+
+    def _form_on_cpu(self, matrix: StoredMatrix) -> ProductForm:
+        scheme = matrix.scheme
+        fills_blocks = _fills_blocks(matrix)
         if not self._has_blocks:
             return ProductForm.UNPACKED
-        fills_blocks = matrix.width % _BLOCK == 0 and matrix.group_size % _BLOCK == 0
         if scheme.num_bits == 4:
             return ProductForm.BLOCKS_4 if fills_blocks else ProductForm.UNPACKED
         if not scheme.is_symmetric:
@@ -56,6 +78,19 @@ class Computing:
         if fills_blocks:
             return ProductForm.BLOCKS_8
         return ProductForm.INT8 if is_by_row else ProductForm.UNPACKED
+
+
+def _fills_blocks(matrix: StoredMatrix) -> bool:
+    return matrix.width % _BLOCK == 0 and (matrix.num_groups == 1 or matrix.group_size % _BLOCK == 0)
+
+
+def _grouped_form(matrix: StoredMatrix) -> ProductForm:
+    """Return the form of products whose inputs are not rounded, which every GPU computes."""
+    if not _fills_blocks(matrix):
+        return ProductForm.UNPACKED
+    if matrix.scheme.is_float:
+        return ProductForm.GROUPS_FLOAT8
+    return ProductForm.GROUPS_4 if matrix.scheme.num_bits == 4 else ProductForm.GROUPS_8
 
 
 def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
@@ -71,6 +106,11 @@ def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
         if matrix.scheme.is_symmetric and together < _NARROW:
             return count * 18 // 32
         return count // 2 + count // together * 8
+    if form in (ProductForm.GROUPS_4, ProductForm.GROUPS_8):
+        words = count * matrix.scheme.num_bits // 8
+        return words + count // inputs_together(matrix) * (_SCALE_BYTES + _ZERO_BYTES)
+    if form is ProductForm.GROUPS_FLOAT8:
+        return count + count // inputs_together(matrix) * _SCALE_BYTES
     return count + matrix.rows * 4
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.packed_products import Rows
+from alignedserve.runtime.model.packed_products import Float8Rows, GroupedRows, Rows
 from alignedserve.runtime.model.quantized.layout import Packing, StoredMatrix, has_weight, stored_matrix
 from alignedserve.runtime.model.quantized.packing import packed_float8, packed_integers
 from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm
@@ -18,7 +18,7 @@ from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.cpu.int8_linear import has_int8_products
 from kernels.cpu.packed_linear import FileRows
-from kernels.float8_linear import has_float8_products
+from kernels.narrow.float8_linear import has_float8_products
 
 _WEIGHT = ".weight"
 
@@ -65,11 +65,13 @@ class QuantizedSource:
         form = ProductForm.UNPACKED if matrix is None else self._computing.form_of(matrix)
         if matrix is None or form is ProductForm.UNPACKED or (form is ProductForm.INT8 and not has_int8_products()):
             return None
-        if form is ProductForm.FLOAT8:
-            rows = packed_float8(read_float8(matrix, self._plain.stored))
-            return rows._replace(rows=rows.rows.to(self._plain.device), scales=rows.scales.to(self._plain.device))
-        integers = read_integers(matrix, self._plain.stored, self._quantization.zero_offset)
-        return packed_integers(matrix, integers, form)
+        packed: Rows | None
+        if matrix.packing is Packing.FLOAT8:
+            packed = packed_float8(matrix, read_float8(matrix, self._plain.stored), form)
+        else:
+            integers = read_integers(matrix, self._plain.stored, self._quantization.zero_offset)
+            packed = packed_integers(matrix, integers, form)
+        return packed.moved(self._plain.device) if isinstance(packed, Float8Rows | GroupedRows) else packed
 
     def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
         """Return where a matrix that is not quantised lies; None for others. Raises ModelError naming it."""

@@ -21,6 +21,7 @@ class _Matrix(NamedTuple):
     stored: StoredMatrix
     form: ProductForm
     step_share: float  # of its bytes, read for a single token
+    is_expert: bool
 
 
 def quantized_weights(
@@ -65,11 +66,17 @@ def _matrices(folder: Path, config: ModelConfig, computing: Computing, stored: C
         except ModelError as error:
             raise ModelError(f"{folder}: {error}") from error
         if matrix is not None:
-            form = computing.form_of(matrix)
-            if module.is_expert and computing.device.startswith("cuda"):  # experts are stacked there
-                form = ProductForm.UNPACKED
-            matrices.append(_Matrix(matrix, form, share if module.is_expert else 1.0))
-    return matrices
+            form = computing.form_of_expert(matrix) if module.is_expert else computing.form_of(matrix)
+            matrices.append(_Matrix(matrix, form, share if module.is_expert else 1.0, module.is_expert))
+    return _as_computed_together(matrices, computing)
+
+
+def _as_computed_together(matrices: list[_Matrix], computing: Computing) -> list[_Matrix]:
+    """Return them as they are loaded: where experts are one product, one that is unpacked has the others unpacked."""
+    forms = {matrix.form for matrix in matrices if matrix.is_expert}
+    if not computing.is_gpu or ProductForm.UNPACKED not in forms:
+        return matrices
+    return [matrix._replace(form=ProductForm.UNPACKED) if matrix.is_expert else matrix for matrix in matrices]
 
 
 def _warning(matrices: list[_Matrix], computing: Computing) -> str | None:

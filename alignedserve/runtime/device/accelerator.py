@@ -1,0 +1,180 @@
+"""The device that holds a worker's blocks, as copies between memories see it: its memory, its streams, its driver.
+
+`CudaAccelerator` is a GPU. A stand-in with separate memories is in the tests, where whole clusters copy by it.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
+from alignedserve.runtime.device.cuda_driver import CudaDriver
+from alignedserve.runtime.device.devices import CUDA, use_device
+from alignedserve.runtime.device.registered_memory import MemoryDriver
+from alignedserve.runtime.device.streams import CudaStreams, DeviceStreams
+
+_CUDA: Any = torch.cuda
+_EXPANDABLE = "expandable_segments:True"
+_OF_THIS_PROCESS: "WeakValueDictionary[tuple[bytes, int], Tensor]" = WeakValueDictionary()  # exported rows
+_settings_lock = threading.Lock()
+
+
+class SharedRows(NamedTuple):
+    """Handle by which another process of this machine maps rows: what driver and torch need."""
+
+    device_uuid: str  # processes may number the devices differently
+    handle: bytes  # CUDA IPC handle of the allocation
+    storage_bytes: int
+    storage_offset: int  # of the storage in the allocation, in bytes
+    counter_handle: bytes  # torch's reference count of mappings
+    counter_offset: int
+    event_handle: bytes
+    event_is_awaited: bool
+
+
+class Accelerator(Protocol):
+    """One device. All rows are uint8 [num_rows, row_bytes]; from any thread."""
+
+    driver: MemoryDriver
+
+    @property
+    def device(self) -> torch.device:
+        """The device as torch names it."""
+
+    def use(self) -> None:
+        """Make it the current device of the calling thread."""
+
+    def streams(self) -> DeviceStreams:
+        """Return new streams for copies; a thread that waits for one of their events sleeps."""
+
+    def empty(self, num_rows: int, row_bytes: int) -> Tensor:
+        """Allocate rows on the device, of any content."""
+
+    def pinned(self, num_rows: int, row_bytes: int) -> Tensor:
+        """Allocate rows on the host that the device copies straight to and from."""
+
+    def lendable(self, num_rows: int, row_bytes: int) -> Tensor:
+        """Allocate zeroed rows on the device that other processes of this host may map. Raises NotEnoughMemory."""
+
+    def exported(self, rows: Tensor) -> SharedRows:
+        """Return a handle of lendable rows, for one other process."""
+
+    def mapped(self, handle: SharedRows, num_rows: int, row_bytes: int) -> Tensor:
+        """Return another process's rows, for copies by this device. Raises HandoffRejected with the reason."""
+
+
+class CudaAccelerator:
+    """A GPU, by the CUDA runtime of this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.driver: MemoryDriver = CudaDriver()
+
+    def use(self) -> None:
+        """See Accelerator."""
+        use_device(self.device)
+
+    def streams(self) -> CudaStreams:
+        """See Accelerator."""
+        return CudaStreams(self.device, has_sleeping_waits=True)
+
+    def empty(self, num_rows: int, row_bytes: int) -> Tensor:
+        """See Accelerator."""
+        return torch.empty((num_rows, row_bytes), dtype=torch.uint8, device=self.device)
+
+    def pinned(self, num_rows: int, row_bytes: int) -> Tensor:
+        """See Accelerator."""
+        return torch.empty((num_rows, row_bytes), dtype=torch.uint8, pin_memory=True)
+
+    def lendable(self, num_rows: int, row_bytes: int) -> Tensor:
+        """See Accelerator."""
+        needed = f"{num_rows} blocks of {row_bytes} bytes need {num_rows * row_bytes} bytes on {self.device}"
+        try:
+            with _whole_segments():
+                rows = torch.zeros((num_rows, row_bytes), dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:
+            raise NotEnoughMemory(needed) from error
+        _CUDA.current_stream(self.device).synchronize()
+        return rows
+
+    def exported(self, rows: Tensor) -> SharedRows:
+        """See Accelerator."""
+        storage: Any = rows.untyped_storage()
+        _, handle, size, offset, counter, counter_offset, event, is_awaited = storage._share_cuda_()
+        uuid = str(_CUDA.get_device_properties(self.device).uuid)
+        shared = SharedRows(uuid, handle, size, offset, counter, counter_offset, event, is_awaited)
+        _OF_THIS_PROCESS[_key(shared)] = rows
+        return shared
+
+    def mapped(self, handle: SharedRows, num_rows: int, row_bytes: int) -> Tensor:
+        """See Accelerator. The rows seem to be on this device: it reads them over its link to where they are.
+
+        So no memory is taken on the other device, which mapping there would cost for a context of this process.
+        """
+        if handle.storage_bytes < num_rows * row_bytes:
+            raise HandoffRejected("the blocks are more than the memory that is offered")
+        self._check_link(handle.device_uuid)
+        own = _OF_THIS_PROCESS.get(_key(handle))
+        if own is not None:  # CUDA maps no memory of the same process
+            return own[:num_rows]
+        return self._map(handle)[: num_rows * row_bytes].view(num_rows, row_bytes)
+
+    def _check_link(self, device_uuid: str) -> None:
+        uuids = [str(_CUDA.get_device_properties(index).uuid) for index in range(_CUDA.device_count())]
+        if device_uuid not in uuids:
+            raise HandoffRejected("the device of the blocks is not visible to this process")
+        theirs, mine = uuids.index(device_uuid), self._index
+        if theirs != mine and not _CUDA.can_device_access_peer(mine, theirs):
+            raise HandoffRejected(f"{self.device} has no access to the memory of cuda:{theirs}, where the blocks are")
+
+    def _map(self, handle: SharedRows) -> Tensor:
+        try:
+            with _CUDA.device(self._index):
+                storage = torch.UntypedStorage._new_shared_cuda(
+                    self._index,
+                    handle.handle,
+                    handle.storage_bytes,
+                    handle.storage_offset,
+                    handle.counter_handle,
+                    handle.counter_offset,
+                    handle.event_handle,
+                    handle.event_is_awaited,
+                )
+        except RuntimeError as error:
+            raise HandoffRejected(f"the memory of the blocks cannot be mapped: {str(error)[:200]}") from error
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+
+    @property
+    def _index(self) -> int:
+        return self.device.index if self.device.index is not None else int(_CUDA.current_device())
+
+
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """Return the accelerator that holds blocks on this device; None: they are on the host."""
+    return CudaAccelerator(device) if device.type == CUDA else None
+
+
+def _key(handle: SharedRows) -> tuple[bytes, int]:
+    return handle.handle, handle.storage_offset
+
+
+@contextlib.contextmanager
+def _whole_segments() -> Iterator[None]:
+    """Allocate whole segments in the body: other processes may map expandable ones only with the right to trace."""
+    settings_of = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    settings = settings_of() if settings_of is not None else ""
+    if _EXPANDABLE not in settings:
+        yield
+        return
+    change: Any = torch._C._accelerator_setAllocatorSettings
+    with _settings_lock:
+        change(settings.replace(_EXPANDABLE, "expandable_segments:False"))
+        try:
+            yield
+        finally:
+            change(settings)

@@ -1,0 +1,1 @@
+"""Whether a GPU computes what a CPU does, asked before engine.device=auto takes it."""

@@ -1,0 +1,176 @@
+"""A small random model computed on a device and on the CPU: chunks, prompts and recorded decodes, drawn and chosen.
+
+    python -m alignedserve.runtime.device_check.self_check cuda:0
+
+Prints a line of JSON and ends with 0 whatever it found; a crash or a hang is for who has started it to see.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.request import SampledToken, SamplingParams
+from alignedserve.runtime.attention.backend import AUTO, TORCH
+from alignedserve.runtime.device.devices import use_device
+from alignedserve.runtime.device.dtypes import dtype_name
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.steps.cuda_graphs import Capture
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.model_config import Activation, Family, ModelConfig, NormKind, RopeConfig
+from alignedserve.runtime.model.random_weights import RandomSource
+from alignedserve.runtime.model.weight_loader import assemble_weights
+from kernels.gpu_dispatch import launch_failures
+
+OK, FAILURE = "ok", "failure"
+
+_CPU = torch.device("cpu")
+_SEED = 20
+_BLOCK_SIZE, _MAX_CONTEXT_LEN, _NUM_BLOCKS = 16, 192, 48
+# Differences of log-probabilities that rounding explains; logits have a deviation of about 1.
+_TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 0.15}
+# Heads like those of an 8B Llama, so that kernels are compiled as they are for large models.
+MODEL = ModelConfig(
+    family=Family.LLAMA,
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    max_position_embeddings=_MAX_CONTEXT_LEN,
+    activation=Activation.SILU,
+    norm=NormKind.RMS,
+    norm_eps=1e-5,
+    embedding_size=256,
+    dtype="float32",
+    rope=RopeConfig(rotary_dim=128),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPlan:
+    """What is computed: prompt lengths, the slices of each step, and the dtypes."""
+
+    prompts: tuple[int, ...] = (150, 37, 5)
+    steps: tuple[tuple[int, ...], ...] = ((100, 37, 0), (50, 1, 5), *((1, 1, 1),) * 4, (1, 0, 1))
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Computer:
+    """Where and how the model is computed; attention and capture as in Engine."""
+
+    device: torch.device
+    attention: str = AUTO
+    capture: Capture | None = field(default=None)
+
+
+def obstacle_of(computer: Computer, plan: CheckPlan | None = None) -> str | None:
+    """Return what the device computes otherwise than the CPU, or which kernels do not run there; None: nothing."""
+    plan = plan or CheckPlan()
+    use_device(computer.device)
+    for dtype in plan.dtypes:
+        expected = _compute(Computer(_CPU, TORCH), dtype, plan)
+        found = _compute(computer, dtype, plan)
+        problem = _difference(found, expected, dtype)
+        if problem is not None:
+            return problem
+    failures = [f"{name} does not run: {reason}" for name, reason in launch_failures().items()]
+    return failures[0] if failures else None
+
+
+def _difference(found: list[SampledToken], expected: list[SampledToken], dtype: torch.dtype) -> str | None:
+    name = dtype_name(dtype)
+    if [token.request_id for token in found] != [token.request_id for token in expected]:
+        return f"in {name} it has no numbers where the CPU has"
+    differences = (abs(a - b) for one, other in zip(found, expected, strict=True) for a, b in _pairs(one, other))
+    apart = max(differences, key=lambda difference: (math.isnan(difference), difference))
+    if not apart <= _TOLERANCES[dtype]:
+        return f"in {name} log-probabilities differ from the CPU's by {apart:.3g}"
+    if dtype == torch.float32 and [token.token_id for token in found] != [token.token_id for token in expected]:
+        return "other tokens are drawn than on the CPU"
+    return None
+
+
+def _pairs(one: SampledToken, other: SampledToken) -> Iterator[tuple[float, float]]:
+    """Yield log-probabilities that must agree: of the fixed token, and the highest in order."""
+    if one.logprob is None or other.logprob is None:
+        return
+    yield one.logprob.logprob, other.logprob.logprob
+    yield from zip((value for _, value in one.logprob.top), (value for _, value in other.logprob.top), strict=True)
+
+
+class _OnDevice:
+    """A TensorSource of weights drawn on the CPU, the same for every device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._source = RandomSource(_SEED, torch.float32, _CPU)
+        self._dtype, self._device = dtype, device
+
+    def has(self, name: str) -> bool:
+        """See TensorSource."""
+        return self._source.has(name)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See TensorSource."""
+        return self._source.tensor(name, shape).to(self._device, self._dtype)
+
+
+def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan) -> list[SampledToken]:
+    """Return the tokens of all steps, those of a step by request."""
+    model = Decoder(MODEL, assemble_weights(MODEL, _OnDevice(dtype, computer.device), None))
+    layout = MODEL.block_layout(_BLOCK_SIZE, dtype_name(dtype))
+    has_scratch = computer.capture is not None or computer.device.type != "cpu"
+    storage = BlockStorage(layout, _NUM_BLOCKS, computer.device, has_scratch=has_scratch)
+    storage.bytes.fill_(0xFF)  # no numbers: what is read and was never written shows
+    engine = Engine(
+        model=model,
+        storage=storage,
+        max_sequences=len(plan.prompts),
+        max_context_len=_MAX_CONTEXT_LEN,
+        attention=computer.attention,
+        capture=computer.capture,
+    )
+    engine.record_graphs()
+    for sequence in _sequences(plan):
+        engine.add_sequence(sequence)
+    names = [RequestId(str(index)) for index in range(len(plan.prompts))]
+    found: list[SampledToken] = []
+    for counts in plan.steps:
+        output = engine.execute([(name, count) for name, count in zip(names, counts, strict=True) if count])
+        found += sorted(output.sampled, key=lambda token: token.request_id)
+        if output.failed:
+            break
+    return found
+
+
+def _sequences(plan: CheckPlan) -> Iterator[NewSequence]:
+    """Yield sequences whose tokens are fixed, so that devices compute the same, and a last one that draws its own."""
+    random = torch.Generator().manual_seed(_SEED)
+    order = torch.randperm(_NUM_BLOCKS, generator=random).tolist()
+    for index, length in enumerate(plan.prompts):
+        tokens = tuple(torch.randint(0, MODEL.vocab_size, (length,), generator=random).tolist())
+        blocks = tuple(BlockId(order.pop()) for _ in range(blocks_for(length + len(plan.steps), _BLOCK_SIZE)))
+        fixed = SamplingParams(temperature=0.0, allowed_token_ids=(index + 7,), num_logprobs=8, max_tokens=100)
+        drawn = SamplingParams(temperature=1.0, seed=_SEED, max_tokens=100)
+        is_last = index == len(plan.prompts) - 1
+        yield NewSequence(RequestId(str(index)), tokens, length, 0, blocks, drawn if is_last else fixed)
+
+
+def main() -> None:
+    """Check the device named by the argument."""
+    problem = obstacle_of(Computer(torch.device(sys.argv[1])))
+    print(json.dumps({OK: problem is None, FAILURE: problem}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

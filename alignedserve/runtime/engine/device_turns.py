@@ -1,0 +1,74 @@
+"""The turns of a worker on a device that several models share: which of its iterations somebody waits for."""
+
+import contextlib
+from collections.abc import Iterator
+
+from alignedserve.config.sections import EngineConfig
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request, RequestClass
+from alignedserve.messages.arrivals import requests_of
+from alignedserve.messages.iterations import RunIteration
+from alignedserve.messages.wire import Message
+from alignedserve.runtime.device.shared_device import SharedDevice
+from alignedserve.runtime.process.process_spec import ProcessSpec
+
+
+class DeviceTurns:
+    """Knows the sequences of an executor that somebody waits for. For its compute thread, but for `on_message`."""
+
+    def __init__(self, device: SharedDevice | None) -> None:
+        """`device`: None: every turn is taken at once."""
+        self._device = device
+        self._real_time: set[RequestId] = set()
+
+    def on_message(self, message: Message) -> None:
+        """End a wait when a message brings a request that somebody waits for. From any thread."""
+        if self._device is not None and any(map(_is_real_time, requests_of(message))):
+            self._device.on_arrival()
+
+    @contextlib.contextmanager
+    def taken_for(self, command: RunIteration) -> Iterator[None]:
+        """Take the device for one iteration, once no other model's is more urgent; see SharedDevice."""
+        if self._device is None:
+            yield
+            return
+        self._real_time.difference_update(command.removals)  # first: a later attempt may be added with the same id
+        for addition in command.additions:
+            if _is_real_time(addition.request):
+                self._real_time.add(addition.request.request_id)
+        is_real_time = any(request_id in self._real_time for request_id, _ in command.slices)
+        self._device.begin(is_real_time=is_real_time)
+        try:
+            yield
+        finally:
+            self._device.end(is_real_time=is_real_time)
+
+    def is_alone(self) -> bool:
+        """Return whether no other model asks for the device: what is launched now may run on behind the turn."""
+        return self._device is None or self._device.is_alone()
+
+    @contextlib.contextmanager
+    def giving_way(self) -> Iterator[None]:
+        """Take the device for work that nobody waits for, as before the worker serves."""
+        if self._device is None:
+            yield
+            return
+        self._device.begin(is_real_time=False)
+        try:
+            yield
+        finally:
+            self._device.end(is_real_time=False)
+
+    def close(self) -> None:
+        """Leave the board of the device."""
+        if self._device is not None:
+            self._device.close()
+
+
+def _is_real_time(request: Request) -> bool:
+    return request.request_class is RequestClass.REAL_TIME
+
+
+def shared_device_of(spec: ProcessSpec, config: EngineConfig) -> SharedDevice | None:
+    """Return what a worker observes on the device that it computes on; None: its model gives way to none."""
+    return SharedDevice.of(spec.addresses.folder, config.device, spec.deployment_id, config.best_effort_share)

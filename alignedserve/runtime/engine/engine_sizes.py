@@ -1,0 +1,142 @@
+"""The sizes of a worker's engine: what it is given, and what of it its blocks take."""
+
+from dataclasses import dataclass
+
+import torch
+
+from alignedserve.config.sections import EngineConfig, SchedulingConfig
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.runtime.attention.backend import AUTO
+from alignedserve.runtime.device.cores import num_cores
+from alignedserve.runtime.device.devices import CPU
+from alignedserve.runtime.engine.steps.hidden_cache import recomputed_blocks
+from alignedserve.runtime.kv.transfers.registry import OF_DEVICES
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.scheduling.policies import wanted_mechanisms
+from alignedserve.scheduling.policy import Mechanism
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """The resources of one worker's engine, and its options."""
+
+    kv_cache_bytes: int  # block storage
+    max_sequences: int
+    block_size: int
+    num_threads: int | None = None  # CPU threads of one forward pass; all cores when None
+    attention_backend: str = AUTO  # one of CHOICES of runtime.attention
+    device: str = CPU  # as torch spells it
+    has_int8_swaps: bool = False  # caches in host memory are rounded to 8 bits per channel
+    hidden_block_tokens: int | None = None  # tokens whose layer inputs a block may hold; None: only keys and values
+    wants_shared_blocks: bool = False  # two requests may fill a block from its two ends, if attention allows it
+    jumps_ahead: bool = False  # tokens that a grammar forces are computed several at once
+    loads_quietly: bool = False  # at low priority, as other models serve on these cores
+    lent_bytes: int = 0  # candidate buffers in the device's memory
+    is_decoding: bool = True  # its sequences go on after their prompts
+    swap_space_bytes: int = 0  # of caches in host memory, that is registered with a GPU at the start
+
+    @property
+    def may_launch_ahead(self) -> bool:
+        """Return whether a step may be launched for sequences of which it is not known yet that they go on.
+
+        A CPU is not idle meanwhile; slots behind a sequence whose blocks are shared from both ends may be another's.
+        """
+        return self.is_decoding and not self.wants_shared_blocks and torch.device(self.device).type != CPU
+
+
+def engine_sizes(
+    config: EngineConfig,
+    kv_cache_bytes: int,
+    max_sequences: int,
+    *,
+    has_int8_swaps: bool = False,
+    hidden_block_tokens: int | None = None,
+    wants_shared_blocks: bool = False,
+    is_decoding: bool = False,
+    loads_quietly: bool = False,
+    candidate_buffer_bytes: int = 0,
+    swap_space_bytes: int = 0,
+) -> EngineSizes:
+    """Combine the engine's configuration, whose device and threads are decided, with one worker's sizes.
+
+    `candidate_buffer_bytes`: that it lends, on its device or on the host.
+    """
+    may_jump = is_decoding and not wants_shared_blocks  # else the slots behind a sequence may be another's
+    return EngineSizes(
+        kv_cache_bytes,
+        max_sequences,
+        config.block_size,
+        config.threads_per_worker,
+        config.attention_backend,
+        config.device,
+        has_int8_swaps,
+        hidden_block_tokens,
+        wants_shared_blocks,
+        jumps_ahead=may_jump and jumps_ahead(config.jump_ahead, config.device),
+        loads_quietly=loads_quietly,
+        lent_bytes=candidate_buffer_bytes if lends_device_memory(config) else 0,
+        is_decoding=is_decoding,
+        swap_space_bytes=swap_space_bytes,
+    )
+
+
+def lends_device_memory(config: EngineConfig) -> bool:
+    """Return whether candidate buffers are in the memory of GPUs; `config`: with its device decided."""
+    return torch.device(config.device).type != CPU and config.kv_transport in OF_DEVICES
+
+
+def jumps_ahead(wanted: bool | None, device: str) -> bool:
+    """Return whether forced tokens are computed several at once; by default where that is measured to pay."""
+    return wanted if wanted is not None else torch.device(device).type == CPU
+
+
+def engine_mechanisms(
+    *, has_int8_swaps: bool, has_hidden_cache: bool, has_shared_blocks: bool = False
+) -> frozenset[Mechanism]:
+    """Return the mechanisms that a scheduling policy can use beyond chunks and pauses."""
+    available = {
+        Mechanism.SWAP: True,
+        Mechanism.INT8_SWAP: has_int8_swaps,
+        Mechanism.HIDDEN_CACHE: has_hidden_cache,
+        Mechanism.SHARED_BLOCKS: has_shared_blocks,
+    }
+    return frozenset(mechanism for mechanism, is_available in available.items() if is_available)
+
+
+def hidden_block_tokens(served: ServedModel, scheduling: SchedulingConfig, block_size: int) -> int | None:
+    """Return the tokens whose layer inputs a block holds; None: policy or model exclude hidden caches."""
+    wants = Mechanism.HIDDEN_CACHE in wanted_mechanisms(scheduling)
+    return served.rank_config.hidden_block_tokens(block_size) if wants else None
+
+
+def swapped_bytes(swap_space_bytes: int, scheduling: SchedulingConfig) -> int:
+    """Return the bytes of host memory that a policy may swap caches to."""
+    return swap_space_bytes if Mechanism.SWAP in wanted_mechanisms(scheduling) else 0
+
+
+def storage_blocks(layout: BlockLayout, kv_cache_bytes: int, hidden_block_tokens: int | None) -> int:
+    """Return the blocks that fit an engine's memory.
+
+    Hidden caches need a part of it to recompute keys and values, one layer at a time.
+    """
+    if hidden_block_tokens is None:
+        return layout.blocks_in(kv_cache_bytes)
+    return kv_cache_bytes // (layout.block_bytes + recomputing_bytes(layout, hidden_block_tokens))
+
+
+def recomputing_bytes(layout: BlockLayout, hidden_block_tokens: int | None) -> int:
+    """Return the bytes beside each block in which one layer of a hidden cache is recomputed; 0: there are none."""
+    if hidden_block_tokens is None:
+        return 0
+    return recomputed_blocks(hidden_block_tokens, layout.block_size) * layout.block_bytes // layout.num_layers
+
+
+def bytes_beside_blocks(served: ServedModel, scheduling: SchedulingConfig, block_size: int) -> int:
+    """Return the bytes beside each block of a decode worker, where the policy keeps hidden caches."""
+    block_tokens = hidden_block_tokens(served, scheduling, block_size)
+    return recomputing_bytes(served.block_layout(block_size), block_tokens)
+
+
+def threads_per_rank(sizes: EngineSizes, tensor_parallel: int) -> int:
+    """Return the CPU threads of each of a worker's ranks, which share its cores."""
+    return max((sizes.num_threads or num_cores()) // tensor_parallel, 1)

@@ -1,0 +1,119 @@
+"""Loads a worker's model, or the first rank's share of it while others load theirs, once it fits."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from llguidance import LLTokenizer
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.runtime.device.devices import CUDA, free_bytes, used_by_others
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.ranks.rank_group import RankGroup
+from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage, whole_storage
+from alignedserve.runtime.grammar.memory import grammar_bytes
+from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
+from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.process.loading_progress import LoadingProgress
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1024 * 1024
+_OTHERS_BYTES = 1024 * _MIB  # of a GPU, more than this process and the driver take before anything is loaded
+
+
+def load_vocabulary(served: ServedModel) -> LLTokenizer:
+    """Load what grammars know of the model's tokens. Raises ModelError."""
+    config = served.decoder
+    tokenizer = load_tokenizer(served)
+    return grammar_vocabulary(tokenizer, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
+
+
+def load_decoder(served: ServedModel, device: torch.device, progress_path: Path | None) -> Decoder:
+    """Load the whole model, which one rank computes. Raises ModelError."""
+    config = served.decoder.for_context(served.max_context_len)
+    dtype, quantization = torch_dtype(served.dtype), served.quantization
+    with _noted(served, progress_path) as progress:
+        if served.has_random_weights:
+            weights = random_weights(config, 0, dtype, device, quantization, observer=progress)
+        else:
+            weights = load_weights(served.folder, config, dtype, device, quantization, observer=progress)
+    return Decoder(config, weights)
+
+
+class LoadedRank(NamedTuple):
+    """The first rank of a model whose others are loaded as well."""
+
+    decoder: Decoder
+    storage: BlockStorage  # its own
+    whole_storage: BlockStorage | None  # of all ranks; None: each rank moves its own blocks
+    group: RankGroup
+
+
+def load_ranks(served: ServedModel, spec: RankEngineSpec, layout: BlockLayout, progress: Path | None) -> LoadedRank:
+    """Start the other ranks of a model and load the first's share beside them; `layout` of the worker's blocks.
+
+    Raises ModelError, ExchangeBroken when a rank has ended.
+    """
+    group = RankGroup(spec)
+    try:
+        storage = make_storage(spec, 0, group.meeting)
+        whole = whole_storage(spec, layout, group.meeting)
+        with _noted(served, progress) as noted:
+            decoder = load_shard(spec, group.collectives, noted)
+            group.wait()
+    except BaseException:
+        group.close()
+        raise
+    return LoadedRank(decoder, storage, whole, group)
+
+
+@contextmanager
+def _noted(served: ServedModel, progress_path: Path | None) -> Iterator[LoadingProgress]:
+    """Give the progress of a model that is loaded within."""
+    config, began_s = served.decoder, time.monotonic()
+    progress = LoadingProgress(progress_path, config.weight_bytes(served.dtype), config.num_layers)
+    yield progress
+    progress.finish()
+    logger.info("loaded %d MiB of weights in %.1f s", served.weight_bytes // _MIB, time.monotonic() - began_s)
+
+
+def check_memory(served: ServedModel, kv_cache_bytes: int, device: torch.device, *, lent_bytes: int = 0) -> None:
+    """Raise NotEnoughMemory unless a worker's memories fit what is free: on the host, or on the GPU of each rank.
+
+    `lent_bytes`: candidate buffers in the device's memory. On the host what grammars take counts as well.
+    """
+    available = free_bytes(device) * (served.tensor_parallel if device.type == CUDA else 1)
+    if device.type == CUDA:  # for intermediate results, graphs and libraries
+        available -= max(available // 10, 256 * _MIB)
+    has_grammars = device.type != CUDA and served.encoder is None
+    for_grammars = grammar_bytes(served.config.vocab_size) if has_grammars else 0
+    beside_blocks = served.weight_bytes + served.lora.worker_bytes + lent_bytes + for_grammars
+    if beside_blocks + kv_cache_bytes <= available:
+        return
+    left = available - beside_blocks
+    fits = (
+        f"at most {left // _MIB} MiB of blocks would fit: set prefill.kv_cache_bytes and decode.kv_cache_bytes lower, "
+        "or choose a smaller model"
+        if left > 0
+        else "the weights alone do not fit: choose a smaller model"
+    )
+    others = used_by_others(device)
+    if others > _OTHERS_BYTES:
+        fits += f"; other processes have {others // _MIB} MiB of it"
+    raise NotEnoughMemory(
+        f"a worker on {device} needs {(beside_blocks + kv_cache_bytes) // _MIB} MiB (packed weights "
+        f"{served.weight_bytes // _MIB}, blocks {kv_cache_bytes // _MIB}, adapters "
+        f"{served.lora.worker_bytes // _MIB}, candidate buffers {lent_bytes // _MIB}, grammars "
+        f"{for_grammars // _MIB}), "
+        f"{max(available, 0) // _MIB} MiB are available; {fits}"
+    )

@@ -1,0 +1,81 @@
+"""Frames between the first rank of a worker and another: over a socket pair, length first, typed MessagePack."""
+
+import socket
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from alignedserve.core.errors import ProtocolError
+from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec
+
+_LENGTH_BYTES = 8
+_MAX_BYTES = 1 << 30  # of the commands of one step
+T = TypeVar("T")
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The first frame to a rank."""
+
+    rank: int
+    spec: RankEngineSpec
+    meeting: Meeting  # descriptors as the process has them
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The answer: its share is loaded, or not."""
+
+    error: str = ""  # class of core.errors; empty: it is loaded
+    message: str = ""  # of the error
+
+
+def send_frame(connection: socket.socket, payload: bytes) -> None:
+    """Send a frame. Raises OSError when the other end is gone."""
+    connection.sendall(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
+
+
+def receive_frame(connection: socket.socket) -> bytes | None:
+    """Wait for a frame; None: the other end has closed. Raises ProtocolError for one that is too long, OSError."""
+    head = _receive(connection, _LENGTH_BYTES)
+    if head is None:
+        return None
+    length = int.from_bytes(head, "little")
+    if length > _MAX_BYTES:
+        raise ProtocolError("a frame between ranks is too long")
+    return _receive(connection, length)
+
+
+def encode(content: object) -> bytes:
+    """Encode what a frame holds."""
+    return msgspec.msgpack.encode(content, enc_hook=_to_plain)
+
+
+def decode(payload: bytes, kind: type[T]) -> T:
+    """Decode a frame that holds this. Raises ProtocolError."""
+    try:
+        return msgspec.msgpack.decode(payload, type=kind, dec_hook=_from_plain)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"frame refused: {type(error).__name__}") from error
+
+
+def _to_plain(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"no form of {type(value).__name__}")
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(f"no form of {kind.__name__}")
+
+
+def _receive(connection: socket.socket, length: int) -> bytes | None:
+    content = bytearray(length)
+    left = memoryview(content)
+    while left:
+        got = connection.recv_into(left)
+        if not got:
+            return None
+        left = left[got:]
+    return bytes(content)

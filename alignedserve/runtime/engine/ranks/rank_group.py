@@ -1,0 +1,208 @@
+"""The ranks of one worker: this process is the first, and starts a process for each of the others."""
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+
+from alignedserve.core.errors import (
+    AlignedServeError,
+    ConfigError,
+    ModelError,
+    ModelNotFound,
+    NotEnoughMemory,
+    UnsafeWeights,
+    UnsupportedModel,
+)
+from alignedserve.runtime.device.collectives import Collectives
+from alignedserve.runtime.device.devices import CPU
+from alignedserve.runtime.device.shared_pages import map_file, take_pages
+from alignedserve.runtime.engine.ranks.frames import Start, Started, decode, encode, receive_frame, send_frame
+from alignedserve.runtime.engine.ranks.group_copies import GroupCopies
+from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec, join
+from alignedserve.runtime.engine.ranks.told_ranks import ToldRanks
+from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange, make_exchange_memory
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "alignedserve.runtime.engine.ranks.follower_process"
+# What loading a share of a model raises.
+_KNOWN = (ConfigError, ModelError, ModelNotFound, NotEnoughMemory, UnsafeWeights, UnsupportedModel)
+_END_S = 10.0  # for a process to end once its connection is closed
+
+
+class RankGroup(ToldRanks):
+    """See RankMirror. A rank that ends, or waits for others in vain, breaks the exchange: every later step fails.
+
+    The processes of ranks end with this one, however it ends.
+    """
+
+    def __init__(self, spec: RankEngineSpec, *, uses_process_group: bool = False) -> None:
+        """Start the other ranks; their loading goes on beside this process's, see `wait`.
+
+        `uses_process_group`: ranks on CPUs add up by gloo even where shared memory would do. Raises ExchangeBroken.
+        """
+        super().__init__()
+        is_on_cpu = all(spec.device(rank).type == CPU for rank in range(spec.size))
+        has_memory = is_on_cpu and has_rank_exchange() and not uses_process_group
+        self._folder = Path(tempfile.mkdtemp(prefix="alignedserve-ranks-"))
+        self._is_closed = self._is_broken = False
+        self.meeting = meeting = Meeting(
+            make_exchange_memory(spec.size) if has_memory else None,
+            self._folder / "meeting",
+            make_block_memory(spec.memory_bytes) if is_on_cpu else None,
+        )
+        self._descriptors = meeting.descriptors
+        self._followers = [_Follower(spec, rank, meeting) for rank in range(1, spec.size)]
+        try:
+            self.collectives: Collectives = join(spec, 0, meeting)
+        except ExchangeBroken:
+            self._end()
+            raise
+        self._num_frames = 0
+        self.copies = GroupCopies([one.copies for one in self._followers], lambda: self._num_frames)
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(follower,), name=f"rank {follower.rank}", daemon=True)
+            for follower in self._followers
+        ]
+        for watcher in self._watchers:
+            watcher.start()
+
+    def wait(self) -> None:
+        """Wait until every rank has loaded its share; this process has made its storages.
+
+        Raises what a rank could not do, ExchangeBroken if one has ended.
+        """
+        for follower in self._followers:
+            follower.wait_started()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._close_descriptors()
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Return the processes of the other ranks."""
+        return tuple(follower.process.pid for follower in self._followers)
+
+    def kill(self) -> None:
+        """End the other ranks at once: one that hangs does not hear that the others have."""
+        self._break_off()
+        for follower in self._followers:
+            follower.process.kill()
+
+    def check(self) -> None:
+        """See RankMirror. Sums within a replayed graph raise nothing themselves."""
+        if self._is_broken:
+            raise ExchangeBroken("a rank of this worker has ended")
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._is_closed = True
+        self.copies.end()
+        self._end()
+        for watcher in self._watchers:
+            watcher.join(_END_S)
+
+    def _send(self, payload: bytes) -> None:
+        self._num_frames += 1
+        for follower in self._followers:
+            follower.send(payload)
+
+    def _end(self) -> None:
+        for follower in self._followers:
+            follower.end()
+        self._close_descriptors()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _close_descriptors(self) -> None:
+        descriptors, self._descriptors = self._descriptors, ()
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _watch(self, follower: "_Follower") -> None:
+        status = follower.process.wait()
+        if not self._is_closed:
+            logger.error("rank %d of this worker has ended, with status %d", follower.rank, status)
+            self._break_off()
+
+    def _break_off(self) -> None:
+        self._is_broken = True  # before waits end, which then have computed nothing
+        self.collectives.break_off()
+
+
+class _Follower:
+    """The process of one other rank."""
+
+    def __init__(self, spec: RankEngineSpec, rank: int, meeting: Meeting) -> None:
+        self.rank = rank
+        self._connection, theirs = socket.socketpair()
+        self.copies, their_copies = socket.socketpair()
+        their_lifeline, self._lifeline = os.pipe()
+        ends = [theirs.fileno(), their_copies.fileno(), their_lifeline]
+        passed = [*ends, *meeting.descriptors]
+        command = [sys.executable, "-m", _MODULE, *map(str, ends)]
+        paths = os.pathsep.join(path for path in sys.path if path)
+        try:
+            self.process = subprocess.Popen(  # noqa: S603
+                command, pass_fds=passed, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths}
+            )
+        finally:
+            theirs.close()
+            their_copies.close()
+            os.close(their_lifeline)
+        self.send(encode(Start(rank, spec, meeting)))
+
+    def send(self, payload: bytes) -> None:
+        """Send a frame. Raises ExchangeBroken when the process has ended."""
+        try:
+            send_frame(self._connection, payload)
+        except OSError as error:
+            raise ExchangeBroken(f"rank {self.rank} of this worker has ended") from error
+
+    def wait_started(self) -> None:
+        """Wait until it has loaded its share. Raises what it could not, or ExchangeBroken."""
+        payload = receive_frame(self._connection)
+        if payload is None:
+            raise ExchangeBroken(f"rank {self.rank} of this worker has ended while it was loading")
+        started = decode(payload, Started)
+        if started.error:
+            raise _error_of(started)
+
+    def end(self) -> None:
+        """End the process and wait for it."""
+        self._connection.close()
+        self.copies.close()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+
+def make_block_memory(num_bytes: int) -> int:
+    """Return the descriptor of anonymous memory, taken now. Raises NotEnoughMemory."""
+    message = f"KV blocks of all ranks need {num_bytes} bytes"
+    if num_bytes > psutil.virtual_memory().available:
+        raise NotEnoughMemory(f"{message}, more than is available; lower the number of blocks.")
+    descriptor = os.memfd_create("kv-blocks", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        take_pages(descriptor, map_file(descriptor, num_bytes), num_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise NotEnoughMemory(f"{message}; lower the number of blocks.") from error
+    return descriptor
+
+
+def _error_of(started: Started) -> AlignedServeError:
+    known = next((each for each in _KNOWN if each.__name__ == started.error), AlignedServeError)
+    return known(started.message)

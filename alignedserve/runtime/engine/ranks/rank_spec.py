@@ -1,0 +1,144 @@
+"""The specification of one rank's engine: sizes are of the rank, weights are found by each rank itself."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from alignedserve.config.sections import LoraConfig
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.runtime.device.collectives import Collectives, ProcessGroupCollectives, SharedMemoryCollectives
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.device.shared_pages import map_file
+from alignedserve.runtime.device.streams import DeviceStreams
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
+from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
+from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
+from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
+from alignedserve.runtime.kv.shm_arena import ArenaPart
+from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
+from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver
+from kernels.cpu.rank_exchange import RankExchange
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """The weights of the whole model."""
+
+    config: ModelConfig  # for the context that is served
+    folder: Path | None  # or GGUF file; None: random weights
+    dtype: str  # of weights and computing
+    quantization: str | None = None  # of linear layers: int8, or None
+    seed: int = 0  # of random weights
+
+
+class RankEngineSpec(msgspec.Struct, frozen=True):
+    """The engine that every rank makes, over its share of the model."""
+
+    model: ModelSpec
+    size: int  # ranks
+    devices: tuple[str, ...]  # of each rank
+    block_size: int  # tokens of a block
+    num_blocks: int  # of each rank's storage: a block of the worker is one of every rank
+    max_sequences: int
+    max_context_len: int
+    attention: str  # as in EngineSizes
+    cache_dtype: str  # of keys and values
+    num_threads: int  # of a rank's computing
+    timeout_s: float  # for which a rank waits for others
+    has_int8_swaps: bool = False  # as in EngineSizes, like the next
+    wants_shared_blocks: bool = False
+    lora: LoraConfig = msgspec.field(default_factory=LoraConfig)  # which adapters requests may have
+
+    @property
+    def shards(self) -> tuple[TensorShard, ...]:
+        """Return every rank's share."""
+        return tuple(TensorShard(rank, self.size) for rank in range(self.size))
+
+    def layout(self, rank: int) -> BlockLayout:
+        """Return the layout of a rank's blocks."""
+        return self.shards[rank].local(self.model.config).block_layout(self.block_size, self.cache_dtype)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the bytes of all ranks' blocks."""
+        return self.num_blocks * sum(self.layout(rank).block_bytes for rank in range(self.size))
+
+    def device(self, rank: int) -> torch.device:
+        """Return a rank's device."""
+        return torch.device(self.devices[rank])
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a worker find each other."""
+
+    exchange: int | None  # descriptor of the shared memory of their exchange; None: they make a process group
+    path: Path  # by which they make it, in a folder of this user alone
+    blocks: int | None  # descriptor of the memory of all blocks, on CPUs; None: each rank's are on its own device
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Return those that are open, which a process closes once it has joined and made its storage."""
+        return tuple(one for one in (self.exchange, self.blocks) if one is not None)
+
+
+def join(spec: RankEngineSpec, rank: int, meeting: Meeting) -> Collectives:
+    """Join the other ranks. Raises ExchangeBroken if they do not come."""
+    if meeting.exchange is not None:
+        return SharedMemoryCollectives(RankExchange(meeting.exchange, rank, spec.size, timeout_s=spec.timeout_s))
+    return ProcessGroupCollectives(meeting.path, rank, spec.size, spec.device(rank), timeout_s=spec.timeout_s)
+
+
+def load_shard(spec: RankEngineSpec, collectives: Collectives, observer: LoadingObserver | None = None) -> Decoder:
+    """Load one rank's share of the model. Raises ModelError."""
+    rank, model = collectives.rank, spec.model
+    ranks = DecoderRanks(collectives, model.config)
+    return Decoder(ranks.local_config, _weights(model, spec.device(rank), spec.shards[rank], observer), ranks)
+
+
+def make_storage(spec: RankEngineSpec, rank: int, meeting: Meeting) -> BlockStorage:
+    """Make one rank's storage. Raises NotEnoughMemory."""
+    layout = spec.layout(rank)
+    if meeting.blocks is None:
+        return BlockStorage(layout, spec.num_blocks, spec.device(rank), part=ArenaPart(rank, spec.size))
+    memory = torch.frombuffer(map_file(meeting.blocks, spec.memory_bytes), dtype=torch.uint8)
+    return BlockStorage(layout, spec.num_blocks, stripe=Stripe(memory, rank, spec.size))
+
+
+def whole_storage(spec: RankEngineSpec, layout: BlockLayout, meeting: Meeting) -> BlockStorage | None:
+    """Return the storage of all ranks' parts, in blocks of the worker's layout; None: the parts are on devices."""
+    if meeting.blocks is None:
+        return None
+    memory = torch.frombuffer(map_file(meeting.blocks, spec.memory_bytes), dtype=torch.uint8)
+    return BlockStorage(layout, spec.num_blocks, stripe=Stripe(memory, 0, 1))
+
+
+def _weights(
+    model: ModelSpec, device: torch.device, shard: TensorShard, observer: LoadingObserver | None
+) -> DecoderWeights:
+    dtype = torch_dtype(model.dtype)
+    if model.folder is None:
+        return random_weights(
+            model.config, model.seed, dtype, device, model.quantization, observer=observer, shard=shard
+        )
+    return load_weights(model.folder, model.config, dtype, device, model.quantization, observer=observer, shard=shard)
+
+
+def make_adapters(spec: RankEngineSpec, rank: int) -> SequenceAdapters:
+    """Return what loads a rank's parts of adapters."""
+    model = spec.model
+    return SequenceAdapters(spec.lora, model.config, torch_dtype(model.dtype), spec.device(rank), spec.shards[rank])
+
+
+def make_swap_space(spec: RankEngineSpec, engine: Engine, streams: DeviceStreams, storage: BlockStorage) -> HostCaches:
+    """Return the swap space of a storage, of one kind on all ranks."""
+    if spec.wants_shared_blocks and engine.can_share_blocks:
+        return SlotSwapSpace(storage, streams)
+    return SwapSpace(storage, streams, is_int8=spec.has_int8_swaps)

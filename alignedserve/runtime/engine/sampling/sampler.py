@@ -1,0 +1,237 @@
+"""Sampling by each sequence's parameters. Greedy rows without options cost one argmax."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from alignedserve.core.request import TokenLogprob
+from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
+from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.engine.sampling.logits_processors import LogitsChanges, LogitsProcessor
+from alignedserve.runtime.grammar.token_masks import StepMasks, TokenMasks
+from kernels.cpu.decode_pass import HighestLogits
+from kernels.gpu_dispatch import fused_kernels
+from kernels.sampling import Filters, RowParameters, greedy, mask_tokens_, sample, top_logprobs, uniforms
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One token per requested row, in order."""
+
+    token_ids: IntArray
+    is_usable: npt.NDArray[np.bool_]  # False: the logits were not numbers, the token is meaningless
+    logprobs: dict[int, TokenLogprob]  # by position among the rows, where requested
+
+
+class Draw(NamedTuple):
+    """Tokens chosen on the device, in the order of `rows`; see Choice."""
+
+    rows: IntArray
+    logits: Tensor | None  # None: they were not kept, as no row asks for log-probabilities
+    token_ids: Tensor  # int64
+    is_usable: Tensor  # bool
+
+    def only(self, places: IntArray) -> "Draw":
+        """Return what was drawn for the rows at these places."""
+        (at,) = to_device([places], self.token_ids.device)
+        logits = None if self.logits is None else self.logits[at]
+        return Draw(self.rows[places], logits, self.token_ids[at], self.is_usable[at])
+
+
+class Sampler:
+    """Sampling state of the engine's rows. A row is added before it is sampled and removed when it is freed."""
+
+    def __init__(
+        self,
+        *,
+        max_sequences: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        masks: TokenMasks | None = None,
+        counts_on_device: bool = False,
+    ) -> None:
+        """`masks`: empty; None: no sequence may have a grammar. `counts_on_device`: for penalties, see SeenRows."""
+        self._masks = masks
+        self._vocab_size = vocab_size
+        self._sequences: list[NewSequence | None] = [None] * max_sequences
+        self._logits_processor = LogitsProcessor(
+            max_sequences=max_sequences,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            on_device=counts_on_device,
+        )
+        self._prompt_lens = np.zeros(max_sequences, np.int64)
+        self._temperatures = np.zeros(max_sequences, np.float32)
+        self._top_ks = np.zeros(max_sequences, np.int64)
+        self._top_ps = np.ones(max_sequences, np.float32)
+        self._min_ps = np.zeros(max_sequences, np.float32)
+        self._seeds = np.zeros(max_sequences, np.int64)
+        self._wants_logprobs = np.zeros(max_sequences, np.bool_)
+
+    def add(self, row: int, sequence: NewSequence) -> None:
+        """Add the sequence's parameters and the tokens that it already has."""
+        params = sequence.sampling
+        self._sequences[row] = sequence
+        self._prompt_lens[row] = sequence.prompt_len
+        self._temperatures[row] = params.temperature
+        self._top_ks[row] = params.top_k
+        self._top_ps[row] = params.top_p
+        self._min_ps[row] = params.min_p
+        self._seeds[row] = params.seed
+        self._wants_logprobs[row] = params.num_logprobs is not None
+        self._logits_processor.add(row, sequence)
+        if params.grammar:
+            assert self._masks is not None, "a grammar for an engine that has none"
+            self._masks.add(row, params, sequence.token_ids[sequence.prompt_len :])
+
+    def remove(self, row: int) -> None:
+        """Remove the row."""
+        self._sequences[row] = None
+        self._logits_processor.remove(row)
+        if self._masks is not None:
+            self._masks.remove(row)
+
+    def start_masks(self, rows: IntArray, num_tokens: IntArray) -> "Future[StepMasks] | None":
+        """Begin to compute the masks of rows that have a grammar, beside the forward pass; None: none of them has."""
+        if self._masks is None or not self._masks.has_any(rows):
+            return None
+        return self._masks.start(rows, self._logits_processor.is_early(rows, num_tokens))
+
+    def failure(self, row: int) -> str | None:
+        """Return why no token of the row can be chosen, if its grammar is the reason."""
+        return None if self._masks is None else self._masks.failure(row)
+
+    def choose(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Choice:
+        """Choose tokens: `start` and `finish`, with the host waiting in between."""
+        masks = self.start_masks(rows, num_tokens)
+        ready = None if masks is None else masks.result()
+        draw = self.start(rows, num_tokens, logits, ready, self.plan(rows, num_tokens))
+        return self.finish(draw, draw.token_ids.cpu().numpy(), draw.is_usable.cpu().numpy())
+
+    def wants_highest_alone(self, rows: IntArray, num_tokens: IntArray) -> bool:
+        """Return whether the highest logit of each of these rows is all that `start` would use."""
+        is_more = (self._temperatures[rows] > 0.0) | self._wants_logprobs[rows]
+        return not is_more.any() and not self._logits_processor.changes(rows, num_tokens)
+
+    def can_start_ahead(self, rows: IntArray) -> bool:
+        """Return whether `start` can choose for these rows before their last tokens are on the host."""
+        has_masks = self._masks is not None and self._masks.has_any(rows)
+        return not has_masks and not self._logits_processor.needs_tokens(rows)
+
+    def wants_logprobs(self, rows: IntArray) -> bool:
+        """Return whether any of these rows asks for log-probabilities."""
+        return bool(self._wants_logprobs[rows].any())
+
+    def start_with(self, rows: IntArray, highest: HighestLogits) -> Draw:
+        """Choose as `start` does, for rows of which the highest logits are enough."""
+        return Draw(rows, None, highest.token_ids, highest.values.isfinite())
+
+    def plan(self, rows: IntArray, num_tokens: IntArray) -> LogitsChanges | None:
+        """Return what `start` is to change in the logits of these rows, when a step is launched; None: nothing.
+
+        What was planned is to be started, in the same order.
+        """
+        return self._logits_processor.plan(rows, num_tokens)
+
+    def start(
+        self,
+        rows: IntArray,
+        num_tokens: IntArray,
+        logits: Tensor,
+        masks: StepMasks | None = None,
+        changes: LogitsChanges | None = None,
+        last: Tensor | None = None,
+    ) -> Draw:
+        """Choose the next token of each row, on the device of the logits.
+
+        rows [n]; num_tokens [n]: tokens of each row so far; logits [n, vocab_size] of any dtype, changed where no row
+        asks for log-probabilities of all tokens; masks: of the rows that have a grammar; changes: from `plan`;
+        last [n]: the rows' last tokens, if they were not recorded when that was called.
+        """
+        adjusted = logits if changes is None else changes.apply(logits, last)
+        if masks is not None:
+            adjusted = self._masked(rows, logits, adjusted, masks)
+        kernels = fused_kernels("token_sampling", adjusted.device, adjusted.dtype)
+        if kernels is not None and self._vocab_size <= kernels.MOST_TOKENS:
+            parameters = self._parameters(rows, num_tokens, logits.device)
+            return Draw(rows, logits, *kernels.sample_tokens(adjusted, parameters))
+        random_at = np.flatnonzero(self._temperatures[rows] > 0.0)
+        if not len(random_at):
+            token_ids, is_usable = greedy(adjusted)
+        elif len(random_at) == len(rows):
+            token_ids, is_usable = self._sample(rows, num_tokens, adjusted.float())
+        else:
+            token_ids, is_usable = greedy(adjusted)
+            at = torch.from_numpy(random_at).to(logits.device)
+            token_ids[at], is_usable[at] = self._sample(rows[random_at], num_tokens[random_at], adjusted[at].float())
+        return Draw(rows, logits, token_ids, is_usable)
+
+    def warm_up(self, logits: Tensor) -> None:
+        """Compile the GPU's kernel, which takes seconds, before serving.
+
+        For logits [1, vocab_size] of this dtype and, as penalties produce them, of float32.
+        """
+        row, num_tokens = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        for own in (logits, logits.float()):
+            kernels = fused_kernels("token_sampling", own.device, own.dtype)
+            if kernels is not None and self._vocab_size <= kernels.MOST_TOKENS:
+                kernels.sample_tokens(own, self._parameters(row, num_tokens, own.device))
+
+    def finish(self, draw: Draw, token_ids: IntArray, is_usable: npt.NDArray[np.bool_]) -> Choice:
+        """Record the tokens of `start`, now on the host, for later penalties; return them with log-probabilities."""
+        self._logits_processor.record(draw.rows, token_ids)
+        if self._masks is not None:
+            self._masks.record(draw.rows, token_ids)
+        return Choice(token_ids, is_usable, self._logprobs(draw))
+
+    def record(self, row: int, token_ids: Sequence[int]) -> None:
+        """Record tokens of a row that were not sampled, for later penalties."""
+        self._logits_processor.record(np.full(len(token_ids), row), np.array(token_ids, np.int64))
+
+    def _masked(self, rows: IntArray, logits: Tensor, adjusted: Tensor, masks: StepMasks) -> Tensor:
+        """Mask the adjusted logits, which may be the model's own: these are copied if log-probabilities need them."""
+        if adjusted is logits and self._wants_logprobs[rows].any():
+            adjusted = logits.clone()
+        mask_tokens_(adjusted, *to_device([masks.at, masks.bits], adjusted.device))
+        return adjusted
+
+    def _sample(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:
+        own = self._parameters(rows, num_tokens, logits.device)
+        return sample(logits / own.temperatures[:, None], Filters(own.top_k, own.top_p, own.min_p), own.draws)
+
+    def _parameters(self, rows: IntArray, num_tokens: IntArray, device: torch.device) -> RowParameters:
+        columns = (self._temperatures, self._top_ks, self._top_ps, self._min_ps)
+        draws = uniforms(self._seeds[rows], num_tokens - self._prompt_lens[rows])
+        return RowParameters(*to_device([*(column[rows] for column in columns), draws], device))
+
+    def _logprobs(self, draw: Draw) -> dict[int, TokenLogprob]:
+        rows, logits = draw.rows, draw.logits
+        positions = np.flatnonzero(self._wants_logprobs[rows])
+        if not len(positions):
+            return {}
+        assert logits is not None, "log-probabilities of logits that were not kept"
+        at = torch.from_numpy(positions).to(logits.device)
+        counts = [self._num_logprobs(int(rows[position])) for position in positions.tolist()]
+        entries = logprob_entries(logits[at].float(), draw.token_ids[at], counts)
+        return dict(zip(positions.tolist(), entries, strict=True))
+
+    def _num_logprobs(self, row: int) -> int:
+        sequence = self._sequences[row]
+        assert sequence is not None, f"row {row} was never added"
+        return sequence.sampling.num_logprobs or 0
+
+
+def logprob_entries(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprob]:
+    """Return log-probabilities of each row's token and its likeliest ones; logits [rows, vocabulary] float32."""
+    chosen, values, ids = (tensor.tolist() for tensor in top_logprobs(logits, token_ids, max(counts)))
+    ranks = ((logits > logits.gather(1, token_ids[:, None])).sum(-1) + 1).tolist()
+    return [
+        TokenLogprob(token_id, chosen[row], tuple(zip(ids[row][:count], values[row][:count], strict=True)), ranks[row])
+        for row, (token_id, count) in enumerate(zip(token_ids.tolist(), counts, strict=True))
+    ]

@@ -1,0 +1,56 @@
+"""The tokens that steps choose: on the device, where the next step reads them, and on their way to the host."""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.attention.sequence_table import IntArray
+from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.device.streams import Stream
+from alignedserve.runtime.engine.sampling.sampler import Draw
+
+NO_TOKEN = -1  # in place of a token where logits were not numbers
+_NUM_PARTS = 2  # a step may be divided into so many launches
+
+
+class ChosenTokens:
+    """The tokens of the step that was enqueued last, in the places that its launches have for their sampled rows."""
+
+    def __init__(self, max_sequences: int, device: torch.device, *, launches_ahead: bool) -> None:
+        """`launches_ahead`: a step may be enqueued before the host has read the tokens of the one before."""
+        self._tokens = torch.zeros(_NUM_PARTS * max_sequences, dtype=torch.int64, device=device)
+        self._no_token = torch.tensor(NO_TOKEN, device=device)
+        # One for each launch of a step and for the step behind it; none where the device is the host, which has read
+        # them before the next.
+        needs_copies = device.type != "cpu" or launches_ahead
+        num_copies = _NUM_PARTS + 1 if needs_copies else 0
+        self._on_host = deque(_like(self._tokens[:max_sequences]) for _ in range(num_copies))
+
+    def choose(self, draw: Draw, first: int) -> Draw:
+        """Take what was drawn in places from `first` on, and return it; for the compute stream."""
+        places = slice(first, first + len(draw.rows))
+        torch.where(draw.is_usable, draw.token_ids, self._no_token, out=self._tokens[places])
+        return draw
+
+    def inputs(self, places: IntArray | None) -> Tensor | None:
+        """Return the tokens at these places, for the next step; None: it has its own. For the compute stream."""
+        if places is None:
+            return None
+        (at,) = to_device([places], self._tokens.device)
+        return self._tokens.index_select(0, at).clamp_(min=0)  # a sequence without a token ends
+
+    def copy_out(self, stream: Stream, first: int, count: int) -> Tensor:
+        """Enqueue the copy of so many tokens to the host; return where they will be, until the step after next."""
+        tokens = self._tokens[first : first + count]
+        if not count or not self._on_host:
+            return tokens
+        self._on_host.rotate()
+        on_host = self._on_host[0][:count]
+        stream.copy_out(tokens, on_host)
+        return on_host
+
+
+def _like(tokens: Tensor) -> Tensor:
+    on_host = torch.zeros(tokens.shape, dtype=tokens.dtype)
+    return on_host if tokens.device.type == "cpu" else on_host.pin_memory()

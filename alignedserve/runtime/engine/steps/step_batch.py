@@ -1,0 +1,297 @@
+"""Builds the forward batch of one step from the sequence table: on the host, then brought to the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.runtime.attention.backend import AttentionPlanner, RunPlanner, StepAttention
+from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, tokens_of
+from alignedserve.runtime.device.arrays import Array, to_device
+from alignedserve.runtime.engine.forward_batch import ForwardBatch
+from alignedserve.runtime.engine.last_tokens import LastTokenPlanner, LastTokens
+from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, HiddenPlan
+from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from kernels.device_lora import DevicePlan
+from kernels.lora import AdapterMatrices, AdapterRows
+
+_NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A forward batch on the host, and the places of its results. Slices are in batch order: decodes, then chunks.
+
+    The token rows of a batch of decodes may be padded to a size that has a CUDA graph.
+    """
+
+    token_ids: IntArray  # [token rows]
+    positions: IntArray  # [token rows]
+    slots: IntArray  # [token rows], see ForwardBatch
+    fresh_blocks: IntArray  # see ForwardBatch
+    unclean_tails: tuple[tuple[BlockId, int], ...]  # see ForwardBatch
+    attention: StepAttention
+    rows: IntArray  # [slices] rows of the sequence table
+    counts: IntArray  # [slices] tokens of each
+    first_rows: IntArray  # [slices] first token row of each
+    sampled_rows: IntArray  # rows of the sequence table that reach their last known token
+    sampled_at: IntArray  # the token rows whose logits they need, in the same order
+    wants_prompt_logprobs: tuple[int, ...]  # slices that compute prompt tokens of sequences that asked
+    wants_embeddings: IntArray  # places in sampled_rows of sequences that asked for their prompt's
+    is_decode: bool  # one token of each slice, each the last known one, and keys and values in its blocks
+    hidden: HiddenPlan | None = None  # of the last slices
+    last: LastTokens | None = None  # of the sampled rows; None: the last layer computes all tokens to the end
+    adapters: AdapterRows | DevicePlan | None = None  # of the token rows; None: no sequence has one
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Return whether hidden vectors are asked for, and not logits alone."""
+        return bool(self.wants_prompt_logprobs) or len(self.wants_embeddings) > 0
+
+    @property
+    def host_arrays(self) -> tuple[Array, ...]:
+        """Return the arrays that the forward pass reads."""
+        arrays = () if self.hidden is None else self.hidden.arrays
+        adapters = () if self.adapters is None else self.adapters.host_arrays
+        return (self.token_ids, self.positions, self.slots, *adapters, *arrays, *self.attention.host_arrays)
+
+    def to_forward_batch(self, tensors: Sequence[Tensor]) -> ForwardBatch:
+        """Build the forward batch. `tensors`: the host arrays on the device."""
+        token_ids, positions, slots, *others = tensors
+        hidden, adapters = None, None
+        if self.adapters is not None:
+            num_arrays = len(self.adapters.host_arrays)
+            adapters, others = self.adapters.bound(others[:num_arrays]), others[num_arrays:]
+        if self.hidden is not None:
+            num_arrays = len(self.hidden.arrays)
+            hidden, others = self.hidden.to_rows(len(token_ids), others[:num_arrays]), others[num_arrays:]
+        self.attention.bind(others)
+        last = None if self.last is None else self.last.to_rows()
+        rest = (self.fresh_blocks, self.unclean_tails, self.attention, hidden, last, adapters)
+        return ForwardBatch(token_ids, positions, slots, *rest)
+
+    def forward_batch(self, device: torch.device, inputs: Tensor | None = None) -> ForwardBatch:
+        """Bring the arrays to the device and build the forward batch. `inputs`: its first tokens, on the device."""
+        tensors = to_device(self.host_arrays, device)
+        if inputs is not None:
+            tensors[0][: len(inputs)] = inputs
+        return self.to_forward_batch(tensors)
+
+
+class BatchBuilder:
+    """Builds steps from a sequence table, of which it changes only the marks of unclean tails."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        storage: BlockStorage,
+        planner: AttentionPlanner,
+        *,
+        decode_sizes: Sequence[int] = (),
+        hidden: HiddenContexts | None = None,
+        last: LastTokenPlanner | None = None,
+    ) -> None:
+        """`decode_sizes`, ascending: a batch of decodes is padded to the next of them. `hidden`: plans the sequences
+        with hidden caches, if there may be any. `last`: plans the last layer, if it is to leave tokens out."""
+        self._table = table
+        self._storage = storage
+        self._planner = planner
+        self._decode_sizes = decode_sizes
+        self._hidden = hidden
+        self._last = last
+        self._adapters: AdapterRows | None = None  # of the latest step: those of the next are often the same
+
+    def build(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
+        """Build the batch that computes the next `num_tokens[i]` tokens of each request."""
+        rows = self._table.rows(request_ids)
+        counts = np.array(num_tokens, np.int64)
+        self._check(rows, counts)
+        is_decode, is_hidden = counts == 1, self._table.is_hidden[rows]
+        hidden = None
+        if is_hidden.any():
+            assert self._hidden is not None, "a hidden cache where there is none"
+            hidden = self._hidden.plan(rows[is_hidden], counts[is_hidden])
+            rows, counts, is_decode = rows[~is_hidden], counts[~is_hidden], is_decode[~is_hidden]
+        elif is_decode.all():
+            return self.build_decodes(rows)
+        return self._build(rows[is_decode], rows[~is_decode], counts[~is_decode], hidden=hidden)
+
+    def build_runs(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
+        """Build the same batch, whose slices are short, as one of decodes if the planner has such."""
+        table, planner = self._table, self._planner
+        rows, counts = table.rows(request_ids), np.array(num_tokens, np.int64)
+        if not isinstance(planner, RunPlanner) or table.is_hidden[rows].any():
+            return self.build(request_ids, num_tokens)
+        self._check(rows, counts)
+        token_rows, positions = tokens_of(rows, table.num_computed[rows], counts)
+        blocks, offsets = table.places(token_rows, positions)
+        slots = blocks * self._storage.slot_stride + offsets
+        plan = SlicePlan(planner.plan_runs(rows, counts), rows, counts, token_rows, positions, slots)
+        return self._step(plan, _NO_ROWS)
+
+    def build_decodes(self, rows: IntArray) -> StepBatch:
+        """Build the batch that computes the next token of each of these rows of the table, unchecked."""
+        return self._build(rows, rows[:0], _NO_ROWS)
+
+    def build_padding(self, size: int, adapters: DevicePlan | None = None) -> StepBatch:
+        """Build a batch of `size` padding rows. `adapters`: of as many, to be recorded for others that have some."""
+        return replace(self._build(_NO_ROWS, _NO_ROWS, _NO_ROWS, size), adapters=adapters)
+
+    def complete(self, step: StepBatch) -> None:
+        """Fill in the tokens and blocks that may have been unknown when a step of decodes was planned ahead."""
+        table, count = self._table, len(step.rows)
+        positions = step.positions[:count]
+        assert (positions < table.num_blocks[step.rows] * table.block_size).all(), "too few blocks for the slice"
+        blocks, offsets = table.places(step.rows, positions)
+        step.token_ids[:count] = table.tokens[step.rows, positions]
+        step.slots[:count] = blocks * self._storage.slot_stride + offsets
+        step.attention.set_last_blocks(blocks)
+
+    def _check(self, rows: IntArray, counts: IntArray) -> None:
+        table = self._table
+        assert len(rows), "a step needs at least one slice"
+        assert len(set(rows.tolist())) == len(rows), "two slices of one request in one step"
+        after = table.num_computed[rows] + counts
+        assert counts.min() >= 1, "a slice computes at least one token"
+        assert (after <= table.num_tokens[rows]).all(), "a slice goes beyond the known tokens"
+        assert (after <= table.num_blocks[rows] * table.block_tokens[rows]).all(), "too few blocks for the slice"
+
+    def _unclean_tails(self, rows: IntArray) -> tuple[tuple[BlockId, int], ...]:
+        """Return, and mark as clean, the unused slots behind the cached tokens that sequences came with."""
+        table = self._table
+        rows = rows[table.has_unclean_tail[rows]]
+        table.has_unclean_tail[rows] = False
+        places = [divmod(computed, table.block_size) for computed in table.num_computed[rows].tolist()]
+        return tuple(
+            (BlockId(int(table.block_tables[row, block])), slot)
+            for row, (block, slot) in zip(rows.tolist(), places, strict=True)
+            if slot
+        )
+
+    def _num_padding(self, num_decodes: int) -> int:
+        at = int(np.searchsorted(self._decode_sizes, num_decodes))
+        return self._decode_sizes[at] - num_decodes if at < len(self._decode_sizes) else 0
+
+    def _build(
+        self,
+        decode_rows: IntArray,
+        chunk_rows: IntArray,
+        chunk_counts: IntArray,
+        num_padding: int | None = None,
+        *,
+        hidden: HiddenPlan | None = None,
+    ) -> StepBatch:
+        """Build the batch of these rows of the table and, behind them, of sequences with a hidden cache."""
+        is_all_decodes = not len(chunk_rows) and hidden is None
+        if num_padding is None:
+            num_padding = self._num_padding(len(decode_rows)) if is_all_decodes else 0
+        plain, fresh_blocks = self._plan(decode_rows, chunk_rows, chunk_counts, num_padding)
+        return self._step(
+            plain,
+            fresh_blocks,
+            num_padding,
+            is_all_decodes=is_all_decodes,
+            has_chunks=len(chunk_rows) > 0,
+            hidden=hidden,
+        )
+
+    def _step(
+        self,
+        plain: SlicePlan,
+        fresh_blocks: IntArray,
+        num_padding: int = 0,
+        *,
+        is_all_decodes: bool = False,
+        has_chunks: bool = False,
+        hidden: HiddenPlan | None = None,
+    ) -> StepBatch:
+        """Build the batch of these slices and, behind them, of sequences with a hidden cache."""
+        table = self._table
+        slices = plain if hidden is None else hidden.after(plain)
+        rows, counts = slices.rows, slices.counts
+        token_ids = table.tokens[slices.token_rows, slices.positions].astype(np.int64)
+        positions, slots = slices.positions, slices.slots
+        if num_padding:
+            scratch = np.zeros(num_padding, np.int64)
+            token_ids, positions = np.concatenate((token_ids, scratch)), np.concatenate((positions, scratch))
+            slots = np.concatenate((slots, scratch + self._storage.scratch_block * self._storage.slot_stride))
+        last_rows = np.cumsum(counts) - 1
+        reads_unused = self._planner.reads_unused_slots
+        is_sampled = table.num_computed[rows] + counts == table.num_tokens[rows]
+        sampled_rows, sampled_at = rows[is_sampled], last_rows[is_sampled]
+        wants_prompt_logprobs = self._prompt_logprob_slices(rows)
+        last = None
+        if has_chunks and hidden is None and not wants_prompt_logprobs:
+            last = self._plan_last(sampled_rows, sampled_at)
+        if last is not None:
+            sampled_rows, sampled_at = last.rows, last.token_rows
+        return StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            fresh_blocks=fresh_blocks,
+            unclean_tails=self._unclean_tails(plain.rows) if reads_unused else (),
+            attention=slices.attention,
+            rows=rows,
+            counts=counts,
+            first_rows=last_rows - counts + 1,
+            sampled_rows=sampled_rows,
+            sampled_at=sampled_at,
+            wants_prompt_logprobs=wants_prompt_logprobs,
+            wants_embeddings=np.flatnonzero(table.wants_embedding[sampled_rows]),
+            is_decode=is_all_decodes and bool(is_sampled.all()),
+            hidden=hidden,
+            last=last,
+            adapters=self._adapter_rows(slices.token_rows, len(token_ids)),
+        )
+
+    def _plan(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int
+    ) -> tuple[SlicePlan, IntArray]:
+        """Plan sequences with keys and values; return also the blocks to be zeroed before the pass."""
+        table = self._table
+        attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts, num_padding)
+        rows = np.concatenate([attention.decode_rows, chunk_rows])
+        counts = np.ones(len(rows), np.int64)
+        counts[len(decode_rows) :] = chunk_counts
+        token_rows, positions = rows, table.num_computed[rows]
+        if len(chunk_counts):
+            token_rows, positions = tokens_of(rows, positions, counts)
+        blocks, offsets = table.places(token_rows, positions)
+        slots = blocks * self._storage.slot_stride + offsets
+        fresh_blocks = blocks[positions % table.block_size == 0] if self._planner.reads_unused_slots else _NO_ROWS
+        return SlicePlan(attention, rows, counts, token_rows, positions, slots), fresh_blocks
+
+    def _adapter_rows(self, token_rows: IntArray, num_tokens: int) -> AdapterRows | None:
+        """Return the adapters of `num_tokens` token rows, padding included; None: no sequence has one."""
+        table = self._table
+        if not table.has_adapter[token_rows].any():
+            self._adapters = None
+            return None
+        distinct: dict[int, int] = {}  # places of adapters, by their identity
+        adapters: list[AdapterMatrices] = []
+        of_sequence = np.full(len(table.has_adapter), -1, np.int64)
+        for row in np.unique(token_rows[table.has_adapter[token_rows]]).tolist():
+            adapter = table.sequence(row).adapter
+            assert adapter is not None, f"row {row} has no adapter"
+            if id(adapter) not in distinct:
+                distinct[id(adapter)] = len(adapters)
+                adapters.append(adapter)
+            of_sequence[row] = distinct[id(adapter)]
+        of_row = np.full(num_tokens, -1, np.int64)
+        of_row[: len(token_rows)] = of_sequence[token_rows]
+        if self._adapters is None or not self._adapters.are(adapters, of_row):
+            self._adapters = AdapterRows(adapters, of_row, self._storage.device)
+        return self._adapters
+
+    def _plan_last(self, rows: IntArray, token_rows: IntArray) -> LastTokens | None:
+        return None if self._last is None else self._last.plan(rows, token_rows)
+
+    def _prompt_logprob_slices(self, rows: IntArray) -> tuple[int, ...]:
+        table = self._table
+        asks = table.wants_prompt_logprobs[rows] & (table.num_computed[rows] + 1 < table.prompt_lens[rows])
+        return tuple(np.flatnonzero(asks).tolist())

@@ -1,0 +1,80 @@
+"""A step that is on the compute stream, and what it will leave."""
+
+import time
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.attention.sequence_table import IntArray
+from alignedserve.runtime.device.streams import Event, HostEvent
+from alignedserve.runtime.engine.sampling.logits_processors import LogitsChanges
+from alignedserve.runtime.engine.sampling.sampler import Draw
+from alignedserve.runtime.engine.steps.block_loans import Loans
+from alignedserve.runtime.engine.steps.step_batch import StepBatch
+from alignedserve.runtime.engine.steps.step_output import PromptLogprobs
+from alignedserve.runtime.grammar.token_masks import StepMasks
+from kernels.cpu.decode_pass import AllowedTokens
+
+# On a CPU, masks and forward pass have the same cores: beside the pass, masks keep one of its threads from work while
+# all others wait for it. Where they take longer than this, the pass begins without them.
+MASKS_FIRST_S = 0.02
+
+
+@dataclass(slots=True)
+class StepLaunch:
+    """A step on the compute stream."""
+
+    step: StepBatch
+    num_tokens: IntArray  # of each sampled row, before the step
+    computed: Event = field(default_factory=HostEvent)  # its tokens are on the host then
+    masks: "Future[StepMasks] | None" = None  # of its sampled rows; None: no row has a grammar
+    changes: LogitsChanges | None = None  # in the logits of its sampled rows; None: there are none
+    grammar_s: float = 0.0  # that the step has waited for its masks
+    first_place: int = 0  # of its tokens among those that are chosen on the device
+    # Of a step that was launched ahead: the places, among the tokens that the step before it chose on the device, of
+    # those that are its inputs in the order of its rows; and which of its own sampled rows were asked for.
+    inputs_at: IntArray | None = None
+    kept: IntArray | None = None
+    loans: Loans | None = None  # blocks of the engine's that it writes; None: of its sequences alone
+    on_host: Tensor | None = None  # the tokens of its sampled rows, once it is computed
+    takes_highest: bool = False  # the highest logits of its rows are all that is asked for
+    draw: Draw | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # by place among the sampled rows
+    forwarded: float = 0.0  # time at which the forward pass was computed, or enqueued
+
+    def await_masks(self, at_most_s: float | None = None) -> StepMasks | None:
+        """Wait for the masks, no longer than that, and note the time; None: no row has a grammar, or not yet."""
+        if self.masks is None:
+            return None
+        began = time.perf_counter()
+        wait((self.masks,), at_most_s)
+        self.grammar_s += time.perf_counter() - began
+        return self.masks.result() if self.masks.done() else None
+
+    def allowed_tokens(self) -> AllowedTokens | None:
+        """Return the masks, which are there, in the form that a pass takes whose rows are all sampled; None: none."""
+        if self.masks is None:
+            return None
+        masks, places = self.masks.result(), np.full(len(self.step.rows), -1, np.int64)
+        places[masks.at] = np.arange(len(masks.at))
+        return AllowedTokens(torch.from_numpy(places), torch.from_numpy(masks.bits))
+
+    @property
+    def rows(self) -> IntArray:
+        """Return the sampled rows that were asked for."""
+        rows = self.step.sampled_rows
+        return rows if self.kept is None else rows[self.kept]
+
+    @property
+    def end_place(self) -> int:
+        """Return the place behind those of its tokens."""
+        return self.first_place + len(self.step.sampled_rows)
+
+    @property
+    def num_tokens_before(self) -> IntArray:
+        """Return the tokens of each of `rows` before the step."""
+        return self.num_tokens if self.kept is None else self.num_tokens[self.kept]

@@ -1,0 +1,59 @@
+"""The forward passes of steps, each in the quickest form that gives what the step needs."""
+
+from functools import partial
+
+from torch import Tensor
+
+from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.device.streams import Stream
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.steps.cuda_graphs import DecodeGraphs
+from alignedserve.runtime.engine.steps.step_batch import BatchBuilder, StepBatch
+from alignedserve.runtime.engine.steps.step_launch import StepLaunch
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from kernels.cpu.decode_pass import HighestLogits
+from kernels.device_lora import DevicePlan, DeviceProducts
+
+
+class StepPasses:
+    """The passes of one model over one storage; for the compute stream."""
+
+    def __init__(self, model: Decoder, storage: BlockStorage, graphs: DecodeGraphs | None) -> None:
+        """`graphs`: None: on this device there are none."""
+        self.graphs = graphs
+        self._model = model
+        self._storage = storage
+
+    def record_all(self, builder: BatchBuilder, compute: Stream, products: DeviceProducts | None) -> None:
+        """Record every graph that there is to be; `products`: also those of batches with adapters."""
+        assert self.graphs is not None, "a device without graphs"
+        for size in reversed(self.graphs.sizes):  # the largest allocates the memory that all use
+            compute.run(partial(self.logits, builder.build_padding(size)))
+            if products is not None:
+                compute.run(partial(self.logits, builder.build_padding(size, DevicePlan(products, size))))
+
+    def logits(self, step: StepBatch, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return last hidden vectors of all tokens, and the logits of the sampled ones; `inputs`: see forward_batch."""
+        if self.graphs is not None and step.is_decode and not step.needs_hidden:
+            logits = self.graphs.run(step, inputs)
+            if logits is not None:
+                return logits[:0], logits[: len(step.rows)]
+        batch = step.forward_batch(self._storage.device, inputs)
+        if step.is_decode and not step.needs_hidden:
+            logits = self._model.decode(batch, self._storage)
+            if logits is not None:
+                return logits[:0], logits
+        hidden = self._model.forward(batch, self._storage)
+        if not len(step.sampled_at):
+            return hidden, hidden[:0]
+        if len(step.sampled_at) == len(hidden):  # all of them: the places ascend
+            return hidden, self._model.logits(hidden)
+        (sampled_at,) = to_device([step.sampled_at], self._storage.device)
+        return hidden, self._model.logits(hidden[sampled_at])
+
+    def highest(self, launch: StepLaunch, inputs: Tensor | None = None) -> HighestLogits | None:
+        """Find the highest logits alone; None: the step needs more, or the model has no such pass."""
+        if not launch.takes_highest:
+            return None
+        batch = launch.step.forward_batch(self._storage.device, inputs)
+        return self._model.decode_highest(batch, self._storage, launch.allowed_tokens())

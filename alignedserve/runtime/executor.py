@@ -1,0 +1,64 @@
+"""The executor of a worker: what performs its iterations, by the kind of its model."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.costmodel.linear import Sample
+from alignedserve.messages.iterations import IterationCompleted, RunIteration
+from alignedserve.messages.wire import Message
+from alignedserve.runtime.device.shared_device import SharedDevice
+from alignedserve.runtime.encoder.executor import EncoderExecutor
+from alignedserve.runtime.engine.engine_sizes import EngineSizes
+from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.kv.copy_lanes import CopyLanes
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.process.links import Identity
+
+
+class Executor(Protocol):
+    """What workers that do both phases use of ModelExecutor and EncoderExecutor alike."""
+
+    num_blocks: int
+    layout: BlockLayout
+    eos_token_ids: frozenset[int]
+    has_shared_blocks: bool
+
+    @property
+    def lanes(self) -> CopyLanes | None:
+        """The lanes of the device's copies; None: the blocks are on the host."""
+
+    def copier(self, identity: Identity, *, transport: str = ...) -> BlockCopier:
+        """Return a copier of the executor's blocks."""
+
+    def measure_iterations(self, duration_s: float, max_tokens: int) -> tuple[Sample, ...]:
+        """Measure the initial costs of iterations, before serving."""
+
+    def prepare(self, message: Message) -> "Sequence[Future[Any]]":
+        """Begin what the requests of a message need; return what they wait for."""
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raise InvalidRequest for a grammar that answers of this model cannot follow; empty: there is none."""
+
+    def start_iteration(self, command: RunIteration, on_completed: Callable[[IterationCompleted], None]) -> None:
+        """Perform one iteration on the compute thread; the result goes to the callback on the loop."""
+
+    def run_iteration(self, command: RunIteration) -> IterationCompleted:
+        """Perform one iteration on the calling thread."""
+
+    def close(self) -> None:
+        """Wait for the threads to end."""
+
+
+def make_executor(
+    served: ServedModel,
+    sizes: EngineSizes,
+    progress_path: Path | None = None,
+    shared_device: SharedDevice | None = None,
+) -> Executor:
+    """Load the model and return what runs it; takes as long as that. Arguments and errors as of ModelExecutor."""
+    kind = EncoderExecutor if served.encoder is not None else ModelExecutor
+    return kind(served, sizes, progress_path, shared_device)

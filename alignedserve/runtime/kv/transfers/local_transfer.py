@@ -1,0 +1,167 @@
+"""KVTransfer to blocks that this process copies itself, and copies of requests from one such memory to another."""
+
+import abc
+import logging
+from collections.abc import Sequence
+
+from alignedserve.core.errors import HandoffRejected
+from alignedserve.core.ids import BlockId
+from alignedserve.messages.caches import BlockCopy, BlockRun
+from alignedserve.runtime.kv.block_checksums import (
+    check_target,
+    is_verified,
+    run_checksums,
+    runs_of,
+    runs_with_checksums,
+    source_blocks,
+    verify_digests,
+)
+from alignedserve.runtime.kv.block_runs import BlockIds, BlockRuns, Ints, as_ids
+from alignedserve.runtime.kv.direct_copies import HostSide, PeerSide
+from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
+from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from kernels.cpu.block_copies import Digests, copy_blocks
+
+logger = logging.getLogger(__name__)
+
+LocalMemory = Arena | DeviceBuffer
+
+
+class LocalTransfer(abc.ABC):
+    """KVTransfer to a memory that this process reaches without asking anyone; a subclass copies.
+
+    The pool stamps the blocks that it leases in its arena; writing elsewhere is refused. In a candidate buffer
+    (`stamps`) the owner only says which blocks are free to write, and the writer stamps them.
+    """
+
+    def __init__(self, memory: LocalMemory, *, stamps: bool, num_threads: int = 1) -> None:
+        """`num_threads`: of each copy on the host, the calling one included."""
+        self.memory = memory
+        self.stamps = stamps
+        self.num_threads = num_threads
+
+    def offload(self, requests: Sequence[OffloadRequest]) -> list[tuple[BlockRun, ...] | None]:
+        """See KVTransfer."""
+        return [self._offload_one(request) for request in requests]
+
+    def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
+        """See KVTransfer."""
+        return [
+            checksums is not None and is_verified(request.copy, checksums)
+            for request, checksums in zip(requests, self.fetch_unverified(requests), strict=True)
+        ]
+
+    def fetch_unverified(self, requests: Sequence[FetchRequest]) -> list[list[int] | None]:
+        """Copy in and return the checksums of each request's runs as they arrived; None: it is refused."""
+        return [self._fetch_one(request) for request in requests]
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """See KVTransfer."""
+
+    @abc.abstractmethod
+    def _copy_out(self, block_ids: BlockIds, target: Ints) -> Digests:
+        """Copy blocks of the storage to these of the memory, and return their digests."""
+
+    @abc.abstractmethod
+    def _copy_in(self, source: Ints, block_ids: BlockIds) -> Digests:
+        """Copy blocks of the memory to these of the storage, and return their digests."""
+
+    def _offload_one(self, request: OffloadRequest) -> tuple[BlockRun, ...] | None:
+        generation = request.generation
+        try:
+            target = as_ids(request.target_block_ids)
+            check_target(target, len(request.storage_block_ids), generation, self.memory.num_blocks)
+            if self.stamps:
+                self.memory.stamp(target, generation)
+            _check_lease(self.memory, target, generation)
+        except HandoffRejected as error:
+            logger.warning("offload under generation %d refused: %s", generation, error)
+            return None
+        digests = self._copy_out(request.storage_block_ids, target)
+        runs = request.runs
+        return runs_with_checksums(runs, run_checksums(digests, runs.placed(request.num_before or 0)))
+
+    def _fetch_one(self, request: FetchRequest) -> list[int] | None:
+        copy, memory = request.copy, self.memory
+        num_targets = len(request.storage_block_ids)
+        try:
+            source = source_blocks(
+                copy, block_size=memory.layout.block_size, num_targets=num_targets, num_blocks=memory.num_blocks
+            )
+            _check_lease(memory, source, copy.generation)
+            digests = self._copy_in(source, request.storage_block_ids[: len(source)])
+            # The lease may have been revoked during the copy: the data is then another request's.
+            _check_lease(memory, source, copy.generation)
+        except HandoffRejected as error:
+            logger.warning("fetch of generation %d refused: %s", copy.generation, error)
+            return None
+        return run_checksums(digests, runs_of(copy).placed(copy.num_before))
+
+
+def relay(
+    source: LocalTransfer, copy: BlockCopy, target: LocalTransfer, target_block_ids: Sequence[BlockId], generation: int
+) -> tuple[BlockRun, ...] | None:
+    """Copy a request's blocks from one memory to another, verify them and return its new runs with their checksums.
+
+    There must be as many target blocks as the copy has. In a candidate buffer (`target.stamps`) they are stamped first,
+    and unstamped when the result is None; in the pool's arena the pool has stamped them.
+    """
+    assert source.memory.layout == target.memory.layout, "blocks are copied between memories of one layout"
+    try:
+        target_ids = as_ids(target_block_ids)
+        check_target(target_ids, copy.num_blocks, generation, target.memory.num_blocks)
+    except HandoffRejected as error:
+        logger.warning("relay of generation %d refused: %s", copy.generation, error)
+        return None
+    try:
+        if target.stamps:
+            target.memory.stamp(target_ids, generation)
+        return _relay(source.memory, copy, target, target_ids, generation)
+    except HandoffRejected as error:
+        if target.stamps:
+            target.memory.stamp(target_ids, NO_LEASE)
+        logger.warning("relay of generation %d refused: %s", copy.generation, error)
+        return None
+
+
+def _relay(
+    source: LocalMemory, copy: BlockCopy, target: LocalTransfer, target_ids: Ints, generation: int
+) -> tuple[BlockRun, ...]:
+    layout, num_targets = source.layout, len(target_ids)
+    source_ids = source_blocks(
+        copy, block_size=layout.block_size, num_targets=num_targets, num_blocks=source.num_blocks
+    )
+    _check_lease(source, source_ids, copy.generation)
+    _check_lease(target.memory, target_ids, generation)
+    # Every byte is summed once, so the new checksums are of exactly what the old ones verify.
+    digests = _copied(source, source_ids, target, target_ids)
+    verify_digests(copy, digests)
+    _check_lease(source, source_ids, copy.generation)
+    runs = BlockRuns.of(target_ids)
+    return runs_with_checksums(runs, run_checksums(digests, runs.placed()))
+
+
+def _copied(source: LocalMemory, source_ids: Ints, target: LocalTransfer, target_ids: Ints) -> Digests:
+    """Copy blocks by the device that has either end, or on the host, and return their digests."""
+    memory = target.memory
+    if isinstance(source, Arena):
+        if isinstance(memory, Arena):
+            there = memory.listed(target_ids)
+            return copy_blocks(source.listed(source_ids), there, num_threads=target.num_threads)
+        if not source.is_registered:
+            return copy_to_pieces(source.listed(source_ids), memory.pieces_to_write(target_ids))
+        with memory.lanes.direct() as copies:
+            return copies.copy_in(HostSide(source.listed(source_ids)), memory.blocks, target_ids)
+    if isinstance(memory, Arena) and not memory.is_registered:
+        return copy_from_pieces(source.pieces_to_read(source_ids), memory.listed(target_ids))
+    other = HostSide(memory.listed(target_ids)) if isinstance(memory, Arena) else PeerSide(memory.blocks, target_ids)
+    with source.lanes.direct() as copies:
+        return copies.copy_out(source.blocks, source_ids, other)
+
+
+def _check_lease(memory: LocalMemory, block_ids: Ints, generation: int) -> None:
+    if not memory.is_stamped(block_ids, generation):
+        raise HandoffRejected("the lease is no longer valid")

@@ -1,0 +1,181 @@
+"""adapter_config.json of a PEFT folder: which modules a LoRA adapter changes, with which rank and scale.
+
+Every field is checked for type and bounds, and what would change the answers and is not supported is refused by name.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from alignedserve.core.errors import AdapterError, ModelError
+from alignedserve.runtime.lora.module_patterns import NamePredicate, end, ends_with_any, whole
+from alignedserve.runtime.model.json_fields import JsonFields
+
+CONFIG_NAME = "adapter_config.json"
+ALL_LINEAR = "all-linear"
+
+_MAX_NAMES = 4096  # of modules, or of patterns
+_MAX_PATTERN_LEN = 10_000
+_MOST_ALPHA = 1e6
+# Fields of PEFT that change what is computed; here only without effect.
+_REFUSED_FLAGS = {
+    "use_dora": "DoRA",
+    "fan_in_fan_out": "fan_in_fan_out",
+    "lora_bias": "lora_bias",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA",
+}
+_REFUSED_FIELDS = (
+    "modules_to_save",
+    "megatron_config",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "arrow_config",
+)
+# Beginnings of a training that leave the model's own weights as they are; others change them, as PiSSA does.
+_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What the config says of every module."""
+
+    rank: int
+    alpha: float
+    uses_rslora: bool  # the scale is alpha / sqrt(rank) instead of alpha / rank
+    is_target: NamePredicate
+    ranks: tuple[tuple[NamePredicate, int], ...]  # of modules that have their own; the first that matches
+    alphas: tuple[tuple[NamePredicate, float], ...]  # likewise
+    layers: frozenset[int] | None  # the layers that are changed; None: all of them
+
+    def changes(self, module: str, layer: int) -> bool:
+        """Return whether the adapter changes this module of this layer."""
+        return self.is_target(module) and (self.layers is None or layer in self.layers)
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's matrices."""
+        return next((rank for matches, rank in self.ranks if matches(module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return what B (A x) is multiplied by."""
+        alpha = next((alpha for matches, alpha in self.alphas if matches(module)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
+
+
+def parse_adapter_config(content: bytes, where: str, max_rank: int) -> AdapterConfig:
+    """Read the config. Raises AdapterError naming `where` and the field."""
+    fields = _object(content, where)
+    try:
+        return _config(JsonFields(fields, where), fields, where, max_rank)
+    except AdapterError:
+        raise
+    except ModelError as error:  # of JsonFields
+        raise AdapterError(str(error)) from error
+
+
+def _object(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        decoded = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{where} is not valid JSON.") from error
+    if not isinstance(decoded, dict):
+        raise AdapterError(f"{where} must hold a JSON object.")
+    return decoded
+
+
+def _config(fields: JsonFields, raw: Mapping[str, Any], where: str, max_rank: int) -> AdapterConfig:
+    _refuse(fields, raw, where)
+    rank = _rank(fields, max_rank)
+    return AdapterConfig(
+        rank=rank,
+        alpha=fields.number("lora_alpha", -_MOST_ALPHA, _MOST_ALPHA),
+        uses_rslora=fields.flag("use_rslora", default=False),
+        is_target=_targets(raw, where),
+        ranks=tuple(
+            (
+                end(key, f"{where}: rank_pattern"),
+                JsonFields({"rank_pattern": value}, where).integer("rank_pattern", 1, max_rank),
+            )
+            for key, value in _patterns(raw, "rank_pattern", where).items()
+        ),
+        alphas=tuple(
+            (
+                end(key, f"{where}: alpha_pattern"),
+                JsonFields({"alpha_pattern": value}, where).number("alpha_pattern", -_MOST_ALPHA, _MOST_ALPHA),
+            )
+            for key, value in _patterns(raw, "alpha_pattern", where).items()
+        ),
+        layers=_layers(fields, raw),
+    )
+
+
+def _refuse(fields: JsonFields, raw: Mapping[str, Any], where: str) -> None:
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(f"{where}: peft_type must be LORA; other kinds of adapters are not supported.")
+    for name, spoken in _REFUSED_FLAGS.items():
+        if raw.get(name) not in (None, False):
+            raise AdapterError(f"{where}: {spoken} is not supported.")
+    for name in _REFUSED_FIELDS:
+        if raw.get(name):
+            raise AdapterError(f"{where}: {name} is not supported.")
+    if raw.get("init_lora_weights") not in _PLAIN_INITS:
+        raise AdapterError(
+            f"{where}: init_lora_weights names a way to begin that changes the model's own weights, which is not "
+            "supported; convert the adapter to plain LoRA."
+        )
+    if fields.text("bias", "none") != "none":
+        raise AdapterError(f"{where}: bias must be none: adapters that train biases are not supported.")
+
+
+def _rank(fields: JsonFields, max_rank: int) -> int:
+    rank = fields.integer("r", 1, 1 << 20)
+    if rank > max_rank:
+        raise fields.error("r", f"is {rank}, above lora.max_rank, which is {max_rank}")
+    return rank
+
+
+def _targets(raw: Mapping[str, Any], where: str) -> NamePredicate:
+    selected = _selected(raw.get("target_modules"), "target_modules", where)
+    if selected is None:
+        raise AdapterError(f"{where}: target_modules is missing.")
+    excluded = _selected(raw.get("exclude_modules"), "exclude_modules", where)
+    if excluded is None:
+        return selected
+    return lambda name: selected(name) and not excluded(name)
+
+
+def _selected(value: object, field: str, where: str) -> NamePredicate | None:
+    """Return the predicate of a list of names or an expression; None: there is none."""
+    if value is None or value == []:
+        return None
+    if value == ALL_LINEAR:
+        return lambda _: True
+    if isinstance(value, str) and len(value) <= _MAX_PATTERN_LEN:
+        return whole(value, f"{where}: {field}")
+    if isinstance(value, list) and len(value) <= _MAX_NAMES and all(isinstance(item, str) for item in value):
+        return ends_with_any(tuple(value))
+    raise AdapterError(f"{where}: {field} must be a list of at most {_MAX_NAMES} names, or an expression.")
+
+
+def _patterns(raw: Mapping[str, Any], field: str, where: str) -> dict[str, Any]:
+    value = raw.get(field) or {}
+    if not isinstance(value, dict) or len(value) > _MAX_NAMES:
+        raise AdapterError(f"{where}: {field} must be an object with at most {_MAX_NAMES} entries.")
+    if any(len(key) > _MAX_PATTERN_LEN for key in value):
+        raise AdapterError(f"{where}: {field} has an expression that is too long.")
+    return value
+
+
+def _layers(fields: JsonFields, raw: Mapping[str, Any]) -> frozenset[int] | None:
+    value = raw.get("layers_to_transform")
+    if value is None or value == []:
+        return None
+    if isinstance(value, int):
+        return frozenset((fields.integer("layers_to_transform", 0, _MAX_NAMES),))
+    return frozenset(fields.integers("layers_to_transform", 0, _MAX_NAMES))

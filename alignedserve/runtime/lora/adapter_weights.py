@@ -1,0 +1,102 @@
+"""The matrices of an adapter: out of its files, in the order of the model's products."""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from alignedserve.core.errors import AdapterError
+from alignedserve.runtime.lora.adapter_check import check_adapter
+from alignedserve.runtime.lora.adapter_files import AdapterFiles
+from alignedserve.runtime.lora.adapter_modules import AdaptableModule, adaptable_modules, product_shapes
+from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.sharding.packed_regions import chosen_rows
+from alignedserve.runtime.model.sharding.regions import Region, shard_regions
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
+from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
+from kernels.cpu.lora import LoraModule
+from kernels.lora import AdapterMatrices
+
+
+class _Matrices(NamedTuple):
+    """A [rank, in_width] and scale * B [rows, rank] of one module, float32."""
+
+    a: Tensor
+    b: Tensor
+
+
+def load_adapter(
+    files: AdapterFiles,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_rank: int,
+    shard: TensorShard | None = None,
+) -> AdapterMatrices:
+    """Return the matrices, ready to be multiplied by inputs of `dtype`; of a `shard`, what it adds to its products.
+
+    `config` of the whole model. Raises AdapterError.
+    """
+    checked = check_adapter(files, config, max_rank=max_rank)
+    tensors = load(files.weights)
+    local = config if shard is None else shard.local(config)
+    regions = {} if shard is None else _regions(config, shard)
+    places = adaptable_modules(local)
+    shapes = product_shapes(local)
+    by_product: dict[tuple[int, LayerProduct], list[LoraModule]] = defaultdict(list)
+    for name, (module, names) in checked.modules.items():
+        a, b = tensors[names.a], tensors[names.b]
+        if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
+            raise AdapterError(f"{files.folder.name}: the matrices of {name} hold numbers that are not finite.")
+        own = _Matrices(a.float(), (b.double() * checked.config.scale_of(name)).float())
+        if shard is not None:
+            own = _part(own, regions[f"{name}.weight"])
+        by_product[module.layer, module.product] += _placed(places[name], own, local)
+    matrices = AdapterMatrices(shapes, config.num_layers, dtype, device)
+    for (layer, product), modules in by_product.items():
+        matrices.set(site_of(layer, product), _filled(modules, shapes[product]))
+    return matrices
+
+
+def _regions(config: ModelConfig, shard: TensorShard) -> dict[str, Region]:
+    """Return the regions of weights under every prefix that files of this family use."""
+    names, found = PARAMETER_NAMES[config.family], dict[str, Region]()
+    for prefix in names.prefixes:
+        embedding = f"{prefix}{names.embedding}.weight"
+        found |= shard_regions(config, names, embedding.__eq__, shard)
+    return found
+
+
+def _part(own: _Matrices, region: Region) -> _Matrices:
+    """Return what one rank adds: of its rows, or of its inputs, whose results the ranks add up."""
+    a = own.a if region.columns is None else own.a[:, region.columns.start : region.columns.stop].contiguous()
+    return _Matrices(a, chosen_rows(own.b, region).contiguous())
+
+
+def _placed(module: AdaptableModule, own: _Matrices, config: ModelConfig) -> list[LoraModule]:
+    """Return the module's matrices where its results lie in a row of addends."""
+    a, b = own
+    if module.splits:
+        half = module.num_rows // 2
+        return [LoraModule(0, half, (a, b[:half])), LoraModule(up_column(half), half, (a, b[half:]))]
+    if module.interleaves_heads:
+        b = b.view(config.num_heads, 3, config.head_dim, -1).transpose(0, 1).reshape(b.shape)
+    return [LoraModule(module.first_column, module.num_rows, (a, b))]
+
+
+def _filled(modules: list[LoraModule], shape: ProductShape) -> list[LoraModule]:
+    """Return the modules in the order of their columns, with those between and behind them that add nothing."""
+    filled: list[LoraModule] = []
+    column = 0
+    for module in sorted(modules, key=lambda one: one.first_column):
+        if module.first_column > column:
+            filled.append(LoraModule(column, module.first_column - column, None))
+        filled.append(module)
+        column = module.first_column + module.num_columns
+    if column < shape.addend_width:
+        filled.append(LoraModule(column, shape.addend_width - column, None))
+    return filled

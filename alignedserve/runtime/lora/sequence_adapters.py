@@ -1,0 +1,93 @@
+"""The adapters of the sequences of one engine, from the messages that announce them to their last iteration."""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from alignedserve.config.sections import LoraConfig
+from alignedserve.core.errors import AdapterError
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import LoraAdapter, Request
+from alignedserve.messages.arrivals import requests_of
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import PrefillRequest
+from alignedserve.runtime.lora.adapter_cache import AdapterCache
+from alignedserve.runtime.lora.adapter_folders import read_adapter
+from alignedserve.runtime.lora.adapter_weights import load_adapter
+from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from kernels.lora import AdapterMatrices
+
+
+class SequenceAdapters:
+    """Loads, lends and takes back adapters."""
+
+    def __init__(
+        self,
+        lora: LoraConfig,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: TensorShard | None = None,
+    ) -> None:
+        """`model`: the whole one; `shard`: the rank whose products adapters add to; None: there is one."""
+        load = partial(_load, lora=lora, model=model, dtype=dtype, device=device, shard=shard)
+        self.cache = AdapterCache(load, max_adapters=lora.max_adapters, max_bytes=lora.memory_bytes)
+        self._used: dict[RequestId, LoraAdapter] = {}
+        self._failures: dict[RequestId, str] = {}
+
+    def prepare(self, message: Message) -> "Sequence[Future[None]]":
+        """Begin to load the adapters of the requests that a message brings; return what they wait for.
+
+        A new request waits for room among the adapters as well; one from another worker only until its own is loaded.
+        """
+        prepare = self.cache.prepare if isinstance(message, PrefillRequest) else self.cache.prepare_at_once
+        prepared = [prepare(request.adapter) for request in requests_of(message) if request.adapter is not None]
+        return [one for one in prepared if one is not None]
+
+    def add(self, request: Request) -> AdapterMatrices | None:
+        """Return the adapter of a sequence that is added; None: it has none, or fails."""
+        if request.adapter is None:
+            return None
+        try:
+            return self.acquire(request.request_id, request.adapter)
+        except AdapterError as error:
+            self._failures[request.request_id] = f"its adapter cannot be loaded: {error}"
+            return None
+
+    def acquire(self, request_id: RequestId, adapter: LoraAdapter) -> AdapterMatrices:
+        """Return the adapter of a sequence that is added. Raises AdapterError."""
+        matrices = self.cache.acquire(adapter)
+        self._used[request_id] = adapter
+        return matrices
+
+    def remove(self, request_id: RequestId) -> None:
+        """Take back the adapter of a sequence that is removed, if it has one."""
+        self._failures.pop(request_id, None)
+        adapter = self._used.pop(request_id, None)
+        if adapter is not None:
+            self.cache.release(adapter)
+
+    def close(self) -> None:
+        """End the thread that loads."""
+        self.cache.close()
+
+    def failures(self, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
+        """Return which of these sequences lack their adapter, and why."""
+        if not self._failures:
+            return {}
+        return {request_id: self._failures[request_id] for request_id in request_ids if request_id in self._failures}
+
+
+def _load(
+    adapter: LoraAdapter,
+    *,
+    lora: LoraConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: TensorShard | None,
+) -> AdapterMatrices:
+    return load_adapter(read_adapter(adapter, lora), model, dtype, device, max_rank=lora.max_rank, shard=shard)

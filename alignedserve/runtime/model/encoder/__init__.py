@@ -1,0 +1,1 @@
+"""Config, sentence-transformers files and weights of encoder models."""

@@ -1,0 +1,109 @@
+"""The share of one rank in a model that several ranks compute together: which heads, inner columns and tokens are its.
+
+Attention is split by heads, the feed-forward part by its inner width, embedding and head by the vocabulary (Shoeybi et
+al., Megatron-LM, arXiv:1909.08053). Key heads that are fewer than the ranks are held by several of them.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.model.model_config import ModelConfig
+
+MAX_RANKS = 64
+# Inner widths are divided at multiples of one of these, so that blocks of packed weights stay whole.
+_UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+_MOST_UNEVEN = 1.07  # the largest share, by the mean one
+
+
+class Span(NamedTuple):
+    """Consecutive rows, columns or heads."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Return how many there are."""
+        return self.stop - self.start
+
+    def times(self, width: int) -> "Span":
+        """Return the elements, of which each has `width`."""
+        return Span(self.start * width, self.stop * width)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShard:
+    """One of `size` ranks."""
+
+    rank: int
+    size: int
+
+    def heads(self, config: ModelConfig) -> Span:
+        """Return the query heads of the rank; `config` of the whole model, here and below."""
+        return _even(config.num_heads, self)
+
+    def kv_heads(self, config: ModelConfig) -> Span:
+        """Return the key heads that the rank's query heads read."""
+        if config.num_kv_heads >= self.size:
+            return _even(config.num_kv_heads, self)
+        own = self.rank * config.num_kv_heads // self.size
+        return Span(own, own + 1)
+
+    def tokens(self, config: ModelConfig) -> Span:
+        """Return the tokens whose embedding and logits the rank has."""
+        return Span(config.vocab_size * self.rank // self.size, config.vocab_size * (self.rank + 1) // self.size)
+
+    def inner(self, width: int) -> Span:
+        """Return the columns between the two products of a feed-forward part of this inner width."""
+        unit = next(unit for unit in _UNITS if _suits(width, unit, self.size))
+        count = width // unit
+        return Span(count * self.rank // self.size, count * (self.rank + 1) // self.size).times(unit)
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """Return the config of what the rank computes; vocabulary and residual stream are those of the model."""
+        experts = config.experts
+        if experts is not None:
+            experts = replace(experts, intermediate_size=self.inner(experts.intermediate_size).size)
+        return replace(
+            config,
+            num_heads=self.heads(config).size,
+            num_kv_heads=self.kv_heads(config).size,
+            intermediate_size=self.inner(config.intermediate_size).size,
+            experts=experts,
+        )
+
+
+def check_tensor_parallel(config: ModelConfig, size: int) -> None:
+    """Raise ConfigError unless so many ranks can compute the model, naming numbers of ranks that can."""
+    if _obstacle(config, size) is None:
+        return
+    fitting = [str(other) for other in range(1, MAX_RANKS + 1) if _obstacle(config, other) is None]
+    raise ConfigError(
+        f"engine.tensor_parallel is {size}, but {_obstacle(config, size)}; with this model it may be "
+        f"{' or '.join(fitting)}"
+    )
+
+
+def _obstacle(config: ModelConfig, size: int) -> str | None:
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if not 1 <= size <= MAX_RANKS:
+        return f"a worker has 1 to {MAX_RANKS} ranks"
+    if heads % size:
+        return f"the model's {heads} attention heads cannot be divided among {size} ranks"
+    if kv_heads % size and size % kv_heads:
+        return f"the model's {kv_heads} key heads can be neither divided among {size} ranks nor shared by equally many"
+    widths = [config.intermediate_size, *([] if config.experts is None else [config.experts.intermediate_size])]
+    if min(*widths, config.vocab_size) < size:
+        return f"the model is narrower than {size} ranks"
+    return None
+
+
+def _even(count: int, shard: TensorShard) -> Span:
+    own = count // shard.size
+    return Span(shard.rank * own, (shard.rank + 1) * own)
+
+
+def _suits(width: int, unit: int, size: int) -> bool:
+    count, rest = divmod(width, unit)
+    return unit == 1 or (not rest and -(-count // size) * size <= count * _MOST_UNEVEN)

@@ -1,0 +1,177 @@
+"""Renders conversations by a model's own jinja2 template, as transformers does, in a sandbox that can change nothing.
+
+What a template knows is found out, not configured: `variables` are the names that it reads (`tools`,
+`enable_thinking`, `reasoning_effort`), and the form in which it shows earlier tool calls is the first of a few that
+it renders whole.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2 import meta
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from alignedserve.core.errors import InvalidRequest, UnsupportedModel
+from alignedserve.runtime.model.text.chat_prompt import ChatPrompt, Message
+
+TOOLS = "tools"
+ADD_GENERATION_PROMPT = "add_generation_prompt"
+
+
+class CallForm(NamedTuple):
+    """The form in which a template wants the tool calls of an assistant's message."""
+
+    has_text_arguments: bool  # JSON as a string, not as an object
+    has_null_content: bool  # beside calls, where there is no text
+
+
+_CALL_FORMS = (CallForm(False, False), CallForm(True, False), CallForm(False, True), CallForm(True, True))
+_PROBE_TIME = datetime(2000, 1, 1)
+_PROBE_CALL = {
+    "id": "probe1234",
+    "type": "function",
+    "function": {"name": "probe_name", "arguments": {"probe_key": "probe_value"}},
+}
+_PROBE = (
+    {"role": "user", "content": "probe"},
+    {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
+    {"role": "tool", "tool_call_id": "probe1234", "name": "probe_name", "content": "probe_result"},
+)
+_PROBE_TOOLS = (
+    {
+        "type": "function",
+        "function": {"name": "probe_name", "description": "", "parameters": {"type": "object", "properties": {}}},
+    },
+)
+_PROBE_WORDS = ("probe_name", "probe_key", "probe_value", "probe_result")
+
+
+class ChatTemplate:
+    """One template. `tool_source`: the one for conversations with tools, of models that have two."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        self.source = source if tool_source is None else source + tool_source
+        self._environment = _environment()
+        self._template, self._tool_template = self._parsed(source), self._parsed(tool_source or source)
+        self._special_tokens = dict(special_tokens)
+        self.variables = self._variables_of(source) | self._variables_of(tool_source or "")
+        # What a client may not set: the conversation itself and what belongs to the model.
+        self.reserved = frozenset(self._arguments(ChatPrompt(()), _PROBE_TIME)) | self._environment.globals.keys()
+
+    @property
+    def knows_tools(self) -> bool:
+        """Return whether the template shows tools to the model."""
+        return TOOLS in self.variables
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """Return the form of tool calls in messages; None when the template does not show them."""
+        return next((form for form in _CALL_FORMS if self._shows_calls(form)), None)
+
+    def render(self, prompt: ChatPrompt, *, now: datetime) -> str:
+        """Render the prompt. Raises InvalidRequest with the template's message.
+
+        Variables of the prompt never replace the conversation.
+        """
+        has_calls = any("tool_calls" in message for message in prompt.messages)
+        if has_calls and self.call_form is None:
+            raise InvalidRequest("This model's chat template does not show tool calls.", param="messages")
+        return self._render(self.call_form if has_calls else None, self._arguments(prompt, now), prompt.variables)
+
+    def _render(
+        self, form: CallForm | None, arguments: Mapping[str, Any], variables: Mapping[str, Any] | None = None
+    ) -> str:
+        template = self._tool_template if arguments[TOOLS] or form is not None else self._template
+        shown = [_in_form(message, form) for message in arguments["messages"]]
+        try:
+            return template.render(**{**(variables or {}), **arguments, "messages": shown})
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(
+                f"The model's chat template refused the messages: {str(error)[:200]}", param="messages"
+            ) from error
+        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            raise InvalidRequest(
+                f"The model's chat template cannot render these messages ({type(error).__name__}).", param="messages"
+            ) from error
+
+    def _arguments(self, prompt: ChatPrompt, now: datetime) -> dict[str, Any]:
+        return {
+            "messages": prompt.messages,
+            TOOLS: [dict(tool) for tool in prompt.tools] or None,
+            "documents": None,
+            ADD_GENERATION_PROMPT: prompt.begins_answer,
+            "strftime_now": now.strftime,
+            **self._special_tokens,
+        }
+
+    def _shows_calls(self, form: CallForm) -> bool:
+        try:
+            rendered = self._render(form, self._arguments(ChatPrompt(_PROBE, _PROBE_TOOLS), _PROBE_TIME))
+        except InvalidRequest:
+            return False
+        return all(word in rendered for word in _PROBE_WORDS)
+
+    def _parsed(self, source: str) -> jinja2.Template:
+        try:
+            return self._environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise UnsupportedModel(f"the chat template is not valid: {error}") from error
+
+    def _variables_of(self, source: str) -> frozenset[str]:
+        return frozenset(meta.find_undeclared_variables(self._environment.parse(source)))
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks answers for training; for serving it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def _in_form(message: Message, form: CallForm | None) -> dict[str, Any]:
+    """Return the message as the template wants it; its calls come with an object of arguments and a text."""
+    shown = dict(message)
+    if form is None or "tool_calls" not in message:
+        return shown
+    if form.has_null_content and not shown.get("content"):
+        shown["content"] = None
+    if form.has_text_arguments:
+        shown["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+    return shown
+
+
+def _with_text_arguments(call: Message) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _to_json(function["arguments"])}}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML characters, which a model would see.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

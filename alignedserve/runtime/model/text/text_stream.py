@@ -1,0 +1,93 @@
+"""Turns tokens into text incrementally.
+
+tokenizers' `DecodeStream` is not used: it raises on output that is not valid UTF-8 (a model may produce any bytes) and
+cannot flush its buffer. Byte-level vocabularies go through an incremental UTF-8 decoder, all others through a window of
+recent tokens; neither ever emits half of a character.
+"""
+
+import codecs
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+_REPLACEMENT = "\ufffd"
+# A character has at most four bytes; more tokens than this without a whole one are not UTF-8 at all.
+_MAX_HELD_TOKENS = 16
+
+
+class TextStream(Protocol):
+    """Turns the tokens of one answer into text incrementally. Special tokens have no text."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Return the text that these tokens complete: whole characters only."""
+
+    def end(self) -> str:
+        """Return the buffered text, with U+FFFD for incomplete characters."""
+
+
+class ByteStream:
+    """A TextStream of byte-level vocabularies."""
+
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], special_ids: frozenset[int], marks: Mapping[int, str]
+    ) -> None:
+        """Make a stream. `marks`: texts of those special tokens that have one."""
+        self._token_bytes = token_bytes
+        self._special_ids = special_ids
+        self._marks = {token_id: mark.encode() for token_id, mark in marks.items()}
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Return the text that these tokens complete."""
+        return self._decoder.decode(b"".join([self._bytes_of(token_id) for token_id in token_ids]))
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id in self._special_ids:
+            return self._marks.get(token_id, b"")
+        return self._token_bytes(token_id)
+
+    def end(self) -> str:
+        """Return the buffered text."""
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowStream:
+    """A TextStream of any vocabulary.
+
+    Decodes the tokens since the last but one emission: decoders look at neighbours, but not far.
+    """
+
+    def __init__(self, tokenizer: Any, special_ids: frozenset[int], marks: Mapping[int, str]) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._marks = marks
+        self._window: list[int] = []  # tokens already shown, then tokens held
+        self._num_shown = 0
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Return the text that these tokens complete."""
+        return "".join([self._push_one(token_id) for token_id in token_ids])
+
+    def end(self) -> str:
+        """Return the buffered text."""
+        return self._new_text()
+
+    def _push_one(self, token_id: int) -> str:
+        if token_id in self._special_ids:
+            return self._take(self._new_text()) + self._marks[token_id] if token_id in self._marks else ""
+        self._window.append(token_id)
+        text = self._new_text()
+        num_held = len(self._window) - self._num_shown
+        if num_held <= _MAX_HELD_TOKENS and (not text or text.endswith(_REPLACEMENT)):
+            return ""
+        return self._take(text)
+
+    def _take(self, text: str) -> str:
+        """Return the text of the held tokens, which stay as the neighbours of the next; those shown before go."""
+        if self._num_shown < len(self._window):
+            del self._window[: self._num_shown]
+            self._num_shown = len(self._window)
+        return text
+
+    def _new_text(self) -> str:
+        shown: str = self._tokenizer.decode(self._window[: self._num_shown])
+        return str(self._tokenizer.decode(self._window))[len(shown) :]
