@@ -1,6 +1,7 @@
 """Decode workers and colocated workers as Ray actors."""
 
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import ray
@@ -12,16 +13,20 @@ from alignedserve.config.sections import (
     PrefixCacheConfig,
     SchedulingConfig,
 )
-from alignedserve.runtime.engine.model_executor import ModelExecutor, engine_sizes, hidden_block_tokens
+from alignedserve.runtime.engine.device_turns import shared_device_of
+from alignedserve.runtime.engine.engine_sizes import engine_sizes, hidden_block_tokens, swapped_bytes
+from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.executor import make_executor
+from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.shared_weights import share_weights
 from alignedserve.runtime.process.actor_host import ActorHost
-from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
 from alignedserve.scheduling.policies import wants_shared_blocks
-from alignedserve.worker_core.registration import registration_of
+from alignedserve.worker_core.registration import num_active, registration_of
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import (
     colocated_registration,
@@ -55,11 +60,17 @@ class DecodeWorkerActor(ActorHost):
             engine_places(config, scheduling),
             has_int8_swaps=config.has_int8_swaps,
             hidden_block_tokens=block_tokens,
+            is_decoding=True,
+            swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
+            loads_quietly=process_spec.joins_others,
         )
         pool_name = process_spec.pool_name
 
         async def build() -> DecodeWorker:
-            executor = ModelExecutor(served, sizes, process_spec.progress_path())
+            device = shared_device_of(process_spec, engine_config)
+            executor = ModelExecutor(served, sizes, process_spec.progress_path(), device)
+            if config.standby:
+                share_weights(_weights_path(process_spec), process_spec.addresses.folder)
             registered = registration_of(
                 layout,
                 executor.num_blocks,
@@ -67,6 +78,8 @@ class DecodeWorkerActor(ActorHost):
                 pool_name,
                 node=process_spec.addresses.node,
                 can_decode=True,
+                max_adapters=served.lora.max_worker_adapters,
+                num_active=num_active(config),
             )
             make = partial(
                 make_logic,
@@ -86,10 +99,15 @@ class DecodeWorkerActor(ActorHost):
                 process_spec=process_spec,
                 transport=engine_config.kv_transport,
             )
-            await worker.start(router_at=ROUTER, pool_at=pool_name)
+            await worker.start(router_at=process_spec.router_name, pool_at=pool_name)
             return worker
 
         super().__init__(process_spec, build)
+
+
+def _weights_path(process_spec: ProcessSpec) -> Path:
+    """Return the file of the weights that the workers of its node and model share."""
+    return arena_path(process_spec.cluster_id, f"{process_spec.pool_name}-weights")
 
 
 class Lending(NamedTuple):
@@ -114,6 +132,8 @@ class ColocatedWorkerActor(ActorHost):
         process_spec: ProcessSpec,
     ) -> None:
         """`lending`: None: requests do not move between workers."""
+        if served.encoder is not None:  # what a token's block holds depends on the tokens after it
+            prefix_cache = PrefixCacheConfig(enabled=False)
         pool_at = process_spec.pool_name if prefix_cache.pool_bytes else None
         layout = served.block_layout(engine_config.block_size)
         transport = engine_config.kv_transport
@@ -127,10 +147,17 @@ class ColocatedWorkerActor(ActorHost):
             wants_shared_blocks=wants_shared_blocks(
                 scheduling, can_move=lending is not None, has_int8_swaps=config.has_int8_swaps
             ),
+            is_decoding=True,
+            swap_space_bytes=swapped_bytes(config.swap_space_bytes, scheduling),
+            loads_quietly=process_spec.joins_others,
+            candidate_buffer_bytes=lending.buffer_bytes if lending is not None else 0,
         )
 
         async def build() -> ColocatedWorker:
-            executor = ModelExecutor(served, sizes, process_spec.progress_path())
+            device = shared_device_of(process_spec, engine_config)
+            executor = make_executor(served, sizes, process_spec.progress_path(), device)
+            if config.standby:
+                share_weights(_weights_path(process_spec), process_spec.addresses.folder)
             make = partial(
                 make_colocated_logic,
                 registered=colocated_registration(
@@ -140,6 +167,7 @@ class ColocatedWorkerActor(ActorHost):
                     pool_name=process_spec.pool_name,
                     can_move=lending is not None,
                     node=process_spec.addresses.node,
+                    max_adapters=served.lora.max_worker_adapters,
                 ),
                 memory=memory_of(
                     config,
@@ -158,7 +186,7 @@ class ColocatedWorkerActor(ActorHost):
             memory = None
             if lending is not None:
                 budget = BufferBudget(layout.blocks_in(lending.buffer_bytes), lending.peers, may_grow=True)
-                memory = CandidateMemory(layout, budget, process_spec, transport=transport)
+                memory = CandidateMemory(layout, budget, process_spec, transport=transport, lanes=executor.lanes)
             worker = ColocatedWorker(
                 make=make,
                 executor=executor,
@@ -167,7 +195,9 @@ class ColocatedWorkerActor(ActorHost):
                 pool_at=pool_at,
                 transport=transport,
             )
-            await worker.start(router_at=ROUTER, listen_at=process_spec.name if lending is not None else None)
+            await worker.start(
+                router_at=process_spec.router_name, listen_at=process_spec.name if lending is not None else None
+            )
             return worker
 
         super().__init__(process_spec, build)

@@ -13,7 +13,7 @@ from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.factory import admission_share, limits_of, make_decode_scheduler, make_scheduler
 from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import DeviceMemory
-from alignedserve.worker_core.registration import registration_of
+from alignedserve.worker_core.registration import num_active, registration_of
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.batching.scheduled_batch import ScheduledBatch
 from decode_worker.colocated.logic import ColocatedLogic
@@ -84,12 +84,21 @@ def colocated_registration(
     pool_name: str = "",
     can_move: bool = False,
     node: str = "",
+    max_adapters: int = 0,
 ) -> WorkerRegistered:
     """Build the registration of a colocated worker. `pool_name`: of its node. `can_move`: it is elastic."""
-    return msgspec.structs.replace(
-        registration_of(layout, num_blocks, max_held(config), pool_name, node=node, can_prefill=True, can_decode=True),
-        can_move=can_move,
+    registered = registration_of(
+        layout,
+        num_blocks,
+        max_held(config),
+        pool_name,
+        node=node,
+        can_prefill=True,
+        can_decode=True,
+        max_adapters=max_adapters,
+        num_active=num_active(config),
     )
+    return msgspec.structs.replace(registered, can_move=can_move, num_places=config.max_running_requests)
 
 
 def memory_of(

@@ -31,6 +31,11 @@ class HeldRequest(WorkerRequest):
     context: CachedContext | None = None  # None: it shares nothing
 
     @property
+    def can_outlast_router(self) -> bool:
+        """True if it decodes here, wanted by nothing else: it goes on whichever router there is."""
+        return self.is_prefilled and self.successor is None and not (self.is_aborted or self.is_finished)
+
+    @property
     def num_shareable(self) -> int:
         """Number of its first blocks that are in the prefix cache."""
         return 0 if self.context is None else len(self.context.held)

@@ -1,14 +1,17 @@
 """Load of a decode worker, as reported to the router."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
+from alignedserve.worker_core.request_notes import WaitingRequest
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.begun import span_of
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.decode_batch import DecodeBatch
 from decode_worker.batching.eviction import Evictions
-from decode_worker.state import CacheLocation
+from decode_worker.state import CacheLocation, Candidate
 
 _WIDEST_JOIN = 1.5  # longest over shortest of the lengths that may join
 _SPAN_STEP = 16  # tokens; the running range is reported in such steps
@@ -67,6 +70,22 @@ class LoadCounter:
             num_evictions=counts.num_evictions,
             running=counts.running,
         )
+
+    def waiting(self) -> Iterator[WaitingRequest]:
+        """Yield the candidates that have not entered the batch, and why."""
+        num_running = self._batch.num_holding
+        for candidate in self._candidates:
+            yield WaitingRequest(candidate.request.request_id, self._cause_of(candidate), num_running)
+
+    def _cause_of(self, candidate: Candidate) -> Cause:
+        if not self._order.joins_running(candidate):
+            return Cause.EARLIER_BATCH
+        if candidate.location is CacheLocation.PREFETCHING:
+            return Cause.PREFETCH
+        if not self._batch.has_place:
+            return Cause.BATCH_FULL
+        is_short = self._batch.num_free < self._batch.blocks_for(candidate.context_len)
+        return Cause.BLOCKS_SHORT if is_short else Cause.OTHERS_FIRST
 
     def _count_waiting(self) -> _CandidateCounts:
         """Count candidates, except those on their way back to the pool."""

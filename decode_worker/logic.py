@@ -6,8 +6,9 @@ The life of a request on a decode worker:
 2. When its batch is due (batching/batch_order.py) and its blocks and those of its next iterations fit, its cache is
    copied into this worker's blocks beside the running iteration, verified, and it enters with the next one. A copy that
    does not verify is a miss: RequestPreempted sends the request back to be recomputed. (batching/entries.py)
-3. Every iteration gives it one token, which goes straight to its gateway. Where a policy decides, it may pause, leave
-   for the host, or lose its cache and compute it again here (batching/scheduled_batch.py); 5 is then for switches.
+3. Every iteration gives it one token, or more where its grammar forces them, which go straight to its gateway. Where a
+   policy decides, it may pause, leave for the host, or lose its cache and compute it again here
+   (batching/scheduled_batch.py); 5 is then for switches.
 4. It ends with its stop token or its limit: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
 5. When the next iteration would not fit, the longest request (while two batches mix, of the outgoing one) is evicted
    into a prefill worker's memory, from where it is loaded again. When its batch has ended, it returns to the pool.
@@ -100,6 +101,7 @@ class DecodeLogic:
         self._evictions = Evictions(self._batch, self._candidates, self._order)
         self._aborted: list[BatchMember] = []  # dropped at the end of the iteration
         self._load = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
+        self.waiting = self._load.waiting  # what has not entered the batch, and why
         self._entries = Entries(self._batch, self._candidates, self._order, self._evictions)
         self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last examined
         self._num_iterations = 0
@@ -362,7 +364,7 @@ class DecodeLogic:
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[DecodeCommand]:
         duration_s = self._iterations.end(event, now)
         self._pace.note(duration_s)
-        self._batch.completed(now, duration_s)
+        self._batch.completed(event, now, duration_s)
         commands = self._iterations.outcome(event, self._batch)
         aborted, self._aborted = self._aborted, []
         for running in aborted:

@@ -11,6 +11,7 @@ from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.transfers.registry import AUTO
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from decode_worker.iteration_log_writer import try_write_iterations
 from decode_worker.logic import DecodeEvent, DecodeLogic, WorkCommand
 
@@ -39,6 +40,7 @@ class DecodeWorker:
             self._perform,
             process_spec.recorder(make),
             executor.prepare,
+            WorkerNotes(logic.waiting, Phases.DECODE) if process_spec.notes_requests else None,
         )
 
     async def start(self, *, router_at: str, pool_at: str) -> None:

@@ -6,7 +6,6 @@ from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.process.actor_host import ActorHost
-from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from kvpool.service import KvPool
 
@@ -34,7 +33,7 @@ class KvPoolActor(ActorHost):
                 arena_path=arena_path(process_spec.cluster_id, process_spec.name),
                 process_spec=process_spec,
             )
-            await pool.start(listen_at=process_spec.name, router_at=ROUTER)
+            await pool.start(listen_at=process_spec.name, router_at=process_spec.router_name)
             return pool
 
         super().__init__(process_spec, build)

@@ -37,6 +37,7 @@ from alignedserve.messages.caches import (
     ReservationRefused,
     ReserveBlocks,
 )
+from alignedserve.messages.cluster_view import FormedBatch
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.handshake import Role
@@ -104,6 +105,7 @@ class PoolLogic:
         self._link_wait_s = link_wait_s
         self._waiting_forms = WaitingForms(link_wait_s)
         self._reported: PoolLoad | None = None
+        self._formed: FormedBatch | None = None  # the last one
 
     def on_event(self, event: CommonEvent, now: float) -> list[PoolCommand]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
@@ -272,6 +274,7 @@ class PoolLogic:
         leases = [self._pooled[request_id] for request_id in batch.request_ids]
         handoffs = tuple(self._grant(lease, message.worker, now, message.batch_id) for lease in leases)
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in handoffs)
+        self._formed = batch.as_formed(message.batch_id, message.worker)
         formed = BatchFormed(message.batch_id, message.worker, members)
         joins = message.joins.batch_id if message.joins is not None else None
         granted = BatchGranted(message.batch_id, handoffs, joins, self._former.is_aligned)
@@ -384,7 +387,8 @@ class PoolLogic:
 
     def _report(self) -> list[PoolCommand]:
         num_kept = self._lease_table.num_kept + self._prefixes.num_unused
-        load = PoolLoad(self._lease_table.num_used, len(self._pooled), len(self._reservations), num_kept)
+        lengths = replace(self._former.seen(), formed=self._formed)
+        load = PoolLoad(self._lease_table.num_used, len(self._pooled), len(self._reservations), num_kept, lengths)
         changed = self._prefixes.take_names() if self._router is not None else None
         commands = self._to_router(changed) if changed is not None else []
         if load == self._reported or self._router is None or not self._takes_requests:

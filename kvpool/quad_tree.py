@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from alignedserve.core.ids import RequestId
+from alignedserve.messages.cluster_view import MAX_RANGES, LengthLeaf, LengthTree
 from kvpool.ordered_entries import NO_SIZE, Entry, OrderedEntries
 from kvpool.state import PooledRequest
 
@@ -169,6 +170,21 @@ class QuadTree:
         for leaf in range(self.leaf_of(start), self.leaf_of(stop - 1) + 1):
             if self.num_requests[leaf]:
                 yield leaf
+
+    def seen(self) -> LengthTree:
+        """Return its occupied ranges, at the finest level that has no more of them than may be told."""
+        nodes, first, num_ranges = [ROOT] if self._members else [], ROOT, 1
+        while nodes and first < self.first_leaf:
+            children = [child for node in nodes for child in self._occupied_children(node)]
+            if len(children) > MAX_RANGES:
+                break
+            nodes, first, num_ranges = children, 4 * first + 1, 4 * num_ranges
+        span = len(self._entries) * self._block_size
+        leaves = [LengthLeaf(node - first, self.num_requests[node], self.num_blocks[node]) for node in nodes]
+        return LengthTree(span, span // num_ranges, tuple(leaves))
+
+    def _occupied_children(self, node: int) -> list[int]:
+        return [child for child in range(4 * node + 1, 4 * node + 5) if self.num_requests[child]]
 
 
 def order_entry(pooled: PooledRequest) -> Entry:

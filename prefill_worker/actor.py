@@ -5,12 +5,13 @@ from functools import partial
 import ray
 
 from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
-from alignedserve.runtime.engine.model_executor import ModelExecutor, engine_sizes
+from alignedserve.runtime.engine.device_turns import shared_device_of
+from alignedserve.runtime.engine.engine_sizes import engine_sizes
+from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.actor_host import ActorHost
-from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
 from alignedserve.worker_core.registration import registration_of
@@ -34,7 +35,13 @@ class PrefillWorkerActor(ActorHost):
         process_spec: ProcessSpec,
     ) -> None:
         """`decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have, at first."""
-        sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
+        sizes = engine_sizes(
+            engine_config,
+            config.kv_cache_bytes,
+            config.max_running_requests,
+            loads_quietly=process_spec.joins_others,
+            candidate_buffer_bytes=config.candidate_buffer_bytes,
+        )
         layout = served.block_layout(engine_config.block_size)
         pool_name = process_spec.pool_name
         budget = BufferBudget(
@@ -45,7 +52,8 @@ class PrefillWorkerActor(ActorHost):
         )
 
         async def build() -> PrefillWorker:
-            executor = ModelExecutor(served, sizes, process_spec.progress_path())
+            device = shared_device_of(process_spec, engine_config)
+            executor = ModelExecutor(served, sizes, process_spec.progress_path(), device)
             registered = registration_of(
                 layout,
                 executor.num_blocks,
@@ -53,6 +61,7 @@ class PrefillWorkerActor(ActorHost):
                 pool_name,
                 node=process_spec.addresses.node,
                 can_prefill=True,
+                max_adapters=served.lora.max_worker_adapters,
             )
             make = partial(
                 make_logic,
@@ -68,11 +77,13 @@ class PrefillWorkerActor(ActorHost):
             worker = PrefillWorker(
                 make=make,
                 executor=executor,
-                memory=CandidateMemory(layout, budget, process_spec, transport=engine_config.kv_transport),
+                memory=CandidateMemory(
+                    layout, budget, process_spec, transport=engine_config.kv_transport, lanes=executor.lanes
+                ),
                 pool_name=pool_name,
                 process_spec=process_spec,
             )
-            await worker.start(listen_at=process_spec.name, router_at=ROUTER, pool_at=pool_name)
+            await worker.start(listen_at=process_spec.name, router_at=process_spec.router_name, pool_at=pool_name)
             return worker
 
         super().__init__(process_spec, build)

@@ -55,11 +55,12 @@ from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, Wo
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.iteration_scheduler import IterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
+from alignedserve.worker_core.request_notes import WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.candidate_buffers import CandidateBuffers
 from prefill_worker.departure import Departure, DepartureStep, JobEnd
 from prefill_worker.job_blocks import JobBlocks
-from prefill_worker.state import JobStage, PrefillJob, waiting_jobs
+from prefill_worker.state import JobStage, PrefillJob, waiting_cause, waiting_jobs
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
 PrefillEvent = CommonEvent | IterationCompleted | CopyEvent | BufferOpened
@@ -294,7 +295,7 @@ class PrefillLogic:
         self._additions[job.request.request_id] = addition
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[PrefillCommand]:
-        self._scheduler.completed(now, self._iterations.end(event, now))
+        self._scheduler.completed(now, self._iterations.end(event, now), event.grammar_s)
         for token in event.sampled:
             job = self._jobs[token.request_id]
             self._blocks.store(job)
@@ -357,6 +358,13 @@ class PrefillLogic:
         return self._begin(job.successor) if job.successor is not None else []
 
     # --- reports
+
+    def waiting(self) -> list[WaitingRequest]:
+        """Return the jobs that are not computed, and why."""
+        jobs = self._jobs.values()
+        is_full = sum(bool(job.block_ids) for job in jobs) >= self._max_running_requests
+        causes = [(job, waiting_cause(job, is_full=is_full)) for job in jobs]
+        return [WaitingRequest(job.request.request_id, cause) for job, cause in causes if cause is not None]
 
     def _report(self, *, is_tick: bool) -> list[Send]:
         """Report the load at ticks alone: it is for the eye, and changes no decision of the router."""

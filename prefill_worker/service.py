@@ -11,6 +11,7 @@ from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.lending_copier import LendingCopier
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from prefill_worker.logic import PrefillEvent, PrefillLogic, WorkCommand
 
 
@@ -27,16 +28,18 @@ class PrefillWorker:
         process_spec: ProcessSpec,
     ) -> None:
         """`make`: makes its logic, out of what can be recorded."""
+        logic = make()
         self._executor = executor
         self._copies = LendingCopier(executor.copier(process_spec.identity()), memory)
         self._pool_name = pool_name
         self._driver: LogicDriver[CommonEvent | PrefillEvent, WorkCommand] = LogicDriver(
-            make(),
+            logic,
             process_spec,
             Codec(PrefillWorkerInbound),
             self._perform,
             process_spec.recorder(make),
             executor.prepare,
+            WorkerNotes(logic.waiting, Phases.PREFILL) if process_spec.notes_requests else None,
         )
 
     async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from alignedserve.core.ids import BlockId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import Handoff, ReturnRequest
+from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.contexts import CachedContext
 from alignedserve.worker_core.request import WorkerRequest
@@ -73,6 +74,18 @@ class PrefillJob(WorkerRequest):
             :num_generated
         ] == tuple(self.generated_token_ids[:num_generated])
         return num_usable if is_same else 0
+
+
+def waiting_cause(job: PrefillJob, *, is_full: bool) -> Cause | None:
+    """Return why a job is not computed, or does not leave; None: it is, or does. `is_full`: no more may hold blocks."""
+    match job.stage:
+        case JobStage.WAITING:
+            return Cause.BATCH_FULL if is_full else Cause.BLOCKS_SHORT
+        case JobStage.ASKING | JobStage.LOADING:
+            return Cause.PREFETCH
+        case JobStage.DEPARTING if not (job.is_copying or job.is_written or job.is_taken):
+            return Cause.POOL_FULL
+    return None
 
 
 def waiting_jobs(jobs: Iterable[PrefillJob], *, real_time_first: bool) -> list[PrefillJob]:

@@ -44,6 +44,10 @@ class RouterActor(ActorHost):
         """Return how many requests each of these workers has. Raises PeerLost while the router is not up."""
         return self.call(self._router().num_left(names))
 
+    def registrations(self) -> dict[str, str]:
+        """Return what tells each worker's registration from the next one. Raises PeerLost while it is not up."""
+        return self.call(self._router().registrations())
+
     def _router(self) -> Router:
         router = self._service
         if not isinstance(router, Router):

@@ -11,6 +11,7 @@ The life of a request in the router:
    of its class, and those that hold it get SetPredictedLength (late_predictions.py).
 6. RequestFinished ends it and drops the pool's copy. Before that, a decode worker may return it to the pool
    (RequestPooled again), or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
+A router that is new knows no request: what workers decode meanwhile goes on there (adoption.py).
 The holder of a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
 asks it (RequestInterrupted) and resumes from its answer (ResumeRequest): see request_registry.py. DrainRequested moves
 requests in the same way, while their holder still lives. The router never sees a token or a block.
@@ -24,12 +25,9 @@ from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, Ticked
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
     GatewayRegistered,
-    RequestFailed,
-    RequestRejected,
     ResumeRequest,
     SubmitRequest,
 )
@@ -59,17 +57,19 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
+from router.admission import Admission
+from router.adoption import Adoption
 from router.late_predictions import expected_len, note_prediction
 from router.leans import Leans
 from router.ownership import OwnershipTransitions
 from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller
 from router.placement import Placement
 from router.policies.bypass import Bypass
-from router.policies.forecast import DrainForecast, OutputLengthForecast
+from router.policies.forecast import OutputLengthForecast
 from router.policies.prefill_order import PrefillOrder
 from router.prefill_choice import PrefillChoice
 from router.prefill_queue import PrefillQueue
-from router.request_registry import RequestRegistry
+from router.request_registry import RequestRegistry, RouterRecords
 from router.state import DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord, dispatched
 from router.status import QueueForecast, RouterCounters, status_of
 
@@ -84,7 +84,6 @@ class RouterLogic:
     def __init__(
         self, *, config: RouterConfig, placement: Placement, order: PrefillOrder, bypass: Bypass, leans: Leans
     ) -> None:
-        self._config = config
         self._placement = placement
         self._registry = RequestRegistry(
             placement=self._placement, queue=PrefillQueue(order), max_retries=config.max_retries
@@ -94,10 +93,11 @@ class RouterLogic:
         )
         self._gateways: dict[str, str] = {}  # those that are connected, and their nodes
         self._lengths = OutputLengthForecast()
-        self._drain = DrainForecast()
+        self._admission = Admission(config=config, registry=self._registry, placement=placement)
         self._bypass = bypass
         self._leans = leans
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
+        self._adoption = Adoption(registry=self._registry, placement=placement)
         self._counters = RouterCounters()
         self._last_attempt = self._reported_attempt = 0
         self._num_ticks = 0
@@ -154,7 +154,7 @@ class RouterLogic:
             case RequestPooled():
                 return self._ownership.pooled(peer, message, now)
             case RequestFinished():
-                return self._finished(message)
+                return self._finished(message, now)
             case BatchReceived():
                 return self._ownership.batch_received(peer, message, now)
             case BatchFormed():
@@ -162,11 +162,11 @@ class RouterLogic:
             case AbortRequest():
                 return self._abort(message.request_id)
             case ResumeRequest():
-                return self._resume(peer, message)
+                return self._resume(peer, message, now)
             case GatewayRegistered():
                 self._gateways[peer] = message.node
             case WorkerRegistered() | PoolRegistered():
-                return self._register(peer, message)
+                return self._register(peer, message, now)
             case CopyKept():
                 return self._ownership.copy_kept(peer, message)
             case CopyLost():
@@ -178,16 +178,16 @@ class RouterLogic:
             case RequestStayed():
                 return self._ownership.stayed(message)
             case AttemptFailed():
-                return self._failed(message)
+                return self._failed(peer, message)
             case BlocksFetched(source, num_blocks, duration_s):
                 self._placement.links.observe(peer, source, num_blocks, duration_s)
             case IterationLogReport():
-                self._counters.add_iteration_log(message.gained)
+                self._counters.add_iterations(message, self._placement.workers.get(peer))
             case _:
                 raise AssertionError(f"the router does not take {type(message).__name__}")
         return []
 
-    def _register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> list[Send]:
+    def _register(self, peer: str, message: WorkerRegistered | PoolRegistered, now: float) -> list[Send]:
         self._last_attempt = max(self._last_attempt, message.latest_attempt)
         reason = self._placement.register(peer, message)
         if reason is not None:
@@ -196,61 +196,51 @@ class RouterLogic:
         if worker is None:
             return []
         workers = self._placement.workers.values()
-        return announce_all(worker, workers) + announce_prefiller(worker, workers)
+        commands = announce_all(worker, workers) + announce_prefiller(worker, workers)
+        if isinstance(message, WorkerRegistered):
+            commands += self._adoption.worker_registered(worker, message.decoding, now)
+        return commands
 
     def _submit(self, gateway: str, message: SubmitRequest) -> list[Send]:
-        rejection = self._rejection(message.request)
+        rejection = self._admission.rejection(message.request)
         if rejection is not None:
             return [Send(gateway, rejection)]
-        self._track(gateway, message.request, (), message.block_names)
+        self._registry.accept(self._tracked(gateway, message.request, (), message.block_names))
         return []
 
-    def _rejection(self, request: Request) -> RequestRejected | RequestFailed | None:
-        if request.request_id in self._registry.requests:
-            return RequestRejected(request.request_id, "this request is already being served", 0.0)
-        if not self._placement.can_ever_hold(request.max_context_len):
-            reason = "its context needs more cache blocks than any worker or pool of this cluster has"
-            return RequestFailed(request.request_id, FailureKind.UNSERVABLE, reason)
-        is_full = (
-            len(self._registry.queue) >= self._config.max_queued_requests
-            or self._registry.queue.num_tokens + request.prompt_len > self._config.max_queued_tokens
-        )
-        if not is_full:
-            return None
-        retry_after_s = self._drain.seconds_for(self._registry.queue.num_tokens)
-        return RequestRejected(request.request_id, "the queue is full", retry_after_s)
-
-    def _track(self, gateway: str, request: Request, generated_token_ids: tuple[int, ...], block_names: bytes) -> None:
+    def _tracked(
+        self, gateway: str, request: Request, generated_token_ids: tuple[int, ...], block_names: bytes
+    ) -> TrackedRequest:
         tracked = TrackedRequest(request, gateway, self._lengths.predict(request), block_names=block_names)
         tracked.set_generated(generated_token_ids)
-        self._registry.accept(tracked)
+        return tracked
 
-    def _resume(self, gateway: str, message: ResumeRequest) -> list[Send]:
+    def _resume(self, gateway: str, message: ResumeRequest, now: float) -> list[Send]:
         tracked = self._registry.requests.get(message.request.request_id)
         if tracked is None:  # accepted by a router before this one, or finished with tokens that never arrived
             if message.latest_attempt:  # what an earlier attempt left somewhere must be older than the next one
                 self._last_attempt = max(self._last_attempt, beyond_unreported(message.latest_attempt))
-            self._track(gateway, message.request, message.generated_token_ids, message.block_names)
-            return []
+            tracked = self._tracked(gateway, message.request, message.generated_token_ids, message.block_names)
+            return self._adoption.resume(tracked, message.holder, now)
         # A request still being served needs nothing, unless tokens that it builds on were lost with a worker.
         has_gap = len(message.generated_token_ids) < tracked.num_emitted
         if tracked.gateway != gateway or (tracked.stage is not Stage.QUEUED and not has_gap):
             return []
         tracked.block_names = message.block_names
+        self._adoption.await_no_more(message.request.request_id)
         return self._registry.resume_from(tracked, message.generated_token_ids)
 
     def _abort(self, request_id: RequestId) -> list[Send]:
         tracked = self._registry.requests.get(request_id)
-        if tracked is None:
-            return []
-        return self._registry.abort(tracked)
+        return self._adoption.ended(request_id) if tracked is None else self._registry.abort(tracked)
 
     def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> list[Send]:
         worker = self._placement.workers.get(peer)
         if worker is None or not self._placement.complete_prefill(worker, message.request_id, message.attempt):
             return []
-        self._observe_drain(message.num_tokens, now)
+        self._admission.observe_prefill(message.num_tokens, now)
         tracked = self._registry.current(message.request_id, message.attempt)
+        self._counters.count_prefill(tracked, worker, message.num_tokens, now)
         if tracked is None or tracked.stage is not Stage.PREFILLING or tracked.holder != peer:
             return []
         if worker.registered.can_decode:
@@ -263,18 +253,12 @@ class RouterLogic:
         # The pool was lost meanwhile, perhaps after it had taken the blocks and before its message arrived.
         return [Send(peer, AbortRequest(message.request_id, message.attempt)), *self._registry.interrupt([tracked])]
 
-    def _observe_drain(self, num_tokens: int, now: float) -> None:
-        if len(self._registry.queue):
-            self._drain.observe(num_tokens, now)
-        else:
-            self._drain.idle()
-
-    def _finished(self, message: RequestFinished) -> list[Send]:
+    def _finished(self, message: RequestFinished, now: float) -> list[Send]:
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None:
-            return []
+            return self._adoption.ended(message.request_id)
         self._lengths.observe(tracked.request, message.num_generated)
-        self._counters.count_length(tracked, message.num_generated)
+        self._counters.count_finished(tracked, message.num_generated, now)
         return self._registry.finish(tracked)
 
     def _preempted(self, peer: str, message: RequestPreempted) -> list[Send]:
@@ -282,14 +266,15 @@ class RouterLogic:
         worker = self._placement.workers.get(peer)
         # It gives up a handoff whose receiver was lost; if another holder has the request by then, that one keeps it.
         if tracked is None or worker is None or tracked.holder != peer or message.attempt < tracked.attempt:
-            return []
+            return self._adoption.ended(message.request_id) if tracked is None else []
         self._counters.count_preemption(is_refused=message.handoff_refused)
         return self._registry.requeue(tracked, message.generated_token_ids, is_refused=message.handoff_refused)
 
-    def _failed(self, message: AttemptFailed) -> list[Send]:
+    def _failed(self, peer: str, message: AttemptFailed) -> list[Send]:
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None:
-            return []
+            return self._adoption.ended(message.request_id)
+        self._placement.adapters.fail(peer, tracked.adapter)
         return self._registry.fail(tracked, message.kind, message.reason)
 
     def _length_predicted(self, event: LengthPredicted) -> list[Send]:
@@ -313,6 +298,7 @@ class RouterLogic:
         commands += self._registry.interrupt(lost)
         worker = self._placement.workers.get(peer)
         self._placement.remove(peer)
+        self._adoption.worker_lost(peer)
         if worker is None:
             return commands
         return commands + announce_prefiller(worker, self._placement.workers.values(), is_lost=True)
@@ -322,6 +308,11 @@ class RouterLogic:
         requests = self._registry.requests.values()
         return self._registry.move([one for one in requests if self._placement.is_leaving(one, event.moved)])
 
+    @property
+    def records(self) -> RouterRecords:
+        """Return what it knows, to be read."""
+        return RouterRecords(self._registry, self._placement, self._gateways)
+
     def num_left(self, names: Iterable[str]) -> dict[str, int]:
         """Return how many requests would be interrupted if each of these workers and pools were lost."""
         requests = self._registry.requests.values()
@@ -329,7 +320,13 @@ class RouterLogic:
         for name in left:
             worker = self._placement.workers.get(name)
             left[name] += worker is not None and worker.pending_batch is not None  # an answer that may hold some
+            left[name] += self._adoption.num_at(name)
         return left
+
+    @property
+    def registrations(self) -> dict[str, int]:
+        """Return the number of each worker's registration, which no other has."""
+        return {worker.name: worker.registration for worker in self._placement.workers.values()}
 
     # --- placement
 
@@ -342,6 +339,7 @@ class RouterLogic:
             request_id = tracked.request.request_id
             tracked.move(Stage.PREFILLING, worker.name)
             tracked.is_prediction_late = False  # it comes with the prompt
+            self._counters.count_dispatch(tracked, now)
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
             tracked.pool_epoch = pool.epoch if pool is not None else None
@@ -385,14 +383,14 @@ class RouterLogic:
         self._num_ticks += 1
         moves = self._leans.moves(self._placement.workers.values(), self._registry.requests, now)
         commands = [one for tracked, receiver in moves for one in self._ownership.order_move(tracked, receiver)]
+        commands += self._adoption.tick(now)
         if self._num_ticks % _TICKS_PER_STATUS:
             return commands
         return commands + self._report_status(now)
 
     def _report_status(self, now: float) -> list[Send]:
         self._reported_attempt = self._last_attempt
-        num_tokens = self._registry.queue.num_tokens_until_real_time_is_done
-        wait_s = self._drain.seconds_for(num_tokens) if num_tokens else 0.0
+        wait_s = self._admission.real_time_wait_s()
         requests = self._registry.requests.values()
         forecast = QueueForecast(now, wait_s)
         status = status_of(requests, self._placement, self._counters, self._last_attempt, forecast)

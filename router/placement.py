@@ -7,6 +7,8 @@ concerns a pool looks at the workers of its node.
 
 from collections.abc import Collection, Iterator, Mapping
 
+import msgspec
+
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
@@ -14,11 +16,13 @@ from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
+from router.adapter_index import AdapterIndex
 from router.batching.batch_requests import BatchRequests
 from router.late_prompts import LatePrompts
 from router.prefillers import Prefillers, is_as_free, requests_at
 from router.prefix_index import PrefixIndex
 from router.ranking import Ranking
+from router.standbys import Standbys
 from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
 
 
@@ -33,6 +37,7 @@ class Placement:
         self.pools: dict[str, PoolRecord] = {}
         self._num_pooled = 0
         self._num_pool_epochs = 0
+        self._num_registrations = 0  # of workers
         self._nodes: dict[str, dict[str, WorkerRecord]] = {}  # workers by the pool of their node
         self._prefillers = Prefillers()
         self._for_real_time = Prefillers(is_real_time=True)  # elastic workers alone
@@ -41,8 +46,10 @@ class Placement:
         self._largest: Ranking[int] = Ranking()  # decoders by the tokens that they have room for, negated
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
         self.prefixes = PrefixIndex()
+        self.adapters = AdapterIndex()
         self._draining: frozenset[str] = frozenset()  # workers and pools, registered or not; membership only
         self.links = LearnedLinks()  # to decode workers from pools of other nodes
+        self._standbys = Standbys(self._nodes, lambda: self._draining, self._note_rest)
         self._refused: dict[str, WorkerRecord] = {}  # perhaps more than have `refused_kinds`
         self._batch_requests = BatchRequests(
             pools=self.pools,
@@ -61,7 +68,12 @@ class Placement:
         if known is not None and known != message.layout_digest:
             return "its blocks are not of the size, dtype and shape of the cluster's; start all with one configuration"
         if isinstance(message, WorkerRegistered):
-            self._add_worker(WorkerRecord(peer, message))
+            self._num_registrations += 1
+            registered = msgspec.structs.replace(message, decoding=())
+            record = WorkerRecord(peer, registered, registration=self._num_registrations)
+            record.is_standby = registered.num_active > 0 and registered.can_decode and not message.decoding
+            self._add_worker(record)
+            self._standbys.settle(registered.pool_name)
             return None
         self._num_pool_epochs += 1
         self.pools[peer] = PoolRecord(peer, self._num_pool_epochs, message.num_blocks, message.layout_digest)
@@ -78,7 +90,7 @@ class Placement:
 
     def _add_worker(self, worker: WorkerRecord) -> None:
         registered = worker.registered
-        worker.is_draining = worker.name in self._draining
+        worker.is_draining = worker.is_standby or worker.name in self._draining
         self.workers[worker.name] = worker
         self._nodes.setdefault(registered.pool_name, {})[worker.name] = worker
         if registered.can_decode:
@@ -105,6 +117,7 @@ class Placement:
         for prefill in worker.prefilling.values():
             self.prefixes.settle(name, prefill.block_names)
         self.prefixes.forget(name)
+        self.adapters.forget(name)
         del self._nodes[pool][name]
         if not self._nodes[pool]:
             del self._nodes[pool]
@@ -114,6 +127,7 @@ class Placement:
         for records in (self._free, self._refused):
             records.pop(name, None)
         self._batch_requests.worker_lost(worker)
+        self._standbys.settle(pool)
 
     def __contains__(self, peer: str) -> bool:
         return peer in self.workers or peer in self.pools
@@ -143,9 +157,16 @@ class Placement:
         """Give these workers nothing new, and no others; of pools that are named, see `is_leaving`."""
         self._draining = frozenset(names)
         for worker in self.workers.values():
-            if worker.is_draining != (worker.name in self._draining):
-                worker.is_draining = not worker.is_draining
-                self._rank(worker)
+            self._note_rest(worker)
+        for node in tuple(self._nodes):
+            self._standbys.settle(node)
+
+    def _note_rest(self, worker: WorkerRecord) -> None:
+        """Let a worker have work, or none, by whether it drains or stands by."""
+        rests = worker.is_standby or worker.name in self._draining
+        if worker.is_draining != rests:
+            worker.is_draining = rests
+            self._rank(worker)
 
     def is_leaving(self, tracked: TrackedRequest, moved: Collection[str]) -> bool:
         """Return True if the request has to go elsewhere: what it needs next will not take it any more.
@@ -173,6 +194,7 @@ class Placement:
 
     def _update_pool(self, pool: PoolRecord, load: PoolLoad) -> None:
         pool.num_blocks_used, pool.num_blocks_kept = load.num_blocks_used, load.num_blocks_kept
+        pool.lengths = load.lengths
         was_full, pool.num_reserved = bool(pool.num_reserved), load.num_reserved
         if was_full != bool(pool.num_reserved):
             self._rank_node(pool.name)
@@ -195,6 +217,8 @@ class Placement:
         self._end_prefill(worker, request_id)
         worker.start_prefill(request_id, prefill)
         self.prefixes.expect(worker.name, prefill.block_names)
+        if prefill.adapter:
+            self.adapters.use(worker, prefill.adapter)
         if worker.registered.can_move:
             self._late_prompts.add(worker.name, request_id, prefill)
         self._rank(worker)

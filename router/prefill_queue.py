@@ -1,7 +1,7 @@
 """The queue of requests waiting for a prefill worker."""
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
@@ -45,6 +45,15 @@ class PrefillQueue:
         self._waiting[request.request_id] = queued
         self._count(queued, 1)
         heapq.heappush(self._heap, (self.order.key(request), request.arrival_s, request.request_id))
+
+    def num_before(self, request: Request) -> int:
+        """Count the requests that go before this one: a look at all of them."""
+        key = (self.order.key(request), request.arrival_s, request.request_id)
+        return sum(entry < key and entry[2] in self._waiting for entry in self._heap)
+
+    def __iter__(self) -> Iterator[RequestId]:
+        """Iterate over the requests, in order of arrival here."""
+        return iter(self._waiting)
 
     def first(self) -> RequestId | None:
         """Return the first request; None: the queue is empty."""

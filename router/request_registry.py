@@ -5,7 +5,8 @@
 retries, and after `max_retries` the request fails; preemption for lack of memory does not count.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from alignedserve.core.attempts import epoch_end, is_same_epoch
 from alignedserve.core.ids import RequestId
@@ -33,8 +34,12 @@ class RequestRegistry:
 
     def accept(self, tracked: TrackedRequest) -> None:
         """Add a request and queue it."""
+        self.track(tracked)
+        self.enqueue(tracked)
+
+    def track(self, tracked: TrackedRequest) -> None:
+        """Add a request that is not to be queued yet, as a worker may have it."""
         self.requests[tracked.request.request_id] = tracked
-        self._enqueue(tracked)
 
     def current(self, request_id: RequestId, attempt: int) -> TrackedRequest | None:
         """Return the request if `attempt` belongs to its current epoch; None: the message is stale."""
@@ -69,7 +74,7 @@ class RequestRegistry:
         commands = self._revoke(tracked)
         self.queue.discard(tracked.request.request_id)
         tracked.set_generated(generated_token_ids)
-        self._enqueue(tracked)
+        self.enqueue(tracked)
         return commands
 
     def requeue(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...], *, is_refused: bool) -> list[Send]:
@@ -81,7 +86,7 @@ class RequestRegistry:
         tracked.num_retries += is_refused
         if tracked.num_retries > self._max_retries:
             return commands + self.fail(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
-        self._enqueue(tracked)
+        self.enqueue(tracked)
         return commands
 
     def finish(self, tracked: TrackedRequest) -> list[Send]:
@@ -108,7 +113,8 @@ class RequestRegistry:
             return []
         return [Send(pool, DropRequest(tracked.request.request_id, epoch_end(tracked.attempt)))]
 
-    def _enqueue(self, tracked: TrackedRequest) -> None:
+    def enqueue(self, tracked: TrackedRequest) -> None:
+        """Queue a request that is in no queue and has no holder."""
         self.queue.push(tracked.request, tracked.num_prefill_tokens)
 
     def _end(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
@@ -136,3 +142,11 @@ class RequestRegistry:
         if was is Stage.PREFILLING and worker is not None:
             commands.append(Send(worker.registered.pool_name, DropRequest(request_id, attempt)))
         return commands
+
+
+class RouterRecords(NamedTuple):
+    """What the router knows, to be read."""
+
+    registry: RequestRegistry
+    placement: Placement
+    gateways: Mapping[str, str]  # that are connected, and their nodes

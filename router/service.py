@@ -1,5 +1,6 @@
 """The running router: its logic, its links and the length predictor."""
 
+import secrets
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -14,7 +15,9 @@ from router.async_predictor import AsyncLengthPredictor, PredictingLogic
 from router.factory import make_logic
 from router.logic import RouterEvent
 from router.prediction import learnt_lengths, make_length_predictor
+from router.request_notes import RouterNotes
 from router.state import DrainRequested, LengthPredicted
+from router.timeline_relay import TimelineRelay
 
 
 class Router:
@@ -33,6 +36,7 @@ class Router:
 
         `state_folder`: for what outlives this process; None: nothing does.
         """
+        self._epoch = secrets.token_hex(4)
         make = partial(make_logic, config=config, batching=batching)
         logic = self._logic = make()
         predictor = make_length_predictor(config, served)
@@ -42,7 +46,13 @@ class Router:
             self._predictor = AsyncLengthPredictor(predictor, self._predicted, journal)
         decides = logic if self._predictor is None else PredictingLogic(logic, self._predictor)
         self._driver: LogicDriver[RouterEvent, NoReturn] = LogicDriver(
-            decides, process_spec, Codec(RouterInbound), self._perform, process_spec.recorder(make)
+            decides,
+            process_spec,
+            Codec(RouterInbound),
+            self._perform,
+            process_spec.recorder(make),
+            observer=RouterNotes(logic.records) if process_spec.notes_requests else None,
+            relay=TimelineRelay(logic.records.gateways),
         )
 
     async def start(self, *, listen_at: str) -> None:
@@ -57,6 +67,10 @@ class Router:
     async def num_left(self, names: tuple[str, ...]) -> dict[str, int]:
         """Return how many requests each of these workers and pools has."""
         return self._logic.num_left(names)
+
+    async def registrations(self) -> dict[str, str]:
+        """Return what tells each worker's registration from any other, also at another router."""
+        return {name: f"{self._epoch}-{number}" for name, number in self._logic.registrations.items()}
 
     async def close(self) -> None:
         """Drop the links."""

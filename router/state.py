@@ -10,8 +10,11 @@ from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.lifecycle import Stage, advance
 from alignedserve.core.request import Request, RequestClass
+from alignedserve.messages.cluster_view import BatchShape, LengthTree
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
-from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
+from alignedserve.messages.workers import IterationLogReport, WorkerLoad, WorkerRegistered
+
+_USUAL_TOKENS_PER_S = 5000  # of prompts, where workers do not tell their speed
 
 
 @dataclass(slots=True)
@@ -35,6 +38,8 @@ class TrackedRequest:
     pooled_s: float = 0.0  # when it entered the pool
     num_retries: int = 0  # after lost holders and refused handoffs
     num_moves: int = 0  # ordered, between workers that decode it
+    dispatched_s: float | None = None  # when a worker first got its prompt
+    prefilled_s: float | None = None  # when its first token was there
     block_names: bytes = b""  # of its full blocks, by which it is placed where they are cached (prefix_index.py)
 
     def move(self, stage: Stage, holder: str | None = None) -> None:
@@ -53,6 +58,11 @@ class TrackedRequest:
     def is_real_time(self) -> bool:
         """True if a client waits for its tokens as they come."""
         return self.request.request_class is RequestClass.REAL_TIME
+
+    @property
+    def adapter(self) -> bytes:
+        """Return the digest of its adapter; empty: it has none."""
+        return self.request.adapter.digest if self.request.adapter is not None else b""
 
     @property
     def first_due_s(self) -> float:
@@ -98,6 +108,7 @@ class DispatchedPrefill:
     is_real_time: bool = False
     due_s: float = math.inf  # when its first token is late
     block_names: bytes = b""  # of the blocks that it computes and then has cached
+    adapter: bytes = b""  # digest of the adapter that it needs; empty: none
 
 
 class PrefixHit(NamedTuple):
@@ -114,7 +125,28 @@ def dispatched(tracked: TrackedRequest, hit: PrefixHit) -> DispatchedPrefill:
     """Return the prefill of a request on a worker that has this part of it cached."""
     names = tracked.block_names[hit.num_blocks * BLOCK_NAME_BYTES :]
     num_tokens = tracked.num_prefill_tokens - hit.num_tokens
-    return DispatchedPrefill(tracked.attempt, num_tokens, tracked.is_real_time, tracked.first_due_s, names)
+    return DispatchedPrefill(
+        tracked.attempt, num_tokens, tracked.is_real_time, tracked.first_due_s, names, tracked.adapter
+    )
+
+
+@dataclass(slots=True)
+class WorkDone:
+    """What a worker has done since it registered."""
+
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    wall_s: float = 0.0
+    compute_s: float = 0.0
+    batch: BatchShape = field(default_factory=BatchShape)  # of the last iteration that it told of
+
+    def add(self, report: IterationLogReport) -> None:
+        """Add what its iterations gained."""
+        gained = report.gained
+        self.num_tokens += report.num_tokens
+        self.wall_s += gained.wall_s
+        self.compute_s += gained.prepare_s + gained.forward_s + gained.sampling_s
+        self.batch = report.batch
 
 
 @dataclass(slots=True)
@@ -142,7 +174,10 @@ class WorkerRecord:
         default_factory=set
     )  # those of other nodes that had no batch for it since the last change; membership only
     last_batch_s: float = float("-inf")  # when it last got a new batch
-    is_draining: bool = False  # it gets nothing new
+    is_draining: bool = False  # it gets nothing new: it drains, or stands by
+    is_standby: bool = False  # it waits for the loss of another of its node
+    registration: int = 0  # which of all of this router it is
+    done: WorkDone = field(default_factory=WorkDone)  # for people who look on
 
     def start_prefill(self, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         """Add a prefill that the worker is given."""
@@ -192,6 +227,11 @@ class WorkerRecord:
         """Speed at which it computes prompts with all of its time; 1 as long as it does not tell."""
         return (self.load.prompt_tokens_per_s or 1) if self.load is not None else 1
 
+    def seconds_as_wait(self, seconds: float) -> float:
+        """Return this time in the unit of `wait_s`."""
+        tells_speed = self.load is not None and self.load.prompt_tokens_per_s
+        return seconds if tells_speed else seconds * _USUAL_TOKENS_PER_S
+
     def has_room(self, num_tokens: int, allowance: int, *, is_apart: bool) -> bool:
         """Return whether it may be given a prompt of that many tokens; one above the allowance waits for all others.
 
@@ -199,6 +239,12 @@ class WorkerRecord:
         """
         given = self.num_real_time_tokens if is_apart else self.num_prefill_tokens
         return self.registered.can_decode or not self.prefilling or num_tokens <= allowance - given
+
+    @property
+    def num_places(self) -> int:
+        """Requests that it decodes in one iteration at most."""
+        registered = self.registered
+        return (registered.num_places or registered.max_running_requests) if registered.can_decode else 0
 
     @property
     def has_free_slot(self) -> bool:
@@ -252,6 +298,7 @@ class PoolRecord:
     num_blocks_used: int = 0
     num_blocks_kept: int = 0
     num_reserved: int = 0  # requests that wait for free blocks there, after their prefill
+    lengths: LengthTree = field(default_factory=LengthTree)  # of those that wait for a batch
     large_requests: dict[RequestId, tuple[int, float]] = field(
         default_factory=dict
     )  # pooled requests larger than a busy worker's share: blocks, since when

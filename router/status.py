@@ -5,11 +5,14 @@ from dataclasses import dataclass, field
 
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import RequestClass
+from alignedserve.messages.cluster_view import RequestTimes, TimeSpread
 from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals, PrefixTotals, WorkerLean
 from alignedserve.messages.iteration_log import IterationLogTotals
+from alignedserve.messages.workers import IterationLogReport
+from router.cluster_view import tier_load, trees_of, worker_view
 from router.placement import Placement
 from router.policies.prefill_order import first_token_s
-from router.state import TrackedRequest
+from router.state import TrackedRequest, WorkerRecord
 
 _COUNTED = (Stage.QUEUED, Stage.PREFILLING, Stage.POOLED, Stage.DECODING)
 
@@ -22,18 +25,45 @@ class RouterCounters:
     num_handoffs_refused: int = 0
     iteration_log: IterationLogTotals = field(default_factory=IterationLogTotals)
     lengths: LengthTotals = field(default_factory=LengthTotals)
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    queue_times: TimeSpread = field(default_factory=TimeSpread)
+    prefill_times: TimeSpread = field(default_factory=TimeSpread)
+    inference_times: TimeSpread = field(default_factory=TimeSpread)
 
     def count_preemption(self, *, is_refused: bool) -> None:
         """Count a request that went back to the queue, for lack of memory or because its handoff was refused."""
         self.num_handoffs_refused += is_refused
         self.num_preemptions += not is_refused
 
-    def add_iteration_log(self, gained: IterationLogTotals) -> None:
+    def add_iterations(self, report: IterationLogReport, worker: WorkerRecord | None) -> None:
         """Add what a decode worker's iteration log gained; a restarted worker subtracts nothing."""
-        self.iteration_log = self.iteration_log.plus(gained)
+        self.iteration_log = self.iteration_log.plus(report.gained)
+        self.num_tokens += report.num_tokens
+        if worker is not None:
+            worker.done.add(report)
 
-    def count_length(self, tracked: TrackedRequest, num_generated: int) -> None:
-        """Count a finished request and the error of the length predicted on its arrival."""
+    def count_dispatch(self, tracked: TrackedRequest, now: float) -> None:
+        """Count how long a request waited for a worker, the first time."""
+        if tracked.dispatched_s is None:
+            tracked.dispatched_s = now
+            self.queue_times = self.queue_times.with_time(now - tracked.request.arrival_s)
+
+    def count_prefill(self, tracked: TrackedRequest | None, worker: WorkerRecord, num_tokens: int, now: float) -> None:
+        """Count a prompt that a worker has computed, and how long it took, the first time.
+
+        `tracked`: None: the request has ended meanwhile.
+        """
+        worker.done.num_prompt_tokens += num_tokens
+        self.num_prompt_tokens += num_tokens
+        if tracked is not None and tracked.dispatched_s is not None and tracked.prefilled_s is None:
+            tracked.prefilled_s = now
+            self.prefill_times = self.prefill_times.with_time(now - tracked.dispatched_s)
+
+    def count_finished(self, tracked: TrackedRequest, num_generated: int, now: float) -> None:
+        """Count a finished request, the time that it took, and the error of the length predicted on its arrival."""
+        if tracked.dispatched_s is not None:
+            self.inference_times = self.inference_times.with_time(now - tracked.dispatched_s)
         self.lengths = LengthTotals(
             num_finished=self.lengths.num_finished + 1,
             num_predicted=self.lengths.num_predicted + tracked.is_length_predicted,
@@ -52,11 +82,10 @@ class QueueForecast:
 
 def demand_of(requests: Iterable[TrackedRequest], placement: Placement, queue: QueueForecast) -> Demand:
     """Return what clients ask; workers that drain have no places."""
-    decoders = [one for one in placement.workers.values() if one.registered.can_decode and not one.is_draining]
     real_time = [tracked for tracked in requests if tracked.request.request_class is RequestClass.REAL_TIME]
     return Demand(
         num_real_time=len(real_time),
-        num_decode_places=sum(worker.registered.max_running_requests for worker in decoders),
+        num_decode_places=sum(worker.num_places for worker in placement.workers.values() if not worker.is_draining),
         queue_wait_s=queue.wait_s,
         num_at_risk=_num_at_risk(real_time, queue),
     )
@@ -89,6 +118,7 @@ def status_of(
 ) -> ClusterStatus:
     """Return the current counts of the cluster."""
     workers, pools = placement.workers.values(), placement.pools.values()
+    demand = demand_of(requests, placement, queue)
     loads = [worker.load for worker in workers if worker.load is not None]
     stages = _num_by_stage(requests)
     return ClusterStatus(
@@ -97,10 +127,11 @@ def status_of(
         num_pooled=stages[Stage.POOLED],
         num_decoding=stages[Stage.DECODING],
         num_prefill_workers=sum(worker.registered.can_prefill for worker in workers),
-        num_decode_workers=sum(worker.registered.can_decode for worker in workers),
+        num_decode_workers=sum(worker.registered.can_decode and not worker.is_standby for worker in workers),
+        num_standby_workers=sum(worker.is_standby for worker in workers),
         num_pool_blocks=sum(pool.num_blocks for pool in pools),
         num_pool_blocks_used=sum(pool.num_blocks_used for pool in pools),
-        num_worker_blocks=sum(worker.registered.num_blocks for worker in workers),
+        num_worker_blocks=sum(worker.registered.num_blocks for worker in workers if not worker.is_standby),
         num_worker_blocks_used=sum(worker.num_blocks_used for worker in workers),
         num_preemptions=counters.num_preemptions,
         num_handoffs_verified=sum(load.num_handoffs_verified for load in loads),
@@ -112,7 +143,7 @@ def status_of(
         iteration_log=counters.iteration_log,
         lengths=counters.lengths,
         latest_attempt=latest_attempt,
-        demand=demand_of(requests, placement, queue),
+        demand=demand,
         leans=tuple(WorkerLean(one.name, one.lean) for one in workers if one.registered.can_move),
         prefixes=PrefixTotals(
             sum(load.num_prefix_query_tokens for load in loads),
@@ -120,4 +151,13 @@ def status_of(
             sum(load.num_prefix_blocks for load in loads),
             sum(load.num_prefix_evictions for load in loads),
         ),
+        num_places=demand.num_decode_places,
+        real_time=tier_load(requests, RequestClass.REAL_TIME, queue.now),
+        best_effort=tier_load(requests, RequestClass.BEST_EFFORT, queue.now),
+        workers=tuple(worker_view(one) for one in workers),
+        trees=trees_of(requests, placement),
+        times=RequestTimes(counters.queue_times, counters.prefill_times, counters.inference_times),
+        num_prompt_tokens=counters.num_prompt_tokens,
+        num_tokens=counters.num_tokens,
+        block_size=max((one.registered.block_size for one in workers), default=0),
     )

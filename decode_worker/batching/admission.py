@@ -38,12 +38,12 @@ class AdmissionRoom:
         if not self._work.num_decodes or self._now - candidate.granted_s >= _STARVATION_S:
             return True
         trial = self._work.copy()
-        trial.add_decode(candidate.context_len)
+        trial.add_decode(candidate.context_len, is_constrained=bool(candidate.request.sampling.grammar))
         return self._costs.iteration_s(trial) <= self._allowed_s
 
     def note(self, candidate: Candidate) -> None:
         """Note a candidate that enters: its objective counts from now on."""
-        self._work.add_decode(candidate.context_len)
+        self._work.add_decode(candidate.context_len, is_constrained=bool(candidate.request.sampling.grammar))
         tpot_s = candidate.request.slo.tpot_s
         if tpot_s is not None and candidate.request.request_class is RequestClass.REAL_TIME:
             self._allowed_s = min(self._allowed_s, self._share * tpot_s)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.messages.iterations import Addition, RunIteration
+from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.begun import Begun, Leaving, LoadingCandidates, growth_of
@@ -197,7 +197,7 @@ class RunningBatch:
         has_changed = bool(changes.additions or changes.removals)
         return Begun(RunIteration(*changes, slices), self._running.values(), has_changed=has_changed)
 
-    def completed(self, now: float, duration_s: float) -> None:
+    def completed(self, event: IterationCompleted, now: float, duration_s: float) -> None:
         """Do nothing: what was computed is noted by `append`."""
 
     def slices(self) -> Slices:

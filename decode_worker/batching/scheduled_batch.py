@@ -15,6 +15,7 @@ import numpy as np
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import RequestClass
+from alignedserve.messages.iterations import IterationCompleted
 from alignedserve.scheduling.decode_costs import decode_s, is_mixing_cheaper
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, EvictionMode, IterationPlan
 from alignedserve.scheduling.scheduler_state import Progress, Scheduler
@@ -198,10 +199,12 @@ class ScheduledBatch:
         has_changed, self._members = members != self._members, members
         return Begun(command, members, has_changed=has_changed, loads=loads)
 
-    def completed(self, now: float, duration_s: float) -> None:
+    def completed(self, event: IterationCompleted, now: float, duration_s: float) -> None:
         """Note the end of the iteration, before any request leaves because of it."""
         self._performer.completed()
-        self._scheduler.completed(self._state, now=now, duration_s=duration_s)
+        for request_id, num_tokens in event.forced:
+            self._state.note_forced(request_id, num_tokens)
+        self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s)
 
     # --- leaving
 

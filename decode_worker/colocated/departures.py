@@ -182,6 +182,12 @@ class Departures:
         if entry.stage is DepartureStage.OFFERED:
             self._end(entry)  # if it was taken, the router learns of it and tells the receiver
 
+    def stay_all(self, now: float) -> list[DepartureCommand]:
+        """Decode on here what has not been copied yet."""
+        early = (DepartureStage.ASKED, DepartureStage.RESERVED)
+        entries = [entry for entry in self._entries.values() if entry.stage in early]
+        return [command for entry in entries for command in self._stay(entry, now)]
+
     def request_ids(self) -> Sequence[RequestId]:
         """Return the requests that are leaving."""
         return list(self._entries)

@@ -29,15 +29,18 @@ from alignedserve.messages.iterations import (
     RunIteration,
 )
 from alignedserve.messages.prefixes import PrefixBlocksChanged
+from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.scheduling.scheduler_state import Scheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
+from alignedserve.worker_core.request_notes import WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
 from decode_worker.colocated.pooled_prefixes import PooledPrefixes, PoolEvent
+from decode_worker.colocated.waiting import causes_of
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
 
@@ -105,7 +108,7 @@ class ColocatedLogic:
             case Received(_, AbortRequest(request_id=request_id, attempt=attempt)):
                 return self._abort(request_id, attempt)
             case PeerConnected(Role.ROUTER, peer):
-                return self._on_router(peer)
+                return self._on_router(peer, now)
             case Ticked():
                 if self._moves is not None:
                     self._measure_lean()
@@ -123,17 +126,23 @@ class ColocatedLogic:
 
     # --- peers and messages
 
-    def _on_router(self, peer: str) -> list[ColocatedCommand]:
-        # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
+    def _on_router(self, peer: str, now: float) -> list[ColocatedCommand]:
+        """Register with a router that comes (back): it knows nothing of what is here.
+
+        What decodes goes on, and the router is told; its gateways resume the rest there, from the beginning.
+        """
+        commands: list[ColocatedCommand] = []
+        if self._moves is not None:
+            commands += self._moves.abort_all(now)
+            self._measure_lean()
         for tracked in list(self._requests):
-            self._abort(tracked.request.request_id)
+            if not tracked.can_outlast_router:
+                self._abort(tracked.request.request_id)
         self._postponed.clear()
         if self._pooled is not None:
             self._pooled.abort_all()
-        if self._moves is not None:
-            self._moves.abort_all()
-            self._measure_lean()
-        return [*self._router.connected(peer), *self._tell_blocks(is_new=True)]
+        kept = [tracked for tracked in self._requests if tracked.can_outlast_router]
+        return [*commands, *self._router.connected(peer, kept), *self._tell_blocks(is_new=True)]
 
     def _add_candidate(self, message: PrefillRequest, now: float, *, may_ask: bool = True) -> list[ColocatedCommand]:
         """Add a request that comes; `may_ask`: of the pool, for what it could begin with."""
@@ -231,20 +240,39 @@ class ColocatedLogic:
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
         self._performer.completed()
-        self._scheduler.completed(self._state, now=now, duration_s=self._iterations.end(event, now))
-        self._requests.store_filled(event.failed)
-        commands = [*self._tell_prompts(event), *self._iterations.outcome(event, self._requests.by_id)]
+        for request_id, num_tokens in event.forced:
+            self._state.note_forced(request_id, num_tokens)
+        duration_s = self._iterations.end(event, now)
+        self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s)
+        has_prompts = self._completes_prompts(event)
+        outcome = self._iterations.outcome(event, self._requests.by_id)
+        # The tokens of the filled blocks are known by now, but of those that nobody waits for any more.
+        self._requests.store_filled({*event.failed, *self._aborted_jumps(event)})
+        # The router hears of blocks before it hears that a prompt is complete, as it ceases to expect them then. What
+        # decodes fill is told with the next tick: thousands of workers tell a router at most so often.
+        commands = [*(self._tell_blocks() if has_prompts else ()), *outcome]
         for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
             self._requests.drop(tracked)
             if tracked.successor is not None:
                 self._admit(tracked.successor, now)
         return commands
 
+    def _aborted_jumps(self, event: IterationCompleted) -> list[RequestId]:
+        return [request_id for request_id, _ in event.forced if self._requests[request_id].is_aborted]
+
     def _finish(self, tracked: HeldRequest) -> list[ColocatedCommand]:
         tracked.is_finished = True
         return []
 
     # --- reports
+
+    def waiting(self) -> list[WaitingRequest]:
+        """Return the requests that are not in the latest iteration, and why."""
+        held_back = [WaitingRequest(request_id, Cause.BLOCKS_HELD) for request_id in self._postponed]
+        if self._pooled is not None:
+            held_back += [WaitingRequest(request_id, Cause.PREFIX) for request_id in self._pooled.waiting()]
+        max_running = self._registered.num_places or self._registered.max_running_requests
+        return held_back + causes_of(self._requests, self._members, max_running)
 
     def _report(self) -> list[Send]:
         num_running = len(self._members) if self._iterations.is_running else 0
@@ -265,14 +293,10 @@ class ColocatedLogic:
         )
         return self._router.load(load)
 
-    def _tell_prompts(self, event: IterationCompleted) -> list[ColocatedCommand]:
-        """Tell the router of blocks before it hears that a prompt is complete, as it ceases to expect them then.
-
-        What decodes fill is told with the next tick: thousands of workers tell a router at most so often.
-        """
+    def _completes_prompts(self, event: IterationCompleted) -> bool:
+        """Return whether the router does not know yet of a prompt that is complete."""
         by_id = self._requests.by_id
-        is_complete = any(not by_id[token.request_id].is_prefilled for token in event.sampled)
-        return self._tell_blocks() if is_complete else []
+        return any(not by_id[token.request_id].is_prefilled for token in event.sampled)
 
     def _tell_blocks(self, *, is_new: bool = False) -> list[ColocatedCommand]:
         """Tell the router which blocks have come and gone; all of them if it is new."""

@@ -74,10 +74,12 @@ class RequestMoves:
         self._departures.abort(request_id, attempt)
         self._arrivals.cancel(request_id, attempt)
 
-    def abort_all(self) -> None:
-        """Abort everything that is leaving or coming: a router is new, and knows none of it."""
+    def abort_all(self, now: float) -> list[MoveCommand]:
+        """End every move: a router is new, and knows none. What has not left yet is decoded on here."""
+        commands: list[MoveCommand] = [*self._departures.stay_all(now)]
         for request_id in (*self._departures.request_ids(), *self._arrivals.request_ids()):
             self.abort(request_id, None)
+        return commands
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[MoveCommand]:
         match message:

@@ -54,6 +54,10 @@ class PooledPrefixes:
         """Return how many requests wait for the pool."""
         return len(self._loads)
 
+    def waiting(self) -> list[RequestId]:
+        """Return the requests that wait for the pool."""
+        return self._loads.waiting()
+
     @property
     def num_loaded_tokens(self) -> int:
         """Tokens whose cache came from the pool, since the worker started."""

@@ -84,6 +84,11 @@ class PrefixLoads:
     def __len__(self) -> int:
         return len(self._waiting) + sum(len(one.followers) for one in self._waiting.values())
 
+    def waiting(self) -> list[RequestId]:
+        """Return the requests that wait."""
+        followers = [message for one in self._waiting.values() for message in one.followers]
+        return [*self._waiting, *(message.request.request_id for message in followers)]
+
     # --- the pool
 
     def connected(self, pool: str, block_bytes: int) -> None:

@@ -6,12 +6,13 @@ from alignedserve.messages.events import CommonEvent
 from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.links import DecodeWorkerInbound
 from alignedserve.messages.wire import Codec
-from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.executor import Executor
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.lending_copier import CopyCommand, LendingCopier
 from alignedserve.runtime.kv.transfers.registry import AUTO
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from decode_worker.colocated.logic import ColocatedEvent, ColocatedLogic
 from decode_worker.iteration_log_writer import try_write_iterations
 
@@ -23,7 +24,7 @@ class ColocatedWorker:
         self,
         *,
         make: "partial[ColocatedLogic]",
-        executor: ModelExecutor,
+        executor: Executor,
         process_spec: ProcessSpec,
         memory: CandidateMemory | None = None,
         pool_at: str | None = None,
@@ -46,6 +47,7 @@ class ColocatedWorker:
             self._perform,
             process_spec.recorder(make),
             executor.prepare,
+            WorkerNotes(logic.waiting, Phases.BOTH) if process_spec.notes_requests else None,
         )
 
     async def start(self, *, router_at: str, listen_at: str | None = None) -> None:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from alignedserve.core.ids import RequestId
+from alignedserve.core.ids import BatchId, RequestId, WorkerName
+from alignedserve.messages.cluster_view import FormedBatch, LengthTree
 from kvpool.state import PooledRequest
 
 
@@ -32,6 +33,11 @@ class AlignedBatch:
     lengths: LengthRange  # covers every member
     num_blocks: int  # decode memory needed on admission
 
+    def as_formed(self, batch_id: BatchId, worker: WorkerName) -> FormedBatch:
+        """Describe it for people who look on."""
+        lengths, num_requests = self.lengths, len(self.request_ids)
+        return FormedBatch(batch_id, worker, lengths.start, lengths.stop, num_requests, self.num_blocks)
+
 
 class BatchFormer(Protocol):
     """Index of pooled requests. The same history gives the same batches; ties go to the earlier arrival."""
@@ -55,6 +61,9 @@ class BatchFormer(Protocol):
 
         None as well if the policy ignores lengths.
         """
+
+    def seen(self) -> LengthTree:
+        """Return how many requests wait in which range of lengths; an empty tree if the policy ignores lengths."""
 
 
 def batch_of(chosen: list[PooledRequest]) -> AlignedBatch:

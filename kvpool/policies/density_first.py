@@ -12,6 +12,7 @@ from heapq import merge
 from itertools import islice
 
 from alignedserve.core.ids import RequestId
+from alignedserve.messages.cluster_view import LengthTree
 from kvpool.ordered_entries import Entry, OrderedEntries
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
 from kvpool.quad_tree import ROOT, QuadTree, order_entry
@@ -86,6 +87,10 @@ class DensityFirstBatchFormer:
                 break
             chosen.append(self._tree[entry[2]])
         return self._served(chosen, now) if chosen else None
+
+    def seen(self) -> LengthTree:
+        """See BatchFormer."""
+        return self._tree.seen()
 
     def _most_urgent(self, max_blocks: int, now: float) -> PooledRequest | None:
         entry = next(self._deadlines.up_to(max_blocks), None)

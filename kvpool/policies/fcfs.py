@@ -3,6 +3,7 @@
 import heapq
 
 from alignedserve.core.ids import RequestId
+from alignedserve.messages.cluster_view import LengthTree
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
 from kvpool.state import PooledRequest
 
@@ -51,6 +52,10 @@ class FcfsBatchFormer:
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
         """See BatchFormer. None, as lengths do not matter here."""
         return None
+
+    def seen(self) -> LengthTree:
+        """See BatchFormer."""
+        return LengthTree()
 
     def _pop(self, examined: list[_Entry]) -> PooledRequest | None:
         """Pop the next request still pooled; append its entry to `examined` so that it can be put back."""

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from router.prediction.encoders import HashedNgrams, PromptEncoder
 from router.prediction.journal import LearntLengths
 from router.prediction.predictor import LengthPredictor
@@ -47,7 +47,9 @@ def _hashed_ngrams(config: RouterConfig, served: ServedModel) -> PromptEncoder:
 def _token_embeddings(config: RouterConfig, served: ServedModel) -> PromptEncoder:
     if served.has_random_weights:
         raise ConfigError("router.length_predictor token_embeddings needs trained weights; model.random_weights is set")
-    return TokenEmbeddings.of_model(served.folder, served.config.family)
+    if served.encoder is not None:
+        raise ConfigError("router.length_predictor token_embeddings is for decoders; an encoder writes no answers")
+    return TokenEmbeddings.of_model(served.folder, served.decoder.family)
 
 
 def _sentence_encoder(config: RouterConfig, served: ServedModel) -> PromptEncoder:

@@ -1,0 +1,24 @@
+"""Why requests of a colocated worker are not in the iteration that runs."""
+
+from collections.abc import Collection
+
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.messages.request_notes import Cause
+from alignedserve.worker_core.request_notes import WaitingRequest
+from decode_worker.held_requests import HeldRequest, HeldRequests
+
+
+def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running: int) -> list[WaitingRequest]:
+    """Return those that wait. `members`: of the latest iteration, of which there may be `max_running`."""
+    computing = {one.request.request_id for one in members}
+    num_running = len(computing)
+    waiting = [one for one in held if one.request.request_id not in computing and not one.is_finished]
+    is_full = num_running >= max_running
+    return [WaitingRequest(one.request.request_id, _cause_of(one, held, is_full), num_running) for one in waiting]
+
+
+def _cause_of(one: HeldRequest, held: HeldRequests, is_full: bool) -> Cause:
+    if is_full:
+        return Cause.BATCH_FULL
+    num_missing = blocks_for(one.context_len, held.block_size) - len(one.block_ids)
+    return Cause.BLOCKS_SHORT if held.state.num_free < num_missing else Cause.OTHERS_FIRST

@@ -1,0 +1,47 @@
+"""Admission: which requests the router accepts, and after what time a rejected one is worth another try."""
+
+from alignedserve.config.sections import RouterConfig
+from alignedserve.core.request import Request
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import RequestFailed, RequestRejected
+from router.placement import Placement
+from router.policies.forecast import DrainForecast
+from router.request_registry import RequestRegistry
+
+
+class Admission:
+    """Knows how full the queue is and how fast it drains. Changes no request."""
+
+    def __init__(self, *, config: RouterConfig, registry: RequestRegistry, placement: Placement) -> None:
+        self._config = config
+        self._registry = registry
+        self._placement = placement
+        self._drain = DrainForecast()
+
+    def rejection(self, request: Request) -> RequestRejected | RequestFailed | None:
+        """Return why a request is not accepted; None when it is."""
+        queue = self._registry.queue
+        if request.request_id in self._registry.requests:
+            return RequestRejected(request.request_id, "this request is already being served", 0.0)
+        if not self._placement.can_ever_hold(request.max_context_len):
+            reason = "its context needs more cache blocks than any worker or pool of this cluster has"
+            return RequestFailed(request.request_id, FailureKind.UNSERVABLE, reason)
+        is_full = (
+            len(queue) >= self._config.max_queued_requests
+            or queue.num_tokens + request.prompt_len > self._config.max_queued_tokens
+        )
+        if not is_full:
+            return None
+        return RequestRejected(request.request_id, "the queue is full", self._drain.seconds_for(queue.num_tokens))
+
+    def observe_prefill(self, num_tokens: int, now: float) -> None:
+        """Learn that this many tokens were computed since the last call."""
+        if len(self._registry.queue):
+            self._drain.observe(num_tokens, now)
+        else:
+            self._drain.idle()
+
+    def real_time_wait_s(self) -> float:
+        """Return the forecast wait of the last real-time request in the queue; 0 without any."""
+        num_tokens = self._registry.queue.num_tokens_until_real_time_is_done
+        return self._drain.seconds_for(num_tokens) if num_tokens else 0.0
