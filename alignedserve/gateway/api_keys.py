@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from alignedserve.gateway.errors import Unauthorized
 
-PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/version"})
+PUBLIC_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/version"})
 
 
 class ApiKeys:

@@ -1,22 +1,29 @@
 """Builds the ASGI app: routes, middleware, errors of unknown paths. Nothing here starts or stops anything."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.gateway.anthropic.errors import error_view, is_anthropic
 from alignedserve.gateway.errors import error_json
+from alignedserve.gateway.head_requests import HeadMiddleware
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.middleware import GatewayMiddleware
 from alignedserve.gateway.routes import (
+    adapters,
     batches,
+    conversations,
     embeddings,
+    explain,
     files,
     generate,
     health,
+    live,
     message_batches,
     messages,
     models,
@@ -27,6 +34,7 @@ from alignedserve.gateway.routes import (
 from alignedserve.gateway.services import Services
 
 _MAX_ECHOED_PATH_LEN = 120
+_READABLE_HEADERS = ("x-request-id", "request-id", "x-alignedserve-ignored-fields", "retry-after")  # of other origins
 
 
 def build_app(services: Services) -> FastAPI:
@@ -36,20 +44,38 @@ def build_app(services: Services) -> FastAPI:
     for module in (
         generate,
         responses,
+        conversations,
         messages,
         message_batches,
         embeddings,
         models,
+        adapters,
         tokens,
         files,
         batches,
+        explain,
         health,
+        live,
         page,
     ):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _http_exception)
-    app.add_middleware(GatewayMiddleware, api_keys=services.api_keys, metrics=services.metrics)
+    app.add_middleware(GatewayMiddleware, api_keys=services.api_keys, metrics=services.metrics, intake=services.intake)
+    app.add_middleware(HeadMiddleware)
+    if services.config.cors_origins:
+        _allow_origins(app, services.config.cors_origins)
     return app
+
+
+def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
+    """Let browsers' pages of these origins call the app. It is outermost, as preflights bring no key."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=_READABLE_HEADERS,
+    )
 
 
 async def _http_exception(http: Request, error: Exception) -> Response:

@@ -15,6 +15,7 @@ AlignedServeError
 └── GenerationError             the cluster did not answer; the closed set that a CompletionBackend raises
     ├── Overloaded              no capacity now (503), with the time to retry after
     ├── Unavailable             no router, or a worker was lost
+    ├── Draining                it is about to end and takes nothing new
     ├── Unservable              can never fit this cluster
     ├── TimedOut                silent past its deadline
     └── GenerationFailed        an internal error
@@ -98,6 +99,15 @@ class Unavailable(GenerationError):
     retry_after_s = 1.0
 
 
+class Draining(GenerationError):
+    """It is about to end and takes nothing new; another gateway, or the next process at this address, does."""
+
+    retry_after_s = 5.0
+
+    def __init__(self) -> None:
+        super().__init__("The server is about to end and takes no new requests.")
+
+
 class Unservable(GenerationError):
     """Can never fit this cluster."""
 
@@ -135,6 +145,7 @@ ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
     (InvalidRequest, HttpError(400, "invalid_request_error")),
     (Overloaded, HttpError(503, "server_error", "overloaded")),
     (Unavailable, HttpError(503, "server_error", "unavailable")),
+    (Draining, HttpError(503, "server_error", "draining")),
     (Unservable, HttpError(400, "invalid_request_error", "unservable")),
     (TimedOut, HttpError(504, "server_error", "timeout")),
     (GenerationFailed, HttpError(500, "server_error", "generation_failed")),

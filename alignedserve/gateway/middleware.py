@@ -1,9 +1,9 @@
 """The outermost layer: gives every request an id, authenticates it, and alone turns errors into answers."""
 
 import logging
-import re
 import secrets
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.responses import Response
@@ -18,21 +18,22 @@ from alignedserve.gateway.errors import (
     http_error_of,
     rejection_code,
 )
+from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.gateway.timelines.request_ids import plain_request_id
 
 logger = logging.getLogger(__name__)
-
-_PLAIN_WORD = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 
 
 class GatewayMiddleware:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, metrics: GatewayMetrics, intake: Intake) -> None:
         self._app = app
         self._api_keys = api_keys
         self._metrics = metrics
+        self._intake = intake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; only cancellation propagates."""
@@ -40,14 +41,26 @@ class GatewayMiddleware:
             return
         state = scope.setdefault("state", {})
         state["request_id"] = request_id = secrets.token_hex(16)
-        sender = _ResponseSender(_client_request_id(scope) or request_id, scope, send)
+        sender = _ResponseSender(_client_request_id(scope) or request_id, scope, send, self._intake)
+        with ExitStack() as state["held_until_response"]:
+            await self._serve(scope, receive, sender)
+
+    async def _serve(self, scope: Scope, receive: Receive, sender: "_ResponseSender") -> None:
         try:
-            state["key_number"] = self._api_keys.authenticate(scope["path"], _presented_key(scope))
+            scope["state"]["key_number"] = self._api_keys.authenticate(scope["path"], _presented_key(scope))
+            self._admit(scope)
             await self._app(scope, receive, sender.send)
         except Exception as error:  # noqa: BLE001  (the gateway's single handler)
             self._log(sender.request_id, scope["path"], error)
             if not isinstance(error, ClientDisconnected):  # the server closes that connection
                 await sender.send_error(error, scope, receive)
+
+    def _admit(self, scope: Scope) -> None:
+        """Let a drain wait for this request. Raises Draining."""
+        state = scope["state"]
+        state["ticket"] = ticket = self._intake.admit(scope["method"])
+        if ticket is not None:
+            state["held_until_response"].callback(ticket.release)
 
     def _log(self, request_id: str, path: str, error: Exception) -> None:
         """Log one line per failed request, with a traceback only for internal errors."""
@@ -65,8 +78,9 @@ class GatewayMiddleware:
 class _ResponseSender:
     """Sends one response: adds headers to its start and knows how far it got."""
 
-    def __init__(self, request_id: str, scope: Scope, send: Send) -> None:
+    def __init__(self, request_id: str, scope: Scope, send: Send, intake: Intake) -> None:
         self.request_id = request_id
+        self._intake = intake
         self._state: Mapping[str, Any] = scope["state"]
         self._is_anthropic = is_anthropic(scope)
         self._send = send
@@ -81,7 +95,7 @@ class _ResponseSender:
             headers = [*message.get("headers", [])]
             self._is_event_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
             headers += [(b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")]
-            headers += self._own_request_id() + self._ignored_fields()
+            headers += self._own_request_id() + self._ignored_fields() + self._last_words()
             message = {**message, "headers": headers}
         elif not message.get("more_body", False):
             self._is_complete = True
@@ -90,6 +104,10 @@ class _ResponseSender:
     def _own_request_id(self) -> list[tuple[bytes, bytes]]:
         """Return the header in which Anthropic's clients look for the server's id of their request."""
         return [(b"request-id", self._state["request_id"].encode())] if self._is_anthropic else []
+
+    def _last_words(self) -> list[tuple[bytes, bytes]]:
+        """Return the header that makes a client open its next connection elsewhere, while this server drains."""
+        return [(b"connection", b"close")] if self._intake.is_closed else []
 
     def _ignored_fields(self) -> list[tuple[bytes, bytes]]:
         ignored: IgnoredFields | None = self._state.get("ignored_fields")
@@ -125,5 +143,4 @@ def _header(scope: Scope, wanted: bytes) -> str | None:
 
 def _client_request_id(scope: Scope) -> str | None:
     """Return the client's own id for this request, if it is a plain word. It names the request to the client only."""
-    own = _header(scope, b"x-request-id")
-    return own if own is not None and _PLAIN_WORD.fullmatch(own) else None
+    return plain_request_id(_header(scope, b"x-request-id"))

@@ -7,15 +7,17 @@ told from it, and no client can make another's.
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import islice
 
-from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.request import Request
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES, MAX_BLOCK_NAMES
 from alignedserve.prefix_cache.block_hashes import BlockHasher, prefix_root
+from alignedserve.runtime.model.served_deployment import ServedDeployment
 from alignedserve.runtime.model.served_model import ServedModel
 
 _FORM_BYTES = 32
+_NUM_KEPT = 16
 
 
 class PrefixHasher:
@@ -27,33 +29,49 @@ class PrefixHasher:
         self._form = form
         self._hasher = BlockHasher(block_size)
         self._is_shared = is_shared_between_keys
+        # Of a prompt, whose blocks are named beside the loop before it is sent, and once for all of its choices.
+        self.prompt_names = lru_cache(_NUM_KEPT)(self._names)
 
     @classmethod
-    def of(
-        cls, served: ServedModel, config: PrefixCacheConfig, *, block_size: int, key: bytes
-    ) -> "PrefixHasher | None":
-        """Return the hasher of a cluster that serves this model; None: its prefix cache is off."""
-        if not config.enabled:
+    def of(cls, deployed: ServedDeployment, *, key: bytes) -> "PrefixHasher | None":
+        """Return the hasher of a deployment, with the cluster's key.
+
+        None: its prefix cache is off, or it is an encoder, whose tokens depend on those after them.
+        """
+        config, block_size = deployed.prefix_cache, deployed.block_size
+        if not config.enabled or deployed.served.encoder is not None:
             return None
-        form = cache_form(served, block_size)
+        form = cache_form(deployed.served, block_size, deployed.deployment_id)
         return cls(key, form=form, block_size=block_size, is_shared_between_keys=config.shared_between_keys)
 
-    def root(self, tenant: str, salt: str | None) -> bytes:
-        """Return the root for the requests of one tenant (ApiKeys.owner) with this salt; None: they have none."""
-        return prefix_root(self._key, tenant="" if self._is_shared else tenant, salt=salt or "", form=self._form)
+    def root(self, tenant: str, salt: str | None, adapter_digest: bytes = b"") -> bytes:
+        """Return the root for the requests of one tenant (ApiKeys.owner) with this salt and adapter.
+
+        `salt`: None: there is none; `adapter_digest`: empty likewise.
+        """
+        form = self._form + adapter_digest
+        return prefix_root(self._key, tenant="" if self._is_shared else tenant, salt=salt or "", form=form)
 
     def block_names(self, request: Request, generated_token_ids: Sequence[int] = ()) -> bytes:
         """Return the names of the full blocks of a request's context, one after the other; of as many as are sent."""
         if not request.prefix_root:
             return b""
-        token_ids = (*request.prompt_token_ids, *generated_token_ids)
-        blocks = islice(self._hasher.named(request.prefix_root, token_ids), MAX_BLOCK_NAMES)
+        if not generated_token_ids:
+            return self.prompt_names(request.prefix_root, request.prompt_token_ids)
+        return self._names(request.prefix_root, (*request.prompt_token_ids, *generated_token_ids))
+
+    def _names(self, root: bytes, token_ids: tuple[int, ...]) -> bytes:
+        blocks = islice(self._hasher.named(root, token_ids), MAX_BLOCK_NAMES)
         return b"".join([block.block_hash[:BLOCK_NAME_BYTES] for block in blocks])
 
 
-def cache_form(served: ServedModel, block_size: int) -> bytes:
-    """Return a digest of what cached values depend on beside tokens: model, types, layout of blocks."""
-    facts = (served.name, str(served.folder), served.dtype, served.quantization, served.has_random_weights)
+def cache_form(served: ServedModel, block_size: int, deployment_id: str = "") -> bytes:
+    """Return a digest of what cached values depend on beside tokens: model, types, layout of blocks.
+
+    Two deployments share none: the files of a model may have changed between them.
+    """
+    names = (served.name, str(served.folder), deployment_id)
+    facts = (*names, served.dtype, served.quantization, served.has_random_weights)
     digest = hashlib.blake2b(served.block_layout(block_size).digest(), digest_size=_FORM_BYTES)
     digest.update(repr(facts).encode("utf-8", "surrogatepass"))
     return digest.digest()

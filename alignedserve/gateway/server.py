@@ -1,4 +1,4 @@
-"""The gateway inside a running event loop: links to the cluster, app, HTTP server, readiness probe."""
+"""The gateway inside a running event loop: links to the cluster, deployments, app, HTTP server."""
 
 import asyncio
 import contextlib
@@ -6,25 +6,30 @@ import errno
 import logging
 import socket
 from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
 
 import uvicorn
 
 from alignedserve.batches.location import BatchStores, SharedState, open_stores
 from alignedserve.batches.remote.state_client import StateClient
-from alignedserve.config.sections import GatewayConfig
-from alignedserve.core.errors import AddressInUse, ConfigError
+from alignedserve.config.sections import GatewayConfig, Observing
+from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.app import build_app
-from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
+from alignedserve.gateway.backend.connection import ClusterConnection, ClusterLinks
+from alignedserve.gateway.connections.http_protocol import BoundedHttpProtocol
+from alignedserve.gateway.connections.limits import ConnectionLimits
+from alignedserve.gateway.deployments import Deployments
 from alignedserve.gateway.files.files_api import FilesApi
-from alignedserve.gateway.model_card import ModelCard
-from alignedserve.gateway.prefix_hasher import PrefixHasher
+from alignedserve.gateway.metrics.disk_metrics import Disks
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.kv.arena_files import arena_folder
+from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
 from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.background_tasks import start_background
 
 logger = logging.getLogger(__name__)
 
@@ -41,28 +46,31 @@ class GatewayServer:
         self,
         *,
         links: ClusterLinks,
-        model: ModelCard,
+        deployments: Sequence[ServedDeployment],
         config: GatewayConfig,
         api_keys: Sequence[str] = (),
         state: SharedState | None = None,
-        is_first_process: bool = True,
-        prefix_hasher: PrefixHasher | None = None,
+        observing: Observing | None = None,
+        is_restarted: bool = False,
     ) -> None:
-        """`state`: None: it shares nothing with other gateways. `is_first_process`: none of its name ran before.
+        """`deployments`: the first list; see `serve_models`. `state`: None: it shares nothing with other gateways.
+        `observing`: None: calls are explained, and not traced.
 
-        `prefix_hasher`: None: the prefix cache is off.
+        `is_restarted`: a process of its name died, so that the list may be of old: the current one will be told.
         """
         self._links = links
-        self._model = model
+        self._first_deployments = tuple(deployments)
         self._config = config
         self._api_keys = tuple(api_keys)
         self._state = state or SharedState()
-        self._is_first_process = is_first_process
-        self._prefix_hasher = prefix_hasher
+        self._observing = observing
+        self._is_restarted = is_restarted
         self._client: StateClient | None = None
         self._quotas: RequestQuotas | None = None
         self._stores: BatchStores | None = None
-        self._backend: ClusterBackend | None = None
+        self._connection: ClusterConnection | None = None
+        self._deployments: Deployments | None = None
+        self._services: Services | None = None
         self._http: HttpServer | None = None
 
     @property
@@ -72,41 +80,69 @@ class GatewayServer:
         return f"http://[{host}]:{self._config.port}" if ":" in host else f"http://{host}:{self._config.port}"
 
     def cluster_status(self) -> ClusterStatus | None:
-        """Return the router's last report; None while no router is connected."""
-        return self._backend.status() if self._backend is not None else None
+        """Return the last report of the first deployment's router; None while that is not connected."""
+        return self._deployments.first_status() if self._deployments is not None else None
+
+    def cluster_statuses(self) -> dict[str, ClusterStatus]:
+        """Return the last report of every router that is connected, by deployment."""
+        return self._deployments.statuses() if self._deployments is not None else {}
+
+    def serve_models(self, deployments: Sequence[ServedDeployment]) -> tuple[DeploymentState, ...]:
+        """Serve exactly these from now on; see Deployments. Only between `start` and `stop`."""
+        assert self._deployments is not None, "a gateway that does not serve"
+        return self._deployments.serve(deployments)
 
     def drain(self, is_draining: bool) -> int:
         """Say at /ready whether requests are to go elsewhere; return how many are open here. All are still served."""
         return self._http.drain(is_draining) if self._http is not None else 0
 
+    def close_intake(self) -> int:
+        """Refuse new work from now on, until the end; return how many requests are open. May be repeated."""
+        return self._http.close_intake() if self._http is not None else 0
+
     async def start(self) -> None:
         """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse, ConfigError or StorageError."""
-        tokenizer = await asyncio.to_thread(self._model.load_tokenizer)
         try:
-            await self._start(tokenizer)
+            await self._start()
         except BaseException:
             await self.stop()
             raise
-        logger.info("gateway %s serves %s at %s", self._links.identity.name, self._model.name, self.url)
+        names = ", ".join(deployed.served.name for deployed in self._first_deployments)
+        logger.info("gateway %s serves %s at %s", self._links.identity.name, names, self.url)
 
-    async def _start(self, tokenizer: Tokenizer) -> None:
-        self._backend = ClusterBackend(self._links, self._config, self._prefix_hasher)
+    async def _start(self) -> None:
         self._open_shared_state()
         batches = self._state.batches
-        services = build_services(
-            backend=self._backend,
-            tokenizer=tokenizer,
-            model=self._model,
-            config=self._config,
+        services = self._services = build_services(
+            self._config,
             api_keys=self._api_keys,
             reply_to=self._links.own_address,
             files_api=FilesApi(self._stores, batches.config) if batches and self._stores else None,
             quotas=self._quotas,
-            prefix_hasher=self._prefix_hasher,
+            observing=self._observing,
+            disks=Disks(self._places()),
         )
-        self._http = HttpServer(services, bind(self._config.host, self._config.port))
-        await self._backend.start()
+        self._connection = ClusterConnection(self._links, services.timelines, services.questions)
+        await self._connection.start()
+        self._deployments = Deployments(services, self._connection)
+        if self._is_restarted:
+            self._deployments.serve_until_told(self._first_deployments)
+        else:
+            await self._deployments.load(self._first_deployments)
+        self._http = HttpServer(services, self._bound())
         await self._http.start()
+
+    def _places(self) -> dict[str, Path]:
+        """Return where this host writes: logs, blocks in shared memory, on the head also batches."""
+        state = self._state.batches.folder if self._state.batches is not None else None
+        places = {"logs": self._links.log_folder, "state": state}
+        with contextlib.suppress(NotEnoughMemory):  # a host of gateways alone needs no blocks
+            places["shared_memory"] = arena_folder()
+        return {place: path for place, path in places.items() if path is not None}
+
+    def _bound(self) -> socket.socket:
+        config = self._config
+        return bind(config.host, config.port, is_shared=config.shared_port)
 
     def _open_shared_state(self) -> None:
         """Open the stores and the count of requests, and dial the state server where one of them needs it."""
@@ -124,18 +160,25 @@ class GatewayServer:
             gateway=name,
             gateways=self._state.gateways,
             client=self._client,
-            is_first_process=self._is_first_process,
+            is_first_process=not (self._is_restarted or self._state.have_run),
         )
         self._quotas.start()
 
     async def stop(self) -> None:
         """Close every connection and link; open requests fail. May be repeated."""
-        backend, self._backend = self._backend, None
+        deployments, self._deployments = self._deployments, None
+        connection, self._connection = self._connection, None
         http, self._http = self._http, None
-        if backend is not None:
-            await backend.stop()
+        if deployments is not None:
+            deployments.close()
+        if connection is not None:
+            await connection.close()
         if http is not None:
             await http.stop()
+        services, self._services = self._services, None
+        if services is not None:
+            services.lanes.close()
+            await asyncio.to_thread(services.close)
         if self._quotas is not None:
             self._quotas.stop()
         stores, self._stores = self._stores, None
@@ -155,7 +198,7 @@ def shares_limits(name: str, gateways: tuple[str, ...], book: AddressBook | None
 
 
 class HttpServer:
-    """The HTTP side over any backend: uvicorn and the readiness probe, on a listener that is already bound."""
+    """The HTTP side over any backends: uvicorn, on a listener that is already bound."""
 
     def __init__(self, services: Services, listener: socket.socket) -> None:
         self._services = services
@@ -163,6 +206,7 @@ class HttpServer:
         self._server = _Uvicorn(
             uvicorn.Config(
                 build_app(services),
+                http=_protocol(ConnectionLimits.of(services.config)),
                 lifespan="off",
                 access_log=False,
                 log_config=None,
@@ -173,7 +217,7 @@ class HttpServer:
                 timeout_graceful_shutdown=1,
             )
         )
-        self._tasks: list[asyncio.Task[None]] = []
+        self._serving: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
@@ -182,13 +226,17 @@ class HttpServer:
 
     def drain(self, is_draining: bool) -> int:
         """See GatewayServer."""
-        self._services.readiness_probe.is_draining = is_draining
+        self._services.readiness.is_draining = is_draining
         return self._services.limiter.num_open
+
+    def close_intake(self) -> int:
+        """See GatewayServer."""
+        self._services.intake.is_closed = True
+        return self._services.intake.num_open
 
     async def start(self) -> None:
         """Serve in the background; return when connections are accepted."""
-        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        self._tasks = [serving, start_background(self._services.readiness_probe.run(), "the readiness probe")]
+        serving = self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         async with asyncio.timeout(_START_TIMEOUT_S):
             while not self._server.started:
                 if serving.done():
@@ -199,15 +247,16 @@ class HttpServer:
     async def stop(self) -> None:
         """Stop accepting connections and close the open ones."""
         self._server.should_exit = True
-        for probing in self._tasks[1:]:
-            probing.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            await asyncio.wait([serving], timeout=_STOP_TIMEOUT_S)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
         self._listener.close()
+
+
+def _protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
+    return cast(type[asyncio.Protocol], partial(BoundedHttpProtocol, limits=limits))
 
 
 class _Uvicorn(uvicorn.Server):
@@ -218,11 +267,14 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises AddressInUse or ConfigError naming the setting to change."""
+def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """Return a listening socket. Raises AddressInUse or ConfigError naming the setting to change.
+
+    `is_shared`: other gateways listen on the port as well; the system gives each connection to one of them.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=is_shared)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise AddressInUse(

@@ -1,96 +1,136 @@
-"""The objects that every request of one gateway (or batch worker) shares. No HTTP here."""
+"""The objects that every request of one gateway (or batch worker) shares, whichever model it names. No HTTP here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from alignedserve.config.sections import GatewayConfig
+from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.backend.interface import CompletionBackend
 from alignedserve.gateway.backend.readiness_probe import ReadinessProbe
-from alignedserve.gateway.errors import Overloaded, UnknownModel
 from alignedserve.gateway.files.files_api import FilesApi
-from alignedserve.gateway.grammar_checker import GrammarChecker
+from alignedserve.gateway.intake import Intake
+from alignedserve.gateway.metrics.disk_metrics import Disks
 from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
-from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.models.adapter_directory import AdapterDirectory
+from alignedserve.gateway.models.grammar_checker import GrammarChecker
+from alignedserve.gateway.models.model_card import ModelCard
+from alignedserve.gateway.models.model_registry import ModelRegistry, RegisteredModel
+from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.prefix_hasher import PrefixHasher
+from alignedserve.gateway.readiness import Readiness
+from alignedserve.gateway.request_limiter import RequestLimiter
 from alignedserve.gateway.request_quotas import RequestQuotas
-from alignedserve.runtime.model.tokenizer import Tokenizer
-
-
-class RequestLimiter:
-    """Counts the requests that this gateway has open in the cluster and bounds them."""
-
-    def __init__(self, max_open: int) -> None:
-        self._max_open = max_open
-        self.num_open = 0
-
-    def acquire(self, count: int) -> None:
-        """Open requests. Raises Overloaded when that would be too many."""
-        if self.num_open + count > self._max_open:
-            raise Overloaded("The gateway has too many requests open.", retry_after_s=1.0)
-        self.num_open += count
-
-    def release(self, count: int) -> None:
-        """Close requests."""
-        self.num_open -= count
-        assert self.num_open >= 0, "more requests closed than opened"
+from alignedserve.gateway.timelines.exporter import TraceExporter
+from alignedserve.gateway.timelines.questions import TimelineQuestions
+from alignedserve.gateway.timelines.timelines import Timelines
+from alignedserve.gateway.timelines.tracing import make_exporter, make_timelines
+from alignedserve.gateway.work_lanes import WorkLanes
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
     """Shared objects, made once by `build_services`; routes find them in the app's state."""
 
-    backend: CompletionBackend
-    tokenizer: Tokenizer
-    model: ModelCard
     config: GatewayConfig
     reply_to: str  # address where workers send tokens
     api_keys: ApiKeys
     quotas: RequestQuotas
     metrics: GatewayMetrics
     limiter: RequestLimiter
-    readiness_probe: ReadinessProbe
-    grammars: GrammarChecker
+    lanes: WorkLanes
+    intake: Intake
+    models: ModelRegistry
+    readiness: Readiness
+    timelines: Timelines
+    questions: TimelineQuestions
+    exporter: TraceExporter | None = None  # None: no call is traced
     files_api: FilesApi | None = None  # None: files and batches are not served
-    prefix_hasher: PrefixHasher | None = None  # None: the prefix cache is off
+    disks: Disks = field(default_factory=Disks)  # whose space /metrics tells
 
-    def prefix_root(self, tenant: str, salt: str | None) -> bytes:
-        """Return the root of the block hashes of a client's request; empty: it shares nothing."""
-        return self.prefix_hasher.root(tenant, salt) if self.prefix_hasher is not None else b""
+    def close(self) -> None:
+        """Send the traces that wait, for a moment."""
+        if self.exporter is not None:
+            self.exporter.close()
 
-    def check_model(self, name: str | None) -> None:
-        """Raise UnknownModel unless this is the served model; None means that one."""
-        if name is not None and name != self.model.name:
-            raise UnknownModel("The requested model does not exist here; see /v1/models.", param="model")
+    def find_model(self, name: str | None) -> ModelServices:
+        """Return what requests to the model of this name share; None: to the first one. Raises UnknownModel."""
+        return self.models.find(name)
+
+    def add_model(
+        self,
+        model: ModelCard,
+        backend: CompletionBackend,
+        tokenizer: Tokenizer,
+        prefix_hasher: PrefixHasher | None = None,
+    ) -> ModelServices:
+        """Serve one more model, until the end. `prefix_hasher`: None: its prefix cache is off."""
+        added = self.make_model(model, backend, tokenizer, prefix_hasher)
+        self.models.add(RegisteredModel(model, added))
+        return added
+
+    def make_model(
+        self,
+        model: ModelCard,
+        backend: CompletionBackend,
+        tokenizer: Tokenizer,
+        prefix_hasher: PrefixHasher | None = None,
+        deployment_id: str = "",
+        adapters: AdapterDirectory | None = None,
+    ) -> ModelServices:
+        """Make what requests to a model share; nothing finds it yet."""
+        probe_token_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0
+        return ModelServices(
+            model=model,
+            backend=backend,
+            tokenizer=tokenizer,
+            grammars=GrammarChecker(tokenizer, model.eos_token_ids),
+            metrics=self.metrics.add_model(model.name, backend, deployment_id),
+            readiness_probe=ReadinessProbe(backend, token_id=probe_token_id, reply_to=self.reply_to),
+            config=self.config,
+            limiter=self.limiter,
+            lanes=self.lanes,
+            reply_to=self.reply_to,
+            prefix_hasher=prefix_hasher,
+            adapters=adapters,
+            timelines=self.timelines,
+        )
 
 
 def build_services(
-    *,
-    backend: CompletionBackend,
-    tokenizer: Tokenizer,
-    model: ModelCard,
     config: GatewayConfig,
+    *,
     api_keys: Sequence[str] = (),
     reply_to: str = "",
     files_api: FilesApi | None = None,
     quotas: RequestQuotas | None = None,
-    prefix_hasher: PrefixHasher | None = None,
+    observing: Observing | None = None,
+    disks: Disks | None = None,
 ) -> Services:
-    """Build the shared objects around one backend. `quotas`: None: this process alone counts requests."""
-    keys = ApiKeys(api_keys)
-    probe_token_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0
+    """Build the shared objects, without a model. `quotas`: None: this process alone counts requests.
+
+    `observing`: None: calls are explained, and not traced.
+    """
+    keys, models, intake = ApiKeys(api_keys), ModelRegistry(), Intake()
+    observing = observing or Observing()
+    exporter = make_exporter(observing, reply_to)
+    timelines = make_timelines(observing, exporter)
+    readiness, metrics = Readiness(models, intake), GatewayMetrics(exporter)
+    metrics.show_readiness(lambda: readiness.missing() is None)
     return Services(
-        backend=backend,
-        tokenizer=tokenizer,
-        model=model,
         config=config,
         reply_to=reply_to,
         api_keys=keys,
         quotas=quotas or RequestQuotas(config.requests_per_minute, keys.num_owners),
-        metrics=GatewayMetrics(model.name, backend.status, backend.num_answers),
+        metrics=metrics,
         limiter=RequestLimiter(config.max_concurrent_requests),
-        readiness_probe=ReadinessProbe(backend, token_id=probe_token_id, reply_to=reply_to),
-        grammars=GrammarChecker(tokenizer, model.eos_token_ids),
+        lanes=WorkLanes(),
+        intake=intake,
+        models=models,
+        readiness=readiness,
         files_api=files_api,
-        prefix_hasher=prefix_hasher,
+        timelines=timelines,
+        questions=TimelineQuestions(timelines),
+        exporter=exporter,
+        disks=disks or Disks(),
     )

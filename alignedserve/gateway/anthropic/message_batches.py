@@ -72,7 +72,7 @@ def _check(asked: CreateMessageBatch, services: Services, max_requests: int) -> 
         model = one.params.get("model")
         if not isinstance(model, str):
             raise InvalidRequest(f"Invalid value for {path}.params.model.", param=f"{path}.params.model")
-        services.check_model(model)
+        services.models.card(model)
 
 
 async def _lines_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

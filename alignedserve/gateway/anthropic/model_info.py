@@ -3,7 +3,7 @@
 from typing import Any
 
 from alignedserve.gateway.anthropic.timestamps import timestamp
-from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.models.model_card import ModelCard
 
 
 def model_info(model: ModelCard) -> dict[str, Any]:
@@ -22,4 +22,5 @@ def model_info(model: ModelCard) -> dict[str, Any]:
 def model_list(models: list[ModelCard]) -> dict[str, Any]:
     """Return the page of all models."""
     shown = [model_info(model) for model in models]
-    return {"data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
+    first_id, last_id = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return {"data": shown, "has_more": False, "first_id": first_id, "last_id": last_id}

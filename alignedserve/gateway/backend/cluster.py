@@ -1,23 +1,24 @@
-"""The backend of a running cluster: requests go to the router, tokens come straight from the workers.
+"""The backend of one deployment of a running cluster: requests go to its router, tokens come straight from the workers.
 
 The life of a request here: 1. `submit` sends it to the router. 2. Workers send deltas; they are put in order by
 `first_index`, repeats are dropped, and tokens behind a gap are held until the gap is filled. 3. It leaves the table
 with its last token, by `abort`, or by failing: rejected or failed by the router, or silence past its deadline, which
 one task watches for all requests. While the router is lost, requests with tokens go on, as workers need no router, and
-those without wait for the next one.
+those without wait for the next one, as do those that come meanwhile.
 Only the gateway knows which tokens the client has: when the router reports that a request was interrupted, or connects
 again after a loss, the gateway sends it the position to resume from.
 """
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
+from alignedserve.gateway.backend.connection import ClusterConnection
 from alignedserve.gateway.backend.interface import RequestStream
 from alignedserve.gateway.errors import (
     GenerationError,
@@ -42,14 +43,11 @@ from alignedserve.messages.gateways import (
     TokenDelta,
     TokensEmitted,
 )
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import GatewayInbound
-from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.addresses import ROUTER, AddressBook
+from alignedserve.messages.request_notes import Step
+from alignedserve.messages.wire import Message
+from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.background_tasks import start_background
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
-from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.runtime.process.links import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -57,75 +55,66 @@ _MAX_CHECK_PAUSE_S = 0.5
 # A request that is silent for this long is sent to the router again, which ignores it if all is well: no request waits
 # for ever, whichever message was lost.
 _RESEND_AFTER_S = 10.0
-_ROUTER_RETURNS_S = 60.0  # for which a request without a token waits for a router after a loss
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterLinks:
-    """Identity and addresses of this process's links into the cluster."""
-
-    identity: Identity
-    router_address: str
-    own_address: str  # where workers send tokens
-    book: AddressBook | None = None  # where names are found
-
-    @property
-    def node(self) -> str:
-        """Return where this process runs; empty: there are no other nodes."""
-        return self.book.node if self.book is not None else ""
-
-    @classmethod
-    def of(cls, process_spec: ProcessSpec) -> "ClusterLinks":
-        """Return the links of a process of the cluster."""
-        return cls(process_spec.identity(), ROUTER, process_spec.name, process_spec.addresses)
+_ROUTER_RETURNS_S = 60.0  # after its loss, for which requests without a token wait for the next one
+_HEAD_RETURNS_S = 10.0  # the same of new ones among several hosts: others' gateways answer if this one is cut off
+_NO_ROUTER = "The router is not connected."
 
 
 class ClusterBackend:
-    """A CompletionBackend and the LinkHandler of the gateway's links. `start` before use, `stop` once."""
+    """A CompletionBackend and the DeploymentHandler of its links. `start` before use, `stop` once."""
 
-    def __init__(self, links: ClusterLinks, config: GatewayConfig, prefix_hasher: PrefixHasher | None = None) -> None:
-        """`prefix_hasher`: None: the prefix cache is off."""
-        self._addresses = links
-        self._prefix_hasher = prefix_hasher
+    def __init__(
+        self,
+        connection: ClusterConnection,
+        config: GatewayConfig,
+        router: str = ROUTER,
+        prefix_hasher: PrefixHasher | None = None,
+    ) -> None:
+        """`router`: the name of the deployment's. `prefix_hasher`: None: its prefix cache is off."""
+        self._links = connection
         self._config = config
-        self._links = LinkManager(links.identity, Codec(GatewayInbound), self, links.book)
+        self._router_name = router
+        self._prefix_hasher = prefix_hasher
         self._open: dict[RequestId, _OpenRequest] = {}
         self._router: str | None = None  # its name while linked
         self._status: ClusterStatus | None = None
         self._num_answers: Counter[str] = Counter()
         self._latest_attempt = 0  # as a router last reported
-        self._router_lost_s = 0.0  # when, while there is none
+        self._router_lost_s = -math.inf  # when, while there is none; without one from the beginning: long ago
         self._deadline_task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Listen for workers and dial the router."""
-        await self._links.listen(self._addresses.own_address)
-        self._links.dial(self._addresses.router_address)
+    def start(self) -> None:
+        """Dial the router."""
+        self._links.join(self._router_name, self)
         self._deadline_task = start_background(self._watch_deadlines(), "the deadlines of open requests")
 
-    async def stop(self) -> None:
-        """Close every link; open requests fail."""
+    def stop(self, reason: str = "The gateway is shutting down.") -> None:
+        """Close the link to the router; open requests fail with this reason. May be repeated."""
         if self._deadline_task is not None:
             self._deadline_task.cancel()
         for request_id in tuple(self._open):
-            self._fail(request_id, Unavailable("The gateway is shutting down."))
-        await self._links.close()
+            self._fail(request_id, Unavailable(reason))
+        self._links.leave(self._router_name)
+        self._router = self._status = None
 
     # --- CompletionBackend
 
     def submit(self, request: Request) -> RequestStream:
-        """Send the request to the router. Raises Unavailable while there is none."""
-        names = self._block_names(request)
-        if self._router is None or not self._links.send(self._router, SubmitRequest(request, names)):
-            raise Unavailable("The router is not connected.")
+        """Send the request to the router; after a loss to the next one. Raises Unavailable if none is to come."""
+        now = asyncio.get_running_loop().time()
         stream = RequestStream(request)
-        self._open[request.request_id] = _OpenRequest(request, stream, asyncio.get_running_loop().time())
+        entry = _OpenRequest(request, stream, now)
+        if self._router is not None:
+            self._submit(self._router, entry)
+        elif not self._is_router_expected(entry, now):
+            raise Unavailable(_NO_ROUTER)
+        self._open[request.request_id] = entry
         return stream
 
     def abort(self, request_id: RequestId) -> None:
         """Forget the request and abort it at the router, once that is connected."""
         if self._open.pop(request_id, None) is not None:
-            self._links.send_to(self._addresses.router_address, AbortRequest(request_id))
+            self._links.send_later(self._router_name, AbortRequest(request_id))
 
     def status(self) -> ClusterStatus | None:
         """Return the router's last report; None while it is not connected."""
@@ -135,16 +124,24 @@ class ClusterBackend:
         """See CompletionBackend."""
         return self._num_answers
 
-    # --- LinkHandler
+    # --- DeploymentHandler
+
+    def is_open(self, request_id: RequestId) -> bool:
+        """Return whether this request is open here."""
+        return request_id in self._open
 
     def on_linked(self, peer: Peer) -> None:
-        """Register with the router and resume every open request there: one that restarted knows none of them."""
-        if peer.role is not Role.ROUTER:
-            return
+        """Register with the router and resume every open request there: one that restarted knows none of them.
+
+        Those that came meanwhile are new to it, and it may reject them as any other.
+        """
         self._router = peer.name
-        self._links.send(peer.name, GatewayRegistered(self._addresses.node))
+        self._links.send(peer.name, GatewayRegistered(self._links.links.node))
         for entry in self._open.values():
-            self._links.send(peer.name, self._resumption(entry))
+            if entry.is_sent:
+                self._links.send(peer.name, self._resumption(entry))
+            else:
+                self._submit(peer.name, entry)
 
     def on_message(self, peer: Peer, message: Message) -> None:
         """Pass tokens and failures to their requests; unknown ids belong to requests that ended here."""
@@ -172,14 +169,24 @@ class ClusterBackend:
         asked to resume from here, which it ignores for requests that it knows to be running.
         """
         if peer.name != self._router:
-            for entry in self._open.values():
-                if entry.last_worker in (None, peer.name) and self._router is not None:
+            for entry in [one for one in self._open.values() if one.last_worker in (None, peer.name)]:
+                entry.last_worker = None
+                if self._router is not None:
                     self._links.send(self._router, self._resumption(entry))
             return
         self._router = self._status = None
         self._router_lost_s = asyncio.get_running_loop().time()
 
     # --- inside
+
+    def _submit(self, router: str, entry: "_OpenRequest") -> None:
+        self._links.send(router, SubmitRequest(entry.request, self._block_names(entry.request)))
+        entry.is_sent = True
+
+    def _is_router_expected(self, entry: "_OpenRequest", now: float) -> bool:
+        """Return whether this request still waits for the next router, while there is none."""
+        is_new_among_hosts = not entry.is_sent and bool(self._links.links.node)
+        return now - self._router_lost_s <= (_HEAD_RETURNS_S if is_new_among_hosts else _ROUTER_RETURNS_S)
 
     def _on_delta(self, worker: Peer, delta: TokenDelta, now: float) -> None:
         entry = self._open.get(delta.request_id)
@@ -207,9 +214,12 @@ class ClusterBackend:
         self._links.send(router.name, AbortRequest(request_id) if entry is None else self._resumption(entry))
 
     def _resumption(self, entry: "_OpenRequest") -> ResumeRequest:
+        if self._links.timelines is not None:
+            self._links.timelines.note(entry.request.request_id, Step.RESUMED)
         token_ids = entry.resumed_token_ids
         names = self._block_names(entry.request, token_ids)
-        return ResumeRequest(entry.request, token_ids, self._latest_attempt, names)
+        holder = entry.last_worker if entry.num_tokens and entry.last_worker is not None else ""
+        return ResumeRequest(entry.request, token_ids, self._latest_attempt, names, holder)
 
     def _block_names(self, request: Request, generated_token_ids: tuple[int, ...] = ()) -> bytes:
         return self._prefix_hasher.block_names(request, generated_token_ids) if self._prefix_hasher is not None else b""
@@ -234,17 +244,18 @@ class ClusterBackend:
                 if now - entry.last_heard_s > limit_s:
                     self.abort(request_id)
                     entry.stream.fail(TimedOut(f"No token came for {limit_s:g} s."))
-                elif self._router is None and not entry.num_tokens and now - self._router_lost_s > _ROUTER_RETURNS_S:
-                    self._fail(request_id, Unavailable("The router was lost before the first token."))
+                elif self._router is None and not entry.num_tokens and not self._is_router_expected(entry, now):
+                    self._fail(request_id, Unavailable(_NO_ROUTER))
 
 
 class _OpenRequest:
     """One request that has not ended, and its tokens in order."""
 
     def __init__(self, request: Request, stream: RequestStream, now: float) -> None:
+        self.is_sent = False  # to a router
         self.stream = stream
         self.last_heard_s = now  # when new tokens last came
-        self.last_worker: str | None = None  # whose tokens came last
+        self.last_worker: str | None = None  # whose tokens came last, until its link is lost
         self._last_sent_s = now
         self._has_last = False
         self.request = request

@@ -20,13 +20,10 @@ class ReadinessProbe:
         self._backend = backend
         self._token_id = token_id
         self._reply_to = reply_to
-        self.is_draining = False  # no more requests are to come here
         self._problem: str | None = "no canary token has come through yet"
 
     def missing(self) -> str | None:
         """Return the reason why the system is not ready; None when it is."""
-        if self.is_draining:
-            return "draining"
         status = self._backend.status()
         if status is None:
             return "the router is not connected"

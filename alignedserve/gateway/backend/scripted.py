@@ -24,6 +24,7 @@ class Script:
     tokens_per_step: int = 1
     failure: GenerationError | None = None  # instead of finishing
     num_cached_tokens: int = 0  # of the prompt
+    held_until: asyncio.Event | None = None  # for which the second half of the tokens waits
 
 
 class ScriptedBackend:
@@ -78,6 +79,8 @@ class ScriptedBackend:
         for first in range(0, len(token_ids), script.tokens_per_step):
             if first > 0:
                 await asyncio.sleep(script.token_delay_s)
+            if script.held_until is not None and 2 * first >= len(token_ids):
+                await script.held_until.wait()
             step = token_ids[first : first + script.tokens_per_step]
             is_last = first + len(step) == len(token_ids) and script.failure is None
             stream.push(step, _logprobs(step, request), _finish_reason(request, script) if is_last else None)
@@ -95,7 +98,7 @@ def made_up_embedding(prompt_token_ids: Sequence[int]) -> bytes:
 def made_up_logprob(token_id: int, num_top: int) -> TokenLogprob:
     """Return the token at -0.5 and its successors at -1, -2 and so on."""
     top = tuple((token_id + place, -0.5 if place == 0 else -float(place)) for place in range(num_top))
-    return TokenLogprob(token_id, -0.5, top)
+    return TokenLogprob(token_id, -0.5, top, 1)
 
 
 def _logprobs(token_ids: tuple[int, ...], request: Request) -> tuple[TokenLogprob, ...]:

@@ -2,46 +2,105 @@
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from alignedserve.core.errors import ContextTooLong, InvalidRequest
+from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, PromptFields
-from alignedserve.gateway.openai.prompt_encoding import Prompt, encode_prompts
+from alignedserve.gateway.embeddings.text_prompts import encode_pairs, encode_texts, first_prompt, prompt_named
+from alignedserve.gateway.models.model_services import ModelServices
+from alignedserve.gateway.openai.prompt_encoding import Prompt
 from alignedserve.gateway.openai.request_builder import SERVICE_TIERS, Arrival, GenerationRequest
-from alignedserve.gateway.openai.schemas.requests import PromptForms
 from alignedserve.gateway.openai.slo_headers import parse_slo
-from alignedserve.gateway.services import Services
+from alignedserve.runtime.model.encoder.encoder_config import EmbeddingConfig, EncoderConfig
 
 _EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
 
 
-async def build_embedding_request(asked: EmbeddingRequest, arrival: Arrival, services: Services) -> GenerationRequest:
+class PairSides(NamedTuple):
+    """Texts that are compared: one with all second ones, or each with its own."""
+
+    first: list[str]
+    second: list[str]
+    first_prompts: Sequence[str] = ()  # names of prompts for models that have such, the best first; none: the default
+    second_prompts: Sequence[str] = ()
+
+
+async def build_embedding_request(
+    asked: EmbeddingRequest, arrival: Arrival, services: ModelServices
+) -> GenerationRequest:
     """Return the requests of a call of /v1/embeddings. Raises InvalidRequest."""
-    if asked.dimensions is not None:
+    embedding = _embedding_of(services)
+    check_dimensions(asked.dimensions, services.model.encoder)
+    prompt = prompt_named(embedding, asked.prompt_name)
+    prompts = await encode_texts(
+        asked.input, services, param="input", prompt=prompt, truncate_to=asked.truncate_prompt_tokens
+    )
+    return _built(asked, prompts, arrival, services)
+
+
+async def build_score_request(
+    asked: PromptFields, sides: PairSides, arrival: Arrival, services: ModelServices, *, param: str
+) -> GenerationRequest:
+    """Return the requests that compare texts: of a cross-encoder one per pair, else one per text, second ones last.
+
+    Raises InvalidRequest naming `param`.
+    """
+    encoder, truncate_to = services.model.encoder, asked.truncate_prompt_tokens
+    if encoder is not None and encoder.score is not None:
+        pairs = await encode_pairs(sides.first, sides.second, services, param=param, truncate_to=truncate_to)
+        return _built(asked, pairs, arrival, services)
+    embedding, prompts = _embedding_of(services), list[Prompt]()
+    if len(sides.first) + len(sides.second) > services.config.max_concurrent_requests:
+        most = services.config.max_concurrent_requests
+        raise InvalidRequest(f"{param} holds more than {most} texts.", param=param)
+    for texts, names in ((sides.first, sides.first_prompts), (sides.second, sides.second_prompts)):
+        prompt = first_prompt(embedding, names)
+        prompts += await encode_texts(texts, services, param=param, prompt=prompt, truncate_to=truncate_to)
+    return _built(asked, prompts, arrival, services)
+
+
+def check_dimensions(dimensions: int | None, encoder: EncoderConfig | None) -> None:
+    """Raise InvalidRequest unless the model's vectors may be cut to so many dimensions; None: they are not cut."""
+    if dimensions is None:
+        return
+    if encoder is None or not encoder.embedding.is_matryoshka:
         raise InvalidRequest(
             "dimensions is not supported: this model's embeddings cannot be shortened.",
             param="dimensions",
             code="unsupported_parameter",
         )
-    return await build_prompt_request(asked, asked.input, arrival, services, param="input")
+    trained = encoder.embedding.dimensions
+    if dimensions > encoder.vector_width or (trained and dimensions not in (*trained, encoder.vector_width)):
+        known = f"one of {', '.join(map(str, trained))}" if trained else f"at most {encoder.vector_width}"
+        raise InvalidRequest(f"dimensions must be {known}.", param="dimensions")
 
 
-async def build_prompt_request(
-    asked: PromptFields, texts: PromptForms, arrival: Arrival, services: Services, *, param: str
+def _embedding_of(services: ModelServices) -> EmbeddingConfig | None:
+    """Return how the model makes vectors of texts; None: as decoders do. Raises InvalidRequest if it makes none."""
+    encoder = services.model.encoder
+    if encoder is None:
+        return None
+    if encoder.score is not None:
+        raise InvalidRequest(
+            "This model scores pairs of texts and has no vectors; it serves /v1/score and /v1/rerank.",
+            param="model",
+            code="unsupported_model",
+        )
+    return encoder.embedding
+
+
+def _built(
+    asked: PromptFields, prompts: Sequence[Prompt], arrival: Arrival, services: ModelServices
 ) -> GenerationRequest:
-    """Return the requests that embed these texts, in their order. Raises InvalidRequest naming `param`."""
-    services.check_model(asked.model)
-    if texts == "" or (isinstance(texts, list) and "" in texts):
-        raise InvalidRequest(f"{param} must not hold an empty text.", param=param)
-    prompts = await encode_prompts(texts, services, param=param)
-    _check_lengths(prompts, services, param)
     tier, slo = SERVICE_TIERS[asked.service_tier], parse_slo(arrival.headers)
     prefix_root = services.prefix_root(arrival.tenant, asked.cache_salt)
     requests = tuple(
         Request(
             request_id=RequestId(f"{arrival.request_id}-{index}"),
             prompt_token_ids=prompt.token_ids,
+            second_text_at=prompt.second_text_at,
             sampling=_EMBEDDING,
             reply_to=services.reply_to,
             arrival_s=arrival.arrival_s,
@@ -49,11 +108,13 @@ async def build_prompt_request(
             slo=slo,
             priority=asked.priority if asked.priority is not None else tier.priority,
             prefix_root=prefix_root,
+            adapter=services.adapter,
         )
         for index, prompt in enumerate(prompts)
     )
     return GenerationRequest(
         response_id=f"embd-{arrival.request_id}",
+        arrival=arrival,
         created=int(time.time()),
         model=services.model.name,
         requests=requests,
@@ -66,12 +127,3 @@ async def build_prompt_request(
         includes_usage=False,
         echoes=False,
     )
-
-
-def _check_lengths(prompts: Sequence[Prompt], services: Services, param: str) -> None:
-    longest, limit = max(len(prompt.token_ids) for prompt in prompts), services.model.max_context_len
-    if longest > limit:
-        raise ContextTooLong(
-            f"This model's maximum context length is {limit} tokens. However, {param} holds a text of {longest}.",
-            param=param,
-        )

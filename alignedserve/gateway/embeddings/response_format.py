@@ -1,27 +1,30 @@
 """Formats what is computed from embeddings: vectors as OpenAI returns them, scores and rankings as vLLM does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import orjson
 
 from alignedserve.gateway.embeddings.schemas import RerankRequest
-from alignedserve.gateway.embeddings.vectors import Vectors, encoded, unit_vectors
+from alignedserve.gateway.embeddings.vectors import encoded, unit_vectors
 from alignedserve.gateway.openai.choice_decoder import ChoiceDelta
 from alignedserve.gateway.openai.generation import Generation
+
+ScoreReader = Callable[[Sequence[bytes]], list[float]]  # of what the workers computed, in the order of the requests
 
 
 class EmbeddingFormatter:
     """Formats the body of /v1/embeddings."""
 
-    def __init__(self, generation: Generation, encoding_format: str) -> None:
+    def __init__(self, generation: Generation, encoding_format: str, dimensions: int | None = None) -> None:
+        """`dimensions`: of the vectors' beginnings, which are returned instead; None: the whole."""
         self._generation = generation
         self._encoding_format = encoding_format
+        self._dimensions = dimensions
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response; see BodyFormatter."""
-        vectors = unit_vectors(self._generation.embeddings)
+        vectors = unit_vectors(self._generation.embeddings, self._dimensions)
         data = [
             {"object": "embedding", "index": index, "embedding": encoded(vector, self._encoding_format)}
             for index, vector in enumerate(vectors)
@@ -31,16 +34,15 @@ class EmbeddingFormatter:
 
 
 class ScoreFormatter:
-    """Formats the body of /v1/score. The last `num_second` texts are the second ones."""
+    """Formats the body of /v1/score."""
 
-    def __init__(self, generation: Generation, num_second: int) -> None:
+    def __init__(self, generation: Generation, read_scores: ScoreReader) -> None:
         self._generation = generation
-        self._num_second = num_second
+        self._read_scores = read_scores
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response; see BodyFormatter."""
-        vectors = unit_vectors(self._generation.embeddings)
-        scores = _cosines(vectors[: -self._num_second], vectors[-self._num_second :])
+        scores = self._read_scores(self._generation.embeddings)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         request = self._generation.request
         whole = {"id": request.response_id, "object": "list", "created": request.created, "model": request.model}
@@ -48,16 +50,16 @@ class ScoreFormatter:
 
 
 class RerankFormatter:
-    """Formats the body of /v1/rerank. The first text is the query."""
+    """Formats the body of /v1/rerank."""
 
-    def __init__(self, generation: Generation, asked: RerankRequest) -> None:
+    def __init__(self, generation: Generation, read_scores: ScoreReader, asked: RerankRequest) -> None:
         self._generation = generation
+        self._read_scores = read_scores
         self._asked = asked
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         """Return the whole response; see BodyFormatter."""
-        vectors = unit_vectors(self._generation.embeddings)
-        scores = _cosines(vectors[:1], vectors[1:])
+        scores = self._read_scores(self._generation.embeddings)
         ranking = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         results = [self._result(index, scores[index]) for index in ranking[: self._asked.top_n]]
         request = self._generation.request
@@ -69,12 +71,6 @@ class RerankFormatter:
         if self._asked.return_documents:
             result["document"] = {"text": self._asked.documents[index]}
         return result
-
-
-def _cosines(first: Vectors, second: Vectors) -> list[float]:
-    """Return the cosine of each pair of unit vectors; either side may be a single one, which is paired with all."""
-    cosines: list[float] = np.einsum("ij,ij->i", *np.broadcast_arrays(first, second)).tolist()
-    return cosines
 
 
 def _usage(generation: Generation) -> dict[str, Any]:

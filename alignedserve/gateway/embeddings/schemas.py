@@ -33,6 +33,7 @@ class PromptFields(Schema):
     service_tier: ServiceTierName = "auto"
     priority: int | None = Field(None, ge=-1000, le=1000)  # smaller goes first; by service_tier when unset
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LEN)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # only the first ones are read; -1: as many as fit
     user: str | None = None  # a hint; it never changes an answer
 
 
@@ -42,6 +43,7 @@ class EmbeddingRequest(PromptFields):
     input: Annotated[PromptForms, PlainValidator(checked_prompt)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
+    prompt_name: str | None = None  # an extension: of sentence-transformers' prompts, the one before every text
 
 
 class ScoreRequest(PromptFields):

@@ -201,9 +201,9 @@ class FilesApi:
 
     async def _eta(self, record: BatchRecord, active: list[BatchSnapshot]) -> Eta:
         """Estimate the end of a new batch from the size of its file."""
-        throughput = await self.repository.throughput(self.config.assumed_tokens_per_s)
-        others = [remaining_work(snapshot.record, snapshot.progress, throughput) for snapshot in active]
-        return estimate_eta(remaining_work(record, Progress(), throughput), others, throughput, record.created_s)
+        throughputs = await self.repository.throughputs(self.config.assumed_tokens_per_s)
+        others = [remaining_work(snapshot.record, snapshot.progress, throughputs) for snapshot in active]
+        return estimate_eta(remaining_work(record, Progress(), throughputs), others, throughputs, record.created_s)
 
     async def batch(self, owner: str, text: str) -> BatchSnapshot:
         """Return a batch. Raises NotFound."""

@@ -40,6 +40,8 @@ async def receive_upload(http: Request, blobs: ContentStore, file_id: FileId, ma
     boundary = options.get(b"boundary", b"")
     if media_type != b"multipart/form-data" or not 0 < len(boundary) <= 256:
         raise WrongContentType("The Content-Type header must be multipart/form-data with a boundary.")
+    if http.headers.get("content-encoding", "identity") != "identity":
+        raise WrongContentType("A file must be sent without a Content-Encoding.")
     length = http.headers.get("content-length", "")
     if length.isdigit() and int(length) > max_file_bytes + _ENVELOPE_BYTES:
         raise BodyTooLarge(f"The file is larger than {max_file_bytes} bytes.")

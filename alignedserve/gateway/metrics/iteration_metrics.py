@@ -30,6 +30,8 @@ def iteration_log_metrics(totals: IterationLogTotals) -> Iterator[Metric]:
     yield _labelled("bubble_seconds", "Lost time by cause; misaligned is within part=forward.", "cause", bubbles)
     yield _counter("iterations", "Decode iterations.", totals.num_iterations)
     yield _counter("switch_iterations", "Decode iterations in which two batches mixed.", totals.num_switch_iterations)
+    ahead = "Decode iterations launched before the tokens of the one before were known."
+    yield _counter("ahead_iterations", ahead, totals.num_ahead_iterations)
     yield _counter("iteration_requests", "Running requests, counted in every iteration.", totals.num_requests)
     yield _spread(totals)
 

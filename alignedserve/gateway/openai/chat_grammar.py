@@ -5,14 +5,17 @@ from typing import Any
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_GRAMMAR_LEN
+from alignedserve.gateway.harmony.grammar import HarmonyGrammar
+from alignedserve.gateway.harmony.marks import CALL
+from alignedserve.gateway.models.chat_model import ChatModel
 from alignedserve.gateway.openai.output_parser import OutputFormat
 from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest
 from alignedserve.gateway.openai.schemas.tools import Tool
 from alignedserve.gateway.openai.structured_output import answer_part
 from alignedserve.gateway.reasoning.thought_grammar import thought_rules, thought_symbol
-from alignedserve.gateway.services import Services
 from alignedserve.gateway.tools.call_grammar import CallableTool, Literal, call_rules, lead_rules
-from alignedserve.gateway.tools.formats import ToolFormat
+from alignedserve.gateway.tools.formats import ParameterCall, ToolFormat
+from alignedserve.gateway.tools.parameters import check_parameters, text_parameters
 from alignedserve.runtime.grammar.json_schema import normalize_schema
 from alignedserve.runtime.grammar.lark import GrammarPart, literal, serialize, serialize_alone
 
@@ -20,9 +23,9 @@ _GAP = "GAP: /\\n{1,2}/"  # what models write between a thought and the rest
 _TEXT = "TEXT: /(?s:.*)/"
 
 
-async def chat_grammar(chat: ChatCompletionRequest, form: OutputFormat, services: Services) -> str:
+async def chat_grammar(chat: ChatCompletionRequest, form: OutputFormat, model: ChatModel, tenant: str = "") -> str:
     """Return the grammar that the answer is decoded under; empty: anything goes. Raises InvalidRequest."""
-    part = await answer_part(chat, services)
+    part = await answer_part(chat, model, tenant)
     if chat.thinking_token_budget is not None and form.reasoning is None:
         raise InvalidRequest("This is not a reasoning model.", param="thinking_token_budget")
     is_free = part is None and form.tools is None
@@ -30,18 +33,23 @@ async def chat_grammar(chat: ChatCompletionRequest, form: OutputFormat, services
         return ""
     if part is not None and form.tools is None and form.reasoning is None:
         return serialize_alone(part)
-    grammar = _compose(chat, form, part, partial(_literal, services))
+    as_literal = partial(_literal, model)
+    if form.is_harmony:
+        skeleton = _harmony_rules(chat, form, as_literal, model, has_part=part is not None)
+    else:
+        skeleton = _skeleton(chat, form, part, as_literal)
+    grammar = serialize(skeleton, {"content": part} if part is not None else {})
     if len(grammar) > MAX_GRAMMAR_LEN:
         raise InvalidRequest("The tools are too large.", param="tools")
     try:
-        await services.grammars.check(grammar)
+        await model.grammars.check(grammar, tenant)
     except InvalidRequest as error:
         param = "tools" if form.tools is not None else "thinking_token_budget"
         raise InvalidRequest(f"Invalid value for {param}: {error}.", param=param, code=error.code) from error
     return grammar
 
 
-def _compose(chat: ChatCompletionRequest, form: OutputFormat, part: GrammarPart | None, as_literal: Literal) -> str:
+def _skeleton(chat: ChatCompletionRequest, form: OutputFormat, part: GrammarPart | None, as_literal: Literal) -> str:
     budget = chat.thinking_token_budget
     rules = [_TEXT, _GAP]
     thought = ""
@@ -52,8 +60,26 @@ def _compose(chat: ChatCompletionRequest, form: OutputFormat, part: GrammarPart 
         rules.append(_tool_rules(chat, form.tools, as_literal))
     answer, is_text = _answer(chat, form.tools, part, as_literal)
     gap = "GAP?" if thought and not is_text else ""
-    skeleton = "\n".join([f"start: {thought} {gap} answer", f"answer: {answer}", *rules])
-    return serialize(skeleton, {"content": part} if part is not None else {})
+    return "\n".join([f"start: {thought} {gap} answer", f"answer: {answer}", *rules])
+
+
+def _harmony_rules(
+    chat: ChatCompletionRequest, form: OutputFormat, as_literal: Literal, model: ChatModel, *, has_part: bool
+) -> str:
+    if form.is_continued and chat.tool_choice.mode == "required":
+        raise InvalidRequest(
+            "a call cannot go on with the last message: continue_final_message does not go with this tool_choice.",
+            param="tool_choice",
+        )
+    ends_answer = model.tokenizer.control_token_ids(CALL) <= set(model.model.eos_token_ids)
+    grammar = HarmonyGrammar(
+        tools=_callable_tools(chat, form.tools) if form.tools is not None else (),
+        must_call=chat.tool_choice.mode == "required",
+        has_content_part=has_part,
+        budget=chat.thinking_token_budget,
+        is_continued=form.is_continued,
+    )
+    return grammar.rules(as_literal, call_end="" if ends_answer else CALL)
 
 
 def _answer(
@@ -76,24 +102,38 @@ def _answer(
     return f"@content | {calls}", False
 
 
-def _tool_rules(chat: ChatCompletionRequest, form: ToolFormat, as_literal: Literal) -> str:
+def _callable_tools(chat: ChatCompletionRequest, form: ToolFormat) -> list[CallableTool]:
+    """Return the tools that may be called."""
     names = chat.tool_choice.names
-    tools = [
-        CallableTool(tool.function.name, _arguments_schema(place, tool))
+    return [
+        CallableTool(
+            tool.function.name,
+            _arguments_schema(_parameters_path(chat, place), tool, form),
+            text_parameters(tool.function.parameters or {}),
+        )
         for place, tool in enumerate(chat.tools)
         if names is None or tool.function.name in names
     ]
-    rules = [call_rules(form, tools, as_literal, is_parallel=chat.parallel_tool_calls)]
+
+
+def _tool_rules(chat: ChatCompletionRequest, form: ToolFormat, as_literal: Literal) -> str:
+    rules = [call_rules(form, _callable_tools(chat, form), as_literal, is_parallel=chat.parallel_tool_calls)]
     return "\n".join([*rules, lead_rules(form, as_literal)] if chat.tool_choice.mode == "auto" else rules)
 
 
-def _arguments_schema(place: int, tool: Tool) -> dict[str, Any]:
+def _parameters_path(chat: ChatCompletionRequest, place: int) -> str:
+    return f"functions[{place}].parameters" if chat.functions else f"tools[{place}].function.parameters"
+
+
+def _arguments_schema(param: str, tool: Tool, form: ToolFormat) -> dict[str, Any]:
     """Return the normalized schema of the arguments. Raises InvalidRequest."""
-    param = f"tools[{place}].function.parameters"
     try:
-        return normalize_schema(_object_schema(tool.function.parameters or {}))
+        schema = normalize_schema(_object_schema(tool.function.parameters or {}))
+        if isinstance(form.call, ParameterCall):
+            check_parameters(schema)
     except InvalidRequest as error:
         raise InvalidRequest(f"Invalid value for {param}: {error}.", param=param, code=error.code) from error
+    return schema
 
 
 def _object_schema(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -108,5 +148,5 @@ def _object_schema(parameters: dict[str, Any]) -> dict[str, Any]:
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
 
 
-def _literal(services: Services, text: str) -> str:
-    return literal(services.tokenizer.split_control(text))
+def _literal(model: ChatModel, text: str) -> str:
+    return literal(model.tokenizer.split_control(text))

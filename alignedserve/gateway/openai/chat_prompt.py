@@ -1,48 +1,49 @@
 """Makes what a model's chat template is given out of a checked conversation."""
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.harmony.messages import harmony_effort, harmony_messages, harmony_tools
+from alignedserve.gateway.models.chat_model import ChatModel
 from alignedserve.gateway.openai.conversation import template_messages
 from alignedserve.gateway.openai.output_parser import OutputFormat
 from alignedserve.gateway.openai.schemas.messages import ChatMessage
 from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest, ConversationFields
 from alignedserve.gateway.reasoning.effort import effort_variables
+from alignedserve.gateway.reasoning.formats import FORMATS as REASONING_FORMATS
 from alignedserve.gateway.reasoning.formats import ReasoningFormat, find_reasoning_format, thought_start
-from alignedserve.gateway.services import Services
-from alignedserve.gateway.tools.formats import ToolFormat, find_tool_format
+from alignedserve.gateway.tools.formats import FORMATS as TOOL_FORMATS
+from alignedserve.gateway.tools.formats import HeaderCall, ToolFormat, find_tool_format
+from alignedserve.gateway.tools.parameters import text_parameters
 from alignedserve.gateway.tools.prompted_messages import prompted_messages
-from alignedserve.runtime.model.chat_template import ChatTemplate
+from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
+from alignedserve.runtime.model.text.chat_template import ChatTemplate
 
 _NUM_END_TOKENS = 16  # of a prompt; a mark at its end is a few at most
 _SHORT_ID_LEN = 9  # letters and digits, as Mistral's templates want
 
 
-class ChatPrompt(NamedTuple):
-    """The arguments of a chat template."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    variables: dict[str, Any]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-
-def chat_prompt(fields: ConversationFields, services: Services) -> ChatPrompt:
+def chat_prompt(fields: ConversationFields, model: ChatModel) -> ChatPrompt:
     """Return the conversation for the model's template. Raises InvalidRequest for what the template cannot show."""
-    template = services.tokenizer.chat_template
+    template = model.tokenizer.chat_template
     if template is None:
         raise InvalidRequest("This model has no chat template; use completions.", param="messages")
     # A model that may not call is not told of tools either: nothing then keeps it from calling but its prompt.
     tools = [] if fields.tool_choice.mode == "none" else [tool.as_template_tool() for tool in fields.tools]
-    form = tool_format(services)
+    form, _ = answer_forms(model)
     if tools and form is None:
         raise _no_tools("How this model writes tool calls is not known; model.tool_format can say it.")
     shown = template_messages(fields.messages)
     if form is not None and form.has_short_ids:
-        shown = [_with_short_ids(message) for message in shown]
+        shown = [_with_ids(message, _short_id) for message in shown]
+    if form is not None and isinstance(form.call, HeaderCall) and form.call.is_numbered:
+        ids = _numbered_ids(shown)
+        shown = [_with_ids(message, lambda call_id: ids.get(call_id, call_id)) for message in shown]
+    is_harmony = form is not None and form.is_harmony
+    if is_harmony:
+        shown, tools = harmony_messages(shown), harmony_tools(tools)
     if not template.knows_tools and (tools or _has_calls(fields.messages)):
         if form is None or form.prompt is None:
             raise _no_tools("tools are not supported by this model's chat template.")
@@ -52,35 +53,38 @@ def chat_prompt(fields: ConversationFields, services: Services) -> ChatPrompt:
         raise InvalidRequest(
             "add_generation_prompt and continue_final_message cannot both be true.", param="add_generation_prompt"
         )
-    return ChatPrompt(shown, tools, _variables(fields, template), *ends)
+    return ChatPrompt(shown, tools, _variables(fields, template, is_harmony=is_harmony), *ends)
 
 
-def tool_format(services: Services) -> ToolFormat | None:
-    """Return how the served model writes tool calls; None: it is not known."""
-    return find_tool_format(services.model.tool_format, _source(services))
+def answer_forms(model: ChatModel) -> tuple[ToolFormat | None, ReasoningFormat | None]:
+    """Return how the served model writes calls, and how it marks a thought; None: it is not known, or does not."""
+    source = _source(model)
+    tools = find_tool_format(model.model.tool_format, source)
+    reasoning = find_reasoning_format(model.model.reasoning_format, source)
+    if any(form is not None and form.is_harmony for form in (tools, reasoning)):
+        return TOOL_FORMATS["gpt_oss"], REASONING_FORMATS["gpt_oss"]  # one form for both
+    return tools, reasoning
 
 
-def reasoning_format(services: Services) -> ReasoningFormat | None:
-    """Return how the served model marks a thought; None: it is no reasoning model."""
-    return find_reasoning_format(services.model.reasoning_format, _source(services))
-
-
-def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], services: Services) -> OutputFormat:
+def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], model: ChatModel) -> OutputFormat:
     """Return what the answer to this prompt may hold beside content."""
-    tools = tool_format(services) if chat.tools and chat.tool_choice.mode != "none" else None
-    reasoning = reasoning_format(services)
+    tools, reasoning = answer_forms(model)
+    if not chat.tools or chat.tool_choice.mode == "none":
+        tools = None
+    texts = {tool.function.name: text_parameters(tool.function.parameters or {}) for tool in chat.tools}
     if reasoning is None:
-        return OutputFormat(tools=tools)
-    prompt_end = services.tokenizer.decode(prompt[-_NUM_END_TOKENS:], skip_special_tokens=False)
-    return OutputFormat(reasoning, thought_start(prompt_end, reasoning), tools)
+        return OutputFormat(tools=tools, texts_of_tools=texts)
+    prompt_end = model.tokenizer.decode(prompt[-_NUM_END_TOKENS:], skip_special_tokens=False)
+    start = thought_start(prompt_end, reasoning)
+    return OutputFormat(reasoning, start, tools, texts, is_continued=chat.continue_final_message)
 
 
-def _source(services: Services) -> str:
-    template = services.tokenizer.chat_template
+def _source(model: ChatModel) -> str:
+    template = model.tokenizer.chat_template
     return template.source if template is not None else ""
 
 
-def _variables(fields: ConversationFields, template: ChatTemplate) -> dict[str, Any]:
+def _variables(fields: ConversationFields, template: ChatTemplate, *, is_harmony: bool) -> dict[str, Any]:
     """Return the template's further variables: those of `reasoning_effort`, and over them the client's own."""
     if any(name in template.reserved for name in fields.chat_template_kwargs):
         raise InvalidRequest(
@@ -89,7 +93,8 @@ def _variables(fields: ConversationFields, template: ChatTemplate) -> dict[str, 
         )
     variables: dict[str, Any] | None = {}
     if fields.reasoning_effort is not None:
-        variables = effort_variables(fields.reasoning_effort, template.variables)
+        effort = harmony_effort(fields.reasoning_effort) if is_harmony else fields.reasoning_effort
+        variables = effort_variables(effort, template.variables) if effort is not None else None
     if variables is None:
         raise InvalidRequest(
             "reasoning_effort is not supported by this model's chat template.",
@@ -103,13 +108,19 @@ def _has_calls(messages: Sequence[ChatMessage]) -> bool:
     return any(message.tool_calls for message in messages)
 
 
-def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+def _with_ids(message: dict[str, Any], shown_id: Callable[[str], str]) -> dict[str, Any]:
     shown = dict(message)
     if "tool_calls" in shown:
-        shown["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in shown["tool_calls"]]
+        shown["tool_calls"] = [{**call, "id": shown_id(call["id"])} for call in shown["tool_calls"]]
     if "tool_call_id" in shown:
-        shown["tool_call_id"] = _short_id(shown["tool_call_id"])
+        shown["tool_call_id"] = shown_id(shown["tool_call_id"])
     return shown
+
+
+def _numbered_ids(messages: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the ids by which Kimi's template shows calls: the function's name and the call's number so far."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    return {call["id"]: f"functions.{call['function']['name']}:{place}" for place, call in enumerate(calls)}
 
 
 def _short_id(call_id: str) -> str:

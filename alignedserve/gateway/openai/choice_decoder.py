@@ -6,13 +6,15 @@ from typing import NamedTuple
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.gateway.backend.interface import GeneratedTokens
 from alignedserve.gateway.openai.held_logprobs import HeldLogprobs, OffsetLogprob
-from alignedserve.gateway.openai.output_parser import OutputParser, OutputRun
+from alignedserve.gateway.openai.output_parser import OutputFormat
 from alignedserve.gateway.openai.stop_strings import StopStringFinder
 from alignedserve.gateway.openai.text_options import TextOptions
+from alignedserve.gateway.output_run import OutputRun
 from alignedserve.gateway.tools.deltas import ToolCallDelta
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 
 _PLAIN_TEXT = TextOptions()
+_PLAIN_CONTENT = OutputFormat()
 
 
 class ChoiceDelta(NamedTuple):
@@ -38,7 +40,7 @@ class ChoiceDecoder:
         *,
         stops: Sequence[str] = (),
         eos_token_ids: Sequence[int] = (),
-        parser: OutputParser | None = None,
+        output_format: OutputFormat = _PLAIN_CONTENT,
         options: TextOptions = _PLAIN_TEXT,
     ) -> None:
         """Make a decoder. Stop strings end the content; they are not looked for in thoughts and calls."""
@@ -46,9 +48,9 @@ class ChoiceDecoder:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.is_stopped = False  # a stop string was found: the worker may stop
-        self._parser = parser
+        self._parser = parser = output_format.parser(tokenizer)
         self._shows_stop = options.shows_stop
-        shown = parser.shown_token_ids if parser is not None else ()
+        shown = tokenizer.control_token_ids(output_format.texts())
         self._stream = tokenizer.stream(shown, skip_special_tokens=not options.shows_special_tokens)
         self._stops = StopStringFinder(stops, is_shown=options.shows_stop)
         self._min_tokens = sampling.min_tokens
@@ -71,10 +73,12 @@ class ChoiceDecoder:
             if new.finish_reason is not None:
                 text += self._stream.end()
             return ChoiceDelta(text, (), new.finish_reason, new.prompt_logprobs, token_ids=new.token_ids)
+        num_before = self.num_tokens
         runs = self._decode_one_by_one(token_ids, new.logprobs)
         if new.finish_reason is not None and not self.is_stopped:
             self.num_tokens += len(new.token_ids) - len(token_ids)
             runs += self._flush()
+            self.is_stopped = self._stops.found is not None
         is_all = new.finish_reason is not None and not self.is_stopped
         return ChoiceDelta(
             "".join([run.content for run in runs]),
@@ -84,7 +88,7 @@ class ChoiceDecoder:
             "".join([run.reasoning for run in runs]),
             tuple(call for run in runs for call in run.tool_calls),
             self._stops.found,
-            new.token_ids,
+            new.token_ids[: self.num_tokens - num_before],  # what came behind a stop string is no part of the answer
         )
 
     def _finish_reason(self, new: GeneratedTokens) -> FinishReason | None:

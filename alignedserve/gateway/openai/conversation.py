@@ -22,13 +22,18 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         _check_fields(message, path)
         if message.role == "tool":
             if message.tool_call_id not in open_calls:
-                _refuse(f"{path}.tool_call_id", "no call before it has this id")
+                refuse(f"{path}.tool_call_id", "no call before it has this id")
             open_calls.discard(message.tool_call_id)
         elif open_calls:
-            _refuse(f"{path}.role", "the calls before it have no results yet; 'tool' messages must follow them")
+            refuse(f"{path}.role", "the calls before it have no results yet; 'tool' messages must follow them")
         open_calls |= _call_ids(message, path)
     if open_calls:
-        _refuse("messages", "the last calls have no results; 'tool' messages must follow them")
+        refuse("messages", "the last calls have no results; 'tool' messages must follow them")
+
+
+def refuse(path: str, problem: str) -> NoReturn:
+    """Raise for the value of a field."""
+    raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="invalid_value")
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -67,7 +72,7 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
 
 def _check_fields(message: ChatMessage, path: str) -> None:
     for name in message.fields_of_other_roles():
-        _refuse(f"{path}.{name}", f"messages of role '{message.role}' do not have it")
+        refuse(f"{path}.{name}", f"messages of role '{message.role}' do not have it")
     if message.role == "tool" and message.tool_call_id is None:
         raise _missing(f"{path}.tool_call_id")
     if message.content is None and not message.tool_calls:
@@ -78,9 +83,9 @@ def _call_ids(message: ChatMessage, path: str) -> set[str]:
     ids: set[str] = set()
     for place, call in enumerate(message.tool_calls):
         if call.id in ids:
-            _refuse(f"{path}.tool_calls[{place}].id", "two calls of one message have it")
+            refuse(f"{path}.tool_calls[{place}].id", "two calls of one message have it")
         if _arguments_of(call) is None:
-            _refuse(f"{path}.tool_calls[{place}].function.arguments", "it must be the text of a JSON object")
+            refuse(f"{path}.tool_calls[{place}].function.arguments", "it must be the text of a JSON object")
         ids.add(call.id)
     return ids
 
@@ -103,7 +108,3 @@ def _is_shallow(value: Any, depth: int) -> bool:
 
 def _missing(path: str) -> InvalidRequest:
     return InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
-
-
-def _refuse(path: str, problem: str) -> NoReturn:
-    raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="invalid_value")

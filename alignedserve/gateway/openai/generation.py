@@ -1,6 +1,7 @@
 """Runs all choices of one request to the API and measures them; choices still open at the end are aborted."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
@@ -8,31 +9,38 @@ from typing import Any
 
 from alignedserve.core.request import FinishReason, Request
 from alignedserve.gateway.backend.interface import GeneratedTokens, RequestStream
+from alignedserve.gateway.models.model_services import ModelServices
+from alignedserve.gateway.openai.call_facts import call_facts, cause_of
 from alignedserve.gateway.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
 from alignedserve.gateway.openai.request_builder import GenerationRequest
-from alignedserve.gateway.services import Services
+from alignedserve.gateway.timelines.timeline import Timeline
+from alignedserve.messages.request_notes import Cause
 
 
 class Generation:
     """An async context manager: entering submits every choice, leaving aborts those that have not ended."""
 
-    def __init__(self, request: GenerationRequest, services: Services) -> None:
+    def __init__(self, request: GenerationRequest, services: ModelServices) -> None:
         self.request = request
         self.tokenizer = services.tokenizer
         self.has_started = False  # every choice was submitted
         self._services = services
         self._ready = asyncio.Event()
+        self._timeline: Timeline | None = None  # None: not submitted yet
         self._choices: list[_Choice] = []
         self._open: list[_Choice] = []
 
     async def __aenter__(self) -> "Generation":
         self._services.limiter.acquire(len(self.request.requests))
+        self._timeline = self._services.timelines.begin(call_facts(self.request, self._services), self.request.requests)
         try:
             for index, request in enumerate(self.request.requests):
+                await self._services.name_blocks(request)
                 stream = _submit(request, self._services)
                 stream.call_when_ready(self._ready.set)
                 self._choices.append(_Choice(index, request, stream, self.request, self._services))
-        except BaseException:
+        except BaseException as error:
+            self._end_timeline(error)
             self._close()
             raise
         self._open = list(self._choices)
@@ -43,9 +51,21 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         is_failure = kind is not None and issubclass(kind, Exception)
-        for _ in self._open:
-            self._services.metrics.count_finished("error" if is_failure else "abort")
+        for choice in self._open:
+            choice.count_unfinished(is_failure=is_failure)
+        if self.is_complete:
+            num_generated = max((choice.decoder.num_tokens for choice in self._choices), default=0)
+            self._services.metrics.count_request(self.request.requests, num_generated)
+        self._end_timeline(error)
         self._close()
+
+    def _end_timeline(self, error: BaseException | None) -> None:
+        """Note the end of what has not ended by itself, and that of the call."""
+        if self._timeline is not None:
+            now, cause = time.monotonic(), cause_of(error)
+            for choice in self._open or self._choices:
+                self._timeline.choice_ended(choice.index, now, num_tokens=choice.decoder.num_tokens, cause=cause)
+            self._services.timelines.end(self._timeline)
 
     def _close(self) -> None:
         for choice in self._choices:
@@ -124,21 +144,31 @@ class Generation:
 
     def _decode(self, choice: "_Choice", new: GeneratedTokens) -> ChoiceDelta:
         delta = choice.decoder.decode(new)
-        choice.measure(len(new.token_ids), time.monotonic())
+        now = time.monotonic()
+        if choice.measure(len(new.token_ids), now) and self._timeline is not None:
+            self._timeline.first_token(choice.index, now, choice.stream.num_cached_tokens)
         if delta.finish_reason is not None:
             self._open.remove(choice)
-            choice.count_finished(delta.finish_reason.value)
             choice.has_ended = new.finish_reason is not None
-            if not choice.has_ended:  # ended by a stop string, which the worker does not know
-                self._services.backend.abort(choice.request.request_id)
+            self._finish(choice, delta.finish_reason.value, now)
         return delta
+
+    def _finish(self, choice: "_Choice", reason: str, now: float) -> None:
+        choice.count_finished(reason)
+        cause = None
+        if not choice.has_ended:  # ended by a stop string, which the worker does not know
+            cause = Cause.STOP_STRING
+            self._services.backend.abort(choice.request.request_id)
+        if self._timeline is not None:
+            num_tokens = choice.decoder.num_tokens
+            self._timeline.choice_ended(choice.index, now, num_tokens=num_tokens, finish_reason=reason, cause=cause)
 
 
 class _Choice:
     """One request in the cluster, with its times."""
 
     def __init__(
-        self, index: int, request: Request, stream: RequestStream, of: GenerationRequest, services: Services
+        self, index: int, request: Request, stream: RequestStream, of: GenerationRequest, services: ModelServices
     ) -> None:
         self.index = index
         self.request = request
@@ -149,7 +179,7 @@ class _Choice:
             request,
             stops=of.stop_strings,
             eos_token_ids=services.model.eos_token_ids,
-            parser=of.output_format.parser(services.tokenizer),
+            output_format=of.output_format,
             options=of.text_options,
         )
         self._metrics = services.metrics
@@ -174,28 +204,39 @@ class _Choice:
             return 0.0
         return (self._last_s - self._first_s) / (self._num_tokens - 1)
 
-    def measure(self, num_new: int, now: float) -> None:
-        """Record the metrics of tokens that came together now."""
-        if num_new and self._first_s is None:
+    def measure(self, num_new: int, now: float) -> bool:
+        """Record the metrics of tokens that came together now; return whether the first is among them."""
+        is_first = bool(num_new) and self._first_s is None
+        if is_first:
             self._first_s = now
             self._metrics.ttft_s.observe(now - self.request.arrival_s)
-            self._metrics.prompt_tokens.inc(self.request.prompt_len)
-            self._metrics.count_prefix(self.request, self.stream.num_cached_tokens)
+            self._metrics.count_prompt(self.request, self.stream.num_cached_tokens)
         elif num_new:
             self._metrics.tbt_s.observe((now - self._last_s) / num_new)
         self._last_s = now
         self._num_tokens += num_new
         self._metrics.generation_tokens.inc(num_new)
+        return is_first
 
     def count_finished(self, reason: str) -> None:
         """Record the metrics of a complete choice."""
-        self._metrics.count_finished(reason)
-        self._metrics.e2e_s.observe(self._last_s - self.request.arrival_s)
+        metrics = self._metrics
+        metrics.count_finished(reason)
+        metrics.e2e_s.observe(self.end_to_end_s)
+        metrics.num_generated.observe(self._num_tokens)
+        metrics.decode_s.observe(self.end_to_end_s - self.ttft_s)
         if self._num_tokens > 1:
-            self._metrics.tpot_s.observe(self.tpot_s)
+            metrics.tpot_s.observe(self.tpot_s)
+        metrics.count_objectives(self.request, self.ttft_s, self.tpot_s, self.end_to_end_s)
+
+    def count_unfinished(self, *, is_failure: bool) -> None:
+        """Record the metrics of a choice whose client left or, with `is_failure`, that failed: it held no objective."""
+        self._metrics.count_finished("error" if is_failure else "abort")
+        if is_failure:
+            self._metrics.count_objectives(self.request, math.inf, math.inf, math.inf)
 
 
-def _submit(request: Request, services: Services) -> RequestStream:
+def _submit(request: Request, services: ModelServices) -> RequestStream:
     """Submit the request, unless it asks for nothing but its own prompt."""
     sampling = request.sampling
     is_about_prompt = sampling.wants_embedding or (sampling.num_prompt_logprobs is not None and request.prompt_len > 1)

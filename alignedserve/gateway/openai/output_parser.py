@@ -1,24 +1,19 @@
 """Divides the text of an answer into its thought, its content and its tool calls."""
 
 import secrets
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from alignedserve.gateway.harmony.marks import MARKS
+from alignedserve.gateway.harmony.parser import HarmonyParser
+from alignedserve.gateway.output_run import OutputRun
 from alignedserve.gateway.reasoning.formats import ReasoningFormat, ThoughtStart
 from alignedserve.gateway.reasoning.parser import Part, ReasoningParser, Run
 from alignedserve.gateway.tools.call_parser import ToolCallParser
-from alignedserve.gateway.tools.deltas import ToolCallDelta
 from alignedserve.gateway.tools.formats import ToolFormat
-from alignedserve.runtime.model.tokenizer import Tokenizer
-
-
-class OutputRun(NamedTuple):
-    """A run of an answer's text: content, thought, text of calls, or none of these."""
-
-    length: int  # characters of the answer
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
+from alignedserve.gateway.tools.parameters import TextParameters
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +23,58 @@ class OutputFormat:
     reasoning: ReasoningFormat | None = None  # None: no thought
     thought_start: ThoughtStart = ThoughtStart.UNDECIDED
     tools: ToolFormat | None = None  # None: no calls
+    texts_of_tools: Mapping[str, TextParameters] = field(default_factory=dict)  # see ToolCallParser
+    is_continued: bool = False  # the prompt ends inside of the answer
+
+    @property
+    def is_harmony(self) -> bool:
+        """Return whether answers are messages in channels."""
+        return self.reasoning is not None and self.reasoning.is_harmony
 
     def texts(self) -> str:
         """Return all texts that may hold control tokens."""
+        if self.is_harmony:
+            return "".join(MARKS)
         reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning is not None else ()
         return "".join(reasoning) + (self.tools.texts() if self.tools is not None else "")
 
     def parser(self, tokenizer: Tokenizer) -> "OutputParser | None":
         """Return a parser for one answer; None: all of it is content."""
-        return None if self.reasoning is None and self.tools is None else OutputParser(self, tokenizer)
+        if self.is_harmony:
+            return HarmonyParser(
+                tokenizer.marked, _new_id, has_tools=self.tools is not None, is_continued=self.is_continued
+            )
+        return None if self.reasoning is None and self.tools is None else MarkParser(self, tokenizer)
 
 
-class OutputParser:
-    """Divides the text of one answer, decoded with the control tokens `shown_token_ids` in it."""
+class OutputParser(Protocol):
+    """Divides the text of one answer. The lengths of all runs together are the length of the text."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Return whether the answer is in its thought."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether the answer has called a tool."""
+
+    def push(self, text: str) -> list[OutputRun]:
+        """Return the runs that this text completes."""
+
+    def end(self) -> list[OutputRun]:
+        """Return the runs of what was held back."""
+
+
+class MarkParser:
+    """An OutputParser of a thought between marks, and content and calls after it."""
 
     def __init__(self, form: OutputFormat, tokenizer: Tokenizer) -> None:
-        self.shown_token_ids = tokenizer.control_token_ids(form.texts())
         self._reasoning = self._tools = None
         if form.reasoning is not None:
             self._reasoning = ReasoningParser(form.reasoning.marked(tokenizer.marked), form.thought_start)
         if form.tools is not None:
             new_id = _new_short_id if form.tools.has_short_ids else _new_id
-            self._tools = ToolCallParser(form.tools, tokenizer.marked, new_id)
+            self._tools = ToolCallParser(form.tools, tokenizer.marked, new_id, form.texts_of_tools)
 
     @property
     def is_reasoning(self) -> bool:

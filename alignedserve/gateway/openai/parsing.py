@@ -10,11 +10,12 @@ from starlette.requests import ClientDisconnect, Request
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
-from alignedserve.gateway.openai.conversation import check_messages
+from alignedserve.gateway.openai.functions import checked_conversation
+from alignedserve.gateway.openai.json_cost import check_cost
 from alignedserve.gateway.openai.schemas import unsupported_fields as unsupported
 from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields, unknown_fields
 from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest, CompletionRequest
-from alignedserve.gateway.openai.schemas.tools import TOOL_CHOICE_FORMS, check_tools
+from alignedserve.gateway.openai.schemas.tools import TOOL_CHOICE_FORMS
 from alignedserve.gateway.schema import Schema
 
 _BODY_TIMEOUT_S = 30.0
@@ -24,13 +25,21 @@ _MAX_MEMBERS = 1000  # of one object; logit_bias has the most
 SchemaT = TypeVar("SchemaT", bound=Schema)
 
 
-async def read_json(request: Request, config: GatewayConfig) -> dict[str, Any]:
-    """Return the body as an object. Raises InvalidRequest, whose message never shows the body."""
+async def read_raw(request: Request, config: GatewayConfig) -> bytes:
+    """Return the body of a request that declares JSON. Raises InvalidRequest."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        # Also keeps other sites' pages from posting here: JSON needs a preflight, which is not answered.
+        # Also keeps other sites' pages from posting here: JSON needs a preflight, answered for cors_origins alone.
         raise WrongContentType("The Content-Type header must be application/json.")
-    raw = await _read_body(request, config.max_body_bytes)
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > config.max_body_bytes:
+        raise BodyTooLarge(f"The body is larger than {config.max_body_bytes} bytes.")
+    return await _read_body(request, config.max_body_bytes)
+
+
+def parse_json(raw: bytes, config: GatewayConfig) -> dict[str, Any]:
+    """Return the body as an object. Raises InvalidRequest, whose message never shows the body."""
+    check_cost(raw, config)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -45,9 +54,7 @@ def parse_chat(body: dict[str, Any], ignored: IgnoredFields | None = None) -> Ch
     """Check the body of a chat completion; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
     fields = without_neutral(body, unsupported.CHAT)
     chat = parse(ChatCompletionRequest, _with_common(plain_messages(fields)), ignored)
-    check_messages(chat.messages)
-    check_tools(chat.tools, chat.tool_choice)
-    return chat
+    return checked_conversation(chat)
 
 
 def parse_completion(body: dict[str, Any], ignored: IgnoredFields | None = None) -> CompletionRequest:
@@ -129,8 +136,6 @@ def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
 def _plain_message(message: Any, path: str) -> Any:
     if not isinstance(message, dict):
         return message
-    if message.get("role") in unsupported.ROLES:
-        _refuse_unsupported(f"{path}.role", message["role"])
     given = {name: value for name, value in message.items() if value is not None}
     fields = without_neutral(given, unsupported.MESSAGE, f"{path}.")
     parts = fields.get("content")

@@ -1,17 +1,18 @@
-"""Tokenizes prompts and conversations; long ones in a thread, so that streams continue meanwhile."""
+"""Tokenizes prompts and conversations; long ones beside the loop, so that streams continue meanwhile."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.chat_prompt import chat_prompt
 from alignedserve.gateway.openai.schemas.requests import ConversationFields, PromptForms
-from alignedserve.gateway.services import Services
+from alignedserve.gateway.work_lanes import rough_length
+from alignedserve.runtime.model.text.tokenizer import check_length
 
-_LONG_TEXT_LEN = 16_384
+_TOKEN_LEN = 4  # what a token costs that is decoded, in characters of text
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,46 +21,84 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     text: str = ""  # repeated by `echo`
+    second_text_at: int = 0  # as in Request
 
 
-async def encode_chat(fields: ConversationFields, services: Services) -> tuple[int, ...]:
-    """Return the token ids of a conversation that was checked. Raises InvalidRequest."""
-    prompt = chat_prompt(fields, services)
-    encode = partial(services.tokenizer.encode_chat, now=datetime.now(), **prompt._asdict())  # templates show the date
-    if sum(len(message["content"]) for message in prompt.messages) + len(str(prompt.tools)) <= _LONG_TEXT_LEN:
-        return tuple(encode())
-    return tuple(await asyncio.to_thread(encode))
+async def encode_chat(
+    fields: ConversationFields, services: ModelServices, *, is_bounded: bool = False
+) -> tuple[int, ...]:
+    """Return the token ids of a conversation that was checked. Raises InvalidRequest.
+
+    `is_bounded`: one that cannot fit the context is refused before it is tokenized, with ContextTooLong.
+    """
+    services.model.require_generation("messages")
+
+    def encode() -> tuple[int, ...]:
+        prompt, limit = chat_prompt(fields, services), services.model.max_context_len if is_bounded else None
+        # Templates show the date.
+        return tuple(services.tokenizer.encode_chat(prompt, now=datetime.now(), max_tokens=limit))
+
+    return await services.lanes.run(rough_length((fields.messages, fields.tools)), encode)
 
 
-async def encode_text(text: str, services: Services, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-    """Return the token ids of a text."""
-    encode = services.tokenizer.encode
-    if len(text) <= _LONG_TEXT_LEN:
-        return tuple(encode(text, add_special_tokens=add_special_tokens))
-    return tuple(await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens))
+async def encode_text(
+    text: str, services: ModelServices, *, add_special_tokens: bool = True, param: str | None = None
+) -> tuple[int, ...]:
+    """Return the token ids of a text.
+
+    `param`: the field of a text that is refused, before it is tokenized, if it cannot fit the context; None: none is.
+    """
+    limit = services.model.max_context_len if param is not None else None
+    if param is not None:
+        check_length(services.tokenizer.least_tokens(text), limit, param=param)
+
+    def encode() -> tuple[int, ...]:
+        return tuple(services.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit))
+
+    return await services.lanes.run(len(text), encode)
+
+
+async def decode_text(token_ids: list[int], services: ModelServices) -> str:
+    """Return the text of token ids, special tokens included. Raises InvalidRequest."""
+
+    def decode() -> str:
+        known = check_token_ids(token_ids, services, param="tokens")
+        return services.tokenizer.decode(known, skip_special_tokens=False)
+
+    return await services.lanes.run(len(token_ids) * _TOKEN_LEN, decode)
 
 
 async def encode_prompts(
-    prompt: PromptForms, services: Services, *, param: str = "prompt", add_special_tokens: bool = True
+    prompt: PromptForms,
+    services: ModelServices,
+    *,
+    param: str = "prompt",
+    add_special_tokens: bool = True,
+    is_bounded: bool = True,
 ) -> list[Prompt]:
     """Return the prompts of a completion or of embeddings, whatever form they were sent in.
 
-    Raises InvalidRequest naming `param`.
+    `is_bounded`: False: only a part of each will be read, so that it may be longer than the context. Raises
+    InvalidRequest naming `param`.
     """
     if isinstance(prompt, str):
-        return [await _text_prompt(prompt, services, param, add_special_tokens)]
-    token_ids = [item for item in prompt if isinstance(item, int)]
-    if token_ids:
-        return [_token_prompt(token_ids, services, param)]
+        return [await _text_prompt(prompt, services, param, add_special_tokens, is_bounded=is_bounded)]
+    if isinstance(prompt[0], int):
+        token_ids = [item for item in prompt if isinstance(item, int)]
+        return [await _token_prompt(token_ids, services, param, is_bounded=is_bounded)]
     if len(prompt) > services.config.max_concurrent_requests:
         raise InvalidRequest(f"{param} holds more than {services.config.max_concurrent_requests} texts.", param=param)
-    texts = [item for item in prompt if isinstance(item, str)]
-    lists = [item for item in prompt if isinstance(item, list)]
-    of_texts = [await _text_prompt(text, services, param, add_special_tokens) for text in texts]
-    return of_texts + [_token_prompt(one, services, param) for one in lists]
+    prompts = []
+    for item in prompt:
+        if isinstance(item, str):
+            prompts.append(await _text_prompt(item, services, param, add_special_tokens, is_bounded=is_bounded))
+        elif isinstance(item, list):
+            prompts.append(await _token_prompt(item, services, param, is_bounded=is_bounded))
+        await asyncio.sleep(0)  # streams continue between prompts that are not long
+    return prompts
 
 
-def check_token_ids(token_ids: Sequence[int], services: Services, *, param: str = "prompt") -> tuple[int, ...]:
+def check_token_ids(token_ids: Sequence[int], services: ModelServices, *, param: str = "prompt") -> tuple[int, ...]:
     """Return these ids if the vocabulary has all of them. Raises InvalidRequest."""
     known_ids = range(services.tokenizer.vocab_size)
     if any(token_id not in known_ids for token_id in token_ids):
@@ -67,8 +106,11 @@ def check_token_ids(token_ids: Sequence[int], services: Services, *, param: str 
     return tuple(token_ids)
 
 
-async def _text_prompt(text: str, services: Services, param: str, add_special_tokens: bool) -> Prompt:
-    token_ids = await encode_text(text, services, add_special_tokens=add_special_tokens)
+async def _text_prompt(
+    text: str, services: ModelServices, param: str, add_special_tokens: bool, *, is_bounded: bool
+) -> Prompt:
+    bounded_param = param if is_bounded else None
+    token_ids = await encode_text(text, services, add_special_tokens=add_special_tokens, param=bounded_param)
     if not token_ids and services.tokenizer.bos_token_id is not None:
         token_ids = (services.tokenizer.bos_token_id,)  # an empty prompt begins a new document
     if not token_ids:
@@ -76,6 +118,12 @@ async def _text_prompt(text: str, services: Services, param: str, add_special_to
     return Prompt(token_ids, text)
 
 
-def _token_prompt(token_ids: list[int], services: Services, param: str) -> Prompt:
-    known = check_token_ids(token_ids, services, param=param)
-    return Prompt(known, services.tokenizer.decode(known))
+async def _token_prompt(token_ids: list[int], services: ModelServices, param: str, *, is_bounded: bool) -> Prompt:
+    if is_bounded:
+        check_length(len(token_ids), services.model.max_context_len, param=param)
+
+    def decode() -> Prompt:
+        known = check_token_ids(token_ids, services, param=param)
+        return Prompt(known, services.tokenizer.decode(known))
+
+    return await services.lanes.run(len(token_ids) * _TOKEN_LEN, decode)

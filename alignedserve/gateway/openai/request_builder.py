@@ -12,6 +12,7 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
+from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.chat_grammar import chat_grammar
 from alignedserve.gateway.openai.chat_prompt import chat_output_format
 from alignedserve.gateway.openai.output_parser import OutputFormat
@@ -20,7 +21,7 @@ from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest, 
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER, TPOT_HEADER, TTFT_HEADER, parse_slo
 from alignedserve.gateway.openai.structured_output import answer_grammar
 from alignedserve.gateway.openai.text_options import TextOptions
-from alignedserve.gateway.services import Services
+from alignedserve.gateway.openai.token_limits import allowed_token_ids, bad_words
 
 _TOKEN_ID = re.compile(r"\d{1,9}", re.ASCII)
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -58,6 +59,7 @@ class GenerationRequest:
     """One call of the API: its requests to the cluster and the fields that shape its response."""
 
     response_id: str  # OpenAI's `id`
+    arrival: Arrival
     created: int  # Unix time
     model: str
     requests: tuple[Request, ...]  # one per choice; the choices of one prompt stand together
@@ -73,6 +75,9 @@ class GenerationRequest:
     output_format: OutputFormat = field(default_factory=OutputFormat)  # chat completions only
     text_options: TextOptions = field(default_factory=TextOptions)
     has_token_ids: bool = False
+    calls_functions: bool = False  # calls are answered as `function_call`, which tool_calls replaced
+    num_prompt_logprobs: int | None = None  # shown for each prompt token beside its own; None: none are
+    names_tokens_by_id: bool = False  # in log-probabilities
     ignored_fields: tuple[str, ...] = ()  # named in the response's body, where it has no headers (lines of batches)
 
     @property
@@ -91,10 +96,11 @@ class _OutputFields(NamedTuple):
     default_max_tokens: int | None = None  # at most the rest of the context; None: all of it
 
 
-async def build_chat_request(chat: ChatCompletionRequest, arrival: Arrival, services: Services) -> GenerationRequest:
+async def build_chat_request(
+    chat: ChatCompletionRequest, arrival: Arrival, services: ModelServices
+) -> GenerationRequest:
     """Return the requests of a chat completion. Raises InvalidRequest."""
-    services.check_model(chat.model)
-    prompt = Prompt(await encode_chat(chat, services))
+    prompt = Prompt(await encode_chat(chat, services, is_bounded=chat.truncate_prompt_tokens is None))
     if chat.top_logprobs is not None and not chat.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
@@ -102,20 +108,28 @@ async def build_chat_request(chat: ChatCompletionRequest, arrival: Arrival, serv
         raise InvalidRequest("max_tokens and max_completion_tokens differ.", param="max_tokens")
     num_logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     output_format = chat_output_format(chat, prompt.token_ids, services)
-    output = _OutputFields(max_tokens, num_logprobs, None, await chat_grammar(chat, output_format, services))
-    return replace(_build(chat, (prompt,), arrival, services, output), output_format=output_format)
+    output = _OutputFields(
+        max_tokens, num_logprobs, None, await chat_grammar(chat, output_format, services, arrival.tenant)
+    )
+    built = _build(chat, (prompt,), arrival, services, output)
+    return replace(built, output_format=output_format, calls_functions=bool(chat.functions))
 
 
 async def build_completion_request(
-    completion: CompletionRequest, arrival: Arrival, services: Services
+    completion: CompletionRequest, arrival: Arrival, services: ModelServices
 ) -> GenerationRequest:
     """Return the requests of a completion. Raises InvalidRequest."""
-    services.check_model(completion.model)
-    prompts = await encode_prompts(completion.prompt, services, add_special_tokens=completion.add_special_tokens)
-    if completion.max_tokens == 0 and not completion.echo:
+    services.model.require_generation("prompt")
+    prompts = await encode_prompts(
+        completion.prompt,
+        services,
+        add_special_tokens=completion.add_special_tokens,
+        is_bounded=completion.truncate_prompt_tokens is None,
+    )
+    if completion.max_tokens == 0 and not completion.echo and completion.prompt_logprobs is None:
         raise InvalidRequest("max_tokens must be at least 1, or echo must be true.", param="max_tokens")
     num_prompt_logprobs = completion.logprobs if completion.echo else None
-    grammar = await answer_grammar(completion, services)
+    grammar = await answer_grammar(completion, services, arrival.tenant)
     output = _OutputFields(
         completion.max_tokens, completion.logprobs, num_prompt_logprobs, grammar, _DEFAULT_COMPLETION_TOKENS
     )
@@ -123,7 +137,11 @@ async def build_completion_request(
 
 
 def _build(
-    fields: GenerationFields, prompts: Sequence[Prompt], arrival: Arrival, services: Services, output: _OutputFields
+    fields: GenerationFields,
+    prompts: Sequence[Prompt],
+    arrival: Arrival,
+    services: ModelServices,
+    output: _OutputFields,
 ) -> GenerationRequest:
     _check_limits(fields, len(prompts), services.config)
     if fields.truncate_prompt_tokens is not None:
@@ -132,6 +150,7 @@ def _build(
     is_chat = isinstance(fields, ChatCompletionRequest)
     return GenerationRequest(
         response_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{arrival.request_id}",
+        arrival=arrival,
         created=int(time.time()),
         model=services.model.name,
         requests=_requests(fields, prompts, arrival, services, slo, output),
@@ -146,10 +165,12 @@ def _build(
         echoes=isinstance(fields, CompletionRequest) and fields.echo,
         text_options=TextOptions(fields.include_stop_str_in_output, not fields.skip_special_tokens),
         has_token_ids=fields.return_token_ids,
+        num_prompt_logprobs=fields.prompt_logprobs,
+        names_tokens_by_id=fields.return_tokens_as_token_ids,
     )
 
 
-def _truncated(prompt: Prompt, num_tokens: int, max_tokens: int | None, services: Services) -> Prompt:
+def _truncated(prompt: Prompt, num_tokens: int, max_tokens: int | None, services: ModelServices) -> Prompt:
     """Return the end of the prompt: so many tokens; -1: as many as fit before the answer."""
     if num_tokens == -1:
         num_tokens = max(services.model.max_context_len - (max_tokens or 1), 1)
@@ -170,6 +191,8 @@ def _check_limits(fields: GenerationFields, num_prompts: int, config: GatewayCon
         raise InvalidRequest(f"More than {config.max_concurrent_requests} choices in one request.", param="prompt")
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not supported with stream.", param="prompt_logprobs")
 
 
 def _slo_of(fields: GenerationFields, headers: Mapping[str, str]) -> Slo:
@@ -186,7 +209,7 @@ def _requests(
     fields: GenerationFields,
     prompts: Sequence[Prompt],
     arrival: Arrival,
-    services: Services,
+    services: ModelServices,
     slo: Slo,
     output: _OutputFields,
 ) -> tuple[Request, ...]:
@@ -207,13 +230,14 @@ def _requests(
                 slo=slo,
                 priority=fields.priority if fields.priority is not None else tier.priority,
                 prefix_root=prefix_root,
+                adapter=services.adapter,
             )
             requests.append(request)
     return tuple(requests)
 
 
 def _sampling_params(
-    fields: GenerationFields, prompt_len: int, services: Services, output: _OutputFields
+    fields: GenerationFields, prompt_len: int, services: ModelServices, output: _OutputFields
 ) -> SamplingParams:
     return SamplingParams(
         max_tokens=_max_tokens(fields, prompt_len, services.model.max_context_len, output),
@@ -228,8 +252,10 @@ def _sampling_params(
         ignore_eos=fields.ignore_eos,
         stop_token_ids=check_token_ids(fields.stop_token_ids, services, param="stop_token_ids"),
         logit_bias=_logit_bias(fields, services),
+        allowed_token_ids=allowed_token_ids(fields, services),
+        bad_words=bad_words(fields.bad_words, services.tokenizer),
         num_logprobs=output.num_logprobs,
-        num_prompt_logprobs=output.num_prompt_logprobs,
+        num_prompt_logprobs=_highest(output.num_prompt_logprobs, fields.prompt_logprobs),
         grammar=output.grammar,
     )
 
@@ -248,7 +274,11 @@ def _max_tokens(fields: GenerationFields, prompt_len: int, max_context_len: int,
     return max_tokens
 
 
-def _logit_bias(fields: GenerationFields, services: Services) -> tuple[tuple[int, float], ...]:
+def _highest(first: int | None, second: int | None) -> int | None:
+    return second if first is None else max(first, second or 0)
+
+
+def _logit_bias(fields: GenerationFields, services: ModelServices) -> tuple[tuple[int, float], ...]:
     if not all(_TOKEN_ID.fullmatch(key) for key in fields.logit_bias):
         raise InvalidRequest("logit_bias must map token ids to numbers.", param="logit_bias")
     token_ids = check_token_ids([int(key) for key in fields.logit_bias], services, param="logit_bias")

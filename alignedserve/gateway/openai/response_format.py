@@ -3,17 +3,28 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
 
+from alignedserve.core.request import FinishReason, TokenLogprob
 from alignedserve.gateway.errors import error_body
 from alignedserve.gateway.openai.choice_decoder import ChoiceDelta
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.held_logprobs import OffsetLogprob
-from alignedserve.gateway.openai.logprobs import chat_logprobs, completion_logprobs, concatenate, prompt_logprobs
+from alignedserve.gateway.openai.logprobs import (
+    TokenIdNames,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    concatenate,
+    echoed_logprobs,
+    prompt_logprobs,
+)
 from alignedserve.gateway.openai.prompt_encoding import Prompt
-from alignedserve.gateway.openai.tool_calls import tool_call_chunk, whole_tool_calls
+from alignedserve.gateway.openai.tool_calls import function_call_chunk, tool_call_chunk, whole_tool_calls
+from alignedserve.gateway.tools.deltas import ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -73,7 +84,8 @@ class ResponseFormatter(ABC):
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._request = generation.request
-        self._tokenizer = generation.tokenizer
+        self._tokenizer = tokenizer = generation.tokenizer
+        self._names: TokenNames = TokenIdNames(tokenizer) if self._request.names_tokens_by_id else tokenizer
         self._has_begun = [False] * len(generation.request.requests)
 
     @abstractmethod
@@ -98,9 +110,9 @@ class ResponseFormatter(ABC):
         """Return the whole response."""
         whole_choices = [self._whole_choice(index, deltas) for index, deltas in enumerate(choices)]
         whole = self._envelope(self.kind, whole_choices) | {"usage": self._generation.usage()}
-        return orjson.dumps(whole | self._whole_extension())
+        return orjson.dumps(whole | self._whole_extension(choices))
 
-    def _whole_extension(self) -> dict[str, Any]:
+    def _whole_extension(self, choices: Sequence[Sequence[ChoiceDelta]]) -> dict[str, Any]:
         """Return the keys of a whole response that only some requests ask for."""
         return self._extension()
 
@@ -109,6 +121,13 @@ class ResponseFormatter(ABC):
         if not self._request.has_token_ids:
             return {}
         return {"token_ids": [token_id for delta in deltas for token_id in delta.token_ids]}
+
+    def _prompt_logprobs(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """Return the log-probabilities of the prompt of a choice, where asked for apart from an echo."""
+        num_top = self._request.num_prompt_logprobs
+        if num_top is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(_prompt_scores(deltas), num_top, self._tokenizer)}
 
     def _prompt_token_ids(self, index: int) -> dict[str, Any]:
         """Return the ids of a choice's prompt, where asked for."""
@@ -165,26 +184,38 @@ class ChatFormatter(ResponseFormatter):
             content = b'{"content":' + orjson.dumps(delta.text) + b"}"
             events += self._chunk(index, content, self._logprobs(delta.logprobs), b"null")
         if delta.tool_calls:
-            calls = b'{"tool_calls":' + orjson.dumps([tool_call_chunk(call) for call in delta.tool_calls]) + b"}"
-            events += self._chunk(index, calls, b"null", b"null")
+            events += self._call_chunks(index, delta.tool_calls)
         if delta.finish_reason is not None:
-            reason = orjson.dumps(delta.finish_reason.value)
+            reason = orjson.dumps(self._finish_reason([delta]))
             events += self._chunk(index, b"{}", b"null", reason, self._last_chunk_extension())
         return events
 
     def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         return {
             "index": index,
-            "message": _message(deltas),
-            "logprobs": chat_logprobs(_logprobs_of(deltas), self._tokenizer) if self._request.has_logprobs else None,
-            "finish_reason": _finish_reason_of(deltas),
+            "message": _message(deltas, calls_functions=self._request.calls_functions),
+            "logprobs": chat_logprobs(_logprobs_of(deltas), self._names) if self._request.has_logprobs else None,
+            "finish_reason": self._finish_reason(deltas),
         } | self._token_ids(deltas)
 
-    def _whole_extension(self) -> dict[str, Any]:
-        return self._prompt_token_ids(0) | self._extension()
+    def _call_chunks(self, index: int, deltas: Sequence[ToolCallDelta]) -> bytes:
+        """Return the chunk of new calls, or one for each delta of a function's call."""
+        if not self._request.calls_functions:
+            calls = b'{"tool_calls":' + orjson.dumps([tool_call_chunk(delta) for delta in deltas]) + b"}"
+            return self._chunk(index, calls, b"null", b"null")
+        payloads = [b'{"function_call":' + orjson.dumps(function_call_chunk(delta)) + b"}" for delta in deltas]
+        return b"".join([self._chunk(index, payload, b"null", b"null") for payload in payloads])
+
+    def _finish_reason(self, deltas: Sequence[ChoiceDelta]) -> str | None:
+        reason = _finish_reason_of(deltas)
+        is_call = reason == FinishReason.TOOL_CALLS.value and self._request.calls_functions
+        return "function_call" if is_call else reason
+
+    def _whole_extension(self, choices: Sequence[Sequence[ChoiceDelta]]) -> dict[str, Any]:
+        return self._prompt_token_ids(0) | self._prompt_logprobs(choices[0]) | self._extension()
 
     def _logprobs(self, logprobs: Sequence[OffsetLogprob]) -> bytes:
-        return orjson.dumps(chat_logprobs(logprobs, self._tokenizer)) if self._request.has_logprobs else b"null"
+        return orjson.dumps(chat_logprobs(logprobs, self._names)) if self._request.has_logprobs else b"null"
 
     def _chunk(
         self,
@@ -228,7 +259,8 @@ class CompletionFormatter(ResponseFormatter):
         return event(orjson.dumps(chunk))
 
     def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
-        return self._choice(index, deltas, self._request.echoes) | self._prompt_token_ids(index)
+        of_prompt = self._prompt_token_ids(index) | self._prompt_logprobs(deltas)
+        return self._choice(index, deltas, self._request.echoes) | of_prompt
 
     def _choice(self, index: int, deltas: Sequence[ChoiceDelta], begins_with_prompt: bool) -> dict[str, Any]:
         text = _text_of(deltas)
@@ -242,19 +274,26 @@ class CompletionFormatter(ResponseFormatter):
     def _logprobs(self, index: int, deltas: Sequence[ChoiceDelta], begins_with_prompt: bool) -> dict[str, list[Any]]:
         prompt = self._prompt(index)
         first_offset = len(prompt.text) if self._request.echoes else 0
-        generated = completion_logprobs(_logprobs_of(deltas), self._tokenizer, first_offset=first_offset)
+        generated = completion_logprobs(_logprobs_of(deltas), self._names, first_offset=first_offset)
         if not begins_with_prompt:
             return generated
-        of_prompt = [entry for delta in deltas for entry in delta.prompt_logprobs]
-        return concatenate(prompt_logprobs(prompt, of_prompt, self._tokenizer), generated)
+        echoed = self._echoed_logprobs(prompt, deltas)
+        return concatenate(echoed, generated)
+
+    def _echoed_logprobs(self, prompt: Prompt, deltas: Sequence[ChoiceDelta]) -> dict[str, list[Any]]:
+        num_top = self._request.requests[0].sampling.num_logprobs or 0
+        scores = [replace(entry, top=entry.top[:num_top]) for entry in _prompt_scores(deltas)]
+        return echoed_logprobs(prompt, scores, self._tokenizer, self._names)
 
 
-def _message(deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+def _message(deltas: Sequence[ChoiceDelta], *, calls_functions: bool) -> dict[str, Any]:
     """Return a whole chat message. Text and calls that there are none of are left out, the content is null then."""
     text, calls = _text_of(deltas), whole_tool_calls(deltas)
     thought = "".join([delta.reasoning for delta in deltas])
     message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
     message |= {"reasoning_content": thought} if thought else {}
+    if calls and calls_functions:
+        return message | {"function_call": calls[0]["function"]}
     return message | ({"tool_calls": calls} if calls else {})
 
 
@@ -264,6 +303,10 @@ def _text_of(deltas: Sequence[ChoiceDelta]) -> str:
 
 def _logprobs_of(deltas: Sequence[ChoiceDelta]) -> list[OffsetLogprob]:
     return [entry for delta in deltas for entry in delta.logprobs]
+
+
+def _prompt_scores(deltas: Sequence[ChoiceDelta]) -> list[TokenLogprob]:
+    return [entry for delta in deltas for entry in delta.prompt_logprobs]
 
 
 def _finish_reason_of(deltas: Sequence[ChoiceDelta]) -> str | None:

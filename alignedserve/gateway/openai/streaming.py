@@ -59,7 +59,7 @@ class EventStreamResponse(Response):
         """Generate, sending each delta as it comes."""
         formatter = self._make_formatter(self._generation)
         scope["state"]["failure_events"] = formatter.failure_events
-        sender = _TimedSender(send)
+        sender = TimedSender(send)
         await while_connected(receive, self._stream(formatter, sender.send), sender.is_stuck)
 
     async def _stream(self, formatter: Formatter, send: Send) -> None:
@@ -79,7 +79,7 @@ class EventStreamResponse(Response):
         return formatter.closing_events()
 
 
-class _TimedSender:
+class TimedSender:
     """Knows since when a send has been waiting for the client. Far cheaper than a timer per token."""
 
     def __init__(self, send: Send) -> None:

@@ -6,15 +6,15 @@ import orjson
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_GRAMMAR_LEN
+from alignedserve.gateway.models.chat_model import ChatModel
 from alignedserve.gateway.openai.schemas.constraints import Constraint, ConstraintFields, constraint_of
-from alignedserve.gateway.services import Services
 from alignedserve.runtime.grammar.constraints import part_of
 from alignedserve.runtime.grammar.lark import GrammarPart, serialize_alone
 
 _LONG_CONSTRAINT_BYTES = 4096
 
 
-async def answer_part(fields: ConstraintFields, services: Services) -> GrammarPart | None:
+async def answer_part(fields: ConstraintFields, model: ChatModel, tenant: str = "") -> GrammarPart | None:
     """Return what the answer must match as a part of a grammar, checked; None: anything. Raises InvalidRequest."""
     constraint = constraint_of(fields)
     if constraint is None:
@@ -24,15 +24,15 @@ async def answer_part(fields: ConstraintFields, services: Services) -> GrammarPa
         grammar = serialize_alone(part)
         if len(grammar) > MAX_GRAMMAR_LEN:
             raise InvalidRequest("it is too long")
-        await services.grammars.check(grammar)
+        await model.grammars.check(grammar, tenant)
     except InvalidRequest as error:
         raise constraint.refusal(error) from error
     return part
 
 
-async def answer_grammar(fields: ConstraintFields, services: Services) -> str:
+async def answer_grammar(fields: ConstraintFields, model: ChatModel, tenant: str = "") -> str:
     """Return the grammar of an answer that is the constraint alone; empty: anything. Raises InvalidRequest."""
-    part = await answer_part(fields, services)
+    part = await answer_part(fields, model, tenant)
     return "" if part is None else serialize_alone(part)
 
 

@@ -19,6 +19,12 @@ def tool_call_chunk(delta: ToolCallDelta) -> dict[str, Any]:
     }
 
 
+def function_call_chunk(delta: ToolCallDelta) -> dict[str, Any]:
+    """Return `function_call` in a chunk, for clients that sent functions."""
+    name = {"name": delta.name} if delta.name is not None else {}
+    return {**name, "arguments": delta.arguments}
+
+
 def whole_tool_calls(deltas: Sequence[ChoiceDelta]) -> list[dict[str, Any]]:
     """Return `tool_calls` of a whole message."""
     calls: list[dict[str, Any]] = []

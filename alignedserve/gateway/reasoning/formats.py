@@ -13,6 +13,7 @@ class ReasoningFormat:
 
     begin: str
     end: str
+    is_harmony: bool = False  # answers are messages in channels: `gateway.harmony` reads and holds them
 
     def marked(self, mark: Callable[[str], str]) -> "ReasoningFormat":
         """Return the format with its control tokens as the answer's text has them."""
@@ -33,6 +34,7 @@ FORMATS = {
     "magistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
     "command_a": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gpt_oss": ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", is_harmony=True),
 }
 assert tuple(FORMATS) == REASONING_FORMATS, "the configuration knows other names"
 

@@ -18,18 +18,18 @@ def thought_symbol(start: ThoughtStart, *, is_bounded: bool) -> str:
 def thought_rules(form: ReasoningFormat, literal: Callable[[str], str], budget: int | None) -> str:
     """Return the rules of `open`, the mark that begins a thought, and `thought`, from after it to its end mark."""
     begin, end = literal(form.begin), literal(form.end)
-    # A mark that is written as text ends the text before it as soon as it is complete.
-    rules = [f"open{_lazy(begin)}: {begin}"]
+    rules = [f"open{lazy(begin)}: {begin}"]
     if budget is None:
-        return "\n".join([*rules, f"thought{_lazy(end)}: TEXT {end}"])
+        return "\n".join([*rules, f"thought{lazy(end)}: TEXT {end}"])
     if budget == 0:
         return "\n".join([*rules, f"thought: {end}"])
     rules.append(f"cut[max_tokens={budget}]: TEXT")
-    if not _lazy(end):
+    if not lazy(end):
         return "\n".join([*rules, f"thought: cut {end}"])
     # When both are used up it is the first that goes on.
     return "\n".join([*rules, f"thought: cut {end} | whole", f"whole[lazy, max_tokens={budget}]: TEXT {end}"])
 
 
-def _lazy(literal: str) -> str:
+def lazy(literal: str) -> str:
+    """Return the attribute of a rule that ends in this mark: one written as text ends the text before it at once."""
     return "" if literal.startswith("<[") else "[lazy]"

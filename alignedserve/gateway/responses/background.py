@@ -13,7 +13,7 @@ import orjson
 
 from alignedserve.batches.records import BatchKey, BatchRecord, BatchStatus, Endpoint, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
-from alignedserve.batches.response_repository import StoredResponse
+from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import Conflict, NotFound
 from alignedserve.gateway.files.files_api import FilesApi
@@ -30,7 +30,9 @@ _STATUS = {
     BatchStatus.CANCELLING: "in_progress",
 }
 _GENERATED = ("status", "output", "usage", "incomplete_details", "error", "completed_at")
-_LEFT_OUT = {"background", "metadata", "previous_response_id", "store", "stream", "input"}
+_LEFT_OUT = {"background", "conversation", "metadata", "previous_response_id", "store", "stream", "input"}
+_API = "background"
+_STREAMED_RESPONSE = "streamed_response"  # field of a line whose events are written
 _SERVICE_TIERS = ("auto", "default", "flex")
 
 
@@ -42,11 +44,14 @@ class BackgroundJobs:
     owner: str
     lifetime_s: float  # of a stored response
 
-    async def submit(self, asked: CreateResponseRequest, items: list[Item], response_id: str) -> BatchKey:
-        """Create the batch that generates a response to these items. Raises InvalidRequest, QuotaExceeded."""
+    async def submit(self, asked: CreateResponseRequest, items: list[Item], response: dict[str, Any]) -> BatchKey:
+        """Create the batch that generates a response to these items. Raises InvalidRequest, QuotaExceeded.
+
+        `response`: as it is now.
+        """
         if asked.service_tier not in _SERVICE_TIERS:
             raise InvalidRequest("A response in the background runs at best effort.", param="service_tier")
-        line = _line(asked, items, response_id)
+        line = _line(asked, items, response)
         if len(line) > self.files_api.config.max_line_bytes:
             raise InvalidRequest("input is too large for the background.", param="input")
         snapshot = await submit_lines(
@@ -54,7 +59,7 @@ class BackgroundJobs:
             self._owner,
             [line],
             Endpoint.RESPONSES,
-            name=response_id,
+            name=response["id"],
             results_expire=self._results_expire(),
         )
         return snapshot.record.batch_id
@@ -87,7 +92,7 @@ class BackgroundJobs:
 
     @property
     def _owner(self) -> str:
-        return api_owner(self.owner, "background")
+        return api_owner(self.owner, _API)
 
     def _results_expire(self) -> ExpiresAfter:
         seconds = int(min(max(self.lifetime_s, MIN_LIFETIME_S), MAX_LIFETIME_S))
@@ -110,10 +115,19 @@ class BackgroundJobs:
         return result
 
 
-def _line(asked: CreateResponseRequest, items: list[Item], response_id: str) -> bytes:
+def _line(asked: CreateResponseRequest, items: list[Item], response: dict[str, Any]) -> bytes:
     """Return the line of the batch. It holds all turns, so that it depends on no stored response."""
     body = asked.model_dump(exclude=_LEFT_OUT, exclude_none=True, exclude_unset=True, by_alias=True) | {"input": items}
-    return input_line(response_id, Endpoint.RESPONSES, body)
+    body |= {_STREAMED_RESPONSE: response} if asked.stream else {}
+    return input_line(response["id"], Endpoint.RESPONSES, body)
+
+
+def take_streamed_response(body: dict[str, Any], owner: str) -> dict[str, Any] | None:
+    """Take from a line's body the response as it was queued; None where no events are to be written.
+
+    Only lines that are made here have it: in those of clients, whose owners are others, it is an unknown field.
+    """
+    return body.pop(_STREAMED_RESPONSE, None) if owner.endswith(f"/{_API}") else None
 
 
 def _generated(result: dict[str, Any], response_id: str) -> dict[str, Any]:
@@ -147,3 +161,8 @@ def _changed(record: StoredResponse, changes: dict[str, Any], batch_id: BatchKey
 def cancelled(record: StoredResponse) -> StoredResponse:
     """Return the response as cancelled."""
     return _changed(record, {"status": "cancelled", "completed_at": None}, None)
+
+
+def without_room(record: StoredResponse) -> StoredResponse:
+    """Return the response as failed, with its output, since its conversation could not take it."""
+    return _changed(record, _failure("The conversation has no room for this response."), None)

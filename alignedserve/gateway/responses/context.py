@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import orjson
 
-from alignedserve.batches.response_repository import StoredResponse
+from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import NotFound
 from alignedserve.gateway.responses.items import Item, place_of
@@ -31,6 +31,9 @@ async def load_context(state: ResponseState, previous: StoredResponse) -> Contex
     if previous.batch_id is not None:
         message = "The previous response is not over yet."
         raise InvalidRequest(message, param=PREVIOUS, code="previous_response_in_progress")
+    if previous.conversation_id is not None:
+        message = "The previous response is part of a conversation; continue that by its id."
+        raise InvalidRequest(message, param=PREVIOUS, code="response_in_conversation")
     if len(previous.ancestors) >= state.max_turns or previous.context_bytes > _MAX_CONTEXT_BYTES:
         message = f"A conversation may have {state.max_turns} stored responses and {_MAX_CONTEXT_BYTES} bytes."
         raise InvalidRequest(message, param=PREVIOUS, code="context_length_exceeded")

@@ -28,24 +28,32 @@ def new_response(
 ) -> dict[str, Any]:
     """Return a response of which nothing has been generated."""
     reasoning = asked.reasoning
-    return {
-        "id": response_id,
-        "object": "response",
-        "created_at": created,
-        "completed_at": None,
-        "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "model": model,
-        "output": [],
-        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
-        "service_tier": service_tier,
-        "store": is_stored,
-        "text": _text(asked.text),
-        "tools": [tool_view(tool) for tool in asked.tools],
-        "top_logprobs": asked.top_logprobs or 0,
-        "usage": None,
-    } | {name: getattr(asked, name) for name in _ECHOED}
+    return (
+        {
+            "id": response_id,
+            "object": "response",
+            "created_at": created,
+            "completed_at": None,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": [],
+            "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+            "service_tier": service_tier,
+            "store": is_stored,
+            "text": _text(asked.text),
+            "tools": [tool_view(tool) for tool in asked.tools],
+            "top_logprobs": asked.top_logprobs or 0,
+            "usage": None,
+        }
+        | {name: getattr(asked, name) for name in _ECHOED}
+        | _conversation(asked)
+    )
+
+
+def _conversation(asked: CreateResponseRequest) -> dict[str, Any]:
+    return {} if asked.conversation_id is None else {"conversation": {"id": asked.conversation_id}}
 
 
 def _text(asked: TextOptions | None) -> dict[str, Any]:
@@ -135,9 +143,14 @@ class ResponsesFormatter:
         return b"".join(self._encoded(event) for event in events)
 
     def _encoded(self, event: Event) -> bytes:
-        payload = orjson.dumps(event | {"sequence_number": self._num_events})
         self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), payload)
+        return encoded_event(event, self._num_events - 1)
+
+
+def encoded_event(event: Event, number: int) -> bytes:
+    """Return an event as it is sent."""
+    payload = orjson.dumps(event | {"sequence_number": number})
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), payload)
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from alignedserve.gateway.schema import Schema
 Item = dict[str, Any]
 
 _RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})", re.ASCII)
+_CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{32}", re.ASCII)
 _ITEM_ID = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{32})([io])([0-9a-f]{1,6})", re.ASCII)
 _SCHEMAS: dict[str, type[Schema]] = {
     "message": MessageItem,
@@ -68,6 +69,11 @@ def parsed_response_id(text: str) -> str | None:
     return text if _RESPONSE_ID.fullmatch(text) else None
 
 
+def is_conversation_id(text: str) -> bool:
+    """Return whether the text has the form of a conversation's id; nothing else ever becomes a key."""
+    return _CONVERSATION_ID.fullmatch(text) is not None
+
+
 def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) -> str:
     """Return the id of an item, by its type and its place in its response."""
     return f"{_PREFIXES[kind]}_{response_id.removeprefix('resp_')}{'i' if is_input else 'o'}{index:x}"
@@ -80,15 +86,19 @@ def place_of(text: str) -> ItemPlace | None:
 
 
 def parse_items(
-    given: str | Sequence[dict[str, Any]], response_id: str, ignored: IgnoredFields | None = None
+    given: str | Sequence[dict[str, Any]],
+    response_id: str,
+    ignored: IgnoredFields | None = None,
+    *,
+    param: str = "input",
 ) -> list[Item]:
-    """Return the items of an input. Raises InvalidRequest naming the field. References are left as they are.
+    """Return the items of a field. Raises InvalidRequest naming the field. References are left as they are.
 
-    `ignored`: see `parse`.
+    `response_id`: its hex digits, or others, are in their ids. `ignored`: see `parse`.
     """
     parser = _ItemParser(ignored)
     sent = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    items = [parser.parse(one, f"input[{place}]") for place, one in enumerate(sent)]
+    items = [parser.parse(one, f"{param}[{place}]") for place, one in enumerate(sent)]
     for place, item in enumerate(items):
         if item["type"] != "item_reference":
             item["id"] = item_id(item["type"], response_id, place, is_input=True)

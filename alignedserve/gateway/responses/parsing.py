@@ -9,7 +9,7 @@ from alignedserve.gateway.responses.schemas import CreateResponseRequest, InputT
 from alignedserve.gateway.responses.tools import parse_tools
 
 _UNSUPPORTED = (
-    *("access_programs", "context_management", "conversation", "image", "moderation", "personality", "prompt"),
+    *("access_programs", "context_management", "image", "moderation", "personality", "prompt"),
     *("prompt_cache_options", "prompt_cache_retention"),
 )
 
@@ -19,8 +19,6 @@ def parse_response(body: dict[str, Any], ignored: IgnoredFields | None) -> Creat
     asked = _parse(CreateResponseRequest, body, ignored)
     if asked.stream_options is not None and not asked.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
-    if asked.background and asked.stream:
-        _refuse("stream with background", "stream")
     if asked.background and asked.store is False:
         raise InvalidRequest("background needs store to be true.", param="store")
     return asked
@@ -35,6 +33,8 @@ def _parse(schema: type[SchemaT], body: dict[str, Any], ignored: IgnoredFields |
     for name in _UNSUPPORTED:
         if body.get(name) is not None:
             _refuse(name)
+    if body.get("conversation") is not None and body.get("previous_response_id") is not None:
+        raise InvalidRequest("Give conversation or previous_response_id, not both.", param="conversation")
     return parse(schema, body | {"tools": parse_tools(body.get("tools"), ignored)}, ignored)
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.parsing import parse_chat
 from alignedserve.gateway.openai.prompt_encoding import encode_chat
 from alignedserve.gateway.openai.request_builder import Arrival, GenerationRequest, build_chat_request
@@ -13,7 +14,7 @@ from alignedserve.gateway.responses.chat_body import chat_body, name_as_asked
 from alignedserve.gateway.responses.items import Item
 from alignedserve.gateway.responses.schemas import CreateResponseRequest, PromptFields
 from alignedserve.gateway.responses.truncation import build_truncated
-from alignedserve.gateway.services import Services
+from alignedserve.gateway.work_lanes import rough_length
 
 
 def new_response_id() -> str:
@@ -22,12 +23,13 @@ def new_response_id() -> str:
 
 
 async def build_response_request(
-    asked: CreateResponseRequest, items: Sequence[Item], response_id: str, arrival: Arrival, services: Services
+    asked: CreateResponseRequest, items: Sequence[Item], response_id: str, arrival: Arrival, services: ModelServices
 ) -> GenerationRequest:
     """Return the request for a response to these items, earlier turns first. Raises InvalidRequest."""
 
     async def build(kept: Sequence[Item]) -> GenerationRequest:
-        return await build_chat_request(parse_chat(chat_body(asked, kept)), arrival, services)
+        chat = await services.lanes.run(rough_length(kept), lambda: parse_chat(chat_body(asked, kept)))
+        return await build_chat_request(chat, arrival, services)
 
     with _named_as_asked():
         is_truncated = asked.truncation == "auto"
@@ -35,12 +37,11 @@ async def build_response_request(
     return replace(request, response_id=response_id)
 
 
-async def count_input_tokens(asked: PromptFields, items: Sequence[Item], services: Services) -> int:
+async def count_input_tokens(asked: PromptFields, items: Sequence[Item], services: ModelServices) -> int:
     """Return the length of the prompt in tokens. Raises InvalidRequest."""
     with _named_as_asked():
-        body = chat_body(asked, items)
-        chat = parse_chat(body | {"model": asked.model or services.model.name})
-        services.check_model(chat.model)
+        model = {"model": services.model.name}
+        chat = await services.lanes.run(rough_length(items), lambda: parse_chat(chat_body(asked, items) | model))
         return len(await encode_chat(chat, services))
 
 

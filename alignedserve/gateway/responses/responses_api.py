@@ -9,16 +9,22 @@ import msgspec
 import orjson
 
 from alignedserve.batches.records import BatchKey
-from alignedserve.batches.response_repository import StoredResponse
+from alignedserve.batches.responses.conversation_repository import StoredConversation
+from alignedserve.batches.responses.event_log import EventLimits, EventLog
+from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.errors import Conflict, NotFound
 from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.gateway.responses.background import BackgroundJobs, cancelled
-from alignedserve.gateway.responses.context import PREVIOUS, Context, load_context, resolve_references
+from alignedserve.gateway.responses.background import BackgroundJobs, cancelled, without_room
+from alignedserve.gateway.responses.background_events import write_first_events
+from alignedserve.gateway.responses.context import PREVIOUS, Context, load_context, output_of, resolve_references
+from alignedserve.gateway.responses.conversations import Conversations, check_has_room, conversation_items
 from alignedserve.gateway.responses.items import Item, parse_items
 from alignedserve.gateway.responses.request_builder import new_response_id
 from alignedserve.gateway.responses.schemas import CreateResponseRequest, PromptFields
 from alignedserve.gateway.responses.state import ResponseState, check_storable, items_of, raw_json
 from alignedserve.gateway.services import Services
+from alignedserve.gateway.work_lanes import WorkLanes, rough_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class Turn:
     items: list[Item]  # of its own input
     context: Context
     is_stored: bool = False
+    conversation_id: str | None = None  # that its items are added to
 
     @property
     def all_items(self) -> list[Item]:
@@ -42,15 +49,19 @@ class ResponsesApi:
 
     state: ResponseState | None  # None: responses are not stored here, like the next
     jobs: BackgroundJobs | None
+    conversations: Conversations | None
+    lanes: WorkLanes
 
     @classmethod
     def of(cls, services: Services, owner: str) -> "ResponsesApi":
         """Return the API for one client."""
         files_api, config = services.files_api, services.config
         if files_api is None:
-            return cls(None, None)
-        state = ResponseState(files_api.stores.responses, config, owner)
-        return cls(state, BackgroundJobs(files_api, owner, config.response_lifetime_s))
+            return cls(None, None, None, services.lanes)
+        state = ResponseState(files_api.stores.responses.responses, config, owner)
+        jobs = BackgroundJobs(files_api, owner, config.response_lifetime_s)
+        conversations = Conversations(files_api.stores.responses.conversations, config, owner)
+        return cls(state, jobs, conversations, services.lanes)
 
     async def begin(self, asked: PromptFields, ignored: IgnoredFields | None) -> Turn:
         """Return the turn that a client asks for. Raises InvalidRequest, NotFound."""
@@ -58,17 +69,39 @@ class ResponsesApi:
         if asked.previous_response_id is not None:
             previous = await self._find(asked.previous_response_id, PREVIOUS)
             context = await load_context(self._stored(PREVIOUS), previous)
+        conversation = None if asked.conversation_id is None else await self._open_conversation(asked.conversation_id)
+        if conversation is not None:
+            context = Context(conversation_items(conversation))
         find = None if self.state is None else partial(self._find, param="input")
-        items = await resolve_references(find, parse_items(asked.input, response_id, ignored))
+        parsed = await self.lanes.run(rough_length(asked.input), lambda: parse_items(asked.input, response_id, ignored))
+        items = await resolve_references(find, parsed)
         is_stored = isinstance(asked, CreateResponseRequest) and self._is_stored(asked)
         if is_stored:
             check_storable(items)
-        return Turn(response_id, items, context, is_stored)
+        if conversation is not None:
+            check_has_room(conversation, len(orjson.dumps(items)), param="conversation")
+        return Turn(response_id, items, context, is_stored, asked.conversation_id)
 
     async def keep(self, turn: Turn, response: bytes, batch_id: BatchKey | None = None) -> None:
-        """Store a response, if it is to be stored."""
-        if not turn.is_stored:
+        """Store a response, if it is to be stored, and add it to its conversation, if it has one and is over.
+
+        Raises InvalidRequest, with nothing stored, where the conversation has no room for it any more.
+        """
+        stored = await self._store(turn, response, batch_id) if turn.is_stored else None
+        if turn.conversation_id is None or self.conversations is None:
             return
+        if batch_id is None:
+            output = orjson.loads(response)["output"]
+            try:
+                await self.conversations.append(turn.conversation_id, [*turn.items, *output])
+            except InvalidRequest:
+                if stored is not None:
+                    await self._stored("store").repository.remove(stored)
+                raise
+        else:
+            await self.conversations.await_response(turn.conversation_id, turn.response_id)
+
+    async def _store(self, turn: Turn, response: bytes, batch_id: BatchKey | None) -> StoredResponse:
         state, now, items = self._stored("store"), time.time(), raw_json(turn.items)
         record = StoredResponse(
             response_id=turn.response_id,
@@ -80,16 +113,28 @@ class ResponsesApi:
             ancestors=turn.context.ancestors,
             context_bytes=turn.context.num_bytes + len(bytes(items)) + len(response),
             batch_id=batch_id,
+            conversation_id=turn.conversation_id,
         )
         await state.add(record)
+        return record
 
     async def submit(self, asked: CreateResponseRequest, turn: Turn, response: dict[str, Any]) -> dict[str, Any]:
         """Let a response be generated in the background; return it as it is now."""
         assert self.jobs is not None, "a background without a store"
-        batch_id = await self.jobs.submit(asked, turn.all_items, turn.response_id)
+        assert self.state is not None, "a background without a store"
         response |= {"status": "queued"}
+        if asked.stream:
+            limits = EventLimits(self.state.config.max_response_events_bytes, self.state.config.max_events_bytes)
+            await write_first_events(self.event_log, response, limits)
+        batch_id = await self.jobs.submit(asked, turn.all_items, response)
         await self.keep(turn, orjson.dumps(response), batch_id)
         return response
+
+    @property
+    def event_log(self) -> EventLog:
+        """Return the log of events of responses in the background."""
+        assert self.jobs is not None, "a background without a store"
+        return self.jobs.files_api.stores.responses.events
 
     async def retrieve(self, text: str) -> StoredResponse:
         """Return a response as it is now. Raises NotFound."""
@@ -115,18 +160,9 @@ class ResponsesApi:
         await state.repository.remove(record)
         return record
 
-    async def input_items(
-        self, text: str, *, after: str | None, limit: int, newest_first: bool
-    ) -> tuple[list[Item], bool]:
-        """Return a page of the items of a response's own input, and whether there are more. Raises NotFound."""
-        items = items_of(await self._stored("response_id").find(text))
-        if newest_first:
-            items.reverse()
-        ids = [item["id"] for item in items]
-        if after is not None and after not in ids:
-            raise InvalidRequest("after is not the id of an item in this list.", param="after")
-        first = 0 if after is None else ids.index(after) + 1
-        return items[first : first + limit], len(items) > first + limit
+    async def input_items(self, text: str) -> list[Item]:
+        """Return the items of a response's own input. Raises NotFound."""
+        return items_of(await self._stored("response_id").find(text))
 
     async def _find(self, text: str, param: str) -> StoredResponse:
         """Return a response as it is now. Raises NotFound."""
@@ -138,9 +174,44 @@ class ResponsesApi:
     async def _note(self, batch_id: BatchKey, record: StoredResponse) -> StoredResponse:
         """Keep what became of a response whose batch is over, and delete the batch's files."""
         if record.batch_id is None and self.jobs is not None:
+            if not await self._settle(record):
+                record = without_room(record)
             await self._stored("response_id").repository.replace(record, now=time.time())
             await self.jobs.clean_up(batch_id)
         return record
+
+    async def _settle(self, record: StoredResponse) -> bool:
+        """Add a response that was generated in the background to its conversation; False: it has no room."""
+        if record.conversation_id is None or self.conversations is None:
+            return True
+        is_generated = orjson.loads(bytes(record.response))["status"] in ("completed", "incomplete")
+        items = [*items_of(record), *output_of(record)] if is_generated else []
+        return await self.conversations.settle(record.conversation_id, record.response_id, items)
+
+    async def conversation(self, text: str, *, param: str = "conversation_id") -> StoredConversation:
+        """Return a conversation, with the items of what has ended in the background. Raises NotFound."""
+        conversations = self.stored_conversations(param)
+        record = await conversations.find(text, param=param)
+        for response_id in record.pending:
+            try:
+                await self._find(response_id, param)
+            except NotFound:  # deleted, or expired
+                await conversations.settle(record.conversation_id, response_id, [])
+        return await conversations.find(text, param=param) if record.pending else record
+
+    async def _open_conversation(self, text: str) -> StoredConversation:
+        """Return a conversation that may be continued. Raises NotFound, Conflict."""
+        record = await self.conversation(text, param="conversation")
+        if record.pending:
+            message = "A response of this conversation is still generated in the background."
+            raise Conflict(message, param="conversation", code="conversation_locked")
+        return record
+
+    def stored_conversations(self, param: str = "conversation_id") -> Conversations:
+        """Return the conversations. Raises InvalidRequest where there are none."""
+        self._stored(param)
+        assert self.conversations is not None, "stored responses without conversations"
+        return self.conversations
 
     def _is_stored(self, asked: CreateResponseRequest) -> bool:
         if asked.store is True or asked.background:

@@ -10,6 +10,7 @@ from alignedserve.gateway.openai.schemas.requests import ServiceTierName
 from alignedserve.gateway.schema import Schema
 
 MAX_ITEMS = 4096  # of one input
+MAX_NEW_ITEMS = 20  # of one call that adds items to a conversation
 MAX_TOOLS = 128
 _MAX_ID_LEN = 256
 
@@ -80,6 +81,31 @@ class NamespaceTool(Schema):
 Tool = FunctionTool | NamespaceTool
 
 
+class ConversationId(Schema):
+    """The conversation that a response is part of."""
+
+    id: str
+
+
+class CreateConversationRequest(Schema):
+    """Body of POST /v1/conversations."""
+
+    items: Annotated[list[dict[str, Any]], Field(max_length=MAX_NEW_ITEMS)] = Field(default_factory=list)
+    metadata: Metadata = Field(default_factory=dict)
+
+
+class UpdateConversationRequest(Schema):
+    """Body of POST /v1/conversations/{id}."""
+
+    metadata: Metadata
+
+
+class CreateItemsRequest(Schema):
+    """Body of POST /v1/conversations/{id}/items."""
+
+    items: Annotated[list[dict[str, Any]], Field(max_length=MAX_NEW_ITEMS)]
+
+
 class PromptFields(Schema):
     """Fields that shape the prompt: those of a response and of a count of input tokens."""
 
@@ -87,12 +113,19 @@ class PromptFields(Schema):
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS)] = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationId | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
+
+    @property
+    def conversation_id(self) -> str | None:
+        """Return the id of the conversation, however it was given."""
+        given = self.conversation
+        return given.id if isinstance(given, ConversationId) else given
 
 
 class InputTokensRequest(PromptFields):

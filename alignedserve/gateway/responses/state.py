@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import orjson
 
-from alignedserve.batches.response_repository import MAX_RECORD_BYTES, ResponseRepository, StoredResponse
+from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES
+from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import NotFound

@@ -1,5 +1,7 @@
 """Routes of /v1/batches: create, list, get, cancel."""
 
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -8,8 +10,8 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.files.schemas import CreateBatchRequest
 from alignedserve.gateway.files.views import batch_view, limits_view, list_view
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.openai.parsing import parse, read_json
-from alignedserve.gateway.routes.dependencies import files_api_of, services_of
+from alignedserve.gateway.openai.parsing import parse
+from alignedserve.gateway.routes.dependencies import files_api_of, read_body, services_of
 from alignedserve.gateway.routes.request_parameters import positive
 
 router = APIRouter()
@@ -22,7 +24,7 @@ _MAX_IDEMPOTENCY_KEY_LEN = 255
 async def create_batch(http: Request) -> Response:
     """Create a batch; its lines are validated after the response."""
     files_api, owner = await files_api_of(http)
-    asked = parse(CreateBatchRequest, await read_json(http, services_of(http).config))
+    asked = await read_body(http, services_of(http), partial(parse, CreateBatchRequest))
     return JsonResponse(batch_view(await files_api.create(owner, asked, _idempotency_key(http))))
 
 

@@ -7,13 +7,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.embeddings.request_builder import build_embedding_request, build_prompt_request
-from alignedserve.gateway.embeddings.response_format import EmbeddingFormatter, RerankFormatter, ScoreFormatter
+from alignedserve.gateway.embeddings.request_builder import PairSides, build_embedding_request, build_score_request
+from alignedserve.gateway.embeddings.response_format import (
+    EmbeddingFormatter,
+    RerankFormatter,
+    ScoreFormatter,
+    ScoreReader,
+)
 from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from alignedserve.gateway.embeddings.text_prompts import DOCUMENT_PROMPTS, QUERY_PROMPTS
+from alignedserve.gateway.embeddings.vectors import computed_scores, cosines
+from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.parsing import parse, read_json
+from alignedserve.gateway.openai.parsing import parse
 from alignedserve.gateway.openai.streaming import BodyResponse
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services, read_body
 from alignedserve.gateway.routes.generate import arrival_of
 
 router = APIRouter()
@@ -24,31 +32,44 @@ async def create_embeddings(http: Request) -> Response:
     """Return a vector per text."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    asked = parse(EmbeddingRequest, await read_json(http, services.config), ignored_fields_of(http))
-    request = await build_embedding_request(asked, arrival, services)
-    make_formatter = partial(EmbeddingFormatter, encoding_format=asked.encoding_format)
-    return BodyResponse(Generation(request, services), make_formatter)
+    asked = await read_body(http, services, partial(parse, EmbeddingRequest, ignored=ignored_fields_of(http)))
+    model = model_of(http, asked.model)
+    request = await build_embedding_request(asked, arrival, model)
+    make_formatter = partial(EmbeddingFormatter, encoding_format=asked.encoding_format, dimensions=asked.dimensions)
+    return BodyResponse(Generation(request, model), make_formatter)
 
 
 @router.post("/v1/score", response_model=None)
 async def create_scores(http: Request) -> Response:
-    """Return how alike texts are: the cosines of their vectors."""
+    """Return how alike texts are: a cross-encoder's scores, or the cosines of their vectors."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    asked = parse(ScoreRequest, await read_json(http, services.config), ignored_fields_of(http))
-    first, second = asked.text_1, asked.text_2
-    if len(first) not in (1, len(second)):
+    asked = await read_body(http, services, partial(parse, ScoreRequest, ignored=ignored_fields_of(http)))
+    sides = PairSides(asked.text_1, asked.text_2)
+    if len(sides.first) not in (1, len(sides.second)):
         raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
-    request = await build_prompt_request(asked, first + second, arrival, services, param="text_2")
-    return BodyResponse(Generation(request, services), partial(ScoreFormatter, num_second=len(second)))
+    model = model_of(http, asked.model)
+    request = await build_score_request(asked, sides, arrival, model, param="text_2")
+    return BodyResponse(
+        Generation(request, model), partial(ScoreFormatter, read_scores=_score_reader(model, len(sides.second)))
+    )
 
 
 @router.post("/v1/rerank", response_model=None)
 async def rerank(http: Request) -> Response:
-    """Return documents in the order of their likeness to a query."""
+    """Return documents in the order of their scores with a query."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    asked = parse(RerankRequest, await read_json(http, services.config), ignored_fields_of(http))
-    texts = [asked.query, *asked.documents]
-    request = await build_prompt_request(asked, texts, arrival, services, param="documents")
-    return BodyResponse(Generation(request, services), partial(RerankFormatter, asked=asked))
+    asked = await read_body(http, services, partial(parse, RerankRequest, ignored=ignored_fields_of(http)))
+    model = model_of(http, asked.model)
+    sides = PairSides([asked.query], asked.documents, QUERY_PROMPTS, DOCUMENT_PROMPTS)
+    request = await build_score_request(asked, sides, arrival, model, param="documents")
+    make_formatter = partial(RerankFormatter, read_scores=_score_reader(model, len(asked.documents)), asked=asked)
+    return BodyResponse(Generation(request, model), make_formatter)
+
+
+def _score_reader(services: ModelServices, num_second: int) -> ScoreReader:
+    encoder = services.model.encoder
+    if encoder is not None and encoder.score is not None:
+        return computed_scores
+    return partial(cosines, num_second=num_second)

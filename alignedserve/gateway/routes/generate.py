@@ -1,11 +1,14 @@
 """POST /v1/chat/completions and /v1/completions."""
 
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.parsing import parse_chat, parse_completion, read_json
+from alignedserve.gateway.openai.parsing import parse_chat, parse_completion
 from alignedserve.gateway.openai.request_builder import (
     Arrival,
     GenerationRequest,
@@ -14,7 +17,7 @@ from alignedserve.gateway.openai.request_builder import (
 )
 from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter
 from alignedserve.gateway.openai.streaming import BodyResponse, EventStreamResponse
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services, read_body
 from alignedserve.gateway.services import Services
 
 router = APIRouter()
@@ -25,8 +28,9 @@ async def create_chat_completion(http: Request) -> Response:
     """Answer a conversation."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    chat = parse_chat(await read_json(http, services.config), ignored_fields_of(http))
-    return respond(await build_chat_request(chat, arrival, services), services, ChatFormatter)
+    chat = await read_body(http, services, partial(parse_chat, ignored=ignored_fields_of(http)))
+    model = model_of(http, chat.model)
+    return respond(await build_chat_request(chat, arrival, model), model, ChatFormatter)
 
 
 @router.post("/v1/completions", response_model=None)
@@ -34,8 +38,9 @@ async def create_completion(http: Request) -> Response:
     """Continue one prompt or several."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    completion = parse_completion(await read_json(http, services.config), ignored_fields_of(http))
-    return respond(await build_completion_request(completion, arrival, services), services, CompletionFormatter)
+    completion = await read_body(http, services, partial(parse_completion, ignored=ignored_fields_of(http)))
+    model = model_of(http, completion.model)
+    return respond(await build_completion_request(completion, arrival, model), model, CompletionFormatter)
 
 
 def arrival_of(http: Request, services: Services) -> Arrival:
@@ -43,7 +48,7 @@ def arrival_of(http: Request, services: Services) -> Arrival:
     return Arrival(http.state.request_id, http.headers, services.api_keys.owner(http.state.key_number))
 
 
-def respond(request: GenerationRequest, services: Services, make_formatter: MakeFormatter) -> Response:
+def respond(request: GenerationRequest, services: ModelServices, make_formatter: MakeFormatter) -> Response:
     """Return the response that generates, streamed if the client asked for that."""
     generation = Generation(request, services)
     if request.is_streamed:

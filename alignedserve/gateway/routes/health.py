@@ -25,8 +25,8 @@ async def health() -> Response:
 
 @router.get("/ready", response_model=None)
 async def ready(http: Request) -> Response:
-    """Report whether the whole cluster generates tokens; 503 with the reason when it does not."""
-    missing = services_of(http).readiness_probe.missing()
+    """Report whether every model generates tokens; 503 with the reason when one does not."""
+    missing = services_of(http).readiness.missing()
     if missing is None:
         return JsonResponse({"status": "ready"})
     body = error_json(f"Not ready: {missing}.", "server_error", code="not_ready")
@@ -37,7 +37,7 @@ async def ready(http: Request) -> Response:
 async def metrics(http: Request) -> Response:
     """Return the metrics that Prometheus scrapes."""
     services = services_of(http)
-    text = services.metrics.render()
+    text = services.metrics.render() + await services.disks.metrics()
     if services.files_api is not None:
         text += await _batch_metrics(services.files_api)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -1,5 +1,7 @@
 """Routes of /v1/messages/batches: create, list, get, results, cancel."""
 
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -10,8 +12,8 @@ from alignedserve.gateway.anthropic.message_batch_views import batch_view
 from alignedserve.gateway.anthropic.message_batches import CreateMessageBatch, MessageBatches
 from alignedserve.gateway.files.submission import api_owner
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.openai.parsing import parse, read_json
-from alignedserve.gateway.routes.dependencies import files_api_of, ignored_fields_of, services_of
+from alignedserve.gateway.openai.parsing import parse
+from alignedserve.gateway.routes.dependencies import files_api_of, ignored_fields_of, read_body, services_of
 from alignedserve.gateway.routes.request_parameters import positive
 
 router = APIRouter()
@@ -24,7 +26,7 @@ _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
 async def create_batch(http: Request) -> Response:
     """Create a batch of messages."""
     batches, services = await _batches_of(http), services_of(http)
-    asked = parse(CreateMessageBatch, await read_json(http, services.config), ignored_fields_of(http))
+    asked = await read_body(http, services, partial(parse, CreateMessageBatch, ignored=ignored_fields_of(http)))
     return _shown(http, await batches.create(asked, services))
 
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from alignedserve.gateway.anthropic.errors import is_anthropic
 from alignedserve.gateway.anthropic.model_info import model_info, model_list
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.routes.dependencies import services_of
 
 router = APIRouter()
@@ -17,21 +17,20 @@ router = APIRouter()
 
 @router.get("/v1/models", response_model=None)
 async def list_models(http: Request) -> Response:
-    """List the one served model."""
-    model = services_of(http).model
+    """List the served models."""
+    models = list(services_of(http).models.cards)
     if is_anthropic(http.scope):
-        return JsonResponse(model_list([model]))
-    return JsonResponse({"object": "list", "data": [_model_view(model)]})
+        return JsonResponse(model_list(models))
+    return JsonResponse({"object": "list", "data": [_model_view(model) for model in models]})
 
 
 @router.get("/v1/models/{name:path}", response_model=None)
 async def get_model(http: Request, name: str) -> Response:
-    """Return the model by its name, which may hold slashes."""
-    services = services_of(http)
-    services.check_model(name)
+    """Return a model by its name, which may hold slashes."""
+    model = services_of(http).models.card(name)
     if is_anthropic(http.scope):
-        return JsonResponse(model_info(services.model))
-    return JsonResponse(_model_view(services.model))
+        return JsonResponse(model_info(model))
+    return JsonResponse(_model_view(model))
 
 
 def _model_view(model: ModelCard) -> dict[str, Any]:
@@ -41,4 +40,6 @@ def _model_view(model: ModelCard) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "alignedserve",
         "max_model_len": model.max_context_len,
+        "supported_tasks": model.supported_tasks,
+        **({"parent": model.parent} if model.parent is not None else {}),
     }

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.responses.item_pages import ItemPage
 
+_DEFAULT_ITEMS, _MAX_ITEMS = 20, 100  # of a page
 _RANGE = re.compile(r"bytes=(\d{1,15})-", re.ASCII)
 
 
@@ -20,12 +22,31 @@ def positive(http: Request, name: str, *, default: int, at_most: int) -> int:
     return int(text)
 
 
+def number(http: Request, name: str, *, default: int) -> int:
+    """Return a number that is not negative. Raises InvalidRequest."""
+    text = http.query_params.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        raise InvalidRequest(f"{name} must be a number.", param=name, code="invalid_value")
+    return int(text)
+
+
 def one_of(http: Request, name: str, known: Sequence[str]) -> str:
     """Return one of the known values, the first when unset. Raises InvalidRequest."""
     text = http.query_params.get(name, known[0])
     if text not in known:
         raise InvalidRequest(f"{name} must be one of {', '.join(known)}.", param=name, code="invalid_value")
     return text
+
+
+def item_page(http: Request) -> ItemPage:
+    """Return the part of a list of items that `after`, `limit` and `order` ask for. Raises InvalidRequest."""
+    return ItemPage(
+        after=http.query_params.get("after"),
+        limit=positive(http, "limit", default=_DEFAULT_ITEMS, at_most=_MAX_ITEMS),
+        newest_first=one_of(http, "order", ("desc", "asc")) == "desc",
+    )
 
 
 def first_byte(http: Request) -> int | None:

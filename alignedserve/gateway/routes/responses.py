@@ -12,22 +12,21 @@ from alignedserve.core.request import Slo
 from alignedserve.gateway.files.views import list_view
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.parsing import read_json
 from alignedserve.gateway.openai.request_builder import GenerationRequest
 from alignedserve.gateway.responses.answering import ResponseBody, ResponseEvents
 from alignedserve.gateway.responses.formatter import ResponsesFormatter, new_response
+from alignedserve.gateway.responses.item_pages import page_of
 from alignedserve.gateway.responses.parsing import parse_input_tokens, parse_response
 from alignedserve.gateway.responses.request_builder import build_response_request, count_input_tokens
 from alignedserve.gateway.responses.responses_api import ResponsesApi, Turn
 from alignedserve.gateway.responses.schemas import CreateResponseRequest
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
+from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services, read_body
 from alignedserve.gateway.routes.generate import arrival_of
-from alignedserve.gateway.routes.request_parameters import one_of, positive
+from alignedserve.gateway.routes.request_parameters import item_page, number, one_of
 from alignedserve.gateway.services import Services
 
 router = APIRouter()
-
-_DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
 
 
 @router.post("/v1/responses", response_model=None)
@@ -36,13 +35,17 @@ async def create_response(http: Request) -> Response:
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
     ignored = ignored_fields_of(http)
-    asked = parse_response(await read_json(http, services.config), ignored)
+    asked = await read_body(http, services, partial(parse_response, ignored=ignored))
+    model = model_of(http, asked.model)
     api = ResponsesApi.of(services, arrival.tenant)
     turn = await api.begin(asked, ignored)
-    request = await build_response_request(asked, turn.all_items, turn.response_id, arrival, services)
+    request = await build_response_request(asked, turn.all_items, turn.response_id, arrival, model)
     if asked.background:
-        return JsonResponse(await _submit(api, asked, turn, request))
-    return _respond(api, asked, turn, Generation(request, services))
+        queued = await _submit(api, asked, turn, request)
+        if asked.stream:
+            return StoredEventsResponse(StoredEvents(api, api.event_log, turn.response_id))
+        return JsonResponse(queued)
+    return _respond(api, asked, turn, Generation(request, model))
 
 
 @router.post("/v1/responses/input_tokens", response_model=None)
@@ -50,9 +53,10 @@ async def count_tokens(http: Request) -> Response:
     """Count the tokens of the prompt that a response would have."""
     services = await rate_limited_services(http)
     ignored = ignored_fields_of(http)
-    asked = parse_input_tokens(await read_json(http, services.config), ignored)
+    asked = await read_body(http, services, partial(parse_input_tokens, ignored=ignored))
+    model = model_of(http, asked.model)
     turn = await _api(http, services).begin(asked, ignored)
-    num_tokens = await count_input_tokens(asked, turn.all_items, services)
+    num_tokens = await count_input_tokens(asked, turn.all_items, model)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
@@ -60,9 +64,15 @@ async def count_tokens(http: Request) -> Response:
 async def get_response(http: Request, response_id: str) -> Response:
     """Return a stored response."""
     services = await rate_limited_services(http)
-    if one_of(http, "stream", ("false", "true")) == "true":
-        raise InvalidRequest("stream is not supported here.", param="stream", code="unsupported_parameter")
-    return JsonResponse(bytes((await _api(http, services).retrieve(response_id)).response))
+    api = _api(http, services)
+    record = await api.retrieve(response_id)
+    if one_of(http, "stream", ("false", "true")) == "false":
+        return JsonResponse(bytes(record.response))
+    if not await api.event_log.read(record.response_id, 0):
+        message = "Only responses in the background that were created with stream have events, for a time."
+        raise InvalidRequest(message, param="stream", code="events_not_stored")
+    starting_after = number(http, "starting_after", default=-1)
+    return StoredEventsResponse(StoredEvents(api, api.event_log, record.response_id, starting_after))
 
 
 @router.delete("/v1/responses/{response_id}", response_model=None)
@@ -84,12 +94,7 @@ async def cancel_response(http: Request, response_id: str) -> Response:
 async def list_input_items(http: Request, response_id: str) -> Response:
     """List the items of a response's own input, a page at a time."""
     services = await rate_limited_services(http)
-    items, has_more = await _api(http, services).input_items(
-        response_id,
-        after=http.query_params.get("after"),
-        limit=positive(http, "limit", default=_DEFAULT_LIMIT, at_most=_MAX_LIMIT),
-        newest_first=one_of(http, "order", ("desc", "asc")) == "desc",
-    )
+    items, has_more = page_of(await _api(http, services).input_items(response_id), item_page(http))
     return JsonResponse({"first_id": "", "last_id": ""} | list_view(items, has_more=has_more))
 
 

@@ -1,17 +1,20 @@
 """POST /tokenize and /detokenize."""
 
+from functools import partial
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.openai.conversation import check_messages
-from alignedserve.gateway.openai.parsing import parse, plain_messages, read_json
-from alignedserve.gateway.openai.prompt_encoding import check_token_ids, encode_chat, encode_text
+from alignedserve.gateway.openai.functions import checked_conversation
+from alignedserve.gateway.openai.parsing import parse, plain_messages
+from alignedserve.gateway.openai.prompt_encoding import decode_text, encode_chat, encode_text
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.schemas.requests import DetokenizeRequest, TokenizeRequest
-from alignedserve.gateway.openai.schemas.tools import check_tools
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services, read_body
 
 router = APIRouter()
 
@@ -20,18 +23,15 @@ router = APIRouter()
 async def tokenize(http: Request) -> Response:
     """Return the token ids of a text or a conversation, as generation would use them."""
     services = await rate_limited_services(http)
-    body = plain_messages(await read_json(http, services.config))
-    asked = parse(TokenizeRequest, body, ignored_fields_of(http))
-    services.check_model(asked.model)
+    asked = await read_body(http, services, partial(_parse_tokenize, ignored=ignored_fields_of(http)))
+    model = model_of(http, asked.model)
     if (asked.prompt is None) == (not asked.messages):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
     if asked.prompt is None:
-        check_messages(asked.messages)
-        check_tools(asked.tools, asked.tool_choice)
-        token_ids = await encode_chat(asked, services)
+        token_ids = await encode_chat(asked, model)
     else:
-        token_ids = await encode_text(asked.prompt, services, add_special_tokens=asked.add_special_tokens)
-    answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}
+        token_ids = await encode_text(asked.prompt, model, add_special_tokens=asked.add_special_tokens)
+    answer = {"count": len(token_ids), "max_model_len": model.model.max_context_len, "tokens": token_ids}
     return JsonResponse(answer)
 
 
@@ -39,8 +39,12 @@ async def tokenize(http: Request) -> Response:
 async def detokenize(http: Request) -> Response:
     """Return the text of token ids, special tokens included."""
     services = await rate_limited_services(http)
-    asked = parse(DetokenizeRequest, await read_json(http, services.config), ignored_fields_of(http))
-    services.check_model(asked.model)
-    token_ids = check_token_ids(asked.tokens, services, param="tokens")
-    text = services.tokenizer.decode(token_ids, skip_special_tokens=False)
+    asked = await read_body(http, services, partial(parse, DetokenizeRequest, ignored=ignored_fields_of(http)))
+    model = model_of(http, asked.model)
+    text = await decode_text(asked.tokens, model)
     return JsonResponse({"prompt": text})
+
+
+def _parse_tokenize(body: dict[str, Any], ignored: IgnoredFields | None) -> TokenizeRequest:
+    asked = parse(TokenizeRequest, plain_messages(body), ignored)
+    return asked if asked.prompt is not None else checked_conversation(asked)

@@ -7,11 +7,16 @@ the function. Once the text that begins calls is there, nothing but calls may fo
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from alignedserve.gateway.tools.formats import ToolFormat
-from alignedserve.runtime.grammar.lark import json_value
+from alignedserve.gateway.tools.formats import HeaderCall, ParameterCall, ToolFormat
+from alignedserve.gateway.tools.parameters import TextParameters
+from alignedserve.runtime.grammar.lark import json_value, quoted
 
 MAX_CALLS = 128
 Literal = Callable[[str], str]  # a text as a sequence of literals and special tokens
+
+
+_NO_TEXTS: TextParameters = {}
+_SHARED = ("$defs", "definitions", "x-guidance")  # what the schemas of all parameters need of their function's
 
 
 class CallableTool(NamedTuple):
@@ -19,6 +24,7 @@ class CallableTool(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
+    texts: TextParameters = _NO_TEXTS  # parameters that a ParameterCall writes as they are
 
 
 def call_rules(form: ToolFormat, tools: Sequence[CallableTool], literal: Literal, *, is_parallel: bool) -> str:
@@ -27,10 +33,45 @@ def call_rules(form: ToolFormat, tools: Sequence[CallableTool], literal: Literal
     rules = [f"calls: {literal(form.prefix)} call {more} {literal(form.suffix)}"]
     options = []
     for place, tool in enumerate(tools):
-        before, after = form.call.before_arguments(tool.name), form.call.after_arguments
-        options.append(f"{literal(before)} arguments_{place} {literal(after)}")
-        rules.append(f"arguments_{place}: {json_value(tool.arguments)}")
+        options.append(f"{_before(form, tool.name, literal)} arguments_{place} {literal(form.call.after_arguments)}")
+        rules += _arguments_rules(form, tool, place, literal)
+    if isinstance(form.call, HeaderCall) and form.call.is_numbered:
+        rules.append("CALL_NUMBER: /[0-9]{1,3}/")
     return "\n".join([*rules, f"call: {' | '.join(options)}"])
+
+
+def _before(form: ToolFormat, name: str, literal: Literal) -> str:
+    """Return the symbols of a call of this function up to its arguments."""
+    if isinstance(form.call, HeaderCall) and form.call.is_numbered:
+        return f"{quoted(name + ':')} CALL_NUMBER {literal(form.call.between)}"
+    return literal(form.call.before_arguments(name))
+
+
+def _arguments_rules(form: ToolFormat, tool: CallableTool, place: int, literal: Literal) -> list[str]:
+    """Return the rules of `arguments_PLACE`."""
+    if not isinstance(form.call, ParameterCall):
+        return [f"arguments_{place}: {json_value(tool.arguments)}"]
+    tags, required = form.call.tags, tool.arguments.get("required", ())
+    end = literal(tags.value_end)
+    is_token = end.startswith("<[")  # what is written as text ends the text that it follows
+    names, rules = [], [f"text_{place}{'' if is_token else '[lazy]'}: TEXT {end}"]
+    for number, (name, schema) in enumerate(tool.arguments.get("properties", {}).items()):
+        if schema is False:  # it may not be given
+            continue
+        value = f"({_value(tool, name, schema)}) {end}" if tool.texts.get(name, ()) is not None else f"text_{place}"
+        before = f"{literal(tags.parameter)} {quoted(name)} {literal(tags.parameter_name_end)}"
+        rules.append(f"parameter_{place}_{number}: {before} {value}")
+        names.append(f"parameter_{place}_{number}" + ("" if name in required else "?"))
+    return [*rules, f"arguments_{place}: {' '.join(names) or quoted('')}"]
+
+
+def _value(tool: CallableTool, name: str, schema: Any) -> str:
+    """Return the symbol of a value that is one of some texts, or JSON."""
+    texts = tool.texts.get(name)
+    if texts:
+        return " | ".join(quoted(text) for text in texts)
+    shared = {key: value for key, value in tool.arguments.items() if key in _SHARED}
+    return json_value({**({} if schema is True else schema), **shared})
 
 
 def lead_rules(form: ToolFormat, literal: Literal) -> str:

@@ -1,13 +1,17 @@
 """Divides an answer's text into content and tool calls, as it comes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from alignedserve.gateway.text_markers import MarkerFinder
 from alignedserve.gateway.tools.deltas import ToolCallDelta
-from alignedserve.gateway.tools.formats import HeaderCall, ToolFormat
+from alignedserve.gateway.tools.formats import HeaderCall, ObjectCall, ParameterCall, ToolFormat
 from alignedserve.gateway.tools.header_reader import HeaderReader
 from alignedserve.gateway.tools.object_reader import CallReader, ObjectReader
+from alignedserve.gateway.tools.parameter_reader import ParameterReader
+from alignedserve.gateway.tools.parameters import TextParameters
+
+_NO_TEXTS: Mapping[str, TextParameters] = {}
 
 
 class CallRun(NamedTuple):
@@ -21,10 +25,23 @@ class CallRun(NamedTuple):
 class ToolCallParser:
     """Divides the text of one answer. Content ends where calls begin."""
 
-    def __init__(self, form: ToolFormat, marked: Callable[[str], str], new_id: Callable[[], str]) -> None:
-        """Make a parser. `marked`: writes the control tokens in a text as the answer's text has them."""
+    def __init__(
+        self,
+        form: ToolFormat,
+        marked: Callable[[str], str],
+        new_id: Callable[[], str],
+        texts: Mapping[str, TextParameters] = _NO_TEXTS,
+    ) -> None:
+        """Make a parser. `marked`: writes the control tokens in a text as the answer's text has them.
+
+        `texts`: of each function, the parameters that a ParameterCall has as they are.
+        """
         self.has_calls = False
-        self._reader = _reader(form, marked, new_id)
+        if isinstance(form.call, ParameterCall):
+            tags, is_opened = form.call.tags.marked(marked), form.call.is_opened
+            self._reader: CallReader = ParameterReader(tags, texts, new_id, is_opened=is_opened)
+        else:
+            self._reader = _reader(form, marked, new_id)
         self._is_bare = not form.begin
         self._first_character = form.first_character
         self._begin = MarkerFinder([marked(begin) for begin in (form.begin, form.optional_begin) if begin])
@@ -78,5 +95,7 @@ class ToolCallParser:
 def _reader(form: ToolFormat, marked: Callable[[str], str], new_id: Callable[[], str]) -> CallReader:
     if isinstance(form.call, HeaderCall):
         opening, between = marked(form.call.opening), marked(form.call.between)
-        return HeaderReader(opening, between, new_id, is_opened=form.begin.endswith(form.call.opening))
+        is_opened = form.begin.endswith(form.call.opening)
+        return HeaderReader(opening, between, new_id, is_opened=is_opened, is_numbered=form.call.is_numbered)
+    assert isinstance(form.call, ObjectCall), "parameters have a reader of their own"
     return ObjectReader(form.call.arguments_key, new_id)

@@ -9,9 +9,15 @@ from alignedserve.gateway.tools.object_reader import OpenCall
 
 
 class HeaderReader:
-    """A CallReader. `opening` stands before each name, `between` after it; `is_opened`: the first has come already."""
+    """A CallReader. `opening` stands before each name, `between` after it; `is_opened`: the first has come already.
 
-    def __init__(self, opening: str, between: str, new_id: Callable[[], str], *, is_opened: bool) -> None:
+    `is_numbered`: a colon and a number are behind the name, and no part of it.
+    """
+
+    def __init__(
+        self, opening: str, between: str, new_id: Callable[[], str], *, is_opened: bool, is_numbered: bool = False
+    ) -> None:
+        self._is_numbered = is_numbered
         self._opening, self._between = opening, between
         self._new_id = new_id
         self._num_calls = 0
@@ -44,7 +50,9 @@ class HeaderReader:
 
     def _begin_call(self) -> None:
         self._call = OpenCall(self._num_calls, self._new_id())
-        self._call.name = self._name.strip()
+        name = self._name.strip()
+        before, _, number = name.rpartition(":")
+        self._call.name = before if self._is_numbered and number.isdecimal() else name
         self._num_calls += 1
         self._scanner = JsonValueScanner()
 

@@ -41,13 +41,14 @@ class ToolCall(Schema):
 class ChatMessage(Schema):
     """One message of a conversation. Null fields are unset."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS), FailFast()] = Field(default_factory=list)
     reasoning_content: str | None = None  # of an assistant
     reasoning: str | None = None  # another name of reasoning_content
     tool_call_id: CallId | None = None  # of a tool's result
     name: str | None = Field(None, max_length=64)  # of the participant; templates may show it
+    function_call: FunctionCall | None = None  # of an assistant: what tool_calls replaced
 
     @property
     def text(self) -> str:
@@ -64,7 +65,7 @@ class ChatMessage(Schema):
     def fields_of_other_roles(self) -> list[str]:
         """Return the set fields that a message of this role does not have."""
         own: dict[str, tuple[str, ...]] = {
-            "assistant": ("tool_calls", "reasoning_content", "reasoning"),
+            "assistant": ("tool_calls", "function_call", "reasoning_content", "reasoning"),
             "tool": ("tool_call_id",),
         }
         every: dict[str, Any] = {name: getattr(self, name) for names in own.values() for name in names}

@@ -7,12 +7,19 @@ from pydantic import FailFast, Field, PlainValidator
 from alignedserve.gateway.openai.schemas.constraints import ConstraintFields
 from alignedserve.gateway.openai.schemas.hints import Hints
 from alignedserve.gateway.openai.schemas.messages import ChatMessage
-from alignedserve.gateway.openai.schemas.tools import ToolChoice, ToolList, parse_tool_choice
+from alignedserve.gateway.openai.schemas.tools import (
+    FunctionList,
+    ToolChoice,
+    ToolList,
+    parse_function_call,
+    parse_tool_choice,
+)
 from alignedserve.gateway.schema import Schema
 
 MAX_STOP_STRING_LEN = 1024
 MAX_TEMPLATE_VARIABLES = 32
 MAX_CACHE_SALT_LEN = 256
+MAX_BAD_WORDS = 256
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LEN)]
 TokenIdList = Annotated[list[int], FailFast()]
 PromptForms = str | list[str] | list[int] | list[list[int]]
@@ -58,6 +65,10 @@ class GenerationFields(ConstraintFields, Hints):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: TokenIdList = Field(default_factory=list)
+    allowed_token_ids: TokenIdList = Field(default_factory=list)  # no other token is chosen; empty: every token may be
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] = Field(default_factory=list)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    return_tokens_as_token_ids: bool = False  # tokens of log-probabilities read `token_id:N`
     include_stop_str_in_output: bool = False  # and the end token, where it has text
     skip_special_tokens: bool = True  # in the text of the answer
     spaces_between_special_tokens: bool = True  # without effect: tokens are decoded as they are
@@ -84,6 +95,8 @@ class ConversationFields(Schema):
     messages: Annotated[list[ChatMessage], FailFast()] = Field(default_factory=list)
     tools: ToolList = Field(default_factory=list)
     tool_choice: Annotated[ToolChoice, PlainValidator(parse_tool_choice)] = ToolChoice()
+    functions: FunctionList = Field(default_factory=list)  # what tools replaced; `functions` translates them
+    function_call: Annotated[ToolChoice | None, PlainValidator(parse_function_call)] = None
     reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool = True  # an extension, as the next: the prompt ends where an answer begins
     continue_final_message: bool = False  # the answer goes on with the last message, whose turn is not ended

@@ -50,6 +50,7 @@ class ToolChoice(NamedTuple):
     names: tuple[str, ...] | None = None  # None: any of the tools
 
 
+FunctionList = Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS), FailFast()]
 ToolList = Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()]
 
 
@@ -67,6 +68,16 @@ def parse_tool_choice(choice: Any) -> ToolChoice:
             raise ValueError(TOOL_CHOICE_FORMS)
         case _:
             return ToolChoice("required", (_name(choice),))
+
+
+def parse_function_call(choice: Any) -> ToolChoice:
+    """Return the choice among functions, which tools replaced. Raises ValueError saying which there are."""
+    match choice:
+        case "none" | "auto":
+            return ToolChoice(choice)
+        case {"name": str(name)}:
+            return ToolChoice("required", (name,))
+    raise ValueError("must be 'none', 'auto' or {name}")
 
 
 def _name(choice: Any) -> str:

@@ -23,8 +23,6 @@ OTHER_SERVERS: NeutralValues = {
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
     # Constraints.
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "ebnf": (),
     "format": (),
     "grammar": ("",),
@@ -43,16 +41,13 @@ OTHER_SERVERS: NeutralValues = {
     # Other prompts and answers.
     "chat_template": (),
     "documents": ([],),
-    "prompt_logprobs": (),
-    "return_tokens_as_token_ids": (False,),
+    "vllm_xargs": ({},),
 }
 CHAT: NeutralValues = {
     **OTHER_SERVERS,
     "add_special_tokens": (False,),
     "audio": (),
     "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
     "web_search_options": (),
@@ -64,11 +59,9 @@ COMPLETION: NeutralValues = {
 }
 MESSAGE: NeutralValues = {
     "audio": (),
-    "function_call": (),
     "refusal": (),
 }
 PART: NeutralValues = {}
 SERVICE_TIERS = ("scale",)
-ROLES = ("function",)
 TOOL_TYPES = ("custom",)
 PART_TYPES = ("image_url", "input_audio", "file", "refusal")

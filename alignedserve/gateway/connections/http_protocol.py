@@ -1,0 +1,206 @@
+"""The HTTP protocol of a connection: uvicorn's, which has no bounds of its own, within bounds.
+
+A connection is refused while there are too many. Each request's head must come within a time and a size; its body may
+not trickle, nor consist of anything but its bytes; what is left of a body that was refused is read for a while, so that
+the client sees why. A client that has sent its last byte (a half-closed connection) is still answered; one that left
+altogether is found out by a probe, which it refuses.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from alignedserve.gateway.connections.limits import ConnectionLimits
+from alignedserve.gateway.errors import error_json
+
+_BODY_CHECK_S = 10.0
+_LINGER_S = 5.0  # in which a client may read why its body was refused, while it still sends
+_PROBE_S = 0.25
+_MAX_PROBE_S = 4.0
+_MAX_PIPELINED = 64
+_MAX_OVERHEAD = 16  # bytes around each one of a body: chunks of one byte have 5
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # may come at any time before an answer, which it is not
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection of a client."""
+
+    def __init__(self, *, limits: ConnectionLimits, **uvicorn_arguments: Any) -> None:
+        super().__init__(**uvicorn_arguments)
+        self._limits = limits
+        self._address: str | None = None  # None: the connection does not count
+        self._is_in_head = False
+        self._is_in_body = False
+        self._has_eof = False
+        self._num_head_bytes = 0  # of heads or trailers that came whole
+        self._num_body_bytes = 0
+        self._num_overhead_bytes = 0
+        self._num_checked_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        address = self.client[0] if self.client else ""
+        if self._limits.admit(address):
+            self._address = address
+            self._await_head()
+        else:
+            self._refuse(
+                503, "The gateway has too many connections open.", "too_many_connections", b"retry-after: 1\r\n"
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._set_timer(None)
+        if self._address is not None:
+            self._limits.leave(self._address)
+            self._address = None
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self._address is None or self.transport.is_closing():
+            return
+        before, was_in_body = self._num_body_bytes, self._is_in_body
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+            self._check_head()
+        elif was_in_body and self._is_in_body:
+            self._num_overhead_bytes += len(data) - (self._num_body_bytes - before)
+            self._check_overhead()
+        elif self._timer is None and self._is_idle():  # such as empty lines, of which no request comes
+            self._await_head()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open for writing: whoever has sent a whole request is answered."""
+        if self._is_idle() or self._is_in_body or self.transport.is_closing():
+            return False
+        self._has_eof = True
+        self._probe(_PROBE_S)
+        return True
+
+    # --- callbacks of the parser
+
+    def on_message_begin(self) -> None:
+        """See HttpToolsProtocol."""
+        super().on_message_begin()
+        self._is_in_head, self._num_head_bytes = True, 0
+        if self._timer is None:
+            self._await_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See HttpToolsProtocol. Trailers, which come behind a body, are left out."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """See HttpToolsProtocol."""
+        self._set_timer(None)
+        self._is_in_head = False
+        self._num_head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if not self._check_head():
+            return
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            self.transport.close()
+            return
+        self._is_in_body = True
+        self._num_body_bytes = self._num_overhead_bytes = self._num_checked_bytes = 0
+        super().on_headers_complete()
+        self._set_timer(self.loop.call_later(_BODY_CHECK_S, self._check_rate))
+
+    def on_body(self, body: bytes) -> None:
+        """See HttpToolsProtocol."""
+        self._num_body_bytes += len(body)
+        if not self.transport.is_closing():
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """See HttpToolsProtocol."""
+        self._is_in_body = False
+        self._set_timer(None)
+        if not self.transport.is_closing():
+            super().on_message_complete()
+
+    # --- callbacks of the request being answered
+
+    def on_response_complete(self) -> None:
+        """See HttpToolsProtocol."""
+        super().on_response_complete()
+        if self._has_eof and self._is_idle():
+            self.transport.close()
+        elif self._is_in_body and not self.transport.is_closing():
+            self._set_timer(self.loop.call_later(_LINGER_S, self.transport.close))
+
+    # --- bounds
+
+    def _is_idle(self) -> bool:
+        """Return whether no request is answered."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
+
+    def _await_head(self) -> None:
+        self._set_timer(self.loop.call_later(self._limits.header_timeout_s, self._end_slow_head))
+
+    def _end_slow_head(self) -> None:
+        if self._is_in_head and self._is_idle():
+            self._refuse(408, "The headers did not arrive in time.", "headers_too_slow")
+        else:
+            self.transport.close()
+
+    def _check_head(self) -> bool:
+        """Refuse a head that is too large; return whether it is not."""
+        limit = self._limits.max_header_bytes
+        if self._num_head_bytes <= limit:
+            return True
+        self._refuse(431, f"The headers are larger than {limit} bytes.", "headers_too_large")
+        return False
+
+    def _check_overhead(self) -> None:
+        limit = self._limits.max_header_bytes + _MAX_OVERHEAD * self._num_body_bytes
+        if self._num_overhead_bytes > limit:
+            self._refuse(400, "The body is not valid.", "invalid_body")
+
+    def _check_rate(self) -> None:
+        """Refuse a body of which too little came since the last time, unless that is because it is not read."""
+        came, self._num_checked_bytes = self._num_body_bytes - self._num_checked_bytes, self._num_body_bytes
+        is_awaited = not self.flow.read_paused and not self.cycle.waiting_for_100_continue
+        if is_awaited and came < self._limits.min_body_bytes_per_s * _BODY_CHECK_S:
+            self._refuse(408, "The body did not arrive in time.", "body_too_slow")
+        else:
+            self._set_timer(self.loop.call_later(_BODY_CHECK_S, self._check_rate))
+
+    def _probe(self, pause_s: float) -> None:
+        """Write to a client that sends no more: one that has closed the connection answers with a reset."""
+        if self.transport.is_closing() or self._is_idle():
+            return
+        if not self.cycle.response_started and self.scope["http_version"] == "1.1":
+            self.transport.write(_CONTINUE)
+        self._set_timer(self.loop.call_later(pause_s, self._probe, min(2 * pause_s, _MAX_PROBE_S)))
+
+    def _refuse(self, status: int, message: str, code: str, headers: bytes = b"") -> None:
+        """Answer, unless an answer has begun or others are due before, and close the connection."""
+        self._set_timer(None)
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        body = error_json(message, kind, code=code)
+        is_in_turn = self._is_in_body and not self.pipeline and not self.cycle.response_started
+        if self._is_idle() or is_in_turn:
+            length = b"content-length: %d\r\n" % len(body)
+            fixed = b"content-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(STATUS_LINE[status] + fixed + length + headers + b"\r\n" + body)
+        self.transport.close()
+
+    def _set_timer(self, timer: asyncio.TimerHandle | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
+
+    def send_400_response(self, msg: str) -> None:
+        """See HttpToolsProtocol: what is not HTTP."""
+        if not self.transport.is_closing():
+            self._refuse(400, msg, "invalid_http")

@@ -1,0 +1,48 @@
+"""Whether a gateway takes new work, and how much of it is open: what a drain waits for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from alignedserve.gateway.errors import Draining
+
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Ticket:
+    """One request that a drain waits for, until it is released."""
+
+    def __init__(self, intake: "Intake") -> None:
+        self._intake: Intake | None = intake
+        intake.num_open += 1
+
+    def release(self) -> None:
+        """Let a drain wait for this request no more. May be repeated."""
+        intake, self._intake = self._intake, None
+        if intake is not None:
+            intake.num_open -= 1
+
+
+class Intake:
+    """Counts the HTTP requests that are open, and refuses new work once it is closed."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.num_open = 0
+
+    def admit(self, method: str) -> Ticket | None:
+        """Return the ticket of a request; None: it is served, but a drain does not wait for it. Raises Draining.
+
+        What only reads is served until the end: whoever asks all the time would never let a drain end otherwise.
+        """
+        if not self.is_closed:
+            return Ticket(self)
+        if method in _READING:
+            return None
+        raise Draining
+
+
+def release_early(state: Mapping[str, Any]) -> None:
+    """Let a drain not wait for this request, which its client can take up again elsewhere."""
+    ticket: Ticket | None = state.get("ticket")
+    if ticket is not None:
+        ticket.release()

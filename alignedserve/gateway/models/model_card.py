@@ -1,0 +1,73 @@
+"""The served model as clients see it."""
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.request import LoraAdapter
+from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One model under the name that clients use."""
+
+    name: str
+    folder: Path  # holds tokenizer.json
+    max_context_len: int  # tokens, prompt and answer together
+    eos_token_ids: tuple[int, ...] = ()
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix time, for /v1/models
+    vocab_size: int | None = None  # rows of the embedding; None: as many as the tokenizer has tokens
+    tool_format: str | None = None  # how the model writes tool calls; None: as its chat template tells
+    reasoning_format: str | None = None  # how it marks a thought; None: as its chat template tells
+    chat_template: str | None = None  # instead of the model's own
+    parent: str | None = None  # the model that it is an adapter of; None: it is no adapter
+    encoder: EncoderConfig | None = None  # None: the model is a decoder
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """Return what the model can be asked for, in vLLM's words."""
+        if self.encoder is None:
+            return ("generate", "embed", "score")
+        return ("score",) if self.encoder.score is not None else ("embed", "score")
+
+    def require_generation(self, param: str) -> None:
+        """Raise InvalidRequest naming `param` unless the model writes text."""
+        if self.encoder is not None:
+            raise InvalidRequest(
+                f"This model is an encoder: it writes no text. It serves {self._endpoints}.",
+                param=param,
+                code="unsupported_model",
+            )
+
+    @property
+    def _endpoints(self) -> str:
+        paths = {"embed": "/v1/embeddings", "score": "/v1/score and /v1/rerank"}
+        return ", ".join(paths[task] for task in self.supported_tasks)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Load the model's tokenizer. Raises ModelError."""
+        return Tokenizer.load(self.folder, self.vocab_size, self.chat_template)
+
+    def of_adapter(self, adapter: LoraAdapter) -> "ModelCard":
+        """Return the card of an adapter of this model."""
+        return replace(self, name=adapter.name, parent=self.name)
+
+    @classmethod
+    def of(cls, served: ServedModel) -> "ModelCard":
+        """Return the card of a resolved model."""
+        config = served.config
+        return cls(
+            served.name,
+            served.folder,
+            served.max_context_len,
+            config.eos_token_ids,
+            vocab_size=config.vocab_size,
+            tool_format=served.tool_format,
+            reasoning_format=served.reasoning_format,
+            chat_template=served.chat_template,
+            encoder=served.encoder,
+        )

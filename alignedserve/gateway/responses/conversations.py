@@ -1,0 +1,206 @@
+"""Conversations of one client: their items, changed by the client and by responses; those of others do not exist."""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import orjson
+
+from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES
+from alignedserve.batches.responses.conversation_repository import ConversationRepository, StoredConversation
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.errors import NotFound
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.gateway.responses.items import Item, is_conversation_id, parse_items
+from alignedserve.gateway.responses.state import raw_json
+
+_MAX_BYTES = MAX_RECORD_BYTES // 2  # of a conversation's items; an answer may still be added to as many
+_MAX_BESIDE_BYTES = 500_000  # of what a record holds beside items
+_MAX_BYTES_AFTER = MAX_RECORD_BYTES - _MAX_BESIDE_BYTES  # of items, once a response has been added
+_MAX_ITEMS = 10_000
+
+Change = Callable[[StoredConversation], StoredConversation]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Operations on conversations of one client. Every method raises StoreUnavailable while the store is down."""
+
+    repository: ConversationRepository
+    config: GatewayConfig
+    owner: str
+
+    async def create(
+        self, items: Sequence[dict[str, Any]], metadata: dict[str, str], ignored: IgnoredFields | None
+    ) -> StoredConversation:
+        """Create a conversation of these items. Raises InvalidRequest."""
+        now = time.time()
+        record = StoredConversation(
+            conversation_id=f"conv_{secrets.token_hex(16)}",
+            owner=self.owner,
+            created_s=now,
+            metadata=metadata,
+            items=raw_json([]),
+        )
+        record = _extended(record, _new_items(items, ignored))
+        await self.repository.add(record, now=now, **self._limits)
+        return record
+
+    async def find(self, text: str, *, param: str = "conversation_id") -> StoredConversation:
+        """Return a conversation. Raises NotFound."""
+        record = await self.repository.find(self.owner, text) if is_conversation_id(text) else None
+        if record is None:
+            raise _not_found(param)
+        return record
+
+    async def set_metadata(self, text: str, metadata: dict[str, str]) -> StoredConversation:
+        """Replace the metadata. Raises NotFound."""
+        return await self._change(text, lambda record: msgspec.structs.replace(record, metadata=metadata))
+
+    async def delete(self, text: str) -> None:
+        """Delete a conversation and its items; responses that belong to it stay. Raises NotFound."""
+        await self.repository.remove(await self.find(text))
+
+    async def add_items(self, text: str, items: Sequence[dict[str, Any]], ignored: IgnoredFields | None) -> list[Item]:
+        """Add a client's items at the end, and return them with their ids. Raises NotFound, InvalidRequest."""
+        added = _new_items(items, ignored)
+        await self._change(text, lambda record: _extended(record, added))
+        return added
+
+    async def remove_item(self, text: str, item_id: str) -> StoredConversation:
+        """Delete an item. Raises NotFound."""
+        return await self._change(text, partial(_without_item, item_id=item_id))
+
+    async def append(self, conversation_id: str, items: Sequence[Item]) -> None:
+        """Add the items of a response, unless the conversation was deleted meanwhile.
+
+        Raises InvalidRequest where other responses have left no room.
+        """
+        await self._change_if_there(conversation_id, partial(_with_response, items=items))
+
+    async def await_response(self, conversation_id: str, response_id: str) -> None:
+        """Note a response in the background, whose items are still to come."""
+        await self._change_if_there(
+            conversation_id,
+            lambda record: msgspec.structs.replace(record, pending=(*record.pending, response_id)),
+        )
+
+    async def settle(self, conversation_id: str, response_id: str, items: Sequence[Item]) -> bool:
+        """Add the items of a response in the background that is over. May be repeated.
+
+        Returns False where other responses have left no room: the conversation goes on without it.
+        """
+        has_room = True
+
+        def settled(record: StoredConversation) -> StoredConversation:
+            nonlocal has_room
+            has_room = True
+            if response_id not in record.pending:
+                return record
+            rest = msgspec.structs.replace(record, pending=tuple(one for one in record.pending if one != response_id))
+            try:
+                return _with_response(rest, items)
+            except InvalidRequest:
+                has_room = False
+                return rest
+
+        await self._change_if_there(conversation_id, settled)
+        return has_room
+
+    async def _change(self, text: str, changed: Change) -> StoredConversation:
+        record = await self._change_if_there(text, changed) if is_conversation_id(text) else None
+        if record is None:
+            raise _not_found("conversation_id")
+        return record
+
+    async def _change_if_there(self, conversation_id: str, changed: Change) -> StoredConversation | None:
+        return await self.repository.change(self.owner, conversation_id, changed, now=time.time(), **self._limits)
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        return {"lifetime_s": self.config.response_lifetime_s, "max_bytes": self.config.max_responses_bytes}
+
+
+def conversation_items(record: StoredConversation) -> list[Item]:
+    """Return the items, the first one first."""
+    items: list[Item] = orjson.loads(bytes(record.items))
+    return items
+
+
+def conversation_view(record: StoredConversation) -> dict[str, Any]:
+    """Return a conversation as clients see it."""
+    return {
+        "id": record.conversation_id,
+        "object": "conversation",
+        "created_at": int(record.created_s),
+        "metadata": record.metadata,
+    }
+
+
+def find_item(record: StoredConversation, item_id: str) -> Item:
+    """Return an item by its id. Raises NotFound."""
+    found = next((item for item in conversation_items(record) if item["id"] == item_id), None)
+    if found is None:
+        raise NotFound("No such item in this conversation.", param="item_id", code="item_not_found")
+    return found
+
+
+def check_has_room(record: StoredConversation, num_bytes: int, *, param: str) -> None:
+    """Raise InvalidRequest where so many more bytes of items would be too many."""
+    if len(bytes(record.items)) + num_bytes > _MAX_BYTES:
+        message = f"A conversation may have {_MAX_BYTES} bytes of items."
+        raise InvalidRequest(message, param=param, code="context_length_exceeded")
+
+
+def _new_items(given: Sequence[dict[str, Any]], ignored: IgnoredFields | None) -> list[Item]:
+    """Return a client's items with ids of their own. Raises InvalidRequest."""
+    items = parse_items(given, secrets.token_hex(16), ignored, param="items")
+    for place, item in enumerate(items):
+        if item["type"] == "item_reference":
+            param = f"items[{place}].type"
+            raise InvalidRequest(f"{param} 'item_reference' is not supported here.", param=param)
+    return items
+
+
+def _extended(record: StoredConversation, items: Sequence[Item]) -> StoredConversation:
+    """Return the conversation with a client's items at its end. Raises InvalidRequest where there is no room."""
+    check_has_room(record, len(orjson.dumps(items)), param="items")
+    if len(conversation_items(record)) + len(items) > _MAX_ITEMS:
+        raise InvalidRequest(f"A conversation may have {_MAX_ITEMS} items.", param="items")
+    return _joined(record, items)
+
+
+def _with_response(record: StoredConversation, items: Sequence[Item]) -> StoredConversation:
+    """Return the conversation with a response's items at its end. Raises InvalidRequest where there is no room."""
+    after = _joined(record, items)
+    if items and len(bytes(after.items)) > _MAX_BYTES_AFTER:
+        message = "Other responses have been added to this conversation meanwhile; there is no room for this one."
+        raise InvalidRequest(message, param="conversation", code="context_length_exceeded")
+    return after
+
+
+def _joined(record: StoredConversation, items: Sequence[Item]) -> StoredConversation:
+    known = conversation_items(record)
+    return msgspec.structs.replace(record, items=raw_json([*known, *map(_without_logprobs, items)]))
+
+
+def _without_logprobs(item: Item) -> Item:
+    """Return an item as conversations keep it: log-probabilities are a response's alone."""
+    if item["type"] != "message":
+        return item
+    return item | {"content": [part | ({"logprobs": []} if "logprobs" in part else {}) for part in item["content"]]}
+
+
+def _without_item(record: StoredConversation, item_id: str) -> StoredConversation:
+    find_item(record, item_id)
+    rest = [item for item in conversation_items(record) if item["id"] != item_id]
+    return msgspec.structs.replace(record, items=raw_json(rest))
+
+
+def _not_found(param: str) -> NotFound:
+    return NotFound("No such conversation.", param=param, code="conversation_not_found")

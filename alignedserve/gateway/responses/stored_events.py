@@ -1,0 +1,114 @@
+"""Streams the events of a response in the background from its log, from the beginning or from where a client was."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from alignedserve.batches.responses.event_log import EventLog
+from alignedserve.batches.responses.response_repository import StoredResponse
+from alignedserve.gateway.errors import NotFound, error_body
+from alignedserve.gateway.intake import release_early
+from alignedserve.gateway.openai.streaming import EVENT_STREAM_HEADERS, TimedSender, while_connected
+from alignedserve.gateway.responses.formatter import encoded_event
+from alignedserve.gateway.responses.responses_api import ResponsesApi
+
+_POLL_S = 0.2
+_LAST_EVENTS = {"completed": "completed", "failed": "failed"}  # by status; of others: incomplete
+
+
+@dataclass(slots=True)
+class StoredEvents:
+    """The events of one response. `last` is the number of the one that was read last."""
+
+    api: ResponsesApi
+    log: EventLog
+    response_id: str
+    starting_after: int = -1
+    last: int = field(default=-1, init=False)
+    _num_chunks: int = field(default=0, init=False)
+    _has_gap: bool = field(default=False, init=False)  # chunks before the next one are not kept
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield events as they come, until the response is over; and b"" once they are known to be there.
+
+        Raises NotFound once the response is deleted, or events that the client lacks are not kept any more.
+        """
+        while True:
+            # In this order: what was written before the response was over is read after that was seen.
+            record = await self.api.retrieve(self.response_id)
+            async for event in self._written():
+                yield event
+            if self._has_gap and record.batch_id is None:
+                raise _not_kept()
+            yield b""
+            if record.batch_id is None:
+                break
+            await asyncio.sleep(_POLL_S)
+        if self.last + 1 > self.starting_after:
+            yield _last_event(record, self.last + 1)
+
+    async def _written(self) -> AsyncGenerator[bytes, None]:
+        while chunks := await self.log.read(self.response_id, self._num_chunks):
+            for chunk in chunks:
+                self._num_chunks = chunk.number + 1
+                self._has_gap |= chunk.events is None
+                for block in (chunk.events or b"").split(b"\n\n")[:-1]:
+                    if self._is_new(orjson.loads(block.partition(b"\ndata: ")[2])["sequence_number"]):
+                        yield block + b"\n\n"
+
+    def _is_new(self, number: int) -> bool:
+        """Note an event; return whether the client lacks it. Raises NotFound if it lacks others before it."""
+        if self._has_gap and number > max(self.last, self.starting_after) + 1:
+            raise _not_kept()
+        self._has_gap = False
+        self.last = number
+        return number > self.starting_after
+
+    def failure_events(self, error: Exception) -> bytes:
+        """Return the last event of a stream that fails; the response goes on."""
+        shown = orjson.loads(error_body(error))["error"]
+        event = {"type": "error", "code": shown["code"], "message": shown["message"], "param": shown["param"]}
+        return encoded_event(event, self.last + 1)
+
+
+class StoredEventsResponse(Response):
+    """A stream of stored events. A client that disconnects leaves the response as it is."""
+
+    def __init__(self, stored: StoredEvents) -> None:
+        super().__init__()
+        self._stored = stored
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events as they come."""
+        scope["state"]["failure_events"] = self._stored.failure_events
+        release_early(scope["state"])  # the next server has the rest of its events, after the last one that it knows
+        sender = TimedSender(send)
+        await while_connected(receive, self._send_all(sender.send), sender.is_stuck)
+
+    async def _send_all(self, send: Send) -> None:
+        """Start with the first event, or once none is known to be missing: an error before is one of HTTP."""
+        has_started = False
+        async with aclosing(self._stored.events()) as events:
+            async for event in events:
+                if not has_started:
+                    has_started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+                if event:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _not_kept() -> NotFound:
+    message = "Events that you lack are not kept any more; the response itself is. Read it without stream."
+    return NotFound(message, param="starting_after", code="events_not_kept")
+
+
+def _last_event(record: StoredResponse, number: int) -> bytes:
+    response = orjson.loads(bytes(record.response))
+    name = _LAST_EVENTS.get(response["status"], "incomplete")
+    return encoded_event({"type": f"response.{name}", "response": response}, number)

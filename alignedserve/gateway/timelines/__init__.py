@@ -1,0 +1,1 @@
+"""The course of every request: kept for explanations, sent as traces."""

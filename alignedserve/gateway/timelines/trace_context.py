@@ -1,0 +1,39 @@
+"""The trace that a call belongs to: its client's (W3C Trace Context), or one of its own."""
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# Versions to come may have more behind the flags; version ff is none.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?", re.ASCII)
+_TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}", re.ASCII)
+_SAMPLED = 1
+_RATIO_BITS = 56  # of a trace's id, which its makers are to choose at random
+
+
+class TraceContext(NamedTuple):
+    """Ids of a call's trace and of its first span."""
+
+    trace_id: bytes
+    span_id: bytes
+    parent_id: bytes = b""  # of the client's span; empty: there is none
+    state: str = ""  # the client's `tracestate`
+
+
+def trace_of(headers: Mapping[str, str], ratio: float) -> TraceContext | None:
+    """Return the trace of a call; None: it is not to be traced.
+
+    A client's decision is followed; of the others as many are traced as the ratio says.
+    """
+    parent = _TRACEPARENT.fullmatch(headers.get("traceparent", "").strip())
+    if parent is not None and int(parent[1], 16) and int(parent[2], 16):
+        if not int(parent[3], 16) & _SAMPLED:
+            return None
+        state = headers.get("tracestate", "")
+        known = state if _TRACESTATE.fullmatch(state) else ""
+        return TraceContext(bytes.fromhex(parent[1]), secrets.token_bytes(8), bytes.fromhex(parent[2]), known)
+    trace_id = secrets.token_bytes(16)
+    if int.from_bytes(trace_id[-_RATIO_BITS // 8 :]) >= ratio * (1 << _RATIO_BITS):
+        return None
+    return TraceContext(trace_id, secrets.token_bytes(8))
