@@ -4,11 +4,9 @@ import ray
 
 from alignedserve.batch_worker.service import BatchService, StateServing
 from alignedserve.batches.location import BatchLocation
-from alignedserve.config.sections import GatewayConfig, PrefixCacheConfig
-from alignedserve.gateway.backend.cluster import ClusterLinks
-from alignedserve.gateway.model_card import ModelCard
-from alignedserve.gateway.prefix_hasher import PrefixHasher
-from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.config.sections import GatewayConfig, Observing
+from alignedserve.gateway.backend.connection import ClusterLinks
+from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
 from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.process_spec import ProcessSpec
 
@@ -17,32 +15,39 @@ from alignedserve.runtime.process.process_spec import ProcessSpec
 class BatchActor(ActorHost):
     """A batch worker that Ray starts, restarts and places; all else is in the stores."""
 
+    def serve_models(self, deployments: tuple[ServedDeployment, ...]) -> tuple[DeploymentState, ...]:
+        """Run lines with exactly these deployments from now on; see GatewayActor."""
+        hosted = self._service
+        return self.call(hosted.serve_models(deployments)) if isinstance(hosted, BatchService) else ()
+
+    def pause(self) -> None:
+        """See BatchService; a process that is not up, or restarts, is asked again."""
+        hosted = self._service
+        if isinstance(hosted, BatchService):
+            self.call(hosted.pause())
+
     def __init__(
         self,
         config: GatewayConfig,
-        served: ServedModel,
+        deployments: tuple[ServedDeployment, ...],
         location: BatchLocation,
-        max_in_flight: int,
         gateways: tuple[str, ...],
         num_keys: int,
         state_spec: ProcessSpec,
-        prefix_cache: PrefixCacheConfig,
-        block_size: int,
+        observing: Observing,
         process_spec: ProcessSpec,
     ) -> None:
-        """`gateways`, `num_keys`, `state_spec`: see StateServing; `block_size`: see GatewayActor."""
+        """`deployments`: the first list; see `serve_models`. `gateways`, `num_keys`, `state_spec`: see StateServing."""
 
         async def build() -> BatchService:
             service = BatchService(
                 links=ClusterLinks.of(process_spec),
-                model=ModelCard.of(served),
+                deployments=deployments,
                 config=config,
                 location=location,
-                max_in_flight=max_in_flight,
                 state=StateServing(state_spec, gateways, num_keys),
-                prefix_hasher=PrefixHasher.of(
-                    served, prefix_cache, block_size=block_size, key=process_spec.prefix_key()
-                ),
+                observing=observing,
+                is_restarted=ray.get_runtime_context().was_current_actor_reconstructed,
             )
             await service.start()
             return service

@@ -11,12 +11,12 @@ from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchLocation, DriverStores, open_driver_stores
 from alignedserve.batches.remote.state_server import StateServer
-from alignedserve.config.sections import GatewayConfig
+from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.core.quotas import QuotaPool
-from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
-from alignedserve.gateway.model_card import ModelCard
-from alignedserve.gateway.prefix_hasher import PrefixHasher
-from alignedserve.gateway.services import build_services
+from alignedserve.gateway.backend.connection import ClusterConnection, ClusterLinks
+from alignedserve.gateway.deployments import Deployments
+from alignedserve.gateway.services import Services, build_services
+from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
 from alignedserve.runtime.process.background_tasks import start_background
 from alignedserve.runtime.process.process_spec import ProcessSpec
 
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Best-effort requests may be paused for long; lost messages are sent again long before.
 _TOKEN_TIMEOUT_S = 3600.0
+_NO_LIMIT = 1 << 30  # of requests: the lines in flight bound this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,55 +43,55 @@ class BatchService:
         self,
         *,
         links: ClusterLinks,
-        model: ModelCard,
+        deployments: tuple[ServedDeployment, ...],
         config: GatewayConfig,
         location: BatchLocation,
-        max_in_flight: int,
         state: StateServing | None = None,
-        prefix_hasher: PrefixHasher | None = None,
+        observing: Observing | None = None,
+        is_restarted: bool = False,
     ) -> None:
-        """`state`: None: no gateway needs what is kept here. `prefix_hasher`: None: the prefix cache is off."""
+        """`deployments`, `is_restarted`: see GatewayServer. `state`: None: no gateway needs what is kept here."""
         self._links = links
-        self._model = model
+        self._first_deployments = deployments
         # A line may have many choices; only the number of lines in flight bounds this process.
         self._config = msgspec.structs.replace(
             config,
             first_token_timeout_s=_TOKEN_TIMEOUT_S,
             token_timeout_s=_TOKEN_TIMEOUT_S,
-            max_concurrent_requests=max(config.max_concurrent_requests, max_in_flight * config.max_choices),
+            max_concurrent_requests=_NO_LIMIT,
         )
         self._location = location
-        self._max_in_flight = max_in_flight
         self._state = state
-        self._prefix_hasher = prefix_hasher
+        self._observing = observing
+        self._services: Services | None = None
+        self._is_restarted = is_restarted
         self._state_server: StateServer | None = None
-        self._backend: ClusterBackend | None = None
+        self._connection: ClusterConnection | None = None
+        self._deployments: Deployments | None = None
         self._stores: DriverStores | None = None
         self._driver_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Connect to the cluster and start the driver. Raises ModelError or StorageError."""
-        tokenizer = await asyncio.to_thread(self._model.load_tokenizer)
         self._stores = open_driver_stores(self._location)
         await self._start_state_server(self._stores)
-        self._backend = ClusterBackend(self._links, self._config, self._prefix_hasher)
-        services = build_services(
-            backend=self._backend,
-            tokenizer=tokenizer,
-            model=self._model,
-            config=self._config,
-            reply_to=self._links.own_address,
-            prefix_hasher=self._prefix_hasher,
-        )
-        await self._backend.start()
+        services = build_services(self._config, reply_to=self._links.own_address, observing=self._observing)
+        self._services = services
+        self._connection = ClusterConnection(self._links, services.timelines, services.questions)
+        await self._connection.start()
+        deployments = self._deployments = Deployments(services, self._connection)
+        if self._is_restarted:
+            deployments.serve_until_told(self._first_deployments)
+        else:
+            await deployments.load(self._first_deployments)
         driver = BatchDriver(
             stores=self._stores,
-            runner=ClusterLineRunner(services),
+            runner=ClusterLineRunner(services, self._stores.responses.events),
             config=self._location.config,
-            models=(self._model.name,),
-            max_in_flight=self._max_in_flight,
+            models=services.models,
+            max_in_flight=self._location.config.max_in_flight,
         )
-        self._driver_task = start_background(driver.run(), "the driver of batches")
+        self._driver_task = start_background(_drive(driver, deployments), "the driver of batches")
         logger.info("%s drives the batches of %s", self._links.identity.name, self._location.folder)
 
     async def _start_state_server(self, stores: DriverStores) -> None:
@@ -107,18 +108,43 @@ class BatchService:
         )
         await self._state_server.start()
 
+    async def serve_models(self, deployments: tuple[ServedDeployment, ...]) -> tuple[DeploymentState, ...]:
+        """Run lines with exactly these deployments from now on; see Deployments. Only between `start` and `close`."""
+        assert self._deployments is not None, "a batch worker that does not run"
+        return self._deployments.serve(deployments)
+
+    async def pause(self) -> None:
+        """Let lines that run go back to their batches, which the next driver resumes. May be repeated.
+
+        The state server serves on: gateways store what they still answer.
+        """
+        task, self._driver_task = self._driver_task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            logger.info("%s drives no batches any more", self._links.identity.name)
+
     async def close(self) -> None:
         """Stop; the next driver resumes the lines that run. May be repeated."""
         server, self._state_server = self._state_server, None
         if server is not None:
             await server.close()
-        task, self._driver_task = self._driver_task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            await backend.stop()
+        await self.pause()
+        deployments, self._deployments = self._deployments, None
+        if deployments is not None:
+            deployments.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+        services, self._services = self._services, None
+        if services is not None:
+            await asyncio.to_thread(services.close)
         stores, self._stores = self._stores, None
         if stores is not None:
             await stores.repository.close()
+
+
+async def _drive(driver: BatchDriver, deployments: Deployments) -> None:
+    """Drive batches once it is known which models are served: a line of an unknown one fails for good."""
+    await deployments.told()
+    await driver.run()

@@ -14,12 +14,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 
+from alignedserve.batches.clock_gain import ClockGain
 from alignedserve.batches.garbage_collection import collect_garbage
 from alignedserve.batches.interfaces import LineRunner
 from alignedserve.batches.line_executor import RunContext
-from alignedserve.batches.line_scheduling import MeanLineDuration, by_slack
+from alignedserve.batches.line_scheduling import LineDurations, by_slack
+from alignedserve.batches.line_slots import LineSlots
 from alignedserve.batches.location import DriverStores
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.run import BatchRun
@@ -50,20 +52,23 @@ class BatchDriver:
         stores: DriverStores,
         runner: LineRunner,
         config: BatchesConfig,
-        models: tuple[str, ...],
-        max_in_flight: int,
+        models: Container[str],
+        max_in_flight: int | None = None,
     ) -> None:
+        """`max_in_flight`: lines in the cluster at a time; None: as many as LineSlots says of each model's workers."""
         self._stores = stores
         self._max_in_flight = max_in_flight
-        self._context = RunContext(stores, runner, config, models, MeanLineDuration(), listener=self)
+        self._context = RunContext(stores, runner, config, models, LineDurations(), listener=self)
         self._runs: dict[BatchKey, BatchRun] = {}
         self._tasks: dict[BatchKey, asyncio.Task[None]] = {}
-        self._statistics = BatchStatistics(stores.repository, config.assumed_tokens_per_s, max_in_flight)
+        self._statistics = BatchStatistics(stores.repository, config.assumed_tokens_per_s)
+        self._num_places: dict[str, int] = {}  # of each model's workers, as last told
+        self._clock_gain = ClockGain()
         self._has_pending = asyncio.Event()
         self._order: list[BatchRun] = []
         self._ordered_s = 0.0
         self._is_order_stale = True  # a batch was added, removed or changed
-        self._paused_until_s = 0.0  # the cluster rejected a line: start none before
+        self._paused_until_s: dict[str, float] = {}  # by model that rejected a line: start none before
         self._is_blocked = False  # results cannot be written: start no lines
 
     async def run(self) -> None:
@@ -123,14 +128,18 @@ class BatchDriver:
 
     async def _save(self) -> None:
         runs = list(self._runs.values())
-        self._statistics.note_cluster_totals(self._context.runner.cluster_totals())
-        self._statistics.estimate_etas(runs, time.time())
+        states = self._context.runner.model_states()
+        self._num_places |= {model: state.num_places for model, state in states.items()}
+        self._statistics.note_states(states)
+        self._statistics.estimate_etas(runs, self._slots(), time.time())
         for run in runs:
             await run.save()
         await self._statistics.save(runs, time.time(), is_paused=self._is_blocked)
 
     async def _collect_garbage(self) -> None:
-        await collect_garbage(self._stores, time.time(), batch_lifetime_s=self._context.config.file_lifetime_s)
+        now, lifetime_s = time.time(), self._context.config.file_lifetime_s
+        gained_s = self._clock_gain.look(now, time.monotonic())
+        await collect_garbage(self._stores, now, batch_lifetime_s=lifetime_s, clock_gained_s=gained_s)
 
     async def _every(self, pause_s: float, act: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -149,9 +158,9 @@ class BatchDriver:
         self._is_order_stale |= not self._order  # a batch may have lines from now on
         self._start_lines()
 
-    def on_rejection(self, retry_after_s: float) -> None:
+    def on_rejection(self, model: str, retry_after_s: float) -> None:
         """See RunListener."""
-        self._paused_until_s = time.monotonic() + retry_after_s
+        self._paused_until_s[model] = time.monotonic() + retry_after_s
 
     async def _start_due_lines(self) -> None:
         """Start lines that waited for time to pass: a retry's pause, a cluster that rejected lines."""
@@ -159,19 +168,30 @@ class BatchDriver:
 
     def _start_lines(self) -> None:
         """Start lines while there are free slots, each of the batch with the least slack."""
-        now, wall_s = time.monotonic(), time.time()
-        if self._is_blocked or now < self._paused_until_s:
+        if self._is_blocked:
             return
-        num_free = self._max_in_flight - sum(run.num_in_flight for run in self._runs.values())
-        for run in self._ordered(now, wall_s) if num_free > 0 else ():
+        now, wall_s = time.monotonic(), time.time()
+        self._paused_until_s = {model: until_s for model, until_s in self._paused_until_s.items() if until_s > now}
+        slots = self._slots()
+        for run in self._ordered(now, wall_s):
+            shares = run.model_shares()
+            num_free = slots.num_free(shares) if shares.keys().isdisjoint(self._paused_until_s) else 0
             while num_free > 0 and run.start_line(now, wall_s):
                 num_free -= 1
+                slots.take(shares, 1)
+
+    def _slots(self) -> LineSlots:
+        """Return the places for lines, with those of all batches taken."""
+        slots = LineSlots(self._num_places, self._max_in_flight)
+        for run in self._runs.values():
+            slots.take(run.model_shares(), run.num_in_flight)
+        return slots
 
     def _ordered(self, now: float, wall_s: float) -> list[BatchRun]:
         """Return the batches by slack, sorted a few times a second and not for every line: slack changes slowly."""
         if now - self._ordered_s >= _ORDER_S or self._is_order_stale:
             runs = list(self._runs.values())
-            ready = (run.ready_batch(position, self._statistics.throughput) for position, run in enumerate(runs))
+            ready = (run.ready_batch(position, self._statistics.throughputs) for position, run in enumerate(runs))
             self._order = [runs[position] for position in by_slack((one for one in ready if one is not None), wall_s)]
             self._ordered_s, self._is_order_stale = now, False
         return self._order

@@ -2,12 +2,13 @@
 
 Work is counted in tokens, prompt and output together. Before it runs, a line counts as many prompt tokens as its bytes
 suggest and as many output tokens as lines had on average; once lines of the same batch have ended, their lengths count.
-The work before a batch is what is left of all batches whose window ends earlier. The rate is the recent throughput of
-batches, beside the real-time traffic of that time. Before any line has run it is assumed: the larger of the configured
+The work before a batch is what is left of all batches of its model whose window ends earlier. The rate is the recent
+throughput of that model's batches, beside all other traffic of that time; each model has its own. A batch whose lines
+name several models ends with the last of them. Before any line has run it is assumed: the larger of the configured
 rate and the workers' rate while busy, times the share of their time that other requests leave. Example: 500 tokens/s
 assumed, workers that generated 9 000 tokens in 30 s and were idle for 30 s: 250.
 
-    expected finish = now + (tokens before + tokens of its own) / (tokens per second)
+    expected finish = now + (tokens before + tokens of its own) / (tokens per second), of the slowest of its models
 
 A batch fits if it ends in time even at 0.8 of the rate; it cannot fit if it does not even at 1.25 of the rate, and then
 that finish T is reported; otherwise it is at risk. Example: 2 000 lines of 150 tokens, nothing before, 100 tokens/s:
@@ -15,11 +16,13 @@ that finish T is reported; otherwise it is at risk. Example: 2 000 lines of 150 
 fit, T = 2 400 s.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
+from alignedserve.batches.line_slots import ModelShares
 from alignedserve.batches.records import BatchRecord, Eta, Progress, Risk, StoredRecord
 
 _SLOWER, _FASTER = 0.8, 1.25
@@ -72,34 +75,72 @@ def assumed_rate(configured: float, num_tokens: float, wall_s: float, idle_s: fl
     return max(0.1, fastest * min(1.0, idle_s / wall_s))
 
 
+@dataclass(frozen=True, slots=True)
+class Throughputs:
+    """The estimate of each model, and what is assumed of one whose lines have not run."""
+
+    assumed: ThroughputEstimate
+    by_model: Mapping[str, ThroughputEstimate] = field(default_factory=dict)
+
+    def of(self, model: str) -> ThroughputEstimate:
+        """Return the estimate of a model; without a name: of the only one, if there is one."""
+        if not model and len(self.by_model) == 1:
+            return next(iter(self.by_model.values()))
+        return self.by_model.get(model, self.assumed)
+
+
 class RemainingWork(NamedTuple):
     """Work of a batch that is left."""
 
     expires_s: float
-    num_tokens: float  # expected
+    tokens_by_model: Mapping[str, float]  # expected; without a name: of any model, as the file is not validated yet
+
+    @property
+    def num_tokens(self) -> float:
+        """Expected tokens of all models."""
+        return sum(self.tokens_by_model.values())
+
+    def tokens_at(self, model: str) -> float:
+        """Return the tokens that are, or may be, of this model."""
+        return self.tokens_by_model.get(model, 0.0) + (self.tokens_by_model.get("", 0.0) if model else 0.0)
+
+    def seconds(self, throughputs: Throughputs) -> float:
+        """Return how long its lines take, without any others."""
+        times = (tokens / throughputs.of(model).tokens_per_s for model, tokens in self.tokens_by_model.items())
+        return max(times, default=0.0)
 
 
-def remaining_work(record: BatchRecord, progress: Progress, throughput: ThroughputEstimate) -> RemainingWork:
-    """Estimate the work that is left, from the batch's own lines as far as they have ended."""
+def remaining_work(
+    record: BatchRecord, progress: Progress, throughputs: Throughputs, shares: ModelShares | None = None
+) -> RemainingWork:
+    """Estimate the work that is left, from the batch's own lines as far as they have ended.
+
+    `shares`: of the models that run its lines; None: of those that the lines name.
+    """
+    shares = record.model_shares() if shares is None else shares
     num_lines = record.num_lines or record.input_lines
     num_ended = progress.counts.num_ended
-    per_line = throughput.line_tokens(record.input_bytes / max(num_lines, 1))
+    line_bytes = record.input_bytes / max(num_lines, 1)
+    per_line = sum(share * throughputs.of(model).line_tokens(line_bytes) for model, share in shares.items())
     if num_ended:
         observed = (progress.usage.input_tokens + progress.usage.output_tokens) / num_ended
         per_line += (observed - per_line) * num_ended / (num_ended + _TRUST_LINES)
-    return RemainingWork(record.expires_s, max(0, num_lines - num_ended) * per_line)
+    num_tokens = max(0, num_lines - num_ended) * per_line
+    return RemainingWork(record.expires_s, {model: share * num_tokens for model, share in shares.items()})
 
 
-def estimate_eta(
-    own: RemainingWork, others: Iterable[RemainingWork], throughput: ThroughputEstimate, now: float
-) -> Eta:
+def estimate_eta(own: RemainingWork, others: Sequence[RemainingWork], throughputs: Throughputs, now: float) -> Eta:
     """Estimate when a batch ends beside the others, all of them scheduled by least slack."""
-    before = sum(other.num_tokens for other in others if other.expires_s <= own.expires_s)
-    expected_s = (before + own.num_tokens) / throughput.tokens_per_s
+    earlier = [other for other in others if other.expires_s <= own.expires_s]
+    expected_s = 0.0
+    for model, tokens in own.tokens_by_model.items():
+        before = sum(other.tokens_at(model) if model else other.num_tokens for other in earlier)
+        expected_s = max(expected_s, (before + tokens) / throughputs.of(model).tokens_per_s)
+    is_measured = all(throughputs.of(model).is_measured for model in own.tokens_by_model)
     if now + expected_s / _SLOWER <= own.expires_s:
         risk, finish_s = Risk.FITS, now + expected_s
     elif now + expected_s / _FASTER > own.expires_s:
         risk, finish_s = Risk.CANNOT_FIT, now + expected_s / _FASTER
     else:
         risk, finish_s = Risk.AT_RISK, now + expected_s
-    return Eta(risk=risk, finish_s=finish_s, is_measured=throughput.is_measured, estimated_s=now)
+    return Eta(risk=risk, finish_s=finish_s, is_measured=is_measured, estimated_s=now)

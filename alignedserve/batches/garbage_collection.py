@@ -32,11 +32,16 @@ def is_used_by(file: FileRecord, record: BatchRecord) -> bool:
     return file.file_id in (record.input_file_id, record.output_file_id, record.error_file_id)
 
 
-async def collect_garbage(stores: DriverStores, now: float, *, batch_lifetime_s: float) -> None:
-    """Remove expired unused files, old batches without results, and contents without a record. Raises StorageError."""
-    await _remove_expired_files(stores, now)
-    await _remove_old_batches(stores, now - batch_lifetime_s)
-    await _remove_orphaned_blobs(stores)
+async def collect_garbage(
+    stores: DriverStores, now: float, *, batch_lifetime_s: float, clock_gained_s: float = 0.0
+) -> None:
+    """Remove expired unused files, old batches without results, and contents without a record. Raises StorageError.
+
+    `clock_gained_s`: by which ages may be too high, as the clock was set; nothing is removed sooner for it.
+    """
+    await _remove_expired_files(stores, now - clock_gained_s)
+    await _remove_old_batches(stores, now - clock_gained_s - batch_lifetime_s)
+    await _remove_orphaned_blobs(stores, _ABANDONED_S + clock_gained_s)
 
 
 async def _remove_expired_files(stores: DriverStores, now: float) -> None:
@@ -63,11 +68,11 @@ async def _remove_old_batches(stores: DriverStores, before_s: float) -> None:
             await stores.repository.remove_batch(record)
 
 
-async def _remove_orphaned_blobs(stores: DriverStores) -> None:
+async def _remove_orphaned_blobs(stores: DriverStores, age_s: float) -> None:
     """Remove what a gateway left that died during an upload: a part of the content, or a content without a record."""
-    if num_abandoned := await stores.blobs.remove_abandoned(_ABANDONED_S):
+    if num_abandoned := await stores.blobs.remove_abandoned(age_s):
         logger.info("%d unfinished uploads are removed", num_abandoned)
-    old = await stores.blobs.committed_before(_ABANDONED_S)
+    old = await stores.blobs.committed_before(age_s)
     for first in range(0, len(old), _MAX_AT_ONCE):
         for file_id in await stores.repository.unknown_files(old[first : first + _MAX_AT_ONCE]):
             await stores.blobs.remove(file_id)

@@ -1,6 +1,6 @@
 """The input file of one batch: validated from beginning to end, then read line by line while lines run."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 
 from alignedserve.batches.input_lines import InputValidator, LineSplitter, LineTooLong, ParsedLine, parse_line, too_long
 from alignedserve.batches.interfaces import BlobReader, BlobStore
@@ -13,7 +13,7 @@ from alignedserve.core.errors import StorageDamaged
 class InputFile:
     """Lines of one batch. Await `scan` first, then `open`; only then can lines be read."""
 
-    def __init__(self, record: BatchRecord, blobs: BlobStore, config: BatchesConfig, models: Sequence[str]) -> None:
+    def __init__(self, record: BatchRecord, blobs: BlobStore, config: BatchesConfig, models: Container[str]) -> None:
         self._record = record
         self._blobs = blobs
         self._max_line_bytes = config.max_line_bytes
@@ -44,7 +44,12 @@ class InputFile:
     def validation(self) -> Validated | ValidationFailed:
         """Return the result of the scan."""
         problems = self._validator.finish()
-        return ValidationFailed(problems) if problems else Validated(len(self._validator.index), self._validator.model)
+        if problems:
+            return ValidationFailed(problems)
+        num_lines, by_model = len(self._validator.index), self._validator.lines_by_model
+        if len(by_model) == 1:
+            return Validated(num_lines, next(iter(by_model)))
+        return Validated(num_lines, None, by_model)
 
     async def open(self) -> None:
         """Open the file for reading single lines. Raises StorageDamaged."""

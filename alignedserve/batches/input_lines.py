@@ -1,7 +1,7 @@
 """Lines of an input file: splitting its bytes, validating each line, indexing for random access."""
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Container
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -113,11 +113,11 @@ class InputValidator:
     """Checks the lines of a file in order and collects the problems."""
 
     endpoint: Endpoint
-    models: Collection[str]  # served here
+    models: Container[str]  # served here
     max_lines: int
     index: LineIndex = field(default_factory=LineIndex)
     problems: list[LineProblem] = field(default_factory=list)
-    model: str | None = None  # of the first line
+    lines_by_model: dict[str, int] = field(default_factory=dict)  # of models that are served
     _custom_ids: set[bytes] = field(default_factory=set)
 
     @property
@@ -187,7 +187,7 @@ class InputValidator:
         if not isinstance(model, str) or model not in self.models:
             message = "The requested model does not exist here; see /v1/models."
             return _problem("model_not_found", message, "body.model", number)
-        self.model = self.model or model
+        self.lines_by_model[model] = self.lines_by_model.get(model, 0) + 1
         return None
 
 

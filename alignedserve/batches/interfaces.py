@@ -133,11 +133,18 @@ class LineResponse:
 
 
 class ClusterTotals(NamedTuple):
-    """Sums of all decode workers since the router started."""
+    """Sums of all decode workers of one model since its router started."""
 
     num_tokens: int  # generated
     wall_s: float
     idle_s: float  # of the wall time: there was no request
+
+
+class ModelState(NamedTuple):
+    """A model that lines may name, as far as its router has told."""
+
+    num_places: int  # requests that its workers run together
+    totals: ClusterTotals
 
 
 class LineRejected(AlignedServeError):
@@ -158,5 +165,8 @@ class LineRunner(Protocol):
     async def run(self, request: LineRequest) -> LineResponse:
         """Run one line. Raises LineRejected or LineFailed. Cancelling it frees everything."""
 
-    def cluster_totals(self) -> ClusterTotals | None:
-        """Return the work of all decode workers, batches or not; None while the cluster cannot be asked."""
+    def model_states(self) -> Mapping[str, ModelState]:
+        """Return the models whose routers can be asked now, by name, with all their work, of batches or not."""
+
+    def model_of(self, name: str) -> str:
+        """Return the model that runs lines which name this: itself, or that of an adapter."""

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Protocol
 
 from alignedserve.batches import results
 from alignedserve.batches.input_file import InputFile
 from alignedserve.batches.interfaces import LineFailed, LineRejected, LineRequest, LineRunner
-from alignedserve.batches.line_scheduling import MeanLineDuration, line_deadline_s
+from alignedserve.batches.line_scheduling import LineDurations, line_deadline_s
 from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.location import DriverStores
 from alignedserve.batches.log.log_format import ResultRecord
@@ -29,8 +30,8 @@ class RunListener(Protocol):
     def on_progress(self) -> None:
         """Note that a line has ended, results are pending, or lines can be started."""
 
-    def on_rejection(self, retry_after_s: float) -> None:
-        """Note that the cluster accepts no line for this long."""
+    def on_rejection(self, model: str, retry_after_s: float) -> None:
+        """Note that this model accepts no line for this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class RunContext:
     stores: DriverStores
     runner: LineRunner
     config: BatchesConfig
-    models: tuple[str, ...]  # served here
-    line_duration: MeanLineDuration
+    models: Container[str]  # served here
+    line_durations: LineDurations
     listener: RunListener
 
 
@@ -92,16 +93,17 @@ class LineExecutor:
         started_s, batch_id = time.monotonic(), self._record.batch_id
         request_id = f"{batch_id.removeprefix('batch_')}{line:06x}-{secrets.token_hex(6)}"
         custom_id, body = self._input_file.line(line)
-        request = LineRequest(self._record.endpoint, request_id, body, self._record.owner, self._deadline_s())
+        model = self._context.runner.model_of(str(body.get("model", "")))
+        request = LineRequest(self._record.endpoint, request_id, body, self._record.owner, self._deadline_s(model))
         try:
             response = await self._context.runner.run(request)
         except LineRejected as rejection:
             self.tracker.postpone(line, time.monotonic(), rejection.retry_after_s)
-            self._context.listener.on_rejection(rejection.retry_after_s)
+            self._context.listener.on_rejection(model, rejection.retry_after_s)
         except LineFailed as failure:
             self._retry_or_fail(line, str(failure))
         else:
-            self._context.line_duration.add(time.monotonic() - started_s)
+            self._context.line_durations.add(model, time.monotonic() - started_s)
             self.writer.add(results.response_record(batch_id, line, custom_id, request_id, response))
 
     def _on_line_ended(self, line: int, task: asyncio.Task[None]) -> None:
@@ -121,7 +123,7 @@ class LineExecutor:
             custom_id = self._input_file.line(line).custom_id
             self.writer.add(results.failed_record(self._record.batch_id, line, custom_id, reason))
 
-    def _deadline_s(self) -> float:
+    def _deadline_s(self, model: str) -> float:
         time_left_s = self._record.expires_s - time.time()
-        mean_s = self._context.line_duration.mean_s
+        mean_s = self._context.line_durations.mean_s(model)
         return line_deadline_s(time_left_s, self.tracker.num_leased, self.tracker.num_left, mean_s)

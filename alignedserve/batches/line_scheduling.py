@@ -6,7 +6,8 @@ slack is 1 600 s and B's 500 s, so B goes first. A waits and loses nothing, as s
 
 Line deadlines spread the remaining lines over the window, so that a batch asks for a steady share of the cluster
 instead of nothing at first and everything at the end: the k-th of n lines in flight gets `k / n_left` of the time left,
-but at least four times the mean duration of a line. Example: 24 h left, 50 000 lines: the 64th in flight has 110 s.
+but at least four times the mean duration of its model's lines. Example: 24 h left, 50 000 lines: the 64th in flight has
+110 s.
 """
 
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 _WINDOW = 64.0  # observations that weigh in a running mean
 _FIRST_LINE_S = 10.0  # assumed duration before a line has ended
+_MAX_MODELS = 256  # whose durations are known: names that no model has any more are forgotten
 _PATIENCE = 4.0  # least deadline, in mean durations
 _MARGIN = 0.95  # of the time left; the rest is for writing and for what was not foreseen
 
@@ -39,6 +41,26 @@ class MeanLineDuration:
         self._num_ended += 1
         weight = max(1.0 / _WINDOW, 1.0 / (self._num_ended + 1))
         self.mean_s += (duration_s - self.mean_s) * weight
+
+
+class LineDurations:
+    """Mean durations of lines by the model that runs them, so that a slow one's are given the time that they take."""
+
+    def __init__(self) -> None:
+        self._by_model: dict[str, MeanLineDuration] = {}
+
+    def add(self, model: str, duration_s: float) -> None:
+        """Add a line that has ended."""
+        known = self._by_model.pop(model, None) or MeanLineDuration()
+        known.add(duration_s)
+        self._by_model[model] = known  # the latest is last
+        if len(self._by_model) > _MAX_MODELS:
+            del self._by_model[next(iter(self._by_model))]
+
+    def mean_s(self, model: str) -> float:
+        """Return the mean of this model; before a line of it has ended an assumed one."""
+        known = self._by_model.get(model)
+        return known.mean_s if known is not None else _FIRST_LINE_S
 
 
 def by_slack(batches: Iterable[ReadyBatch], now: float) -> list[int]:

@@ -8,7 +8,7 @@ from alignedserve.batches.log.disk_log import DiskLogs
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.batches.repository import BatchRepository
-from alignedserve.batches.response_repository import ResponseRepository
+from alignedserve.batches.responses.response_stores import ResponseStores, response_stores
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.batches.stores.object_blobs import ObjectBlobs, ObjectStoreLocation
 from alignedserve.batches.stores.redis_records import RedisLocation, RedisRecords
@@ -45,7 +45,7 @@ class BatchStores:
     repository: BatchRepository
     blobs: ContentStore
     logs: ResultLogs
-    responses: ResponseRepository
+    responses: ResponseStores
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def open_stores(location: BatchLocation, client: StateClient) -> BatchStores:
     if location.redis is not None:
         records = RedisRecords(location.redis, namespace=location.config.namespace)
     blobs: ContentStore = RemoteBlobs(client) if location.objects is None else ObjectBlobs(location.objects)
-    return BatchStores(BatchRepository(records), blobs, RemoteLogs(client), ResponseRepository(records))
+    return BatchStores(BatchRepository(records), blobs, RemoteLogs(client), response_stores(records))
 
 
 def open_driver_stores(location: BatchLocation) -> DriverStores:
@@ -85,5 +85,5 @@ def stores_in(folder: Path, records: RecordStore, blobs: BlobStore | None = None
     """
     logs = DiskLogs(folder / "results")
     blobs = blobs or DiskBlobs(folder / "files")
-    responses = ResponseRepository(records)
+    responses = response_stores(records)
     return DriverStores(BatchRepository(records), blobs, logs, responses, records, folder / "driver.lock")

@@ -8,7 +8,8 @@ A client's cancel leads through cancelling, while the missing records are being 
 An event that has no meaning in the present state changes nothing. Every change is a step of the table.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -32,7 +33,8 @@ class Validated:
     """Every line is valid."""
 
     num_lines: int
-    model: str | None
+    model: str | None  # of all lines; None: they name several
+    lines_by_model: Mapping[str, int] = field(default_factory=dict)  # where they do
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ BatchEvent = Validated | ValidationFailed | CancelRequested | WindowExpired | Al
 def advance(record: BatchRecord, event: BatchEvent, now: float) -> BatchRecord:
     """Return the record after an event; the same object if the event changes nothing."""
     match event:
-        case Validated(num_lines, model):
-            return _validated(record, num_lines, model, now)
+        case Validated():
+            return _validated(record, event, now)
         case ValidationFailed(problems) if record.status is S.VALIDATING:
             return _step(record, S.FAILED, problems=problems, failed_s=now)
         case ValidationFailed(problems) if record.status in (S.CANCELLING, S.FINALIZING) and not record.num_lines:
@@ -78,11 +80,12 @@ def advance(record: BatchRecord, event: BatchEvent, now: float) -> BatchRecord:
     return record
 
 
-def _validated(record: BatchRecord, num_lines: int, model: str | None, now: float) -> BatchRecord:
+def _validated(record: BatchRecord, event: Validated, now: float) -> BatchRecord:
+    known = {"num_lines": event.num_lines, "model": event.model, "lines_by_model": dict(event.lines_by_model)}
     if record.status is S.VALIDATING:
-        return _step(record, S.IN_PROGRESS, num_lines=num_lines, model=model, in_progress_s=now)
+        return _step(record, S.IN_PROGRESS, **known, in_progress_s=now)
     if record.status in (S.CANCELLING, S.FINALIZING) and not record.num_lines:
-        return msgspec.structs.replace(record, num_lines=num_lines, model=model)
+        return msgspec.structs.replace(record, **known)
     return record
 
 

@@ -190,7 +190,8 @@ class BatchRecord(StoredRecord, frozen=True):
     fingerprint: str  # of the request without its file, to recognize a repeated idempotency key
     status: BatchStatus = BatchStatus.VALIDATING
     metadata: dict[str, str] | None = None
-    model: str | None = None
+    model: str | None = None  # that every line names; None: several, or it is not validated yet
+    lines_by_model: dict[str, int] = {}  # where they name several
     problems: tuple[LineProblem, ...] = ()
     num_lines: int = 0  # known once validated
     in_progress_s: float | None = None
@@ -212,6 +213,13 @@ class BatchRecord(StoredRecord, frozen=True):
         """Return the time at which the batch ended; it must be over."""
         ends = (self.failed_s, self.completed_s, self.expired_s, self.cancelled_s)
         return next(end_s for end_s in ends if end_s is not None)
+
+    def model_shares(self) -> dict[str, float]:
+        """Return the part of its lines that name each model; of an unnamed one while it is not validated."""
+        num_lines = sum(self.lines_by_model.values())
+        if num_lines:
+            return {name: count / num_lines for name, count in self.lines_by_model.items()}
+        return {self.model or "": 1.0}
 
     def result_file(self, kind: ResultKind) -> FileId:
         """Return the id of a result file."""

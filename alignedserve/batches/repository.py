@@ -7,7 +7,7 @@
 | `progress/<id>` | Progress | the driver |
 | `again/<owner>/<digest>` | batch id | gateways: an idempotency key that was used |
 | `stock/<owner>` | StorageUsage | gateways |
-| `capacity`, `harvest` | ThroughputEstimate, BatchTotals | the driver |
+| `capacity/models`, `harvest` | StoredThroughputs, BatchTotals | the driver |
 Indexes: `files/<owner>`, `batches/<owner>`, `active` and `over` (batches, by creation and by end), `expiring` (files,
 by time).
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from alignedserve.batches.eta import ThroughputEstimate
+from alignedserve.batches.eta import ThroughputEstimate, Throughputs
 from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.records import (
     BatchKey,
@@ -39,12 +39,18 @@ from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveF
 
 logger = logging.getLogger(__name__)
 
-_THROUGHPUT, _TOTALS = "capacity", "harvest"
+_THROUGHPUTS, _TOTALS = "capacity/models", "harvest"
 ACTIVE = "active"
 EXPIRING = "expiring"
 OVER = "over"
 _MAX_CONFLICTS = 20
 _MAX_ACTIVE = 10_000
+
+
+class StoredThroughputs(StoredRecord, frozen=True):
+    """What the driver has measured."""
+
+    by_model: dict[str, ThroughputEstimate]
 
 
 class StorageUsage(StoredRecord, frozen=True):
@@ -241,18 +247,20 @@ class BatchRepository:
 
     # --- statistics
 
-    async def throughput(self, assumed_tokens_per_s: float) -> ThroughputEstimate:
-        """Return the measured throughput, or an assumption before any line has run."""
-        found = await self._read_one(_THROUGHPUT, ThroughputEstimate)
-        return found or ThroughputEstimate(tokens_per_s=assumed_tokens_per_s)
+    async def throughputs(self, assumed_tokens_per_s: float) -> Throughputs:
+        """Return the measured throughput of every model, and an assumption of those no line of which has run."""
+        found = await self._read_one(_THROUGHPUTS, StoredThroughputs)
+        assumed = ThroughputEstimate(tokens_per_s=assumed_tokens_per_s)
+        return Throughputs(assumed, found.by_model if found is not None else {})
 
     async def totals(self) -> BatchTotals:
         """Return the totals of all batches."""
         return await self._read_one(_TOTALS, BatchTotals) or BatchTotals()
 
-    async def save_statistics(self, throughput: ThroughputEstimate, totals: BatchTotals) -> None:
+    async def save_statistics(self, throughputs: Throughputs, totals: BatchTotals) -> None:
         """Store both."""
-        changes = [SetValue(_THROUGHPUT, encode(throughput)), SetValue(_TOTALS, encode(totals))]
+        stored = StoredThroughputs(by_model=dict(throughputs.by_model))
+        changes = [SetValue(_THROUGHPUTS, encode(stored)), SetValue(_TOTALS, encode(totals))]
         await self._store.commit(changes, unchanged={})
 
     async def close(self) -> None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from alignedserve.batches import results
-from alignedserve.batches.eta import RemainingWork, ThroughputEstimate, remaining_work
+from alignedserve.batches.eta import RemainingWork, Throughputs, remaining_work
 from alignedserve.batches.input_file import InputFile
 from alignedserve.batches.line_executor import LineExecutor, RunContext
 from alignedserve.batches.line_scheduling import ReadyBatch
@@ -64,15 +64,28 @@ class BatchRun:
             self.record = record
             self._changed.set()
 
-    def remaining_work(self, throughput: ThroughputEstimate) -> RemainingWork:
-        """Estimate the tokens of lines that have not ended."""
-        return remaining_work(self.record, self._current_progress(), throughput)
+    def model_shares(self) -> dict[str, float]:
+        """Return the part of its lines that each model runs: of those that name adapters their models."""
+        shares: dict[str, float] = {}
+        for name, share in self.record.model_shares().items():
+            model = self._context.runner.model_of(name)
+            shares[model] = shares.get(model, 0.0) + share
+        return shares
 
-    def ready_batch(self, position: int, throughput: ThroughputEstimate) -> ReadyBatch | None:
+    def model_of_line(self, line: int) -> str:
+        """Return the model that runs this line."""
+        name = self.record.model or str(self._input_file.line(line).body.get("model", ""))
+        return self._context.runner.model_of(name)
+
+    def remaining_work(self, throughputs: Throughputs) -> RemainingWork:
+        """Estimate the tokens of lines that have not ended."""
+        return remaining_work(self.record, self._current_progress(), throughputs, self.model_shares())
+
+    def ready_batch(self, position: int, throughputs: Throughputs) -> ReadyBatch | None:
         """Return what decides on this batch's turn, or None while it has no lines to run."""
         if self._lines is None or self.record.status is not BatchStatus.IN_PROGRESS:
             return None
-        work_s = self.remaining_work(throughput).num_tokens / throughput.tokens_per_s
+        work_s = self.remaining_work(throughputs).seconds(throughputs)
         return ReadyBatch(position, self.record.expires_s, work_s, self.record.created_s)
 
     def start_line(self, now: float, wall_s: float) -> bool:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_BUCKET = re.compile(r'^alignedserve_batch_spread_bucket\{le="([^"]+)"\} (\S+)', re.MULTILINE)
+_BUCKET = re.compile(r'^alignedserve_batch_spread_bucket\{[^}]*le="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
 _LOWEST_SPREAD = 1.0  # longest over mean of a batch of equal lengths
 
 

@@ -22,7 +22,7 @@ from typing import IO
 
 from alignedserve.core.errors import ResourceError
 
-_TOOLS = ("ip", "unshare", "nsenter", "mount", "sshd", "ssh", "ssh-keygen", "rsync")
+_TOOLS = ("ip", "unshare", "nsenter", "mount", "sshd", "ssh", "ssh-keygen", "rsync", "iptables")
 _UP_S = 10.0
 _NETWORK = "10.77"
 BRIDGE = "alsv"
@@ -61,7 +61,7 @@ def obstacle() -> str | None:
         return "namespaces with networks of their own need root"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None and not Path(f"/usr/sbin/{tool}").exists()]
     if missing:
-        return f"{', '.join(missing)} missing (Debian: apt install iproute2 util-linux openssh-server rsync)"
+        return f"{', '.join(missing)} missing (Debian: apt install iproute2 util-linux openssh-server rsync iptables)"
     is_allowed = _try("unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "true")
     return None if is_allowed else "the kernel does not allow new namespaces here"
 

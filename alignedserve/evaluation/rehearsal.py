@@ -27,7 +27,7 @@ _NUM_UPS = 3
 _ANSWER_S = 5.0
 _USED_AGAIN_S = 240.0
 _POLL_S = 0.5
-_ANSWERS = re.compile(r'^alignedserve_answers_total{worker="([^"]+)"} (\S+)$', re.MULTILINE)
+_ANSWERS = re.compile(r'^alignedserve_answers_total{[^}]*worker="([^"]+)"} (\S+)$', re.MULTILINE)
 _STAMP = "2026-01-31 12:00:00,000"  # as logs begin
 _RAY_WAS_SLOW = "timed out during startup"
 # Small, as all hosts share the cores of one machine.
@@ -44,12 +44,20 @@ class Rehearsal:
     """The hosts and the cluster on them."""
 
     def __init__(
-        self, hosts: NamespaceHosts, settings: Sequence[str], variables: Mapping[str, str] | None = None
+        self,
+        hosts: NamespaceHosts,
+        settings: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        models: Sequence[str] = (),
     ) -> None:
-        """`variables`: of the environment in every shell of the hosts, such as time-outs of Ray."""
+        """`variables`: of the environment in every shell of the hosts, such as time-outs of Ray.
+
+        `models`: as `alignedserve up` takes them; none: that of the settings.
+        """
         self.hosts = hosts
         self.api_key = secrets.token_hex(16)  # without which no gateway answers
         self._settings = settings
+        self._models = models
         self._variables = dict(variables or {})
         self._file = hosts.base / "cluster.yaml"
 
@@ -82,7 +90,7 @@ class Rehearsal:
             line.replace("~/alignedserve/.venv/bin/ray", "ray") for line in shipped["setup_commands"]
         ]
         options = " ".join(f"--set {setting}" for setting in self._settings)
-        up = f"cd {Path.cwd()} && alignedserve up {options}"
+        up = f"cd {Path.cwd()} && alignedserve up {' '.join(self._models)} {options}"
         shipped["head_start_ray_commands"] = [*shipped["head_start_ray_commands"][:-1], up]
         return shipped
 
@@ -128,8 +136,9 @@ class Rehearsal:
 
     def status(self) -> dict[str, Any]:
         """Return what `alignedserve status --json` says on the first host."""
-        output = self.on_host(0, "alignedserve status --json")
-        found: dict[str, Any] = json.loads(output[output.index("{") : output.rindex("}") + 1])
+        lines = self.on_host(0, "alignedserve status --json").splitlines()
+        # Ray's own processes may write between, braces among them.
+        found: dict[str, Any] = json.loads("\n".join(lines[lines.index("{") : lines.index("}") + 1]))
         return found
 
     def host_of(self, process: str) -> str | None:

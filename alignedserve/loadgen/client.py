@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import aiohttp
 import msgspec
@@ -27,6 +27,13 @@ CONNECT_TIMEOUT_S = 10.0
 PLAIN_TIMEOUT_S = 30.0  # of requests that are not completions
 MAX_ERROR_BODY_BYTES = 64 * 1024
 TextListener = Callable[[str], None]
+
+
+class Listeners(NamedTuple):
+    """Called with each piece of a stream as it comes."""
+
+    on_text: TextListener | None = None
+    on_thought: TextListener | None = None
 
 
 class CompletionApi(enum.Enum):
@@ -147,13 +154,20 @@ class OpenAiClient:
     # --- completions --------------------------------------------------------------------------------------------------
 
     async def complete(
-        self, call: CompletionCall, outcome: CompletionOutcome, on_text: TextListener | None = None
+        self,
+        call: CompletionCall,
+        outcome: CompletionOutcome,
+        on_text: TextListener | None = None,
+        on_thought: TextListener | None = None,
     ) -> CompletionOutcome:
-        """Stream one completion into `outcome`, which is also returned. Cancelling it closes the connection."""
+        """Stream one completion into `outcome`, which is also returned. Cancelling it closes the connection.
+
+        The listeners get the pieces of the answer and of the thought before it.
+        """
         outcome.sent_s = outcome.ended_s = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._stream(call, outcome, on_text)
+                await self._stream(call, outcome, Listeners(on_text, on_thought))
         except TimeoutError:
             outcome.failure = ClientFailure(ClientFailureKind.TIMEOUT, f"no end within {self._timeout_s:g} s")
         except aiohttp.ClientConnectorError as error:
@@ -166,7 +180,7 @@ class OpenAiClient:
             outcome.ended_s = time.monotonic()
         return outcome
 
-    async def _stream(self, call: CompletionCall, outcome: CompletionOutcome, on_text: TextListener | None) -> None:
+    async def _stream(self, call: CompletionCall, outcome: CompletionOutcome, listeners: Listeners) -> None:
         body = {**call.body, "stream": True, "stream_options": {"include_usage": True}}
         async with self._open.post(self.url + call.endpoint.path, json=body, headers=call.headers) as response:
             if response.status != 200:
@@ -177,7 +191,7 @@ class OpenAiClient:
                 return
             parser = SseParser()
             async for received in response.content.iter_any():
-                if not take_events(parser.feed(received), outcome, time.monotonic(), on_text):
+                if not take_events(parser.feed(received), outcome, time.monotonic(), listeners):
                     break
         if outcome.finish_reason is None and outcome.failure is None:
             outcome.failure = ClientFailure(ClientFailureKind.DISCONNECTED, "the stream ended without a finish reason")
@@ -190,12 +204,17 @@ class OpenAiClient:
 
     async def listed_model(self) -> ListedModel:
         """Return the first model that the server lists. Raises PeerError."""
+        return (await self.listed_models())[0]
+
+    async def listed_models(self) -> tuple[ListedModel, ...]:
+        """Return the models that the server lists, one at least. Raises PeerError."""
         try:
-            listed = msgspec.json.decode(await self.get("/v1/models"))["data"][0]
-            max_context_len = listed.get("max_model_len")
-            return ListedModel(str(listed["id"]), max_context_len if isinstance(max_context_len, int) else None)
-        except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ProtocolError(f"{self.url}/v1/models does not list a model") from error
+            listed = tuple(map(_listed_model, msgspec.json.decode(await self.get("/v1/models"))["data"]))
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ProtocolError(f"{self.url}/v1/models does not list models") from error
+        if not listed:
+            raise ProtocolError(f"{self.url}/v1/models lists no model")
+        return listed
 
     async def get(self, path: str) -> bytes:
         """Return the body of a page. Raises PeerLost when nothing answers, PeerError on any status but 200."""
@@ -218,14 +237,22 @@ class OpenAiClient:
         return self._session
 
 
+_NOBODY = Listeners()
+
+
+def _listed_model(listed: Any) -> ListedModel:
+    max_context_len = listed.get("max_model_len")
+    return ListedModel(str(listed["id"]), max_context_len if isinstance(max_context_len, int) else None)
+
+
 def take_events(
-    events: Iterable[SseEvent], outcome: CompletionOutcome, now: float, on_text: TextListener | None = None
+    events: Iterable[SseEvent], outcome: CompletionOutcome, now: float, listeners: Listeners = _NOBODY
 ) -> bool:
     """Note what the events say, up to the last of the stream; False when that was among them. Raises ProtocolError."""
-    return all(_take_event(event, outcome, now, on_text) for event in events)
+    return all(_take_event(event, outcome, now, listeners) for event in events)
 
 
-def _take_event(event: SseEvent, outcome: CompletionOutcome, now: float, on_text: TextListener | None) -> bool:
+def _take_event(event: SseEvent, outcome: CompletionOutcome, now: float, listeners: Listeners) -> bool:
     if event.payload == DONE:
         return False
     chunk = read_chunk(event)
@@ -238,10 +265,12 @@ def _take_event(event: SseEvent, outcome: CompletionOutcome, now: float, on_text
             count = max(1, chunk.usage.completion_tokens - len(outcome.token_times_s))
         outcome.token_times_s.extend([now] * count)
         outcome.logprobs.extend(bytes(one) for one in chunk.logprobs)
+    if chunk.thought and listeners.on_thought is not None:
+        listeners.on_thought(chunk.thought)
     if chunk.text:
         outcome.text_parts.append(chunk.text)
-        if on_text is not None:
-            on_text(chunk.text)
+        if listeners.on_text is not None:
+            listeners.on_text(chunk.text)
     if chunk.finish_reason is not None:
         outcome.finish_reason = chunk.finish_reason
     if chunk.usage is not None:

@@ -75,7 +75,8 @@ class StreamUsage(msgspec.Struct, frozen=True):
 
 class _Delta(msgspec.Struct):
     content: str | None = None
-    reasoning_content: str | None = None  # several servers stream thoughts under this name
+    reasoning_content: str | None = None  # a thought, under the name of most servers
+    reasoning: str | None = None  # and of others
 
 
 class _Logprobs(msgspec.Struct):
@@ -116,6 +117,7 @@ class StreamChunk(NamedTuple):
     finish_reason: str | None = None
     usage: StreamUsage | None = None
     error: str | None = None
+    thought: str = ""
 
 
 _decode_chunk = msgspec.json.Decoder(_ChunkJson).decode
@@ -138,13 +140,15 @@ def read_chunk(event: SseEvent) -> StreamChunk:
 
 
 def _from_choice(choice: _ChoiceJson, usage: StreamUsage | None) -> StreamChunk:
-    text, thoughts = choice.text or "", ""
+    text, thought = choice.text or "", ""
     if choice.delta is not None:
-        text, thoughts = choice.delta.content or "", choice.delta.reasoning_content or ""
+        delta = choice.delta
+        text, thought = delta.content or "", delta.reasoning_content or delta.reasoning or ""
     logprobs: Sequence[msgspec.Raw] = ()
     if choice.logprobs is not None:
         logprobs = choice.logprobs.content or choice.logprobs.tokens or ()
-    return StreamChunk(text, bool(text or thoughts or logprobs), logprobs, choice.finish_reason, usage)
+    has_token = bool(text or thought or logprobs)
+    return StreamChunk(text, has_token, logprobs, choice.finish_reason, usage, thought=thought)
 
 
 def error_message(body: bytes) -> str:

@@ -1,0 +1,45 @@
+"""How many lines may be in the cluster at a time: of each model those that its workers run, and as many on their way.
+
+Workers and models come and go, so the places are asked for whenever lines are to be started. A batch whose lines name
+several models takes places of each in proportion to its lines. Example: places for 16 lines of A and 4 of B, a batch
+with three lines of A for every one of B: 16 of its lines, of which 4 are expected to be of B.
+"""
+
+from collections.abc import Mapping
+
+_MARGIN = 2  # lines for each request that workers run: the next one is there when one ends
+_UNKNOWN_PLACES = 8  # of a model whose workers are not known yet, or that is served no more: its lines fail
+_LEAST_SHARE = 1e-9
+
+ModelShares = Mapping[str, float]  # parts of a batch's lines by the model that runs them; they add up to 1
+
+
+class LineSlots:
+    """Free places for lines, by model and, where the configuration says so, in all."""
+
+    def __init__(self, num_places: Mapping[str, int], max_in_flight: int | None = None) -> None:
+        """`num_places`: requests that each model's workers run together. `max_in_flight`: bounds lines instead."""
+        self._num_places = num_places
+        self._total = max_in_flight
+        self._num_taken: dict[str, float] = {}
+        self._num_taken_in_all = 0
+
+    def limit(self, model: str) -> int:
+        """Return the lines of this model that may be in the cluster at a time."""
+        return self._total if self._total is not None else _MARGIN * self._num_places.get(model, _UNKNOWN_PLACES)
+
+    def take(self, shares: ModelShares, count: int) -> None:
+        """Take places for lines of one batch, whether they are free or not."""
+        self._num_taken_in_all += count
+        for model, share in shares.items():
+            self._num_taken[model] = self._num_taken.get(model, 0.0) + share * count
+
+    def num_free(self, shares: ModelShares) -> int:
+        """Return how many lines of a batch can be started now."""
+        if self._total is not None:
+            return max(self._total - self._num_taken_in_all, 0)
+        free = (
+            (self.limit(model) - self._num_taken.get(model, 0.0)) / max(share, _LEAST_SHARE)
+            for model, share in shares.items()
+        )
+        return max(int(min(free, default=0.0) + _LEAST_SHARE), 0)

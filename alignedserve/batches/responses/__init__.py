@@ -1,0 +1,1 @@
+"""Stored responses and conversations of the Responses API."""

@@ -1,0 +1,60 @@
+"""Responses in the record store, each with the items of its input; gateways share nothing else about them."""
+
+import msgspec
+
+from alignedserve.batches.interfaces import RecordStore
+from alignedserve.batches.records import BatchKey, StoredRecord, decode, encode
+from alignedserve.batches.responses.bounded_records import BoundedRecords, Entry
+
+
+class StoredResponse(StoredRecord, frozen=True):
+    """One response."""
+
+    response_id: str
+    owner: str
+    created_s: float
+    expires_s: float
+    response: msgspec.Raw  # JSON of the response, as clients get it
+    items: msgspec.Raw  # JSON of its input's items
+    ancestors: tuple[str, ...] = ()  # the responses that it continues, the first one first
+    context_bytes: int = 0  # of it and its ancestors
+    batch_id: BatchKey | None = None  # the batch that generates it in the background; None: it is over
+    conversation_id: str | None = None  # that it is part of
+
+
+class ResponseRepository:
+    """Keeps, finds and deletes responses. Every method raises StoreUnavailable while the store is down."""
+
+    def __init__(self, store: RecordStore) -> None:
+        self._store = store
+        self._records = BoundedRecords(store, "response")
+
+    async def add(self, record: StoredResponse, *, now: float, max_bytes: int) -> None:
+        """Keep a new response. The owner's oldest ones make room."""
+        entry = _entry(record)
+        kept = self._records.kept(entry, written_s=record.created_s, lifetime_s=record.expires_s - now)
+        await self._store.commit(kept, unchanged={})
+        await self._records.trim_when_due(record.owner, len(entry.raw), max_bytes)
+
+    async def replace(self, record: StoredResponse, *, now: float) -> None:
+        """Keep what became of a response, unless it was deleted meanwhile. May be repeated."""
+        entry, key = _entry(record), self._records.key(record.response_id)
+        before = (await self._store.read([key]))[0]
+        if before is not None:
+            kept = self._records.kept(entry, written_s=record.created_s, lifetime_s=record.expires_s - now)
+            changes = [self._records.unlisted(entry._replace(raw=before)), *kept]
+            await self._store.commit(changes, unchanged={key: before})
+
+    async def find(self, owner: str, response_ids: list[str]) -> list[StoredResponse | None]:
+        """Return the responses in order; None for one that is not there or belongs to another owner."""
+        found = await self._store.read([self._records.key(response_id) for response_id in response_ids])
+        records = [None if raw is None else decode(raw, StoredResponse) for raw in found]
+        return [record if record is not None and record.owner == owner else None for record in records]
+
+    async def remove(self, record: StoredResponse) -> None:
+        """Delete a response; may be repeated."""
+        await self._records.remove(record.owner, record.response_id)
+
+
+def _entry(record: StoredResponse) -> Entry:
+    return Entry(record.owner, record.response_id, encode(record))
