@@ -7,10 +7,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from alignedserve.core.errors import AlignedServeError, ConfigError
+from alignedserve.core.errors import AlignedServeError, ConfigError, NodeLost
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+NODE_LOST = 75  # EX_TEMPFAIL: another try may help
 _TABLE_WIDTH = 120  # when the output is a file, where rich would assume 80 columns
 
 
@@ -31,7 +32,9 @@ def print_error(error: AlignedServeError | str) -> None:
 
 
 def exit_code(error: AlignedServeError) -> int:
-    """Return 2 for errors of the command line or the configuration, 1 for all others."""
+    """Return 2 for errors of the command line or the configuration, 75 when Ray was lost, 1 for all others."""
+    if isinstance(error, NodeLost):
+        return NODE_LOST
     return USAGE_ERROR if isinstance(error, ConfigError) else FAILURE
 
 

@@ -39,6 +39,7 @@ def _describe_gpus(torch: Any) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "triton": _version_of("triton"),
         "flash_attn": _version_of("flash-attn"),
+        "flash_attn_4": _version_of("flash-attn-4"),
     }
 
 

@@ -22,11 +22,12 @@ from alignedserve.cli.commands.options import (
     ServeOptions,
     SimulateOptions,
 )
-from alignedserve.cli.console import FAILURE, exit_code, print_error
+from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
 from alignedserve.cli.models.app import models_app
-from alignedserve.cli.options import JsonFlag, current_option, takes_options
-from alignedserve.config.environment import limit_thread_spinning
+from alignedserve.cli.options import JsonFlag, UrlOption, current_option, takes_options
+from alignedserve.config.environment import limit_thread_spinning, ray_address
 from alignedserve.core.errors import AlignedServeError, ConfigError
+from alignedserve.core.own_packages import require_own_kernels
 
 app = typer.Typer(
     name="alignedserve",
@@ -43,9 +44,13 @@ app.add_typer(models_app, name="models")
 
 
 def main() -> None:
-    """Run the command line; every error is one line on stderr and an exit code (2 usage, 1 failure, 130 Ctrl-C)."""
+    """Run the command line; every error is one line on stderr and an exit code.
+
+    2 usage, 75 Ray lost on this host, 130 Ctrl-C, 1 any other failure.
+    """
     limit_thread_spinning()
     try:
+        require_own_kernels()
         app(prog_name="alignedserve")
     except AlignedServeError as error:
         print_error(error)
@@ -86,11 +91,41 @@ def up(options: ServeOptions) -> None:
 
 
 @app.command()
-def status(json_output: JsonFlag = False) -> None:
-    """Show the cluster that `up` started: nodes, processes, devices, load (exit code 1 when it is not whole)."""
+def status(
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="ID", help="Its run folder's name, where several serve here.")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Show the running cluster, on this host or of `up`: processes, load, memory (exit code 1 when it is not whole)."""
+    from alignedserve.cluster.deployments.client import has_cluster
+
+    if cluster is not None or (ray_address() is None and has_cluster()):
+        from alignedserve.cli.commands.one_host import status as run_here
+
+        raise typer.Exit(0 if run_here(cluster, json_output=json_output) else FAILURE)
     from alignedserve.cli.commands.hosts import status as run
 
     raise typer.Exit(0 if run(json_output) else FAILURE)
+
+
+@app.command()
+def top(
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            help="Address of a gateway. Its key is read from ALIGNEDSERVE_API_KEY.",
+            show_default="the cluster on this host",
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Look for two seconds, print and end.")] = False,
+    every: Annotated[float, typer.Option("--every", min=0.2, max=3600.0, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show what the cluster does, again and again: workers, queues, objectives, batches, where time goes."""
+    from alignedserve.cli.top.command import top as run
+
+    run(url, is_once=once, every_s=every)
 
 
 @app.command()
@@ -107,11 +142,14 @@ def logs(
 @app.command()
 def scale(
     counts: Annotated[list[str], typer.Argument(metavar="KIND=N...", help="Totals: decode=4 prefill=2.")],
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Whose workers, where several models are served.")
+    ] = None,
 ) -> None:
     """Have more or fewer workers of the cluster that `up` started, while it serves."""
     from alignedserve.cli.commands.hosts import scale as run
 
-    run(counts)
+    run(counts, model)
 
 
 @app.command()
@@ -139,11 +177,27 @@ def drain(
 
 
 @app.command()
-def stop() -> None:
-    """Stop the cluster that `up` started. Ray itself goes on."""
+def restart(
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Whose workers; else those of all models.")] = None,
+    within: Annotated[
+        float, typer.Option(min=0.0, max=86400.0, help="Seconds in which requests of each may finish where they are.")
+    ] = 60.0,
+    cluster: Annotated[str | None, typer.Option(metavar="ID", help="Which cluster, where several run.")] = None,
+) -> None:
+    """Start all workers of the running cluster anew, one after the other, without losing a request."""
+    from alignedserve.cli.models.serving import restart as run
+
+    run(model, within, cluster)
+
+
+@app.command()
+def stop(
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for answers that run (gateway.drain_s).")] = False,
+) -> None:
+    """Stop the cluster that `up` started, once what is open is answered. Ray itself goes on."""
     from alignedserve.cli.commands.hosts import stop as run
 
-    run()
+    run(at_once=now)
 
 
 @app.command("ray-storage")
@@ -180,6 +234,18 @@ def replay(options: ReplayOptions) -> None:
     from alignedserve.cli.commands.replay import replay as run
 
     raise typer.Exit(run(options))
+
+
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The response's `id`, or its x-request-id.")],
+    url: UrlOption = DEFAULT_URL,
+    json_output: JsonFlag = False,
+) -> None:
+    """Show where the time of a request went and what it waited for: while it runs, and for an hour after."""
+    from alignedserve.cli.commands.explain import explain as run
+
+    run(request_id, url, json_output=json_output)
 
 
 @app.command()

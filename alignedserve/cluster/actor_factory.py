@@ -1,6 +1,7 @@
 """Creates the actors of a node: who they are, what they get, where Ray is to keep them."""
 
 import contextlib
+import copy
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ from ray.exceptions import RayError
 from alignedserve.batches.location import SharedState
 from alignedserve.batches.remote.state_client import STATE
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
-from alignedserve.config.environment import api_keys
-from alignedserve.config.sections import ClusterConfig, EngineConfig, Topology
+from alignedserve.config.environment import api_keys, trace_headers
+from alignedserve.config.sections import ClusterConfig, EngineConfig, Observing, Topology
 from alignedserve.messages.handshake import Role
+from alignedserve.runtime.model.served_deployment import ServedDeployment
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.addresses import ROUTER, AddressBook
+from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.runtime.process.tls import CertificateAuthority
 from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor, Lending
@@ -58,6 +60,7 @@ class PreparedNode:
     book: AddressBook  # as its processes see it
     options_of: Callable[[str], Mapping[str, Any]] = _on_this_host  # Ray's, of a process by its name
     num_far_decode: int = 0  # decode workers of other nodes at the start, which take requests from its prefill workers
+    joins_others: bool = False  # its model is added while others serve
 
     @property
     def folder(self) -> Path:
@@ -87,10 +90,20 @@ class ActorFactory:
     ) -> None:
         """`is_detached`: the actors outlive this process, for another that adopts them."""
         self._served = served
+        self._listed: tuple[ServedDeployment, ...] | None = None
         self._actor_classes = actor_classes
         self._secrets = cluster_secrets or ClusterSecrets()
         self._options = {"lifetime": "detached"} if is_detached else {}
         self._is_adopting = False
+
+    def serving(self, served: ServedModel, listed: tuple[ServedDeployment, ...] | None = None) -> "ActorFactory":
+        """Return a factory of the same cluster for another model.
+
+        `listed`: what gateways are told at first; None: that it serves alone.
+        """
+        other = copy.copy(self)
+        other._served, other._listed = served, listed
+        return other
 
     @property
     def secrets(self) -> ClusterSecrets:
@@ -106,15 +119,14 @@ class ActorFactory:
         finally:
             self._is_adopting = False
 
-    def create(self, node: PreparedNode, state: SharedState, max_lines: int | None = None) -> dict[str, Any]:
+    def create(self, node: PreparedNode, state: SharedState, *, drives_batches: bool = False) -> dict[str, Any]:
         """Create all of a node's actors; return them by name.
 
-        `state`: as this node finds it. `max_lines`: of batches, in the cluster at a time, where the driver of batches
-        is to run; None: it is not.
+        `state`: as this node finds it. `drives_batches`: whether the driver of batches is to run there.
         """
         actors: dict[str, Any] = {}
         try:
-            self._create(actors, node, state, max_lines)
+            self._create(actors, node, state, drives_batches=drives_batches)
         except BaseException:
             for actor in actors.values():  # those that are detached would stay
                 with contextlib.suppress(RayError, ValueError):
@@ -122,36 +134,40 @@ class ActorFactory:
             raise
         return actors
 
-    def create_again(self, node: PreparedNode, name: str, state: SharedState, max_lines: int | None = None) -> Any:
+    def create_again(self, node: PreparedNode, name: str, state: SharedState, *, drives_batches: bool = False) -> Any:
         """Create one process of a node anew, whose former actor is dead; return its actor. Arguments as of `create`."""
         actors: dict[str, Any] = {}
-        self._add(actors, node, next(one for one in self._processes(node, state, max_lines) if one.name == name))
+        processes = self._processes(node, state, drives_batches=drives_batches)
+        self._add(actors, node, next(one for one in processes if one.name == name))
         return actors[name]
 
     def create_worker(self, node: PreparedNode, name: str) -> Any:
         """Create one worker of a node that serves; return its actor."""
         return self.create_again(node, name, SharedState())
 
-    def _create(self, actors: dict[str, Any], node: PreparedNode, state: SharedState, max_lines: int | None) -> None:
-        for process in self._processes(node, state, max_lines):
+    def _create(self, actors: dict[str, Any], node: PreparedNode, state: SharedState, *, drives_batches: bool) -> None:
+        for process in self._processes(node, state, drives_batches=drives_batches):
             self._add(actors, node, process)
 
-    def _processes(self, node: PreparedNode, state: SharedState, max_lines: int | None) -> Iterator[_Process]:
+    def _processes(self, node: PreparedNode, state: SharedState, *, drives_batches: bool) -> Iterator[_Process]:
         config = node.config
-        if node.share.is_head:
+        if node.share.is_head and node.share.has_model:
             batches = state.batches
-            state_folder = batches.folder / "router" if batches is not None and batches.folder is not None else None
-            yield _Process(
-                RouterActor, Role.ROUTER, ROUTER, (config.router, config.batching, self._served, state_folder)
-            )
+            router, state_folder = node.share.router, None
+            if batches is not None and batches.folder is not None:
+                state_folder = batches.folder / router
+            arguments = (config.router, config.batching, self._served, state_folder)
+            yield _Process(RouterActor, Role.ROUTER, router, arguments)
         yield from self._workers(node)
-        prefixes = (config.prefix_cache, config.engine.block_size)
+        alone = (ServedDeployment(self._served, config.engine.block_size, config.prefix_cache),)
+        deployments = self._listed if self._listed is not None else alone
+        observing = Observing(config.explain, config.tracing, trace_headers())
         for name, port in node.share.gateways:
-            gateway = (config.gateway, port, self._served, api_keys(), state, *prefixes)
+            gateway = (config.gateway, port, deployments, api_keys(), state, observing)
             yield _Process(self._actor_classes.gateway, Role.GATEWAY, name, gateway)
-        if state.batches is not None and max_lines is not None:
-            serving = (state.gateways, max(1, len(api_keys())), self._spec(node, Role.STATE_SERVER, STATE))
-            driver = (config.gateway, self._served, state.batches, max_lines, *serving, *prefixes)
+        if state.batches is not None and drives_batches:
+            serving = (state.gateways, max(1, len(api_keys())), self._spec(node, Role.STATE_SERVER, STATE), observing)
+            driver = (config.gateway, deployments, state.batches, *serving)
             yield _Process(self._actor_classes.batches, Role.GATEWAY, BATCHES, driver)
 
     def _workers(self, node: PreparedNode) -> Iterator[_Process]:
@@ -198,9 +214,7 @@ class ActorFactory:
             recording=node.config.recording,
             pool_name=node.share.pool_name,
             credentials=authority.issue(name) if authority is not None else None,
+            deployment_id=node.share.deployment_id,
+            joins_others=node.joins_others,
+            notes_requests=Observing(node.config.explain, node.config.tracing).is_on,
         )
-
-
-def max_lines_in_flight(config: ClusterConfig, num_decode: int) -> int:
-    """Return the batch lines in the cluster at a time: those that decode workers run, and as many on their way."""
-    return config.batches.max_in_flight or 2 * num_decode * config.decode.max_running_requests

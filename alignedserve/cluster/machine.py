@@ -1,7 +1,13 @@
 """Looks up what this machine has free for a cluster."""
 
+import contextlib
 import os
+import re
+import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +19,12 @@ from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.dtypes import has_native_bfloat16
 from alignedserve.runtime.kv.arena_files import arena_folder
-from kernels.float8_linear import has_float8_products
+from kernels.narrow.float8_linear import has_float8_products
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CUDA: Any = torch.cuda
+_MIB = 1024 * 1024
+_TOOL_LIMIT_S = 10.0
 
 
 def this_machine(device: str) -> Machine:
@@ -29,6 +37,13 @@ def this_machine(device: str) -> Machine:
         has_bfloat16=has_native_bfloat16(),
         gpu_bytes=_gpu_bytes(device),
         has_float8=device.startswith(CUDA) and has_float8_products(device),
+    )
+
+
+def with_gpus(machine: Machine, gpus: Sequence[str], used: Sequence[str]) -> Machine:
+    """Return the machine with only some of its GPUs. `gpus`: their names, as `gpu_bytes` counts them."""
+    return replace(
+        machine, gpu_bytes=tuple(size for gpu, size in zip(gpus, machine.gpu_bytes, strict=True) if gpu in used)
     )
 
 
@@ -49,10 +64,37 @@ def _left_in_container(folder: Path) -> int:
 
 
 def _gpu_bytes(device: str) -> tuple[int, ...]:
-    """Return the memory of each GPU that workers may use; none where they compute on the CPU."""
+    """Return the free memory of each GPU that workers may use; none where they compute on the CPU.
+
+    All of it where the driver's tool, which is asked so that this process takes none, does not say what is free.
+    """
     if not device.startswith(CUDA):
         return ()
     worker_devices(device, 1)
     _, _, number = device.partition(":")
     used = [int(number)] if number else range(torch.cuda.device_count())
-    return tuple(int(_CUDA.get_device_properties(index).total_memory) for index in used)
+    free = free_by_uuid()
+    found = [_CUDA.get_device_properties(index) for index in used]
+    return tuple(min(int(gpu.total_memory), free.get(_uuid(gpu), sys.maxsize)) for gpu in found)
+
+
+def _uuid(gpu: Any) -> str:
+    return str(getattr(gpu, "uuid", "")).removeprefix("GPU-")
+
+
+def free_by_uuid() -> dict[str, int]:
+    """Return the free bytes of each GPU by its uuid, as nvidia-smi says; empty: it is not here, or says nothing."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(  # noqa: S603  (a program of this machine, by its full path)
+            [tool, "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_TOOL_LIMIT_S,
+        )
+        lines = re.findall(r"^GPU-([\w-]+), *(\d{1,9})$", asked.stdout, re.MULTILINE)
+        return {uuid: int(mebibytes) * _MIB for uuid, mebibytes in lines}
+    return {}

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from alignedserve.config.sections import MIB, ClusterConfig, DecodeWorkerConfig, PrefillWorkerConfig, Topology
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.block_layout import DTYPE_BYTES
+from alignedserve.runtime.grammar.memory import grammar_bytes
+from alignedserve.runtime.kv.transfers.registry import OF_DEVICES
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import Mechanism
@@ -132,13 +134,17 @@ class MemoryPlanner:
         )
 
     def _host_weights(self) -> int:
-        return 0 if self.machine.gpu_bytes else self.config.num_workers * self.served.weight_bytes
+        """Return the bytes of weights and adapters in the machine's memory."""
+        return 0 if self.machine.gpu_bytes else self.config.num_workers * self._worker_weights()
+
+    def _worker_weights(self) -> int:
+        return self.served.weight_bytes + self.config.lora.worker_bytes
 
     def _overhead(self) -> int:
         """Return what processes take beside weights and blocks; while they load, the largest tensor once more."""
         config = self.served.config
         largest = config.vocab_size * config.embedding_size * DTYPE_BYTES[self.served.dtype]
-        return _SYSTEM_BYTES + self.config.num_workers * (_PROCESS_BYTES + largest)
+        return _SYSTEM_BYTES + self.config.num_workers * (_PROCESS_BYTES + largest + worker_grammar_bytes(self.served))
 
     def _limits(self, kept: Kept) -> dict[Place, int]:
         """Return the bytes for caches, by place."""
@@ -149,8 +155,9 @@ class MemoryPlanner:
             shared = machine.shared_bytes * 9 // 10
             limits[Place.SHARED] = max(shared - _OBJECT_STORE_BYTES, shared // 2)
         if machine.gpu_bytes:
-            sharing = math.ceil(self.config.num_workers / len(machine.gpu_bytes))
-            per_worker = int(min(machine.gpu_bytes) * _GPU_SHARE) // sharing - self.served.weight_bytes
+            ranks = self.config.engine.tensor_parallel  # each on a GPU of its own
+            sharing = math.ceil(self.config.num_workers / max(len(machine.gpu_bytes) // ranks, 1))
+            per_worker = int(min(machine.gpu_bytes) * _GPU_SHARE) * ranks // sharing - self._worker_weights()
             limits |= {Place.PREFILL_GPU: per_worker, Place.DECODE_GPU: per_worker}
         return limits
 
@@ -177,12 +184,15 @@ class MemoryPlanner:
             if self.topology is Topology.COLOCATED or config.decode.count == 1:  # lends no other anything
                 return [decode, swapped, *prefixes]
             lent = max(wanted // 4, config.prefill.candidate_buffer_bytes)
-            lent_places = {Place.HOST: config.decode.count, Place.SHARED: config.decode.count}
+            lent_places = self._buffer_places(Place.DECODE_GPU, config.decode.count)
             lending = self._memory("prefill", "candidate_buffer_bytes", 0, lent, lent_places)
             return [decode, swapped, lending, *prefixes]
         pool = max(self._wanted(config.decode) * config.decode.count, one, config.pool.memory_bytes)
         buffers = max(wanted * config.decode.count // config.prefill.count // 4, config.prefill.candidate_buffer_bytes)
-        in_pool, in_buffers = ({Place.HOST: n, Place.SHARED: n} for n in (1, config.prefill.count))
+        in_pool, in_buffers = (
+            {Place.HOST: 1, Place.SHARED: 1},
+            self._buffer_places(Place.PREFILL_GPU, config.prefill.count),
+        )
         prefill = max(self._wanted(config.prefill), one, config.prefill.kv_cache_bytes)
         entry = policy_entry(config.scheduling.policy)
         return [
@@ -193,6 +203,12 @@ class MemoryPlanner:
             self._memory("pool", "memory_bytes", one, pool, in_pool),
             *prefixes,
         ]
+
+    def _buffer_places(self, gpu: Place, num_lenders: int) -> dict[Place, int]:
+        """Return where candidate buffers are: on each lender's GPU, or in the machine's memory."""
+        if self.machine.gpu_bytes and self.config.engine.kv_transport in OF_DEVICES:
+            return {gpu: 1}
+        return {Place.HOST: num_lenders, Place.SHARED: num_lenders}
 
     @property
     def _keeps_prefixes(self) -> bool:
@@ -218,6 +234,11 @@ class MemoryPlanner:
         if not isinstance(size, DefaultSize):
             least = wanted = size
         return Memory(section, field, least, wanted, counts)
+
+
+def worker_grammar_bytes(served: ServedModel) -> int:
+    """Return the host memory of each worker for structured output, which any request may ask for; 0: an encoder."""
+    return 0 if served.encoder is not None else grammar_bytes(served.config.vocab_size)
 
 
 def _share(memories: list[Memory], place: Place, limit: int) -> float:

@@ -13,6 +13,8 @@ import msgspec
 
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Section
 from alignedserve.config.unset_sizes import DefaultSize
+from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.process.addresses import FIRST_DEPLOYMENT, ROUTER, deployed_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,19 @@ class NodeShare:
     decode: tuple[str, ...] = ()
     gateways: tuple[tuple[str, int], ...] = ()  # with their ports
     is_head: bool = False
+    deployment_id: str = FIRST_DEPLOYMENT  # of the model that its workers serve
+    num_standby: int = 0  # of its decode workers, whichever has no work
+    has_model: bool = True  # False: the deployment has ended, and only the gateways and what else is shared are left
+
+    @property
+    def router(self) -> str:
+        """Return the name of its deployment's router."""
+        return deployed_name(ROUTER, self.deployment_id)
 
     @property
     def num_workers(self) -> int:
-        """Return how many workers share its cores or GPUs."""
-        return len(self.prefill) + len(self.decode)
+        """Return how many workers share its cores or GPUs: those that stand by do nothing."""
+        return len(self.prefill) + len(self.decode) - self.num_standby
 
     def with_worker(self, kind: str, name: str) -> "NodeShare":
         """Return the share with one worker more: `prefill` or `decode`."""
@@ -56,107 +66,176 @@ class NodeShare:
         prefill, decode = (tuple(one for one in kind if one not in names) for kind in (self.prefill, self.decode))
         return replace(self, prefill=prefill, decode=decode)
 
+    def without_model(self) -> "NodeShare":
+        """Return the share without its deployment, which has ended."""
+        return replace(self, prefill=(), decode=(), num_standby=0, has_model=False)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Return the names of its workers."""
+        return (*self.prefill, *self.decode)
+
     def config_of(self, config: ClusterConfig) -> ClusterConfig:
         """Return the configuration with the counts of this node alone."""
-        counts = {"prefill": len(self.prefill), "decode": len(self.decode), "gateway": len(self.gateways)}
+        counts = {
+            "prefill": len(self.prefill),
+            "decode": len(self.decode) - self.num_standby,
+            "gateway": len(self.gateways),
+        }
         return msgspec.structs.replace(
             config, **{name: _with_count(getattr(config, name), max(count, 1)) for name, count in counts.items()}
         )
 
 
 class Placement:
-    """Shares a cluster out over its nodes, of which more may join. Names are given once and never again."""
+    """Shares a deployment out over the nodes of its cluster, of which more may join.
 
-    def __init__(self, config: ClusterConfig) -> None:
+    Names are given once and never again. The gateways, which serve all deployments, are placed with the first.
+    """
+
+    def __init__(self, config: ClusterConfig, deployment_id: str = FIRST_DEPLOYMENT) -> None:
         """`config`: with its topology chosen; counts that are unset follow the nodes."""
         self._config = config
+        self.deployment_id = deployment_id
         self._is_separate = config.chosen_topology.is_separate
         self._num_named: dict[str, int] = {}  # by kind
         self._num_nodes = 0
         self._num_ports: dict[str, int] = {}  # gateways by address
 
-    def place(self, nodes: Sequence[NodeCapacity]) -> list[NodeShare]:
-        """Share the whole cluster out over its first nodes, the head first."""
-        prefill, decode = self._worker_counts(nodes)
+    def place(self, nodes: Sequence[NodeCapacity], room: Mapping[str, int] | None = None) -> list[NodeShare]:
+        """Share everything out over the first nodes of the cluster, the head first.
+
+        `room`: the nodes that may have workers, with how many of other deployments they have; None: all, with none.
+        """
+        able = [index for index, node in enumerate(nodes) if room is None or node.name in room]
+        taken = [room.get(nodes[index].name, 0) if room is not None else 0 for index in able]
+        prefill, decode = self._worker_counts([nodes[index] for index in able], taken)
+        placed = dict(zip(able, zip(prefill, decode, strict=True), strict=True))
         wanted = self._config.gateway.count
         gateways = [1] * len(nodes) if isinstance(wanted, DefaultSize) else _in_turn(wanted, len(nodes))
         return [
-            self._share(node, num_prefill, num_decode, num_gateways)
-            for node, num_prefill, num_decode, num_gateways in zip(nodes, prefill, decode, gateways, strict=True)
+            self._share(node, *placed.get(index, (0, 0)), num_gateways)
+            for index, (node, num_gateways) in enumerate(zip(nodes, gateways, strict=True))
         ]
 
     def join(self, node: NodeCapacity) -> NodeShare:
-        """Give a node that joins later what follows from it; nothing of what is configured, which is placed."""
-        prefill, decode = _default_counts(node, is_separate=self._is_separate)
+        """Give a node that joins later what follows from it; nothing of what is configured, which is placed.
+
+        Raises ConfigError as `first_gpus` does.
+        """
+        prefill = decode = 0
         sections = (self._config.prefill, self._config.decode) if self._is_separate else (self._config.decode,)
-        if not all(isinstance(section.count, DefaultSize) for section in sections):
-            prefill = decode = 0
+        if all(isinstance(section.count, DefaultSize) for section in sections):
+            prefill, decode = _default_counts(node, self._config.engine.tensor_parallel, is_separate=self._is_separate)
         return self._share(node, prefill, decode, int(isinstance(self._config.gateway.count, DefaultSize)))
 
-    def _worker_counts(self, nodes: Sequence[NodeCapacity]) -> tuple[list[int], list[int]]:
-        defaults = [_default_counts(node, is_separate=self._is_separate) for node in nodes]
+    def _worker_counts(self, nodes: Sequence[NodeCapacity], taken: Sequence[int]) -> tuple[list[int], list[int]]:
+        defaults = [
+            _default_counts(node, self._config.engine.tensor_parallel, is_separate=self._is_separate) for node in nodes
+        ]
         if not self._is_separate:
             total = _set_count(self._config.decode.count)
-            counts = [count for _, count in defaults] if total is None else _by_weight(total, nodes)
+            counts = [count for _, count in defaults] if total is None else _by_weight(total, nodes, taken)
             return [0] * len(nodes), counts
         totals = [_set_count(self._config.prefill.count), _set_count(self._config.decode.count)]
         limit = min((total for total in totals if total is not None), default=len(nodes))
-        strongest = sorted(range(len(nodes)), key=lambda index: (-nodes[index].weight, index))[:limit]
+        strongest = sorted(range(len(nodes)), key=lambda index: (-_left(nodes[index], taken[index]), index))[:limit]
         used = [index in strongest for index in range(len(nodes))]
         prefill, decode = (
             [counts[phase] * is_used for counts, is_used in zip(defaults, used, strict=True)]
             if configured is None
-            else _by_weight(configured, nodes, used)
+            else _by_weight(configured, nodes, taken, used)
             for phase, configured in enumerate(totals)
         )
         return prefill, decode
 
     def _share(self, node: NodeCapacity, num_prefill: int, num_decode: int, num_gateways: int) -> NodeShare:
+        num_standby = self._config.decode.standby if num_decode else 0
         index, self._num_nodes = self._num_nodes, self._num_nodes + 1
+        if self.deployment_id != FIRST_DEPLOYMENT:
+            num_gateways = 0
         first_port = self._config.gateway.port + self._num_ports.get(node.address, 0)
         self._num_ports[node.address] = self._num_ports.get(node.address, 0) + num_gateways
-        ports = range(first_port, first_port + num_gateways)
+        ports: Sequence[int] = range(first_port, first_port + num_gateways)
+        if self._config.gateway.shared_port:
+            ports = [self._config.gateway.port] * num_gateways
         return NodeShare(
             node=node.name,
-            pool_name=f"pool-{index}",
+            pool_name=deployed_name(f"pool-{index}", self.deployment_id),
             prefill=self.names("prefill", num_prefill),
-            decode=self.names("decode", num_decode),
+            decode=self.names("decode", num_decode + num_standby),
+            num_standby=num_standby,
             gateways=tuple(zip(self.names("gateway", num_gateways), ports, strict=True)),
             is_head=index == 0,
+            deployment_id=self.deployment_id,
         )
 
     def names(self, kind: str, count: int) -> tuple[str, ...]:
         """Return so many new names of this kind."""
         first = self._num_named.get(kind, 0)
         self._num_named[kind] = first + count
-        return tuple(f"{kind}-{number}" for number in range(first, first + count))
+        numbers = range(first, first + count)
+        return tuple(deployed_name(f"{kind}-{number}", self.deployment_id) for number in numbers)
 
 
 def engines_of(share: NodeShare, config: EngineConfig, node: NodeCapacity) -> Mapping[str, EngineConfig]:
     """Return each worker's engine section by its name, with its threads and device: prefill workers get theirs first.
 
-    More computing threads than cores are worse than idle cores (see runtime/device/cores.py).
+    More computing threads than cores are worse than idle cores (see runtime/device/cores.py). Raises ConfigError as
+    `first_gpus` does.
     """
-    threads = config.threads_per_worker or max(1, node.num_cores // max(share.num_workers, 1))
-    devices = node.gpus or ("cpu",)
+    if not share.num_workers:
+        return {}
+    if node.gpus and share.num_standby:
+        raise ConfigError("decode.standby is for workers on CPUs; on a GPU set decode.count higher")
+    threads = config.threads_per_worker or max(1, node.num_cores // share.num_workers)
+    devices = first_gpus(node.gpus, config.tensor_parallel) or ("cpu",)
     return {
         name: msgspec.structs.replace(config, threads_per_worker=threads, device=devices[index % len(devices)])
         for index, name in enumerate((*share.prefill, *share.decode))
     }
 
 
-def _default_counts(node: NodeCapacity, *, is_separate: bool) -> tuple[int, int]:
-    """Return prefill and decode workers by what the node has: a worker per GPU, or one of each that share the cores."""
-    num_gpus = len(node.gpus)
+def first_gpus(gpus: Sequence[str], tensor_parallel: int) -> tuple[str, ...]:
+    """Return the first of every so many neighbouring GPUs, which the ranks of a worker have; none: there are no GPUs.
+
+    Raises ConfigError where no so many are neighbours.
+    """
+    if tensor_parallel == 1:
+        return tuple(gpus)
+    numbers = [int(gpu.partition(":")[2]) for gpu in gpus]
+    firsts: list[str] = []
+    place = 0
+    while place + tensor_parallel <= len(numbers):
+        if numbers[place + tensor_parallel - 1] == numbers[place] + tensor_parallel - 1:
+            firsts.append(gpus[place])
+            place += tensor_parallel
+        else:
+            place += 1
+    if gpus and not firsts:
+        raise ConfigError(
+            f"engine.tensor_parallel is {tensor_parallel}, but of the GPUs for the workers of this model "
+            f"({', '.join(gpus)}) no {tensor_parallel} are neighbours; set it lower, or engine.device=cuda, or serve "
+            "fewer models here"
+        )
+    return tuple(firsts)
+
+
+def _default_counts(node: NodeCapacity, tensor_parallel: int, *, is_separate: bool) -> tuple[int, int]:
+    """Return prefill and decode workers by what the node has: one of each rank's GPU, or one that shares the cores."""
+    num_gpus = len(first_gpus(node.gpus, tensor_parallel))
     if not is_separate:
         return 0, max(num_gpus, 1)
     return max(num_gpus // 2, 1), max(num_gpus - num_gpus // 2, 1)
 
 
-def _by_weight(total: int, nodes: Sequence[NodeCapacity], used: Sequence[bool] | None = None) -> list[int]:
+def _by_weight(
+    total: int, nodes: Sequence[NodeCapacity], taken: Sequence[int], used: Sequence[bool] | None = None
+) -> list[int]:
     """Share workers out so that the one with the least of a node has as much as possible.
 
-    With `used`, each of those nodes gets at least one and the others none.
+    `taken`: workers of others that share each node. With `used`, each of those nodes gets at least one and the others
+    none.
     """
     usable = [index for index in range(len(nodes)) if used is None or used[index]]
     counts = [0] * len(nodes)
@@ -164,9 +243,16 @@ def _by_weight(total: int, nodes: Sequence[NodeCapacity], used: Sequence[bool] |
         for index in usable:
             counts[index] = 1
     for _ in range(total - sum(counts)):
-        best = max(usable, key=lambda index: (nodes[index].weight / (counts[index] + 1), -counts[index], -index))
+        best = max(
+            usable, key=lambda index: (_left(nodes[index], taken[index] + counts[index]), -counts[index], -index)
+        )
         counts[best] += 1
     return counts
+
+
+def _left(node: NodeCapacity, num_workers: int) -> float:
+    """Return the part of a node that one more worker would have."""
+    return node.weight / (num_workers + 1)
 
 
 def _in_turn(total: int, num_nodes: int) -> list[int]:

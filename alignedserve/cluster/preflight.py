@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import psutil
 
 from alignedserve.config.sections import ClusterConfig, Topology
-from alignedserve.core.block_layout import INT8
+from alignedserve.core.block_layout import FP8, INT8
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
-from alignedserve.runtime.device.devices import CUDA, worker_devices
-from alignedserve.runtime.engine.model_executor import engine_mechanisms, hidden_block_tokens, storage_blocks
+from alignedserve.runtime.device.devices import CUDA, check_ranks, worker_devices
+from alignedserve.runtime.engine.engine_sizes import engine_mechanisms, hidden_block_tokens, storage_blocks
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
@@ -29,12 +29,14 @@ def check(config: ClusterConfig, served: ServedModel) -> None:
     """Check everything. Raises ConfigError, ModelError, NotEnoughMemory or AddressInUse saying what to change."""
     worker_devices(config.engine.device, 1)
     check_configuration(config, served)
-    check_machine(config, served, range(config.gateway.port, config.gateway.port + config.gateway.count))
+    check_machine(config, served, range(config.gateway.port, config.gateway.port + config.gateway.num_ports))
 
 
 def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
     """Check what does not depend on the machine. Raises ConfigError or ModelError."""
     config = resolve_policy(config)
+    if served.encoder is not None:
+        _check_encoder(config)
     make_prefill_order(config.router.prefill_order or "")
     make_length_predictor(config.router, served)
     make_batch_former(
@@ -42,8 +44,15 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
     )
     block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
     _check_policy(config, block_tokens)
-    if config.engine.kv_cache_dtype == INT8:
-        _check_int8_cache(config)
+    if config.lora.is_enabled and block_tokens is not None:
+        raise ConfigError(
+            f"lora: policy {config.scheduling.policy!r} recomputes keys and values from layer inputs, which is not "
+            "done with adapters; choose another policy, or scheduling.policy_params.hybrid_cache=false"
+        )
+    if config.engine.kv_cache_dtype in (INT8, FP8):
+        _check_rounded_cache(config)
+    if config.engine.tensor_parallel > 1:
+        _check_ranks(config)
     load_tokenizer(served)
     if not served.has_random_weights:
         check_weight_files(served.folder)
@@ -51,12 +60,21 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
 
 
 def check_machine(config: ClusterConfig, served: ServedModel, ports: Iterable[int]) -> None:
-    """Check this machine: its memory for the workers, and these ports for gateways.
+    """Check this machine: its memory for the workers, cores or GPUs for their ranks, and these ports for gateways.
 
-    Raises NotEnoughMemory or AddressInUse.
+    Raises NotEnoughMemory, AddressInUse or ConfigError.
     """
+    check_ranks(config.engine.device, config.engine.tensor_parallel)
     _check_ports(config.gateway.host, ports)
     _check_memory(config, served)
+
+
+def _check_encoder(config: ClusterConfig) -> None:
+    """Check that nothing is asked for that an encoder cannot do."""
+    if config.chosen_topology.is_separate:
+        raise ConfigError("an encoder's workers compute whole prompts; set topology to elastic or colocated")
+    if config.lora.adapters or config.lora.allowed_folder is not None:
+        raise ConfigError("lora has no effect on an encoder: adapters are for decoders; leave it out")
 
 
 def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
@@ -81,11 +99,13 @@ def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
     require_policy(config.scheduling, config.chosen_topology, mechanisms)
 
 
-def _check_int8_cache(config: ClusterConfig) -> None:
+def _check_rounded_cache(config: ClusterConfig) -> None:
     """Check that nothing is asked for that a cache of 8 bits cannot do."""
-    setting = "engine.kv_cache_dtype=int8"
-    if config.engine.device.startswith(CUDA):
-        raise ConfigError(f"{setting} is computed on CPUs alone, not on {config.engine.device}; leave it at auto")
+    setting, is_on_gpu = f"engine.kv_cache_dtype={config.engine.kv_cache_dtype}", config.engine.device.startswith(CUDA)
+    if config.engine.kv_cache_dtype == FP8 and not is_on_gpu:
+        raise ConfigError(f"{setting} is computed on GPUs, not on {config.engine.device}; int8 is as small there")
+    if config.engine.kv_cache_dtype == INT8 and is_on_gpu:
+        raise ConfigError(f"{setting} is computed on CPUs alone, not on {config.engine.device}; fp8 is as small there")
     if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
         raise ConfigError(
             f"{setting} rounds keys and values, and policy {config.scheduling.policy!r} keeps layer inputs, which are "
@@ -95,6 +115,15 @@ def _check_int8_cache(config: ClusterConfig) -> None:
         raise ConfigError(
             f"decode.swap_format=int8 would round what {setting} has rounded already; leave it at exact, which copies "
             "the 8 bits as they are"
+        )
+
+
+def _check_ranks(config: ClusterConfig) -> None:
+    """Check that nothing is asked for that workers of several ranks cannot do."""
+    if config.engine.device.startswith(CUDA) and config.chosen_topology is not Topology.COLOCATED:
+        raise ConfigError(
+            "engine.tensor_parallel: blocks in the GPUs of several ranks are copied to the node's pool and back, but "
+            "not to other workers; set topology=colocated"
         )
 
 
@@ -142,7 +171,7 @@ def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
     pool = config.node_pool.memory_bytes if config.node_pool is not None else 0
     workers = 0
     if not config.engine.device.startswith(CUDA):  # on GPUs each worker checks its own memory
-        workers = config.decode.count * (weights + config.decode.kv_cache_bytes)
+        workers = config.decode.count * (weights + config.decode.kv_cache_bytes) + config.decode.standby * weights
         workers += config.prefill.count * (weights + config.prefill.kv_cache_bytes) if is_separate else 0
     if pool:
         folder = arena_folder()

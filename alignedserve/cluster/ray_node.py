@@ -1,19 +1,14 @@
-"""Starts Ray on this machine for one cluster, or joins the Ray cluster that `ray up` started."""
+"""Joins the Ray cluster that `ray up` started; the environment of Ray's own processes, wherever they are started."""
 
 import logging
-import os
-import secrets
 import socket
-from pathlib import Path
 
 import ray
-from ray._raylet import Config  # type: ignore[attr-defined]
 
 from alignedserve.cluster.signals import handlers_preserved
 from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
 from alignedserve.core.errors import ResourceError
 
-_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum; the cluster does not use it
 _ANSWER_TIMEOUT_S = 5.0
 # Environment of Ray's own processes. cluster.yaml sets the same for the Ray that it starts.
 RAY_ENVIRONMENT = {
@@ -36,31 +31,6 @@ RAY_ENVIRONMENT = {
     # Every worker sees every GPU of its host, so that it can map the memory of others.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
 }
-
-
-def start_ray(folder: Path, namespace: str) -> None:
-    """Start Ray's processes, which end with this one; `folder` gets their token. Raises ResourceError."""
-    set_already = {SPIN_VARIABLE: os.environ[SPIN_VARIABLE]} if SPIN_VARIABLE in os.environ else {}
-    os.environ.update(RAY_ENVIRONMENT | set_already)
-    # Set explicitly, with a token of this cluster: Ray's default depends on what ran before.
-    token = folder / "ray_token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
-    Config.initialize("")  # Ray read its settings when imported; this reads them again
-    try:
-        with handlers_preserved():
-            ray.init(
-                address="local",
-                namespace=namespace,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_OBJECT_STORE_BYTES,
-            )
-    except Exception as error:
-        # Ray raises a plain Exception if one of its processes is late.
-        raise ResourceError(f"Ray did not start: {error}; is this machine overloaded?") from error
 
 
 def join_ray(address: str, namespace: str) -> None:

@@ -63,11 +63,16 @@ def _arrivals() -> Iterator[Callable[[], set[int]]]:
         os.close(writing)
 
 
+def ignore_signals() -> None:
+    """Ignore signals until the process has ended: Python's own end takes handlers away, but leaves what is ignored."""
+    _install(dict.fromkeys(_SIGNALS, signal.SIG_IGN))
+
+
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
     """Ignore signals during cleanup: a second Ctrl-C, or a SIGTERM to the process group, must not interrupt it."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    _install(dict.fromkeys(_SIGNALS, signal.SIG_IGN))
+    ignore_signals()
     try:
         yield
     finally:

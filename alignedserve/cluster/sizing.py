@@ -17,8 +17,9 @@ from alignedserve.cluster.memory_planner import (
     Machine,
     MemoryPlanner,
     is_any_set,
+    worker_grammar_bytes,
 )
-from alignedserve.config.sections import MIB, ClusterConfig
+from alignedserve.config.sections import MIB, ClusterConfig, PrefixCacheConfig
 from alignedserve.config.unset_sizes import DefaultSize, with_fixed_sizes
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import NotEnoughMemory
@@ -29,7 +30,8 @@ _GIB = 1024 * MIB
 _LEAST_TOKENS_PER_REQUEST = 256  # a batch of more requests than this allows is only preempted
 _CHUNK_S = 1.0  # a chunk takes about this long at most, so that others' tokens need not wait longer
 _CHUNKS = (64, 512)  # shorter ones read the weights too often, longer ones gain nothing
-_GPU_CHUNK = 2048
+# On a GPU, where one has this memory: chunks of an 8B model then take a quarter of a second on an H100.
+_GPU_CHUNK, _LARGE_GPU_CHUNK, _LARGE_GPU_BYTES = 4096, 8192, 60 * _GIB
 _FLOPS_PER_CORE = {True: 200e9, False: 100e9}  # of packed products, by whether they are in native bfloat16
 
 
@@ -41,9 +43,12 @@ class SizeChoice:
     served: ServedModel
     warnings: tuple[str, ...] = ()
 
-    @property
-    def line(self) -> str:
-        """Return the choice in one line, with what would change it."""
+    def remarks(self, *, names_model: bool = False) -> tuple[str, ...]:
+        """Return the warnings, each with the model's name before it where several are served."""
+        return tuple(f"{self.served.name}: {warning}" for warning in self.warnings) if names_model else self.warnings
+
+    def line(self, *, names_model: bool = False) -> str:
+        """Return the choice in one line, with what would change it. `names_model`: for where several are served."""
         config, served = self.config, self.served
         cache = config.decode.kv_cache_bytes
         tokens = cache // served.block_layout(config.engine.block_size).token_bytes
@@ -59,7 +64,10 @@ class SizeChoice:
             parts.append(f"pool {_spelt(config.pool.memory_bytes)}")
             chunk, settings = config.prefill.max_num_batched_tokens, settings + "pool.memory_bytes=..., "
         parts.append(f"prompts in chunks of {chunk}")
-        return f"Sizes: {', '.join(parts)}; change with --set {settings}model.max_context_len=... or model.dtype=..."
+        if worker_grammar_bytes(served):
+            parts.append(f"up to {_spelt(worker_grammar_bytes(served))} per worker for grammars")
+        head = f"Sizes of {served.name}" if names_model else "Sizes"
+        return f"{head}: {', '.join(parts)}; change with --set {settings}model.max_context_len=... or model.dtype=..."
 
 
 def choose_sizes(
@@ -70,6 +78,8 @@ def choose_sizes(
     `config`: with its topology and counts. Raises NotEnoughMemory naming what to change, where all sizes are unset and
     the least ones do not fit.
     """
+    if served.encoder is not None:  # whose prompts leave nothing to share
+        config = msgspec.structs.replace(config, prefix_cache=PrefixCacheConfig(enabled=False))
     planner = MemoryPlanner(config, served, machine, recomputing_bytes)
     found = planner.longest_context()
     if found is None and not is_any_set(config):
@@ -96,8 +106,10 @@ def _with_sizes(config: ClusterConfig, sizes: Mapping[tuple[str, str], int]) -> 
 def _with_limits(config: ClusterConfig, sized: ClusterConfig, served: ServedModel, machine: Machine) -> ClusterConfig:
     """Choose the unset limits of iterations: fewer requests where caches are small, shorter chunks of large models."""
     changed = msgspec.structs.replace
-    threads = sized.engine.threads_per_worker or max(machine.num_cores // sized.num_workers, 1)
-    chunk = _GPU_CHUNK if machine.gpu_bytes else _chunk(served, threads, machine.has_bfloat16)
+    threads = sized.engine.threads_per_worker or max(machine.num_cores // (sized.num_workers - sized.decode.standby), 1)
+    chunk = _chunk(served, threads, machine.has_bfloat16)
+    if machine.gpu_bytes:
+        chunk = _LARGE_GPU_CHUNK if min(machine.gpu_bytes) >= _LARGE_GPU_BYTES else _GPU_CHUNK
     token_bytes = served.block_layout(sized.engine.block_size).token_bytes
     sections = {}
     for name in ("prefill", "decode"):

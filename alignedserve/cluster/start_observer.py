@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from alignedserve.cluster.sizing import SizeChoice
+from alignedserve.runtime.device_check.choice import DeviceChoice
 from alignedserve.runtime.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -14,8 +15,11 @@ logger = logging.getLogger(__name__)
 class StartObserver(Protocol):
     """A receiver of what happens while a cluster starts."""
 
-    def sizes_chosen(self, choice: SizeChoice) -> None:
-        """Say what was chosen, before anything is started."""
+    def device_chosen(self, choice: DeviceChoice) -> None:
+        """Say what engine.device=auto means here, where there is something to say."""
+
+    def sizes_chosen(self, choice: SizeChoice, *, has_others: bool = False) -> None:
+        """Say what was chosen, before anything is started. `has_others`: beside it other models are served."""
 
     def model_loading(self, progress: Progress) -> None:
         """Show how much of the model the workers have loaded, on average."""
@@ -24,10 +28,14 @@ class StartObserver(Protocol):
 class LoggingObserver:
     """Writes what was chosen to the log."""
 
-    def sizes_chosen(self, choice: SizeChoice) -> None:
+    def device_chosen(self, choice: DeviceChoice) -> None:
         """Log the choice."""
-        logger.info(choice.line)
-        for warning in choice.warnings:
+        choice.log()
+
+    def sizes_chosen(self, choice: SizeChoice, *, has_others: bool = False) -> None:
+        """Log the choice."""
+        logger.info(choice.line(names_model=has_others))
+        for warning in choice.remarks(names_model=has_others):
             logger.warning(warning)
 
     def model_loading(self, progress: Progress) -> None:

@@ -48,6 +48,7 @@ def _bench_workload(options: EngineOptions, suited: _Suited, device: str) -> int
         device=device,
         attention=options.attention_backend,
         seed=options.seed,
+        tensor_parallel=options.tensor_parallel,
     )
     with notes().status(f"{spec.model}, {suited.workload}"):
         result = asdict(run_engine_benchmark(spec))

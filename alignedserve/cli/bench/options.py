@@ -104,8 +104,11 @@ class EngineOptions:
     quantization: Annotated[
         str | None, typer.Option(help="Of linear layers: int8; of a shape also blocks, as Q4_1.")
     ] = None
-    kv_cache_dtype: Annotated[str, typer.Option(help="Keys and values: auto (the dtype), or int8.")] = "auto"
+    kv_cache_dtype: Annotated[str, typer.Option(help="Keys and values: auto (dtype), int8, on GPUs fp8.")] = "auto"
     device: DeviceOption = "auto"
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, max=64, help="Ranks, which share cores or have a GPU each; not of iterations.")
+    ] = 1
     attention_backend: Annotated[str, typer.Option(help="auto, triton, torch or an instruction set of the CPU.")] = (
         "auto"
     )
@@ -115,6 +118,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.shape is not None and self.model is not None:
             raise ConfigError("give either --shape or --model")
+        if self.workload == "iterations" and self.tensor_parallel > 1:
+            raise ConfigError("--workload iterations: is of one rank; leave --tensor-parallel out")
 
 
 @dataclass(frozen=True, slots=True)

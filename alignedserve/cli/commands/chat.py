@@ -9,14 +9,15 @@ oldest messages.
 import asyncio
 import contextlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.markup import escape
 
-from alignedserve.cli.commands.options import ChatOptions
+from alignedserve.cli.commands.options import EFFORTS, ChatOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
-from alignedserve.core.errors import ConfigError
+from alignedserve.core.errors import ConfigError, PeerError
 from alignedserve.loadgen.client import (
     ClientFailure,
     ClientFailureKind,
@@ -34,9 +35,12 @@ PROMPT = "> "
 # Small models repeat themselves without end when they always take the likeliest token.
 TOP_P, REPETITION_PENALTY = 0.9, 1.1
 MAX_ANSWER_LEN = 1024  # tokens; at most a quarter of the context
+_DEFAULT_EFFORT = "default"  # the model's own
 _CONTEXT_EXCEEDED = "context_length_exceeded"
 HELP = """/new          forget the conversation
 /system TEXT  set the system message (empty: remove it) and start anew
+/model NAME   talk to another model from here on (without NAME: list the served models)
+/think LEVEL  how much to think: none, minimal, low, medium, high, xhigh, or default (the model's own)
 /help         this list
 /quit         leave (so do Ctrl-D, and Ctrl-C at the prompt)
 Ctrl-C while an answer comes stops that answer."""
@@ -78,7 +82,9 @@ class Conversation:
 
 def chat(options: ChatOptions) -> int:
     """Run the command and return its exit code."""
-    model = ListedModel(options.model) if options.model else asyncio.run(_served_model(options.url))
+    if options.reasoning_effort not in (None, *EFFORTS):
+        raise ConfigError(f"--reasoning-effort: must be one of {', '.join(EFFORTS)}")
+    model = _chosen_model(options)
     session = ChatSession(options=options, model=model)
     if options.once is not None:
         return session.answer_once(options.once)
@@ -87,9 +93,27 @@ def chat(options: ChatOptions) -> int:
     return session.converse()
 
 
-async def _served_model(url: str) -> ListedModel:
+def _chosen_model(options: ChatOptions) -> ListedModel:
+    if options.model is None:
+        return asyncio.run(_served_models(options.url))[0]
+    try:
+        return find_model(asyncio.run(_served_models(options.url)), options.model)
+    except (PeerError, ConfigError):  # some servers list not all that they serve
+        return ListedModel(options.model)
+
+
+async def _served_models(url: str) -> tuple[ListedModel, ...]:
     async with OpenAiClient(url=url, api_key=client_api_key()) as client:
-        return await client.listed_model()
+        return await client.listed_models()
+
+
+def find_model(listed: Sequence[ListedModel], name: str) -> ListedModel:
+    """Return the model of this name. Raises ConfigError naming those there are."""
+    found = next((model for model in listed if model.name == name), None)
+    if found is None:
+        names = ", ".join(printable(model.name) for model in listed)
+        raise ConfigError(f"the server has no model {name}; it serves {names}")
+    return found
 
 
 class ChatSession:
@@ -99,10 +123,13 @@ class ChatSession:
         self._options = options
         self._model = model
         self._conversation = Conversation(system=options.system)
+        self._thoughts = _ThoughtPrinter()
+        self._effort = options.reasoning_effort  # None: the model's own
         self._has_forgotten = False  # during the latest answer
 
     def answer_once(self, prompt: str) -> int:
         """Answer one prompt on stdout, for scripts. Ctrl-C ends it with code 130."""
+        self._thoughts.is_hidden = not notes().is_terminal  # a script reads the answer alone
         if not prompt.strip():
             raise ConfigError("there is no prompt: neither --once nor anything on stdin")
         outcome, was_interrupted = self._answer(prompt.strip())
@@ -149,11 +176,37 @@ class ChatSession:
                 notes().print(
                     f"[dim]System message {'set' if argument.strip() else 'removed'}; a new conversation.[/dim]"
                 )
+            case "/model":
+                self._choose_model(argument.strip())
+            case "/think":
+                self._set_effort(argument.strip().lower())
             case "/help":
                 notes().print(HELP, markup=False)
             case _:
                 notes().print(f"There is no command {command}. /help lists them.", markup=False)
         return True
+
+    def _choose_model(self, name: str) -> None:
+        """Go on with this model; without a name list the models."""
+        try:
+            listed = asyncio.run(_served_models(self._options.url))
+            self._model = find_model(listed, name) if name else self._model
+        except (ConfigError, PeerError) as error:
+            print_error(str(error))
+            return
+        if name:
+            notes().print(f"[dim]Now talking to {escape(printable(self._model.name))}.[/dim]")
+            return
+        for model in listed:
+            mark = "*" if model.name == self._model.name else " "
+            notes().print(f"{mark} {printable(model.name)}", markup=False)
+
+    def _set_effort(self, level: str) -> None:
+        if level not in (*EFFORTS, _DEFAULT_EFFORT):
+            notes().print(f"/think takes one of {', '.join(EFFORTS)}, {_DEFAULT_EFFORT}.", markup=False)
+            return
+        self._effort = None if level == _DEFAULT_EFFORT else level
+        notes().print(f"[dim]Effort: {level}.[/dim]")
 
     def _answer(self, prompt: str) -> tuple[CompletionOutcome, bool]:
         """Stream the answer to stdout; also returns whether the person stopped it."""
@@ -165,6 +218,7 @@ class ChatSession:
             asyncio.run(self._stream(outcome))
         except KeyboardInterrupt:
             was_interrupted = True
+        self._thoughts.end()
         if outcome.text_parts and not outcome.text.endswith("\n"):
             print(flush=True)
         self._conversation.settle(outcome.text)
@@ -178,7 +232,7 @@ class ChatSession:
         async with OpenAiClient(url=self._options.url, api_key=client_api_key()) as client:
             while True:
                 call = CompletionCall(CompletionApi.CHAT, self._body(max_tokens))
-                await client.complete(call, outcome, _print_piece)
+                await client.complete(call, outcome, self._print_piece, self._thoughts.show)
                 if outcome.failure is None or outcome.failure.code != _CONTEXT_EXCEEDED:
                     return
                 if self._conversation.forget_oldest():
@@ -206,13 +260,35 @@ class ChatSession:
             body["top_p"] = TOP_P
             if self._model.max_context_len is not None:  # a server that extends OpenAI's API
                 body["repetition_penalty"] = REPETITION_PENALTY
+        if self._effort is not None:
+            body["reasoning_effort"] = self._effort
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
         return body
 
+    def _print_piece(self, text: str) -> None:
+        self._thoughts.end()
+        print(printable(text), end="", flush=True)
 
-def _print_piece(text: str) -> None:
-    print(printable(text), end="", flush=True)
+
+class _ThoughtPrinter:
+    """Shows thoughts dim, on stderr, with an empty line between them and the answer."""
+
+    def __init__(self) -> None:
+        self.is_hidden = False
+        self._is_open = False
+
+    def show(self, text: str) -> None:
+        """Show a piece of a thought."""
+        if not self.is_hidden:
+            self._is_open = True
+            notes().print(printable(text), style="dim", end="", markup=False, soft_wrap=True)
+
+    def end(self) -> None:
+        """End the thought, if one is open."""
+        if self._is_open:
+            self._is_open = False
+            notes().print("\n")
 
 
 def _explain(failure: ClientFailure, url: str) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from alignedserve.cli.commands.options import DemoOptions
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
 from alignedserve.config.environment import client_api_key
-from alignedserve.config.loading import load_config
+from alignedserve.config.model_settings import load_models
 from alignedserve.evaluation.batch_alignment import Alignment, alignment_of
 from alignedserve.evaluation.checked_trace import (
     HANDOFFS_REFUSED,
@@ -94,11 +94,11 @@ def _server(options: DemoOptions) -> Iterator[tuple[str, bool]]:
     if options.config is None:
         # Beside a server that already has the usual port; an explicit --set comes later and wins.
         overrides[:0] = [f"gateway.port={_free_port()}", "batches.enabled=false"]
-    config = load_config(options.config, overrides)
+    settings = load_models(options.config, overrides, ())
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         with notes().status("starting a cluster"):
-            cluster = stack.enter_context(start_cluster(config))
+            cluster = stack.enter_context(start_cluster(settings))
             cluster.wait_ready(READY_TIMEOUT_S)
         notes().print(f"cluster ready at {cluster.url} after {time.monotonic() - began_s:.1f} s", markup=False)
         yield cluster.url, cluster.config.chosen_topology.is_separate

@@ -1,6 +1,6 @@
 """`alignedserve doctor`: what this machine has, and what will be used."""
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import platform
@@ -15,14 +15,16 @@ from alignedserve.cli.console import results
 from alignedserve.config.environment import thread_waiting
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.attention.backend import TORCH
+from alignedserve.runtime.attention.libraries import FLASH_2, FLASH_4
 from alignedserve.runtime.attention.registry import measure_gpu_attention
 from alignedserve.runtime.device.cores import threads_per_worker
-from alignedserve.runtime.device.devices import CUDA, cuda_obstacle, describe_gpus
+from alignedserve.runtime.device.devices import AUTO, CPU, cuda_obstacle, describe_gpus
 from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.transfers.registry import available_transports
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from kernels.cpu.packed_linear import INT8, packed_levels
 from kernels.cpu.paged_attention import supported_levels
 from kernels.linear import ONEDNN, packing
@@ -93,19 +95,30 @@ def _device() -> str:
     obstacle = cuda_obstacle()
     if obstacle is not None:
         return f"CPU ({obstacle})"
-    return f"CPU; with engine.device=cuda {'; '.join(describe_gpus())}"
+    choice = choose_device(AUTO)
+    if choice.device == CPU:
+        return f"{choice.remark} ({'; '.join(describe_gpus())})"
+    return f"{'; '.join(describe_gpus())}; the self-check has passed"
 
 
 def _gpu() -> list[Finding]:
     """Report how attention would be computed on a GPU; tried where there is one."""
-    flash = "installed" if importlib.util.find_spec("flash_attn") else "not installed"
+    found = [version for name in (FLASH_4, FLASH_2) if (version := _installed(name)) is not None]
+    flash = " and ".join(found) or "not installed"
     if cuda_obstacle() is not None:
         return [Finding("flash-attn", f"{flash} (not needed on a CPU)")]
     choice = measure_gpu_attention(torch.device("cuda"))
     return [
         Finding("GPU attention", choice.decodes),
-        Finding("Prompts on a GPU", f"{choice.prompts}; flash-attn is {flash}"),
+        Finding("Prompts on a GPU", f"{choice.prompts}; flash-attn: {flash}"),
     ]
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return f"{distribution} {importlib.metadata.version(distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _attention() -> str:
@@ -145,10 +158,10 @@ def _pocket() -> Finding:
 
 
 def _transports() -> str:
-    on_cpu = ", ".join(available_transports(torch.device("cpu")))
+    on_cpu = ", ".join(available_transports(has_device=False))
     if cuda_obstacle() is not None:
         return on_cpu
-    return f"{on_cpu}; with engine.device=cuda {', '.join(available_transports(torch.device(CUDA)))} (not served yet)"
+    return f"{on_cpu}; with engine.device=cuda {', '.join(available_transports(has_device=True))}"
 
 
 def _cluster() -> list[Finding]:

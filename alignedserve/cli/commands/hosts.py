@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from rich.markup import escape
 from rich.table import Table
 
+from alignedserve.cli.commands.load_line import load_line
 from alignedserve.cli.console import notes, print_json, printable, results
+from alignedserve.cluster.deployments.orders import DeploymentReport
+from alignedserve.cluster.draining.drains import MOVING_S
 from alignedserve.cluster.hosts.client import (
     call_actor,
     connected,
@@ -17,16 +20,15 @@ from alignedserve.cluster.hosts.client import (
 )
 from alignedserve.cluster.hosts.left_behind import end_cluster, has_driver
 from alignedserve.cluster.hosts.operations.drain_rules import node_called
-from alignedserve.cluster.hosts.operations.drains import MOVING_S
 from alignedserve.cluster.hosts.operations.orders import DrainNode, ScaleWorkers, UndoDrain, give_order
 from alignedserve.cluster.hosts.operations.resizing import parse_counts
 from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage, waiting_for_head
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, ask_to_stop, read_record, recorded_id
 from alignedserve.cluster.hosts.supervisor import Ending
 from alignedserve.config.environment import redis_authority_path, redis_url
-from alignedserve.config.sections import Topology
 from alignedserve.core.errors import PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.runtime.process.addresses import is_gateway
 
 _TAIL_BYTES = 4096
 _NUM_LAST_LINES = 6  # of a process that does not serve
@@ -43,17 +45,22 @@ def status(json_output: bool) -> bool:
     with connected():
         record = running_cluster()
         lost = lost_nodes(record)
-        load = _load(record)
+        loads = _loads(record)
         words = _last_words(record)
     if json_output:
-        print_json(_as_document(record, lost, load, words))
+        print_json(_as_document(record, lost, loads, words))
     else:
         results().print(_nodes_table(record, lost))
+        if len(record.models) > 1:
+            results().print(_models_table(record))
         for name, lines in words.items():
             results().print(f"The end of `alignedserve logs {name}`:", *lines, sep="\n  ", markup=False)
-        results().print(load_line(load, record.topology))
+        for one in _served(record):
+            name = f"{one.name}: " if len(record.models) > 1 else ""
+            line = f"{name}{load_line(loads.get(one.deployment_id), one.topology)}"
+            results().print(printable(line), markup=False)
         results().print(record.version)
-    return not lost and not words and load is not None
+    return not lost and not words and all(one.deployment_id in loads for one in _served(record))
 
 
 def logs(actor: str | None, *, follow: bool) -> None:
@@ -77,14 +84,15 @@ def logs(actor: str | None, *, follow: bool) -> None:
                 time.sleep(_FOLLOW_S)
 
 
-def stop() -> None:
+def stop(*, at_once: bool) -> None:
     """Stop the cluster, its driver and the driver's supervisor, also where these fail or hang.
 
-    Raises ResourceError when there is nothing to stop, or a driver without a supervisor does not end.
+    What is open is answered first, for as long as the cluster's configuration gives it, unless `at_once`. Raises
+    ResourceError when there is nothing to stop, or a driver without a supervisor does not end.
     """
     with connected():
         has_record = recorded_id() is not None
-        is_ended = _ask_driver_to_stop()
+        is_ended = _ask_driver_to_stop(at_once=at_once)
         leaves_s = _LEAVES_S if has_record and is_ended else 0.0
         ending = end_supervisor_of_head(leaves_s=leaves_s, patience_s=_PATIENCE_S)
         if not has_record and ending is Ending.NOT_THERE:
@@ -93,19 +101,29 @@ def stop() -> None:
     notes().print(_stopped(ending, has_record=has_record, is_left=is_left), soft_wrap=True)
 
 
-def _ask_driver_to_stop() -> bool:
+def _ask_driver_to_stop(*, at_once: bool) -> bool:
     """Ask for as long as there is a cluster with a driver; return whether it has ended."""
     began_s = heard_s = time.monotonic()
+    patience_s = _STOP_S + (0.0 if at_once else recorded_drain_s())
     while (found := recorded_id()) is not None:
         # Anew for each: a driver that has died may be replaced by one with a cluster of its own.
-        ask_to_stop(found)
+        ask_to_stop(found, at_once=at_once)
         time.sleep(_FOLLOW_S)
         now = time.monotonic()
         if _is_looked_after():
             heard_s = now
-        if now - heard_s > _SILENT_S or now - began_s > _STOP_S:
+        if now - heard_s > _SILENT_S or now - began_s > patience_s:
             return False
     return True
+
+
+def recorded_drain_s() -> float:
+    """Return the time that the running cluster, if there is one, gives to what is open when it is to end."""
+    try:
+        record = read_record()
+    except ProtocolError:  # of another version
+        return 0.0
+    return record.drain_s if record is not None else 0.0
 
 
 def _is_looked_after() -> bool:
@@ -158,9 +176,12 @@ def drain(node: str, within_s: float, *, is_forced: bool, waits: bool) -> None:
             time.sleep(_FOLLOW_S)
 
 
-def scale(counts: list[str]) -> None:
-    """Change the numbers of workers. Raises ConfigError, or ResourceError saying what would fit."""
-    order = ScaleWorkers(parse_counts(counts))
+def scale(counts: list[str], model: str | None) -> None:
+    """Change the numbers of a model's workers. Raises ConfigError, or ResourceError saying what would fit.
+
+    `model`: its name for clients; None: one is served.
+    """
+    order = ScaleWorkers(parse_counts(counts), model)
     with connected():
         results().print(give_order(running_cluster().cluster_id, order).text)
 
@@ -196,19 +217,24 @@ def _last_words(record: ClusterRecord) -> dict[str, list[str]]:
     return found
 
 
-def _load(record: ClusterRecord) -> ClusterStatus | None:
-    """Return the router's last report, from the first gateway that has one."""
+def _loads(record: ClusterRecord) -> dict[str, ClusterStatus]:
+    """Return the last report of each model's router by deployment, from the first gateway that has any."""
     for node in record.nodes:
         for actor in node.actors:
-            if not actor.name.startswith("gateway-"):
+            if not is_gateway(actor.name):
                 continue
             try:
-                found: ClusterStatus | None = call_actor(actor.name, "cluster_status")
+                found: dict[str, ClusterStatus] = call_actor(actor.name, "cluster_statuses")
             except PeerLost:
                 continue
-            if found is not None:
+            if found:
                 return found
-    return None
+    return {}
+
+
+def _served(record: ClusterRecord) -> list[DeploymentReport]:
+    """Return the models that are served, in the order of their list."""
+    return [one for one in record.models if one.phase == "serving"]
 
 
 def _nodes_table(record: ClusterRecord, lost: set[str]) -> Table:
@@ -221,37 +247,39 @@ def _nodes_table(record: ClusterRecord, lost: set[str]) -> Table:
     return table
 
 
+def _models_table(record: ClusterRecord) -> Table:
+    table = Table("model", "state", "workers")
+    for one in record.models:
+        table.add_row(printable(one.name), one.phase, ", ".join(one.workers))
+    return table
+
+
 def _state_of(node: NodeRecord) -> str:
     if node.problem:
         return "refused"
     return node.drain or ("up in part" if node.failing else "up")
 
 
-def load_line(load: ClusterStatus | None, topology: str) -> str:
-    """Return what a cluster of this topology does, in one line."""
-    if load is None:
-        return "Load: unknown, as no gateway has a router"
-    pooled, workers = "", f"{load.num_decode_workers} {topology} workers"
-    if topology == Topology.DISAGGREGATED.value:
-        pooled = f"{load.num_pooled} pooled, "
-        workers = f"{load.num_prefill_workers} prefill and {load.num_decode_workers} decode workers"
-    leans = "".join(f"; {one.worker} leans {one.lean:.0%} to prompts" for one in load.leans)
-    prefixes = ""
-    if load.prefixes.num_query_tokens:
-        prefixes = f"; prefix cache: {load.prefixes.num_blocks} blocks, {load.prefixes.hit_rate:.0%} of tokens found"
-    return (
-        f"Load: {load.num_queued} queued, {load.num_prefilling} in prefill, {pooled}{load.num_decoding} decoding; "
-        f"{workers}, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used{prefixes}{leans}"
-    )
-
-
 def _as_document(
-    record: ClusterRecord, lost: set[str], load: ClusterStatus | None, words: Mapping[str, list[str]]
+    record: ClusterRecord, lost: set[str], loads: Mapping[str, ClusterStatus], words: Mapping[str, list[str]]
 ) -> dict[str, object]:
+    load = next((loads[one.deployment_id] for one in _served(record) if one.deployment_id in loads), None)
     counts = ("num_queued", "num_prefilling", "num_pooled", "num_decoding", "num_prefill_workers", "num_decode_workers")
     return {
         "model": record.model,
         "topology": record.topology,
+        "models": [
+            {
+                "name": one.name,
+                "state": one.phase,
+                "path": one.path,
+                "workers": list(one.workers),
+                "load": {name: getattr(loads[one.deployment_id], name) for name in counts}
+                if one.deployment_id in loads
+                else None,
+            }
+            for one in record.models
+        ],
         "version": record.version,
         "is_ready": record.is_ready,
         "nodes": [

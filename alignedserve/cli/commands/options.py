@@ -16,28 +16,26 @@ from alignedserve.cli.options import (
     ConfigOption,
     JsonFlag,
     ModelOption,
+    ProcessesOption,
     SeedOption,
     SetOption,
     UrlOption,
 )
 from alignedserve.core.errors import ConfigError
 
-_ProcessesOption = Annotated[
-    int | None, typer.Option(min=1, help="Simulations at a time.", show_default="one per core")
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """Options of `alignedserve serve`; those that stand for a `--set` are in `all_overrides`."""
 
-    model: Annotated[
-        str | None,
+    models: Annotated[
+        tuple[str, ...],
         typer.Argument(
+            metavar="[NAME=]MODEL",
             help="Model folder, GGUF file, ORG/NAME[:QUANTISATION][@REVISION] on a Hugging Face hub, smollm2, or "
-            "pocket for the model that ships with AlignedServe."
+            "pocket for the model that ships with AlignedServe; several share this machine.",
         ),
-    ] = None
+    ] = ()
     config: ConfigOption = None
     overrides: SetOption = ()
     port: Annotated[int | None, typer.Option("--port", help="Short for --set gateway.port=PORT.")] = None
@@ -49,6 +47,10 @@ class ServeOptions:
     quantization: Annotated[
         str | None, typer.Option("--quantization", metavar="int8", help="Short for --set model.quantization=int8.")
     ] = None
+    lora_modules: Annotated[
+        tuple[str, ...],
+        typer.Option("--lora-modules", metavar="NAME=DIR", help="Adapter: short for --set lora.adapters.NAME=DIR."),
+    ] = ()
     record: Annotated[
         Path | None,
         typer.Option(
@@ -63,11 +65,16 @@ class ServeOptions:
     ] = None
 
     @property
+    def named_models(self) -> tuple[str, ...]:
+        """Return the models where they are several or have names; empty: one at most, which an override gives."""
+        return self.models if len(self.models) > 1 or any("=" in model for model in self.models) else ()
+
+    @property
     def all_overrides(self) -> list[str]:
         """Return the overrides that the short options stand for, then those given by `--set`; later ones win."""
         record = None if self.record is None else str(self.record)
         short = {
-            "model.path": self.model,
+            "model.path": self.models[0] if self.models and not self.named_models else None,
             "gateway.port": self.port,
             "batching.policy": self.batching,
             "scheduling.policy": self.policy,
@@ -76,7 +83,14 @@ class ServeOptions:
         }
         # As JSON, since a path is never to be read as a YAML number.
         named = [f"{field}={json.dumps(value)}" for field, value in short.items() if value is not None]
-        return [*named, *self.overrides]
+        return [*named, *self._adapters(), *self.overrides]
+
+    def _adapters(self) -> list[str]:
+        """Return the override that names the adapters. Raises ConfigError."""
+        pairs = [module.partition("=") for module in self.lora_modules]
+        if not all(name and path for name, _, path in pairs):
+            raise ConfigError("--lora-modules takes NAME=DIR")
+        return [f"lora.adapters={json.dumps({name: path for name, _, path in pairs})}"] if pairs else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +127,9 @@ class ReplayOptions:
             raise ConfigError("give either --fit-on or --costs")
 
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # by OpenAI's names
+
+
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """Options of `alignedserve chat`."""
@@ -124,6 +141,10 @@ class ChatOptions:
         typer.Option("--once", metavar="PROMPT", help="Answer one prompt and leave (so does a prompt on stdin)."),
     ] = None
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None
+    reasoning_effort: Annotated[
+        str | None,
+        typer.Option(metavar="LEVEL", help=f"How much the model thinks before it answers: {', '.join(EFFORTS)}."),
+    ] = None
     temperature: Annotated[
         float,
         typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token: the same answer every time."),
@@ -293,7 +314,7 @@ class SimulateOptions:
         ),
     ] = None
     seed: SeedOption = 0
-    processes: _ProcessesOption = None
+    processes: ProcessesOption = None
     config: ConfigOption = None
     overrides: SetOption = ()
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html and simulation.json go.")] = Path(
@@ -369,7 +390,7 @@ class PlanOptions:
         ),
     ] = None
     seed: SeedOption = 0
-    processes: _ProcessesOption = None
+    processes: ProcessesOption = None
     config: ConfigOption = None
     overrides: SetOption = ()
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html, plan.json and plan.yaml go.")] = Path(

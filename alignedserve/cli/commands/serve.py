@@ -1,40 +1,57 @@
 """`alignedserve serve`: start a cluster on this machine, say what to do next, stop cleanly."""
 
+import contextlib
 import signal
 import sys
 import time
 from types import FrameType
 
-import msgspec
 import typer
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from alignedserve.cli.commands.node_losses import NodeLosses
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, notes, results
 from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.wiring import start_cluster
+from alignedserve.cluster.deployments.cluster import ClusterOfModels
+from alignedserve.cluster.draining.last_answers import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.launch import AskedToStop, RunningCluster
+from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
+from alignedserve.cluster.signals import ignore_signals
 from alignedserve.config.environment import api_keys
-from alignedserve.config.loading import load_config
+from alignedserve.config.model_settings import ModelSettings, load_models
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import AlignedServeError
-from alignedserve.runtime.model.built_in import POCKET
+from alignedserve.core.errors import AlignedServeError, NodeLost
+from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.served_model import ServedModel
 
 _READY_TIMEOUT_S = 120.0
+_DRAIN_LOOK_S = 0.1
 _WATCH_S = 0.5  # between looks for an end whose interrupt was dropped
 
 
 def serve(options: ServeOptions) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises an error of the tree, with nothing left running, when it cannot start."""
-    started_s = time.monotonic()
-    config = load_config(options.config, options.all_overrides)
-    ending = _StopSignals()
+    settings = load_models(options.config, options.all_overrides, options.named_models)
+    ending, losses = _StopSignals(), NodeLosses()
     try:
-        config = msgspec.structs.replace(config, model=fetch_model(config.model))
-        cluster = _start(config, options.nodes, ending)
+        _serve(options, settings, ending, losses)
+    except NodeLost as error:
+        if ending.is_asked_for:
+            return
+        losses.go_on_after(error, is_wanted=settings.configs[0].links.restart_on_node_loss)
+
+
+def _serve(options: ServeOptions, settings: ModelSettings, ending: "_StopSignals", losses: NodeLosses) -> None:
+    started_s = time.monotonic()
+    try:
+        losses.pause()
+        settings = settings.with_local([fetch_model(config.model) for config in settings.configs])
+        cluster = _start(settings, options.nodes, ending)
     except KeyboardInterrupt:
         notes().print("Interrupted before it was up; nothing is left running.")
         raise typer.Exit(INTERRUPTED) from None
@@ -46,8 +63,9 @@ def serve(options: ServeOptions) -> None:
         with notes().status("Waiting for the first token …"):
             cluster.wait_ready(_READY_TIMEOUT_S)
         results().print(_welcome(cluster, time.monotonic() - started_s))
-        while not ending.is_asked_for and cluster.check():
-            time.sleep(_WATCH_S)
+        _look_after(cluster, ending)
+        _drain(cluster, ending)
+        notes().print("Stopping …")
     except (KeyboardInterrupt, AskedToStop):
         notes().print("Stopping …")
     except AlignedServeError:
@@ -56,7 +74,35 @@ def serve(options: ServeOptions) -> None:
         end = cluster.leave
         raise
     finally:
+        ignore_signals()
         end()
+
+
+def _look_after(cluster: RunningCluster, ending: "_StopSignals") -> None:
+    """Look after the cluster until it is asked to end."""
+    with contextlib.suppress(KeyboardInterrupt):
+        while not ending.is_asked_for and cluster.check():
+            time.sleep(_WATCH_S)
+
+
+def _drain(cluster: RunningCluster, ending: "_StopSignals") -> None:
+    """Let what is open be answered, for a time; one signal more ends the waiting."""
+    drain_s, num_signals, is_said = cluster.config.gateway.drain_s, ending.num_signals, False
+    ends_s, last_answers = time.monotonic() + drain_s, LastAnswers()
+    with contextlib.suppress(KeyboardInterrupt):
+        while time.monotonic() < ends_s and not last_answers.look(cluster.actors()):
+            if ending.num_signals > num_signals or cluster.ends_at_once():
+                return
+            if last_answers.num_open and not is_said:
+                is_said = True
+                notes().print(_draining(last_answers.num_open, drain_s), soft_wrap=True)
+            cluster.check()
+            time.sleep(_DRAIN_LOOK_S)
+
+
+def _draining(num_open: int, drain_s: float) -> str:
+    requests = "1 request goes" if num_open == 1 else f"{num_open} requests go"
+    return f"Draining: {requests} on for at most {drain_s:g} s (gateway.drain_s); Ctrl-C or SIGTERM again ends at once."
 
 
 class _StopSignals:
@@ -66,55 +112,86 @@ class _StopSignals:
     """
 
     def __init__(self) -> None:
-        self.is_asked_for = False
+        self.num_signals = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupt)
 
+    @property
+    def is_asked_for(self) -> bool:
+        """Return whether there was a signal."""
+        return self.num_signals > 0
+
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.is_asked_for = True
+        self.num_signals += 1
         raise KeyboardInterrupt
 
 
-def _start(config: ClusterConfig, num_nodes: int | None, ending: _StopSignals) -> RunningCluster:
+def _start(settings: ModelSettings, num_nodes: int | None, ending: _StopSignals) -> RunningCluster:
     with StartScreen() as screen:
-        cluster = start_cluster(config, screen, num_nodes)
+        cluster = start_cluster(settings, screen, num_nodes)
     if ending.is_asked_for:
         cluster.stop()
         raise KeyboardInterrupt
     return cluster
 
 
+def _trial(served: ServedModel) -> tuple[str, str]:
+    """Return the path and the body of a first request."""
+    if served.encoder is None:
+        question = "spell otter" if served.folder == pocket_folder() else "What is the capital of France?"
+        return (
+            "/v1/chat/completions",
+            f'{{"model":"{served.name}","messages":[{{"role":"user","content":"{question}"}}]}}',
+        )
+    if served.encoder.score is None:
+        return "/v1/embeddings", f'{{"model":"{served.name}","input":"What is the capital of France?"}}'
+    documents = '["Paris is the capital of France.","Berlin is in Germany."]'
+    return "/v1/rerank", f'{{"model":"{served.name}","query":"capital of France","documents":{documents}}}'
+
+
 def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
     key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() else ""
-    question = "spell otter" if cluster.served.name == POCKET else "What is the capital of France?"
-    body = f'{{"model":"{cluster.served.name}","messages":[{{"role":"user","content":"{question}"}}]}}'
+    path, body = _trial(cluster.served)
     table = Table.grid(padding=(0, 2))
     # As this command was called: the environment need not be activated.
-    table.add_row("Chat here", f"[bold]{sys.argv[0]} chat[/]  (in another terminal)")
-    table.add_row("Web page", f"[bold]{cluster.url}/[/]")
+    if cluster.served.encoder is None:
+        table.add_row("Chat here", f"[bold]{sys.argv[0]} chat[/]  (in another terminal)")
+        table.add_row("Web page", f"[bold]{cluster.url}/[/]")
     table.add_row("OpenAI API", f"[bold]{cluster.url}/v1[/]")
-    table.add_row("Try", f"curl {cluster.url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'")
-    if cluster.served.stored is not None:
-        table.add_row("Weights", cluster.served.stored.description)
+    table.add_row("Try", f"curl {cluster.url}{path}{key} -H 'content-type: application/json' -d '{body}'")
     if isinstance(cluster, ClusterOnHosts):
         for node in cluster.record().nodes:
             table.add_row(f"{node.hostname} {node.address}", node.summary)
-    else:
-        table.add_row("Running", _shape(cluster))
-    if cluster.served.cache_dtype is not None:
-        table.add_row("KV cache", f"{cluster.served.cache_dtype}, with a scale per token and head")
+        for served in cluster.models:
+            _describe(table, served)
+    elif isinstance(cluster, ClusterOfModels):
+        table.add_row("Gateways", str(cluster.config.gateway.count))
+        for deployment in cluster.deployments:
+            table.add_row(f"[bold]{escape(deployment.served.name)}[/]", _shape(deployment.choice.config))
+            _describe(table, deployment.served)
     table.add_row("Logs", str(cluster.folder / "logs"))
     table.add_row("Stop", "Ctrl-C")
-    return Panel(table, title=f"AlignedServe serves [bold]{cluster.served.name}[/] (ready in {seconds:.1f} s)")
+    return Panel(table, title=f"AlignedServe serves [bold]{escape(_names(cluster))}[/] (ready in {seconds:.1f} s)")
 
 
-def _shape(cluster: RunningCluster) -> str:
-    config = cluster.config
+def _names(cluster: RunningCluster) -> str:
+    if isinstance(cluster, ClusterOnHosts):
+        return ", ".join(served.name for served in cluster.models)
+    models = cluster.deployments if isinstance(cluster, ClusterOfModels) else (cluster,)
+    return ", ".join(one.served.name for one in models)
+
+
+def _describe(table: Table, served: ServedModel) -> None:
+    """Add what is unusual of a model's weights and caches."""
+    if served.stored is not None:
+        table.add_row("Weights", served.stored.description)
+    if served.cache_dtype is not None:
+        table.add_row("KV cache", f"{served.cache_dtype}, with a scale per token and head")
+
+
+def _shape(config: ClusterConfig) -> str:
     if not config.chosen_topology.is_separate:
         workers = "worker" if config.decode.count == 1 else "workers"
         kind = f"{config.chosen_topology.value} {workers}"
-        return f"{config.gateway.count} gateway, 1 router, {config.decode.count} {kind}"
-    return (
-        f"{config.gateway.count} gateway, 1 router, 1 KV pool, "
-        f"{config.prefill.count} prefill and {config.decode.count} decode workers"
-    )
+        return f"1 router, {config.decode.count} {kind}"
+    return f"1 router, 1 KV pool, {config.prefill.count} prefill and {config.decode.count} decode workers"

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from alignedserve.cli.console import notes
 from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.config.sections import MIB
+from alignedserve.runtime.device_check.choice import DeviceChoice
 from alignedserve.runtime.process import loading_progress
 
 _GIB = 1024 * MIB
@@ -45,10 +46,17 @@ class StartScreen:
     ) -> None:
         self._bar.stop()
 
-    def sizes_chosen(self, choice: SizeChoice) -> None:
+    def device_chosen(self, choice: DeviceChoice) -> None:
+        """Print which GPUs engine.device=auto takes, or why none."""
+        if choice.remark:
+            self._console.print(
+                f"{'WARNING: ' if choice.is_warning else ''}{choice.remark}", markup=False, soft_wrap=True
+            )
+
+    def sizes_chosen(self, choice: SizeChoice, *, has_others: bool = False) -> None:
         """Print the choice, and what it costs the user."""
-        self._console.print(choice.line, markup=False, soft_wrap=True)
-        for warning in choice.warnings:
+        self._console.print(choice.line(names_model=has_others), markup=False, soft_wrap=True)
+        for warning in choice.remarks(names_model=has_others):
             self._console.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
     def model_loading(self, progress: loading_progress.Progress) -> None:

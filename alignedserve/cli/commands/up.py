@@ -10,14 +10,14 @@ import yaml
 from rich.markup import escape
 from rich.table import Table
 
+from alignedserve.cli.commands.hosts import recorded_drain_s
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import notes, results
 from alignedserve.cluster.hosts.client import connected
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, recorded_driver
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
 from alignedserve.config.environment import API_KEYS_VARIABLE, api_keys, ray_address
-from alignedserve.config.loading import load_config
-from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.model_settings import ModelSettings, load_models, name_of
 from alignedserve.core.errors import ResourceError
 from alignedserve.runtime.model.built_in import POCKET
 from alignedserve.scheduling.topology import require_effect
@@ -34,14 +34,16 @@ def up(options: ServeOptions) -> None:
 
     Raises an error of the tree, with the driver's last words, when it does not.
     """
-    config = load_config(options.config, options.all_overrides)
-    require_effect(config)  # a mistake is reported here, not in a log
+    settings = load_models(options.config, options.all_overrides, options.named_models)
+    for config in settings.configs:
+        require_effect(config)  # a mistake is reported here, not in a log
+    config = settings.configs[0]
     if config.gateway.host not in _LOOPBACK and not api_keys():
         notes().print(f"warning: anyone who reaches the gateways may use them; set {API_KEYS_VARIABLE}", soft_wrap=True)
     with connected():
-        end_supervisor()
+        end_supervisor(drain_s=recorded_drain_s())
         former = recorded_driver()
-        supervisor = start_supervisor(driver_command(options, config), ray_address() or "auto")
+        supervisor = start_supervisor(driver_command(options, settings), ray_address() or "auto")
         with notes().status("Starting the cluster …"):
             record = _wait_ready(former, lambda: supervisor.poll() is not None)
     results().print(urls_of(record))
@@ -64,32 +66,56 @@ def _counted(num_nodes: int) -> str:
     return f"{num_nodes} node" if num_nodes == 1 else f"{num_nodes} nodes"
 
 
-def driver_command(options: ServeOptions, config: ClusterConfig) -> list[str]:
+def driver_command(options: ServeOptions, settings: ModelSettings) -> list[str]:
     """Return the driver's command line: that of `serve`, with paths as seen from any folder.
 
-    `config`: what the options amount to, seen from the folder of this shell.
+    `settings`: what the options amount to, seen from the folder of this shell.
     """
     command = [sys.executable, "-m", "alignedserve", "serve"]
+    command += [_absolute_argument(model) for model in options.named_models]
     if options.config is not None:
         command += ["--config", str(options.config.absolute())]
-    for override in (*options.all_overrides, *_absolute_paths(config)):
+    for override in (*options.all_overrides, *_absolute_paths(settings, is_named=bool(options.named_models))):
         command += ["--set", override]
     return [*command, "--nodes", str(options.nodes or expected_nodes(Path.home() / _BOOTSTRAP_NAME))]
 
 
-def _absolute_paths(config: ClusterConfig) -> list[str]:
-    """Return overrides for paths that mean something else in the driver's folder, which is not the shell's."""
-    model = config.model.path
-    paths = {
-        "model.path": model if model != POCKET and Path(model).exists() else None,
+def _absolute_argument(model: str) -> str:
+    """Return an argument, MODEL or NAME=MODEL, that means the same in every folder."""
+    name, separator, path = ("", "", model) if Path(model).exists() else model.rpartition("=")
+    return f"{name}{separator}{_absolute(path) if _is_local(path) else path}"
+
+
+def _absolute_paths(settings: ModelSettings, *, is_named: bool) -> list[str]:
+    """Return overrides for paths that mean something else in the driver's folder, which is not the shell's.
+
+    `is_named`: the models are arguments of the command line, and no settings.
+    """
+    config = settings.configs[0]
+    paths: dict[str, str | None] = {
         "batches.folder": config.batches.folder if not config.batches.is_in_bucket else None,
         "recording.folder": config.recording.folder,
     }
+    if not is_named:
+        prefixes = [""] if len(settings.own) == 1 else [f"{name_of(own)}." for own in settings.own]
+        models = [one.model.path for one in settings.configs]
+        paths |= {
+            f"{prefix}model.path": path if _is_local(path) else None
+            for prefix, path in zip(prefixes, models, strict=True)
+        }
     return [
-        f"{field}={json.dumps(str(Path(path).expanduser().absolute()))}"
+        f"{field}={json.dumps(_absolute(path))}"
         for field, path in paths.items()
         if path is not None and not Path(path).is_absolute()
     ]
+
+
+def _is_local(model: str) -> bool:
+    return model != POCKET and Path(model).exists()
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def expected_nodes(bootstrap: Path) -> int:

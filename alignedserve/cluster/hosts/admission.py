@@ -20,14 +20,14 @@ from alignedserve.cluster.hosts.nodes.report import NodeReport, NodeSurveyor
 from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.config.sections import LinksConfig
-from alignedserve.core.errors import AlignedServeError
+from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.addresses import AddressBook
 
 logger = logging.getLogger(__name__)
 
 _CLOCKS_APART_S = 30.0
-_REPORT_S = 180.0  # of a node that loads PyTorch from a cold disk
+_REPORT_S = 420.0  # of a node that loads PyTorch from a cold disk and compiles kernels for the self-check
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,29 @@ class Admission:
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(surveyor)
 
-    def ask_report(self, node: RayNode, device: str, model: Path) -> Any:
+    def ask_report(self, node: RayNode, device: str, models: Sequence[Path]) -> Any:
         """Ask a node for its NodeReport; return Ray's reference to it."""
-        return self._surveyors[node].report.remote(device, model)
+        return self._surveyors[node].report.remote(device, tuple(models))
 
-    def reports(self, device: str, model: Path) -> dict[RayNode, NodeReport]:
+    def reports(self, device: str, models: Sequence[Path]) -> dict[RayNode, NodeReport]:
         """Ask every node at once and wait. Raises PeerLost naming the node that does not answer."""
         asked_s = time.time()
-        asked = {node: self.ask_report(node, device, model) for node in self._surveyors}
+        asked = {node: self.ask_report(node, device, models) for node in self._surveyors}
         reports: dict[RayNode, NodeReport] = {
             node: answer_of(node, reference, _REPORT_S) for node, reference in asked.items()
         }
         warn_of_clocks(reports, asked_s, time.time())
+        return reports
+
+    def reports_that_come(self, device: str, models: Sequence[Path]) -> dict[RayNode, NodeReport]:
+        """Ask every node at once and wait; leave those out that do not answer, as they may be about to be lost."""
+        asked = {node: self.ask_report(node, device, models) for node in self._surveyors}
+        reports: dict[RayNode, NodeReport] = {}
+        for node, reference in asked.items():
+            try:
+                reports[node] = answer_of(node, reference, _REPORT_S)
+            except PeerLost as error:
+                logger.warning("%s", error)
         return reports
 
     def apart(self) -> dict[RayNode, str]:
@@ -94,12 +105,12 @@ class Admission:
 
     def check(self, nodes: Mapping[RayNode, PreparedNode], served: ServedModel) -> None:
         """Check memory and ports on the nodes themselves. Raises the first error found there, or PeerLost."""
-        asked = {
-            node: self.ask_check(node, prepared, served)
+        asked = [
+            (node, self.ask_check(node, prepared, served))
             for node, prepared in nodes.items()
             if prepared.share.num_workers
-        }
-        for node, reference in asked.items():
+        ]
+        for node, reference in asked:
             require(node, answer_of(node, reference, _REPORT_S))
 
 
@@ -163,16 +174,26 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
     """Return, for each node that cannot work with the head, why."""
     found = {}
     for node, report in reports.items():
+        missing = missing_copies(report, head.digests)
         if report.problem is not None:
             found[node] = str(report.problem)
         elif report.gpus and not node.num_gpus:
             found[node] = f"Ray counts none of its {len(report.gpus)} GPUs; was it started there with --num-gpus=0?"
         elif report.versions != head.versions:
             found[node] = f"it has {report.versions}, the head {head.versions}"
-        elif report.model_digest is None:
-            found[node] = "it has no copy of the model at the same path"
-        elif report.model_digest != head.model_digest:
-            found[node] = "its copy of the model is another one (configuration, tokenizer or index differ)"
+        elif len(missing) == len(head.digests):
+            found[node] = missing[0]
+    return found
+
+
+def missing_copies(report: NodeReport, digests: Sequence[str | None]) -> dict[int, str]:
+    """Return, of the models with these digests on the head, the places of those that a node has not, and why."""
+    found = {}
+    for place, (own, of_head) in enumerate(zip(report.digests, digests, strict=True)):
+        if own is None:
+            found[place] = "it has no copy of the model at the same path"
+        elif own != of_head:
+            found[place] = "its copy of the model is another one (configuration, tokenizer or index differ)"
     return found
 
 

@@ -16,9 +16,7 @@ from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import read_record
-from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
 from alignedserve.cluster.hosts.succession import OTHER_BUILD, ClusterState, Succession, left_by_former
-from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import AlignedServeError, PeerLost, ProtocolError, ResourceError
 
 logger = logging.getLogger(__name__)
@@ -27,9 +25,7 @@ _STEP_S = 0.1
 _SETTLED_S = 30.0
 
 
-def adopt_cluster(
-    asked: str, actor_classes: ActorClasses, observer: StartObserver, scaler: NodeScaler | None = None
-) -> ClusterOnHosts | None:
+def adopt_cluster(asked: str, actor_classes: ActorClasses, driving: Driving) -> ClusterOnHosts | None:
     """Take over what a former driver has left; None: there is nothing, or it was of another kind and has been ended.
 
     `asked`: what this driver is to serve, by `digest_of`. Raises ResourceError when the former driver still runs, or
@@ -45,7 +41,7 @@ def adopt_cluster(
     state = left_by_former(record)
     if state is not None and state.asked == asked:
         try:
-            return _adopt(state, actor_classes, Driving(observer, Succession(asked, state), scaler))
+            return _adopt(state, actor_classes, replace(driving, succession=Succession(asked, state)))
         except (AlignedServeError, *OTHER_BUILD) as error:
             logger.warning("the former cluster cannot be taken over, and is ended: %s", error)
     end_cluster(record)

@@ -6,12 +6,16 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import msgspec
 import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
+from alignedserve.cluster.deployments.orders import RestartWorkers
+from alignedserve.cluster.deployments.preparation import DeploymentSettings
+from alignedserve.cluster.draining.worker_restarts import WorkerRestarts
+from alignedserve.cluster.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.driver_log import DriverLog
 from alignedserve.cluster.hosts.joining import Joining, Preparation
 from alignedserve.cluster.hosts.left_behind import kill_actors
@@ -30,43 +34,43 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
-from alignedserve.cluster.hosts.nodes.failed_processes import FailedProcesses
+from alignedserve.cluster.hosts.models.adapter_exchange import AdapterExchange
+from alignedserve.cluster.hosts.models.model_orders import ModelOrders
+from alignedserve.cluster.hosts.models.preparing import HostedPreparing
+from alignedserve.cluster.hosts.models.site import HostedDeployments, PartActors
 from alignedserve.cluster.hosts.nodes.keeper import end_actors
+from alignedserve.cluster.hosts.nodes.loading import LoadingOfNodes
 from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.nodes.report import own_versions
 from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
-from alignedserve.cluster.hosts.operations.orders import (
-    Answer,
-    DrainNode,
-    Order,
-    ScaleWorkers,
-    UndoDrain,
-    answer_order,
-    take_orders,
-)
+from alignedserve.cluster.hosts.operations.node_orders import NodeOrder, NodeOrders
+from alignedserve.cluster.hosts.operations.orders import ScaleWorkers, answer_order, take_orders
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors, WorkerScaling
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
     NodeRecord,
     is_asked_to_stop,
+    is_asked_to_stop_at_once,
     remove_record,
     write_record,
 )
 from alignedserve.cluster.hosts.recordings import Recordings
-from alignedserve.cluster.hosts.scaling.logic import GiveBack, ScaledNode
+from alignedserve.cluster.hosts.scaling.node_scaling import NodeScaling
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s
-from alignedserve.cluster.launch import AskedToStop, RunningCluster
+from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
 from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.start_observer import StartObserver
+from alignedserve.config.model_settings import ModelSettings
 from alignedserve.core.errors import AlignedServeError, PeerLost
-from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
 
 _STOP_LOOK_S = 0.5  # between looks during a start
+_READY_LOOK_S = 0.1
 _SETTLED_S = 30.0  # after which a driver has served, and an error in it is not one of each driver's start
 
 
@@ -76,6 +80,7 @@ class Driving:
 
     observer: StartObserver
     succession: Succession
+    settings: ModelSettings
     scaler: NodeScaler | None = None  # None: the number of nodes is left as it is
 
 
@@ -94,20 +99,29 @@ class ClusterOnHosts(RunningCluster):
         self._membership = Membership({node_id: one.ray_node.host for node_id, one in self._members.items()})
         self._drains = NodeDrains(self._members, self._membership, joining, self._decide)
         workers = WorkerActors(self._create_worker, self.remove_worker)
-        self._workers = WorkerScaling(self._members, joining.plan, joining.drains, workers)
+        self._workers = WorkerScaling(self._members, joining, workers)
+        self._node_orders = NodeOrders(self._drains, self._workers, self.record, lambda: self.actors())
+        actors = PartActors(self.add_part, self.take_out, self.actors_of, self.progress)
+        settings = DeploymentSettings(
+            driving.settings, {one: model.own for one, model in joining.models.items()}, self.folder
+        )
+        site = HostedDeployments(self._members, joining, HostedPreparing(settings), actors, driving.observer)
+        self._orders = ModelOrders(joining.cluster_id, self.url, site, joining.logic)
+        self._models = self._orders.driver
+        self._restarts = WorkerRestarts(joining.drains, self.actors, self._orders.answer)
+        self._adapters = AdapterExchange()
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
         self._failed = FailedProcesses(self.healths, self._start_again)
         self._joining = joining
         self._first_gateways = joining.plan.gateways  # also those of a later driver: shares must add up to the limits
         self._preparations: dict[str, Preparation] = {}
-        self._scaler = driving.scaler
+        self._scaling = NodeScaling(driving.scaler, self._members, self._membership, self._drains, self._failed)
         self._cluster_id = joining.cluster_id
         self._succession = driving.succession
         self._driver_id = secrets.token_hex(4)
         self._ready_s: float | None = None  # since when it has answered
         self._has_news = False  # that the record does not have
-        self._loading: dict[Any, str] = {}  # nodes whose progress is asked for, by the call
-        self._progress_of: dict[str, list[Progress | None]] = {}  # of nodes that answered
+        self._loading = LoadingOfNodes()
         self._asked_s = 0.0  # when it was last asked whether to stop
         self._heard_s = time.monotonic()  # from Ray's head
         self._recordings = Recordings(self.config.recording.folder)
@@ -128,15 +142,24 @@ class ClusterOnHosts(RunningCluster):
         others = tuple(member.prepared for member in self._members.values())[1:]
         if not self._succession.is_adopted:
             self.start(others)
+            self._models.announce()
             return
         with self._factory.adopting():
             self.create(others)
         for member in self._members.values():
             self._watch(member.name)
+        self._models.resume()
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """See RunningCluster; then every command finds the cluster."""
+        """See RunningCluster, of every model; then every command finds the cluster."""
         super().wait_ready(timeout_s)
+        patience = self._patience(timeout_s)
+        has_others = len(self._joining.models) > 1 and not self._succession.is_adopted
+        while has_others and not self._models.are_all_ready():
+            self.check_start()
+            if patience.is_over():
+                raise PeerLost(f"not every model was ready within {timeout_s:.0f} s; see {self.folder / 'logs'}")
+            time.sleep(_READY_LOOK_S)
         self._ready_s = time.monotonic()
         self._announce()
         self._heard_s = time.monotonic()
@@ -154,17 +177,8 @@ class ClusterOnHosts(RunningCluster):
 
     def progress(self) -> list[Progress | None]:
         """See RunningCluster; of all nodes."""
-        answered = ray.wait(list(self._loading), num_returns=len(self._loading), timeout=0)[0] if self._loading else []
-        for reference in answered:
-            name = self._loading.pop(reference)
-            with contextlib.suppress(RayError):
-                self._progress_of[name] = ray.get(reference)
         others = [member for member in self._members.values() if member.prepared.folder != self.folder]
-        asked = set(self._loading.values())
-        for member in others:
-            if member.name not in asked:
-                self._loading[member.keeper.actor.progress.remote()] = member.name
-        return [*super().progress(), *(one for member in others for one in self._progress_of.get(member.name, ()))]
+        return [*super().progress(), *self._loading.look(others)]
 
     def check(self) -> bool:
         """Take in nodes that have come and give up those that are gone; False: the cluster was asked to stop.
@@ -181,12 +195,23 @@ class ClusterOnHosts(RunningCluster):
         self._heard_s = time.monotonic()
         return goes_on
 
+    def ends_at_once(self) -> bool:
+        """See RunningCluster; also when Ray's head is gone."""
+        try:
+            return is_asked_to_stop_at_once(self._cluster_id)
+        except PeerLost:
+            return True
+
+    @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """Return the models that are listed to clients, in that order."""
+        return tuple(self._joining.models[one].served for one in self._models.listed)
+
     def record(self) -> ClusterRecord:
         """Return what the cluster consists of now."""
-        draining = self._membership.draining
+        draining, problems = self._membership.draining, self._failed.problems
         used = (
-            record_of(one, is_draining=node_id in draining, problems=self._failed.problems)
-            for node_id, one in self._members.items()
+            record_of(one, is_draining=one_id in draining, problems=problems) for one_id, one in self._members.items()
         )
         refused = (
             NodeRecord("", node.node_id, node.address, node.hostname, problem=problem)
@@ -195,12 +220,14 @@ class ClusterOnHosts(RunningCluster):
         return ClusterRecord(
             cluster_id=self._cluster_id,
             version=own_versions(),
-            model=self.served.name,
+            model=", ".join(served.name for served in self.models),
             topology=self.config.chosen_topology.value,
+            models=tuple(msgspec.structs.replace(one, num_open=None) for one in self._models.reports()),
             started=self._succession.started,
             is_ready=self._ready_s is not None,
             nodes=(*used, *(drained_record(member) for member in self._joining.drained.values()), *refused),
             driver=self._driver_id,
+            drain_s=self.config.gateway.drain_s,
         )
 
     def leave(self) -> None:
@@ -239,11 +266,21 @@ class ClusterOnHosts(RunningCluster):
             self._go_on(preparation)
         self._has_news |= self._failed.look()
         for name, order in take_orders(self._cluster_id):
-            answer_order(self._cluster_id, name, self._obey(order))
-        for name in self._drains.look(self.actors()):
+            if isinstance(order, NodeOrder):
+                self._has_news |= isinstance(order, ScaleWorkers)
+                answer_order(self._cluster_id, name, self._node_orders.obey(order))
+            elif isinstance(order, RestartWorkers):
+                self._restarts.order(name, order, self._models.reports())
+            else:
+                self._orders.take(name, order)
+        self._has_news |= self._orders.look()
+        self._adapters.look(self._members.values(), self._joining.models)
+        drained = self._drains.look(self.actors())
+        for name in [one for one in drained if not self._restarts.takes(one)]:
             self._workers.end(name)
             self._has_news = True
-        self._scale()
+        self._restarts.look(drained)
+        self._scaling.look(self._actors, self._seen.__getitem__)
         if self._has_news:
             self._announce()
         return True
@@ -255,7 +292,7 @@ class ClusterOnHosts(RunningCluster):
     def _perform(self, command: MembershipCommand) -> None:
         match command:
             case PrepareNode(node_id):
-                self._preparations[node_id] = self._joining.begin(self._seen[node_id])
+                self._preparations[node_id] = self._joining.begin(self._seen[node_id], self._members.values())
             case CancelPreparation(node_id):
                 self._preparations.pop(node_id).close()
             case ForgetNode(node_id):
@@ -289,15 +326,27 @@ class ClusterOnHosts(RunningCluster):
 
     def _admit(self, member: Member) -> None:
         """Create the actors of a node. Raises PeerLost while Ray has not given up those that had their names."""
+        for deployment_id in member.models.keys() - self._joining.lasting_models().keys():
+            member.remove_model(deployment_id)  # it has ended since, or is about to: nothing would end what is created
+        self._members[member.ray_node.node_id] = member
         try:
             self.add_node(member.prepared)
         except (RayError, ValueError) as error:
+            del self._members[member.ray_node.node_id]
             self._joining.vacate(member)
             raise PeerLost(f"its former actors have not ended: {error}") from error
-        self._members[member.ray_node.node_id] = member
         self._recordings.follow(member)
         actors = ", ".join(self._actors[member.name])
         logger.info("%s has joined as %s with %s", member.ray_node, member.name, actors)
+
+    def _parts_beside(self, node: PreparedNode) -> Sequence[PreparedNode]:
+        member = next(one for one in self._members.values() if one.name == node.share.node)
+        return tuple(member.others.values())
+
+    def _factory_of(self, part: PreparedNode) -> ActorFactory:
+        model = self._joining.models.get(part.share.deployment_id)
+        served = model.served if model is not None else self.served  # of which a node without it has gateways alone
+        return self._factory.serving(served, self._models.announced)
 
     def _create_worker(self, node: PreparedNode, name: str) -> None:
         try:
@@ -311,44 +360,9 @@ class ClusterOnHosts(RunningCluster):
         self._joining.vacate(member)
         self._drains.gone(member)
 
-    def _obey(self, order: Order) -> Answer:
-        try:
-            match order:
-                case DrainNode():
-                    return Answer(self._drains.drain(order, self.record().nodes))
-                case UndoDrain(name):
-                    return Answer(self._drains.undo(name, self.record().nodes))
-                case ScaleWorkers():
-                    self._has_news = True
-                    return Answer(self._workers.scale(order, self.actors()[ROUTER]))
-        except AlignedServeError as error:
-            return Answer(str(error), is_refused=True)
-
     def _start_again(self, name: str) -> None:
         member = next(one for one in self._members.values() if name in self._actors[one.name])
-        self.start_again(member.prepared, name)
-
-    def _scale(self) -> None:
-        """Give nodes back that the load does not need, and let Ray add those that it does."""
-        if self._scaler is None:
-            return
-        head, *_ = self._members
-        actors = {node_id: self._actors[member.name] for node_id, member in self._members.items()}
-        released, draining = self._membership.released, self._membership.draining
-        nodes = [
-            *(
-                ScaledNode(node_id, node_id == head, is_serving=not self._failed.are_awaited(actors[node_id]))
-                for node_id in self._members
-                if node_id not in draining
-            ),
-            *(ScaledNode(node_id, is_released=True) for node_id in released),
-        ]
-        gateways = [actor for name, actor in actors[head].items() if name.startswith("gateway-")]
-        for command in self._scaler.check(gateways, nodes, self._seen.__getitem__):
-            if isinstance(command, GiveBack):
-                self._drains.give_back(command.node_id)
-            else:
-                self._drains.take_again(command.node_id)
+        self.start_again(member.part_of(name), name)
 
     def _close_preparations(self) -> None:
         for preparation in self._preparations.values():
@@ -367,8 +381,7 @@ class ClusterOnHosts(RunningCluster):
                 kill_actors(everything)
                 for member in self._members.values():
                     release(member.prepared.folder.name)
-                if self._scaler is not None:
-                    self._scaler.close()
+                self._scaling.close()
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
                 end_actors(everything)

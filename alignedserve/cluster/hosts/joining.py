@@ -2,47 +2,71 @@
 
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, Phase
+from alignedserve.cluster.draining.drains import Drains
 from alignedserve.cluster.hosts.admission import (
     Admission,
+    Keeper,
     create_keeper,
     differences,
     end_keepers,
     keeper_of,
+    missing_copies,
     require,
     warn_of_clocks,
 )
+from alignedserve.cluster.hosts.device_agreement import JoiningDevice
 from alignedserve.cluster.hosts.members import Member, group_for, member_of, resources_of
+from alignedserve.cluster.hosts.models.hosted import HostedModel
+from alignedserve.cluster.hosts.models.planning import (
+    PlannedModel,
+    devices_of,
+    divided,
+    models_for_node,
+    planned_again,
+)
 from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.operations.drains import Drains
-from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, node_config, plan_joining
+from alignedserve.cluster.hosts.plan import NodePart, NodeResources, node_config, plan_joining
+from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeShare
 from alignedserve.core.errors import PeerLost, ResourceError
-from alignedserve.runtime.engine.model_executor import bytes_beside_blocks
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 180.0  # of a node that loads PyTorch from a cold disk
+_ANSWER_S = 420.0  # of a node that loads PyTorch from a cold disk and compiles kernels for the self-check
 
 Steps = Generator[Sequence[Any], Sequence[Any], Member]  # from Ray's references to what they refer to
 
 
-class Joining:
-    """Gives nodes their shares: that of a former node of the same host, or one of their own. Outlives a driver."""
+Shares = tuple[NodeShare, ...]  # of one node: that with its gateways first, then those of further deployments
 
-    def __init__(self, plan: ClusterPlan, head: NodeReport, cluster_id: str, num_nodes: int) -> None:
-        """`head`: what the head reported of itself. `num_nodes`: that the cluster was started with."""
-        self.plan = plan
+
+class Joining:
+    """Gives nodes their shares: those of a former node of the same host, or of their own. Outlives a driver."""
+
+    def __init__(self, models: Mapping[str, HostedModel], head: NodeReport, cluster_id: str, num_nodes: int) -> None:
+        """`models`: by deployment, the first one first. `head`: what the head reported of itself.
+
+        `num_nodes`: that the cluster was started with.
+        """
+        self.plan = next(iter(models.values())).plan  # by which gateways are placed, also when its model is gone
+        self.models = dict(models)
+        self.device = JoiningDevice(self.plan.config.engine.device)
+        self.logic = DeploymentsLogic({one: model.served.name for one, model in models.items()})
+        self.wholes: dict[str, Machine] = {}  # what each node had before the first model, by its name
         self.cluster_id = cluster_id
         self._head = head
-        self._vacant: dict[tuple[str, str], list[NodeShare]] = {}  # of hosts that are gone, for when they come back
+        self._vacant: dict[tuple[str, str], list[Shares]] = {}  # of hosts that are gone, for when they come back
         self._num_nodes = self._num_folders = num_nodes
         self.drains = Drains()
         self.drained: dict[str, Member] = {}  # nodes that stay out, by the ids under which they were members
@@ -55,59 +79,124 @@ class Joining:
     def keep_share(self, member: Member) -> None:
         """Keep the share of a node that is gone with its keeper for the next one of its host, and no more in Ray."""
         release(member.prepared.folder.name)
-        self._vacant.setdefault(member.ray_node.host, []).append(member.prepared.share)
+        self._vacant.setdefault(member.ray_node.host, []).append(tuple(part.share for part in member.parts))
 
-    def begin(self, node: RayNode) -> "Preparation":
-        """Begin to examine a node and to make it ready for its actors."""
-        return Preparation(node, self._steps(node))
+    def begin(self, node: RayNode, members: Iterable[Member] = ()) -> "Preparation":
+        """Begin to examine a node and to make it ready for its actors. `members`: that there are."""
+        return Preparation(node, self._steps(node, tuple(members)))
 
-    def _steps(self, node: RayNode) -> Steps:
+    def _steps(self, node: RayNode, members: Sequence[Member]) -> Steps:
         """Examine the node. Raises an error of the tree when it cannot be used."""
-        engine, served = self.plan.config.engine, self.plan.served
+        models = self.lasting_models()  # as they are now: what comes meanwhile does without this node
         with Admission([node]) as admission:
             asked_s = time.time()
-            (report,) = yield [admission.ask_report(node, engine.device, served.folder)]
+            folders = [model.folder for model in models.values()]
+            (report,) = yield [admission.ask_report(node, self.device.asked, folders)]
             warn_of_clocks({node: report}, asked_s, time.time())
-            found = differences({node: report}, self._head)
-            if found:
-                raise ResourceError(found[node])
+            head = replace(self._head, digests=tuple(model.digest for model in models.values()))
+            found = differences({node: report}, head)
+            refusal = found.get(node) or self.device.refusal(report)
+            if refusal is not None:
+                raise ResourceError(refusal)
+            missing = {list(models)[place] for place in missing_copies(report, head.digests)}
             resources = resources_of(f"node-{self._num_nodes}", node, report)
-            share = self._take_share(node, resources)
+            able = {one: model for one, model in models.items() if one not in missing}
+            planned, shares = self._take_shares(node, resources, needed_first(able, members))
             self._num_folders += 1
             folder_name = f"{self.cluster_id}-{self._num_folders}"
             try:
                 keeper = create_keeper(node, folder_name)
             except (RayError, ValueError) as error:
-                self._vacant.setdefault(node.host, []).append(share)
+                self._vacant.setdefault(node.host, []).append(shares)
                 # A driver that died before it had told anyone has used the name; the next attempt has another.
                 raise PeerLost(f"its keeper cannot be started: {error}") from error
             try:
                 failure, folder = yield [keeper.failure.remote(), keeper.folder.remote()]
                 require(node, failure)
                 kept = keeper_of(node, keeper, folder, self.cluster_id, self.plan.config.links)
-                beside = bytes_beside_blocks(served, self.plan.config.scheduling, engine.block_size)
-                sized = plan_joining(self.plan, share, resources.machine, beside)
-                config = node_config(sized, share, node.address)
-                member = member_of(node, share, resources.capacity, config, kept)
-                if share.num_workers:
-                    (failure,) = yield [admission.ask_check(node, member.prepared, served)]
-                    require(node, failure)
+                member = self._member(node, kept, planned, shares, resources)
+                for part in member.models.values():
+                    if part.share.num_workers:
+                        served = models[part.share.deployment_id].served
+                        (failure,) = yield [admission.ask_check(node, part, served)]
+                        require(node, failure)
                 group = group_for(member)
                 yield from _placed(node, group)
                 member.use(group)
             except BaseException:
-                self._vacant.setdefault(node.host, []).append(share)
+                self._vacant.setdefault(node.host, []).append(shares)
                 release(folder_name)
                 end_keepers([keeper])
                 raise
+        self.wholes[member.name] = resources.machine
         return member
 
-    def _take_share(self, node: RayNode, resources: NodeResources) -> NodeShare:
+    def lasting_models(self) -> dict[str, HostedModel]:
+        """Return the models that a node may begin to work for: neither those that drain nor those that end."""
+        leaving = {one.deployment_id for one in self.logic.standings if one.phase in (Phase.DRAINING, Phase.ENDING)}
+        return {one: model for one, model in self.models.items() if one not in leaving}
+
+    def _take_shares(
+        self, node: RayNode, resources: NodeResources, able: Mapping[str, HostedModel]
+    ) -> tuple[list[PlannedModel], Shares]:
+        """Return the models of a node with its shares. `able`: of which it has a copy, those first that need it most.
+
+        A node that comes back has what it had, of those; and what has room beside that.
+        """
         vacant = self._vacant.get(node.host)
         if vacant:
-            return vacant.pop()
-        self._num_nodes += 1
-        return self.plan.placement.join(resources.capacity)
+            shares = {share.deployment_id: share for share in vacant.pop()}
+        else:
+            self._num_nodes += 1
+            shares = {}
+        first = self.plan.placement.deployment_id
+        wanted = {one: planned_again(one, model.plan, {resources.capacity.name}) for one, model in able.items()}
+        former = [wanted[one] for one, share in shares.items() if one in wanted and share.has_model]
+        others = [model for one, model in wanted.items() if model not in former]
+        if len(wanted) == 1 and not former:  # refused by name where it does not fit
+            chosen = others
+        else:
+            chosen = [*former, *models_for_node(others, resources, beside=former)]
+        devices = devices_of(chosen, resources)
+        for model in chosen:
+            one = model.deployment_id
+            if one not in shares or not shares[one].has_model:
+                capacity = replace(resources.capacity, gpus=devices[one])
+                joined = able[one].plan.placement.join(capacity)
+                gateways = shares[one].gateways if one in shares else joined.gateways
+                shares[one] = replace(joined, gateways=gateways)
+        if first not in shares:
+            shares[first] = self.plan.placement.join(resources.capacity)
+        if first not in {model.deployment_id for model in chosen}:
+            shares[first] = shares[first].without_model()
+        kept = {model.deployment_id for model in chosen} | {first}
+        return chosen, (shares[first], *(share for one, share in shares.items() if one in kept - {first}))
+
+    def _member(
+        self,
+        node: RayNode,
+        keeper: Keeper,
+        planned: Sequence[PlannedModel],
+        shares: Shares,
+        resources: NodeResources,
+    ) -> Member:
+        """Return the node with its sizes. Raises NotEnoughMemory."""
+        by_id = {share.deployment_id: share for share in shares}
+        machines = divided(planned, [by_id[model.deployment_id] for model in planned], resources)
+        devices = devices_of(planned, resources)
+        parts = []
+        for one, share in by_id.items():
+            plan = self.models[one].plan if one in self.models else self.plan
+            sized = plan_joining(plan, share, machines.get(one, resources.machine))
+            capacity = replace(resources.capacity, name=share.node, gpus=devices.get(one, ()))
+            parts.append(NodePart(share, capacity, node_config(sized, share, node.address)))
+        return member_of(node, parts, keeper)
+
+
+def needed_first(models: Mapping[str, HostedModel], members: Sequence[Member]) -> dict[str, HostedModel]:
+    """Return the models in the order in which they need one more node: of those with few nodes first."""
+    counts = Counter(one for member in members for one, part in member.models.items() if part.share.num_workers)
+    return dict(sorted(models.items(), key=lambda found: counts[found[0]]))
 
 
 class Preparation:

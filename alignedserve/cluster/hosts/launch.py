@@ -13,27 +13,40 @@ import ray
 
 from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets
-from alignedserve.cluster.hosts.admission import Admission, differences, end_keepers, start_keepers
+from alignedserve.cluster.deployments.deployment import resolve_for
+from alignedserve.cluster.hosts.admission import (
+    Admission,
+    Keeper,
+    differences,
+    end_keepers,
+    missing_copies,
+    start_keepers,
+)
 from alignedserve.cluster.hosts.adoption import adopt_cluster
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
+from alignedserve.cluster.hosts.device_agreement import agreed_device, joining_device
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member, expect_handoffs, member_of, reserve_for, resources_of
+from alignedserve.cluster.hosts.models.hosted import HostedModel
+from alignedserve.cluster.hosts.models.planning import PlannedModel, plan_models
 from alignedserve.cluster.hosts.nodes.placement_group import release, release_former
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
-from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, plan_cluster
+from alignedserve.cluster.hosts.nodes.report import NodeReport
+from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.scaling.scaler import make_scaler
 from alignedserve.cluster.hosts.succession import Succession, digest_of
 from alignedserve.cluster.ray_node import join_ray
 from alignedserve.cluster.recording_folder import remove_unserved, with_absolute_folder, write_run_file
 from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
+from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import ResourceError
+from alignedserve.core.errors import ConfigError, ResourceError
 from alignedserve.messages.recording import RunMetadata
-from alignedserve.runtime.engine.model_executor import bytes_beside_blocks
+from alignedserve.runtime.device_check.choice import with_device
+from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.hub.local_model import with_local_model
-from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.runtime.process.addresses import FIRST_DEPLOYMENT, ROUTER, numbered_deployment
 from alignedserve.runtime.process.tls import CertificateAuthority
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.topology import require_effect
@@ -41,6 +54,8 @@ from alignedserve.scheduling.topology import require_effect
 logger = logging.getLogger(__name__)
 
 _FORMER_ENDS_S = 75.0  # its keepers end it when they have had no driver for a minute
+
+_ALWAYS_THERE = (ROUTER, "gateway-0")  # one of them, of any cluster: the first model's router may have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +68,25 @@ class Hosts:
 
 
 def launch_on_hosts(
-    config: ClusterConfig, hosts: Hosts, actor_classes: ActorClasses, observer: StartObserver | None = None
+    settings: ModelSettings, hosts: Hosts, actor_classes: ActorClasses, observer: StartObserver | None = None
 ) -> ClusterOnHosts:
     """Start a cluster on the nodes of that Ray cluster and return it when it is up.
 
     One that a former driver with the same configuration has left goes on instead, and one of another is ended first.
     Raises an error of the tree, with nothing left running, when it cannot.
     """
-    observer, asked = observer or LoggingObserver(), digest_of(config)
-    require_effect(config)
-    config = resolve_policy(msgspec.structs.replace(config, model=with_local_model(config.model)))
-    config = with_absolute_folder(config)
+    observer, asked = observer or LoggingObserver(), digest_of(*settings.configs)
+    configs = [_checked(config, len(settings.own)) for config in settings.configs]
     join_ray(hosts.address, NAMESPACE)
     try:
         context = ray.get_runtime_context()
         require_head(alive_nodes(), context.get_node_id())
-        scaler = make_scaler(config, context.gcs_address)
-        cluster = adopt_cluster(asked, actor_classes, observer, scaler)
+        scaler = make_scaler(configs, context.gcs_address)
+        driving = Driving(observer, Succession(asked), settings, scaler)
+        cluster = adopt_cluster(asked, actor_classes, driving)
         is_adopted = cluster is not None
         if cluster is None:
-            driving = Driving(observer, Succession(asked), scaler)
-            cluster = _prepare_cluster(config, hosts, actor_classes, driving)
+            cluster = _prepare_cluster(configs, hosts, actor_classes, driving)
     except BaseException:
         ray.shutdown()
         raise
@@ -81,74 +94,112 @@ def launch_on_hosts(
         cluster.start_all()
     except BaseException:
         cluster.stop()
-        if config.recording.folder is not None and not is_adopted:
-            remove_unserved(Path(config.recording.folder))
+        if configs[0].recording.folder is not None and not is_adopted:
+            remove_unserved(Path(configs[0].recording.folder))
         raise
     return cluster
 
 
+def _checked(config: ClusterConfig, num_models: int) -> ClusterConfig:
+    """Return one model's configuration, with a model of this machine. Raises ConfigError, or like Hub.fetch."""
+    if config.recording.folder is not None and num_models > 1:
+        raise ConfigError("recording.folder is for a cluster of one model; leave it out")
+    require_effect(config)
+    return with_absolute_folder(resolve_policy(msgspec.structs.replace(config, model=with_local_model(config.model))))
+
+
 def _prepare_cluster(
-    config: ClusterConfig, hosts: Hosts, actor_classes: ActorClasses, driving: Driving
+    configs: Sequence[ClusterConfig],
+    hosts: Hosts,
+    actor_classes: ActorClasses,
+    driving: Driving,
 ) -> ClusterOnHosts:
     _wait_for_former()
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
     if len(nodes) < hosts.num_nodes:
         logger.warning("%d of %d nodes are there after %.0f s", len(nodes), hosts.num_nodes, hosts.wait_s)
     with contextlib.ExitStack() as if_it_fails, Admission(nodes) as admission:
-        folder = resolve_model(config.model, config.engine.device, config.engine.kv_cache_dtype).folder
-        reports = admission.reports(config.engine.device, folder)
-        refused = admission.apart() | differences(reports, reports[nodes[0]])
-        if nodes[0] in refused:
-            raise ResourceError(f"{nodes[0]}: {refused[nodes[0]]}")
+        device = configs[0].engine.device
+        choice, reports = agreed_device(
+            device, admission.reports(device, [resolve_for([], one).folder for one in configs])
+        )
+        driving.observer.device_chosen(choice)
+        configs = [with_device(config, choice) for config in configs]
+        head = reports[nodes[0]]
+        refused = admission.apart() | differences(reports, head)
+        if nodes[0] in refused or (missing := missing_copies(head, head.digests)):
+            raise ResourceError(f"{nodes[0]}: {refused.get(nodes[0]) or next(iter(missing.values()))}")
         found = {
             node: resources_of(f"node-{index}", node, reports[node])
             for index, node in enumerate(node for node in nodes if node not in refused)
         }
-        plan = _plan(config, found)
+        plans = _plan(configs, found, reports)
         cluster_id = secrets.token_hex(4)
         names = {node: f"{cluster_id}-{index}" for index, node in enumerate(found)}
-        keepers = start_keepers(names, cluster_id, config.links)
+        keepers = start_keepers(names, cluster_id, configs[0].links)
         if_it_fails.callback(end_keepers, [keeper.actor for keeper in keepers.values()])
-        members = [
-            member_of(node, share, one.capacity, plan.config_of(share, node.address), keepers[node])
-            for (node, one), share in zip(found.items(), plan.shares, strict=True)
-        ]
+        members = _members(plans, found, keepers)
         expect_handoffs(members)
-        admission.check({member.ray_node: member.prepared for member in members}, plan.served)
+        for one, plan in plans.items():
+            parts = {member.ray_node: member.models[one] for member in members if one in member.models}
+            admission.check(parts, plan.served)
         release_former()
         for member in members:
             if_it_fails.callback(release, member.prepared.folder.name)
         reserve_for(members)
-        if config.recording.folder is not None:
-            write_run_file(_run_metadata(plan, members))
+        if configs[0].recording.folder is not None:
+            write_run_file(_run_metadata(plans[FIRST_DEPLOYMENT], members))
         if_it_fails.pop_all()
-    driving.observer.sizes_chosen(next(iter(plan.choices.values())))
-    authority = CertificateAuthority(cluster_id) if config.links.tls else None
-    joining = Joining(plan, reports[nodes[0]], cluster_id, len(members))
-    factory = ActorFactory(plan.served, actor_classes, ClusterSecrets(authority=authority), is_detached=True)
+    for plan in plans.values():
+        driving.observer.sizes_chosen(next(iter(plan.choices.values())), has_others=len(plans) > 1)
+    authority = CertificateAuthority(cluster_id) if configs[0].links.tls else None
+    models = {
+        one: HostedModel(plan, own, digest)
+        for (one, plan), own, digest in zip(plans.items(), driving.settings.own, head.digests, strict=True)
+    }
+    joining = Joining(models, head, cluster_id, len(members))
+    joining.device = joining_device(device, choice)
+    joining.wholes = {one.capacity.name: one.machine for one in found.values()}
+    cluster_secrets = ClusterSecrets(authority=authority)
+    factory = ActorFactory(plans[FIRST_DEPLOYMENT].served, actor_classes, cluster_secrets, is_detached=True)
     cluster = ClusterOnHosts(joining, members, factory, driving)
     for node, problem in refused.items():
         cluster.refuse(node, problem)
     return cluster
 
 
-def _plan(config: ClusterConfig, found: Mapping[RayNode, NodeResources]) -> ClusterPlan:
-    served = resolve_model(
-        config.model,
-        config.engine.device,
-        config.engine.kv_cache_dtype,
-        has_bfloat16=all(one.machine.has_bfloat16 for one in found.values()),
-        has_float8=all(one.machine.has_float8 for one in found.values()),
-    )
-    plan = plan_cluster(
-        config,
-        served,
-        list(found.values()),
-        recomputing_bytes=bytes_beside_blocks(served, config.scheduling, config.engine.block_size),
-    )
-    for choice in plan.choices.values():
-        preflight.check_configuration(choice.config, plan.served)
-    return plan
+def _plan(
+    configs: Sequence[ClusterConfig], found: Mapping[RayNode, NodeResources], reports: Mapping[RayNode, NodeReport]
+) -> dict[str, ClusterPlan]:
+    """Return the plan of each model, by deployment."""
+    machines, head = [one.machine for one in found.values()], next(iter(reports.values()))
+    missing = {node: missing_copies(reports[node], head.digests) for node in found}
+    models = [
+        PlannedModel(
+            deployment_id=numbered_deployment(index + 1),
+            config=config,
+            served=with_adapters(resolve_for(machines, config), config.lora),
+            nodes=frozenset(one.capacity.name for node, one in found.items() if index not in missing[node]),
+        )
+        for index, config in enumerate(configs)
+    ]
+    plans = plan_models(models, list(found.values()))
+    for plan in plans.values():
+        for choice in plan.choices.values():
+            preflight.check_configuration(choice.config, plan.served)
+    return plans
+
+
+def _members(
+    plans: Mapping[str, ClusterPlan], found: Mapping[RayNode, NodeResources], keepers: Mapping[RayNode, Keeper]
+) -> list[Member]:
+    """Return the nodes, each with its part of every deployment that has one there; the head has one of all."""
+    members = []
+    for index, node in enumerate(found):
+        parts = [plan.part(index, node.address) for plan in plans.values()]
+        used = [part for part in parts if part.share.num_workers or part.share.is_head or part.share.gateways]
+        members.append(member_of(node, used or parts[:1], keepers[node]))
+    return members
 
 
 def _run_metadata(plan: ClusterPlan, members: Sequence[Member]) -> RunMetadata:
@@ -170,10 +221,16 @@ def _wait_for_former() -> None:
     """Wait until the actors of a driver that has died are gone. Raises ResourceError when a cluster runs."""
     ends_s = time.monotonic() + _FORMER_ENDS_S
     while True:
-        try:
-            ray.get_actor(ROUTER, NAMESPACE)
-        except ValueError:
+        if not any(_is_there(name) for name in _ALWAYS_THERE):
             return
         if time.monotonic() > ends_s:
             raise ResourceError("a cluster serves on these hosts already; end it with `alignedserve stop`")
         time.sleep(0.5)
+
+
+def _is_there(name: str) -> bool:
+    try:
+        ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return False
+    return True

@@ -1,7 +1,8 @@
 """The nodes of a running cluster, each with what it has and what runs there."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
@@ -10,13 +11,13 @@ from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, create_g
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.recorded_parts import parts_folder
 from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.plan import NodeResources
+from alignedserve.cluster.hosts.plan import NodePart, NodeResources
 from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.cluster.recording_folder import recording_into
-from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.sections import EngineConfig
 from alignedserve.core.errors import ResourceError
-from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.runtime.process.addresses import deployment_of
 
 DRIVER = "driver"
 _ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104
@@ -24,16 +25,58 @@ _ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104
 
 @dataclass(slots=True)
 class Member:
-    """A node of the cluster."""
+    """A node of the cluster.
+
+    Its part of each deployment is a PreparedNode: of the first one that which has the gateways as well, also when that
+    deployment has ended.
+    """
 
     ray_node: RayNode
     prepared: PreparedNode
     keeper: Keeper
+    others: dict[str, PreparedNode] = field(default_factory=dict)  # parts of further deployments, by id
 
     @property
     def name(self) -> str:
         """Return its name in the cluster."""
         return self.prepared.share.node
+
+    @property
+    def parts(self) -> tuple[PreparedNode, ...]:
+        """Return its parts of all deployments, that with the gateways first."""
+        return (self.prepared, *self.others.values())
+
+    @property
+    def models(self) -> dict[str, PreparedNode]:
+        """Return its parts of the deployments that there are, by id."""
+        return {one.share.deployment_id: one for one in self.parts if one.share.has_model}
+
+    @property
+    def shares(self) -> tuple[NodeShare, ...]:
+        """Return its shares of all deployments, that with the gateways first."""
+        return tuple(part.share for part in self.parts)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Return the names of all its workers."""
+        return tuple(name for one in self.parts for name in one.share.workers)
+
+    def part_of(self, process: str) -> PreparedNode:
+        """Return the part that a process of this node belongs to."""
+        return self.others.get(deployment_of(process), self.prepared)
+
+    def set_part(self, prepared: PreparedNode) -> None:
+        """Replace its part of a deployment, or add one."""
+        if prepared.share.deployment_id == self.prepared.share.deployment_id:
+            self.prepared = prepared
+        else:
+            self.others[prepared.share.deployment_id] = prepared
+
+    def remove_model(self, deployment_id: str) -> None:
+        """Forget its part of a deployment that has ended. May be repeated."""
+        self.others.pop(deployment_id, None)
+        if deployment_id == self.prepared.share.deployment_id:
+            self.prepared = replace(self.prepared, share=self.prepared.share.without_model())
 
     def without_keeper(self) -> "Member":
         """Return it as it is handed from one driver to the next."""
@@ -41,21 +84,25 @@ class Member:
 
     def use(self, group: NodeGroup) -> None:
         """Place its processes in this group."""
-        self.prepared = replace(self.prepared, options_of=group.options_of)
+        for part in self.parts:
+            self.set_part(replace(part, options_of=group.options_of))
 
 
-def member_of(node: RayNode, share: NodeShare, capacity: NodeCapacity, config: ClusterConfig, keeper: Keeper) -> Member:
-    """Return the member that this node is, ready for its actors."""
-    if config.recording.folder is not None and not share.is_head:  # the driver copies it from there
-        config = recording_into(config, parts_folder(keeper.book.folder))
-    return Member(node, PreparedNode(share, capacity, config, keeper.book), keeper)
+def member_of(node: RayNode, parts: Sequence[NodePart], keeper: Keeper) -> Member:
+    """Return the member that this node is, ready for its actors. `parts`: that with the gateways first."""
+    prepared = [PreparedNode(share, capacity, config, keeper.book) for share, capacity, config in parts]
+    first = prepared[0]
+    if first.config.recording.folder is not None and not first.share.is_head:  # the driver copies it from there
+        prepared[0] = replace(first, config=recording_into(first.config, parts_folder(keeper.book.folder)))
+    return Member(node, prepared[0], keeper, {one.share.deployment_id: one for one in prepared[1:]})
 
 
 def group_for(member: Member) -> NodeGroup:
     """Create the group of a node. It is placed when Ray has what the workers take."""
-    node, prepared = member.ray_node, member.prepared
-    shares = worker_shares(prepared.share, prepared.config.engine, prepared.capacity, node.num_cpus)
-    return create_group(node, prepared.folder.name, shares)
+    node, engines = member.ray_node, dict[str, EngineConfig]()
+    for part in member.parts:
+        engines |= engines_of(part.share, part.config.engine, part.capacity)
+    return create_group(node, member.prepared.folder.name, worker_shares(engines, node.num_cpus))
 
 
 def reserve_for(members: Sequence[Member]) -> None:
@@ -71,10 +118,13 @@ def reserve_for(members: Sequence[Member]) -> None:
 
 def expect_handoffs(members: Sequence[Member]) -> None:
     """Tell each node's prefill workers how many decode workers the others have, to lend each as much memory."""
-    shares = [member.prepared.share for member in members]
+    num_decode = Counter[str]()
     for member in members:
-        num_far_decode = sum(len(share.decode) for share in shares if share is not member.prepared.share)
-        member.prepared = replace(member.prepared, num_far_decode=num_far_decode)
+        for deployment_id, part in member.models.items():
+            num_decode[deployment_id] += len(part.share.decode)
+    for member in members:
+        for deployment_id, part in member.models.items():
+            member.set_part(replace(part, num_far_decode=num_decode[deployment_id] - len(part.share.decode)))
 
 
 def resources_of(name: str, node: RayNode, report: NodeReport) -> NodeResources:
@@ -95,16 +145,19 @@ def record_of(
 ) -> NodeRecord:
     """Return what the record of the cluster says of this node. `problems`: of processes that do not serve."""
     node, share, config = member.ray_node, member.prepared.share, member.prepared.config
-    engines = engines_of(share, config.engine, member.prepared.capacity)
-    devices = {
-        name: engine.device if engine.device != "cpu" else f"{engine.threads_per_worker} threads"
-        for name, engine in engines.items()
-    }
-    of_head = [DRIVER, ROUTER, *([BATCHES] if config.batches.enabled else [])]
-    others = [
-        *(of_head if share.is_head else []),
-        *([share.pool_name] if share.num_workers and config.node_pool is not None else []),
-    ]
+    devices: dict[str, str] = {}
+    routers, pools = [], []
+    for part in member.models.values():
+        engines = engines_of(part.share, part.config.engine, part.capacity)
+        devices |= {
+            name: engine.device if engine.device != "cpu" else f"{engine.threads_per_worker} threads"
+            for name, engine in engines.items()
+        }
+        routers.append(part.share.router)
+        if part.share.num_workers and part.config.node_pool is not None:
+            pools.append(part.share.pool_name)
+    of_head = [DRIVER, *routers, *([BATCHES] if config.batches.enabled else [])]
+    others = [*(of_head if share.is_head else []), *pools]
     host = node.address if config.gateway.host in _ALL_ADDRESSES else config.gateway.host
     reachable = f"[{host}]" if ":" in host else host
     return NodeRecord(

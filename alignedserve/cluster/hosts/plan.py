@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,6 +12,7 @@ from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.runtime.engine.engine_sizes import bytes_beside_blocks
 from alignedserve.runtime.model.served_model import ServedModel
 
 NODE_ADDRESS = "node"  # as gateway.host: the address of each gateway's own node
@@ -24,20 +26,44 @@ class NodeResources:
     machine: Machine
 
 
+class NodePart(NamedTuple):
+    """A node's part of a deployment."""
+
+    share: NodeShare
+    capacity: NodeCapacity
+    config: ClusterConfig
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """Holds the processes of each node and their sizes."""
+    """Holds the processes of each node and their sizes, of one deployment."""
 
     config: ClusterConfig
     served: ServedModel  # with the context that fits every node
     placement: Placement  # which more nodes may join
     shares: tuple[NodeShare, ...]
     choices: Mapping[str, SizeChoice]  # of the nodes that have workers, by name
+    capacities: tuple[NodeCapacity, ...] = ()  # of the nodes of these shares, for this deployment
+
+    @property
+    def deployment_id(self) -> str:
+        """Return the id of the deployment."""
+        return self.placement.deployment_id
 
     @property
     def gateways(self) -> tuple[str, ...]:
         """Return the names of all gateways at the start."""
         return tuple(name for share in self.shares for name, _ in share.gateways)
+
+    @property
+    def recomputing_bytes(self) -> int:
+        """Return the bytes beside each decode block, where the policy keeps hidden caches."""
+        return bytes_beside_blocks(self.served, self.config.scheduling, self.config.engine.block_size)
+
+    def part(self, index: int, address: str) -> "NodePart":
+        """Return what the node at this place and address has of it."""
+        share = self.shares[index]
+        return NodePart(share, self.capacities[index], self.config_of(share, address))
 
     def config_of(self, share: NodeShare, address: str) -> ClusterConfig:
         """Return the configuration of a node at this address."""
@@ -45,39 +71,50 @@ class ClusterPlan:
         return node_config(choice.config if choice is not None else share.config_of(self.config), share, address)
 
 
-def plan_cluster(
-    config: ClusterConfig, served: ServedModel, nodes: Sequence[NodeResources], *, recomputing_bytes: int = 0
-) -> ClusterPlan:
+def plan_cluster(config: ClusterConfig, served: ServedModel, nodes: Sequence[NodeResources]) -> ClusterPlan:
     """Place everything and choose what is unset. Raises NotEnoughMemory naming the node.
 
     `config`: with its topology. The shortest context that a node allows is everyone's.
     """
+    placement = Placement(config)
+    return sized_plan(
+        ClusterPlan(config, served, placement, (), {}), placement.place([one.capacity for one in nodes]), nodes
+    )
+
+
+def sized_plan(plan: ClusterPlan, shares: Sequence[NodeShare], nodes: Sequence[NodeResources]) -> ClusterPlan:
+    """Return the plan with these shares of these nodes, and their sizes. Raises NotEnoughMemory naming the node."""
     while True:
-        placement = Placement(config)
-        shares = placement.place([node.capacity for node in nodes])
         choices = {
-            share.node: _choose(share, config, served, node.machine, recomputing_bytes)
+            share.node: choose_share(plan, share, node.machine)
             for share, node in zip(shares, nodes, strict=True)
             if share.num_workers
         }
         context_len = min(choice.served.max_context_len for choice in choices.values())
-        if all(choice.served.max_context_len == context_len for choice in choices.values()):
-            shortened = replace(served, max_context_len=context_len)
-            return ClusterPlan(config, shortened, placement, tuple(shares), choices)
-        served = replace(served, max_context_len=context_len)
+        is_common = all(choice.served.max_context_len == context_len for choice in choices.values())
+        plan = replace(plan, served=replace(plan.served, max_context_len=context_len))
+        if is_common:
+            capacities = tuple(node.capacity for node in nodes)
+            return replace(plan, shares=tuple(shares), choices=choices, capacities=capacities)
 
 
-def plan_joining(plan: ClusterPlan, share: NodeShare, machine: Machine, recomputing_bytes: int) -> ClusterConfig:
-    """Choose the sizes of a node that joins. Raises NotEnoughMemory when it has no room for the cluster's context."""
-    if not share.num_workers:
-        return share.config_of(plan.config)
-    choice = _choose(share, plan.config, plan.served, machine, recomputing_bytes)
+def choose_joining(plan: ClusterPlan, share: NodeShare, machine: Machine) -> SizeChoice:
+    """Choose the sizes of a node with workers that joins.
+
+    Raises NotEnoughMemory when it has no room for the cluster's context.
+    """
+    choice = choose_share(plan, share, machine)
     if choice.served.max_context_len < plan.served.max_context_len:
         raise NotEnoughMemory(
             f"{share.node} has room for contexts of {choice.served.max_context_len} tokens, "
             f"and this cluster serves {plan.served.max_context_len}"
         )
-    return choice.config
+    return choice
+
+
+def plan_joining(plan: ClusterPlan, share: NodeShare, machine: Machine) -> ClusterConfig:
+    """Return the configuration of a node that joins. Raises as `choose_joining`."""
+    return choose_joining(plan, share, machine).config if share.num_workers else share.config_of(plan.config)
 
 
 def node_config(config: ClusterConfig, share: NodeShare, address: str) -> ClusterConfig:
@@ -90,10 +127,10 @@ def node_config(config: ClusterConfig, share: NodeShare, address: str) -> Cluste
     return with_fixed_sizes(msgspec.structs.replace(config, gateway=gateway))
 
 
-def _choose(
-    share: NodeShare, config: ClusterConfig, served: ServedModel, machine: Machine, recomputing_bytes: int
-) -> SizeChoice:
+def choose_share(plan: ClusterPlan, share: NodeShare, machine: Machine) -> SizeChoice:
+    """Choose the sizes of a node with workers. Raises NotEnoughMemory naming it."""
+    beside = plan.recomputing_bytes
     try:
-        return choose_sizes(share.config_of(config), served, machine, recomputing_bytes=recomputing_bytes)
+        return choose_sizes(share.config_of(plan.config), plan.served, machine, recomputing_bytes=beside)
     except NotEnoughMemory as error:
         raise NotEnoughMemory(f"{share.node}: {error}") from error

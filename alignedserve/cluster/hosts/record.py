@@ -2,12 +2,14 @@
 
 import msgspec
 
+from alignedserve.cluster.deployments.orders import DeploymentReport
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.core.errors import ProtocolError
 
 DRAINING, DRAINED = "draining", "drained"
 _RECORD_KEY = "cluster"
 _STOP_KEY = "stop"
+_AT_ONCE = " at once"
 
 
 class ActorRecord(msgspec.Struct, frozen=True):
@@ -57,12 +59,14 @@ class ClusterRecord(msgspec.Struct, frozen=True):
 
     cluster_id: str
     version: str  # of AlignedServe, with that of Python
-    model: str
+    model: str  # or several, with commas
     topology: str
     started: float  # Unix time
     is_ready: bool
     nodes: tuple[NodeRecord, ...]
     driver: str = ""  # drawn by each driver; a cluster may have several, one after the other
+    models: tuple[DeploymentReport, ...] = ()
+    drain_s: float = 0.0  # that its end may take, for answers that run
 
     @property
     def urls(self) -> list[str]:
@@ -122,11 +126,19 @@ def remove_record(cluster_id: str) -> None:
     ray_directory.delete(_RECORD_KEY)
 
 
-def ask_to_stop(cluster_id: str) -> None:
-    """Ask the driver of this cluster to stop it. Raises PeerLost when Ray's head does not answer."""
-    ray_directory.put(_STOP_KEY, cluster_id.encode())
+def ask_to_stop(cluster_id: str, *, at_once: bool = False) -> None:
+    """Ask the driver of this cluster to stop it: once what is open is answered, for a time, or at once.
+
+    Raises PeerLost when Ray's head does not answer.
+    """
+    ray_directory.put(_STOP_KEY, f"{cluster_id}{_AT_ONCE if at_once else ''}".encode())
 
 
 def is_asked_to_stop(cluster_id: str) -> bool:
     """Return whether this cluster is to stop. Raises PeerLost when Ray's head does not answer."""
-    return ray_directory.get(_STOP_KEY) == cluster_id.encode()
+    return ray_directory.get(_STOP_KEY) == cluster_id.encode() or is_asked_to_stop_at_once(cluster_id)
+
+
+def is_asked_to_stop_at_once(cluster_id: str) -> bool:
+    """Return whether this cluster is to stop without waiting for anything. Raises as `is_asked_to_stop`."""
+    return ray_directory.get(_STOP_KEY) == f"{cluster_id}{_AT_ONCE}".encode()

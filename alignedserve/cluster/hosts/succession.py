@@ -69,10 +69,13 @@ class ClusterState:
     members: tuple[Member, ...]  # the head first
 
 
-def digest_of(config: ClusterConfig) -> str:
-    """Return a digest of all that a driver is started with: a driver with another one starts a cluster of its own."""
-    asked = msgspec.json.encode(config, enc_hook=_typed)
-    parts = (own_versions(), asked.decode(), *sorted(api_keys()), redis_url() or "")
+def digest_of(*configs: ClusterConfig) -> str:
+    """Return a digest of all that a driver is started with: a driver with another one starts a cluster of its own.
+
+    `configs`: of its models.
+    """
+    asked = [msgspec.json.encode(config, enc_hook=_typed).decode() for config in configs]
+    parts = (own_versions(), *asked, *sorted(api_keys()), redis_url() or "")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -96,7 +99,7 @@ class Fingerprint(cloudpickle.CloudPickler):
     @classmethod
     def of(cls, joining: Joining, members: Sequence[Member], cluster_secrets: ClusterSecrets) -> "Fingerprint":
         """Build it of all that is handed over and may change."""
-        return cls(joining, [(one.ray_node, one.prepared, one.keeper.book) for one in members], cluster_secrets)
+        return cls(joining, [(one.ray_node, one.parts, one.keeper.book) for one in members], cluster_secrets)
 
     def persistent_id(self, found: object) -> int | None:
         """Return what stands for an object; None: it is pickled."""

@@ -74,19 +74,21 @@ class Ending(Enum):
     KILLED = auto()
 
 
-def end_supervisor(*, leaves_s: float = 0.0, patience_s: float = _STOP_S) -> Ending:
+def end_supervisor(*, leaves_s: float = 0.0, drain_s: float = 0.0, patience_s: float = _STOP_S) -> Ending:
     """End the supervisor of this host, if there is one, with its driver; return how.
 
-    `leaves_s`: in which it may end by itself. After `patience_s` more the two are killed: a driver may hang.
+    `leaves_s`: in which it may end by itself. `drain_s`: in which its cluster may answer what is open; the driver is
+    then told again, and ends at once. After `patience_s` more the two are killed: a driver may hang.
     """
-    ending, began_s = Ending.NOT_THERE, time.monotonic()
+    ending, began_s, is_told = Ending.NOT_THERE, time.monotonic(), False
     while (pid := running_supervisor()) is not None:
         ending = Ending.ENDED
         waited_s = time.monotonic() - began_s
-        if waited_s > leaves_s + patience_s:
+        if waited_s > leaves_s + drain_s + patience_s:
             _kill(pid)
             return Ending.KILLED
-        if waited_s >= leaves_s:
+        if waited_s >= leaves_s + drain_s or (waited_s >= leaves_s and not is_told):
+            is_told = True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         time.sleep(_POLL_S)

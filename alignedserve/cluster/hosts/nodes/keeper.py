@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +12,14 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.deployments.leftovers import remove_files
 from alignedserve.cluster.hosts.nodes import recorded_parts
 from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.sweeper import start_sweeper
 from alignedserve.cluster.run_folder import make_run_folder
-from alignedserve.core.errors import AlignedServeError
+from alignedserve.core.errors import AdapterError, AlignedServeError
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
+from alignedserve.runtime.lora.loaded_file import AdapterChange, exchange, loaded_file
 from alignedserve.runtime.process.loading_progress import PROGRESS_SUFFIX, Progress, read_progress
 
 _MAX_READ_BYTES = 1 << 20
@@ -104,6 +106,20 @@ class NodeKeeper:
     def available_bytes(self) -> int:
         """Return the memory of this host that is free for more workers."""
         return int(psutil.virtual_memory().available)
+
+    def remove_files(self, names: Sequence[str]) -> bool:
+        """Remove what these processes have left, which have ended; return whether nothing is held any more."""
+        return remove_files(self._folder, names)
+
+    def exchange_adapters(
+        self, others: Mapping[str, tuple[AdapterChange, ...]]
+    ) -> dict[str, tuple[AdapterChange, ...]]:
+        """Take what was loaded on other nodes, by deployment; return what is known here then."""
+        found = {}
+        for deployment_id, changes in others.items():
+            with contextlib.suppress(AdapterError, OSError):
+                found[deployment_id] = exchange(loaded_file(self._folder, deployment_id), changes)
+        return found
 
     def progress(self) -> list[Progress | None]:
         """Return how far the workers that load a model here have come."""

@@ -21,7 +21,6 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.sections import EngineConfig
 from alignedserve.core.errors import PeerLost
 
@@ -32,6 +31,7 @@ _NODE_LABEL = "ray.io/node-id"
 _PREFIX = "alignedserve-node-"
 _WAIT_S = 20.0  # for what a former cluster had
 _DIGITS = 4  # to which Ray counts parts of CPUs and GPUs
+_ROUNDING = 1e-3  # more than shares are rounded by, together
 _TOKEN = 0.001  # of the node's own resource, for nodes without workers
 
 
@@ -62,20 +62,18 @@ class NodeGroup:
         return " and ".join(f"{sum(bundle.get(kind, 0.0) for bundle in bundles):g} {kind}" for kind in kinds)
 
 
-def worker_shares(
-    share: NodeShare, config: EngineConfig, capacity: NodeCapacity, num_cpus: float
-) -> dict[str, WorkerShare]:
+def worker_shares(engines: Mapping[str, EngineConfig], num_cpus: float) -> dict[str, WorkerShare]:
     """Return what each worker takes of this many CPUs, as Ray counts them, and of its GPU.
 
-    A worker has a CPU for each of its threads, or less where Ray counts fewer; workers of one GPU share it evenly.
+    A worker has a CPU for each of its threads, or less where Ray counts fewer; workers of one GPU share it evenly, and
+    one of several ranks has a GPU for each of them.
     """
-    engines = engines_of(share, config, capacity)
     num_on = Counter(engine.device for engine in engines.values())
     bundles = {device: index for index, device in enumerate(num_on)}
     shares = {}
     for name, engine in engines.items():
         cpus = min(float(engine.threads_per_worker or 1), num_cpus / len(engines))
-        gpus = 0.0 if engine.device == _CPU else 1.0 / num_on[engine.device]
+        gpus = 0.0 if engine.device == _CPU else engine.tensor_parallel / num_on[engine.device]
         shares[name] = WorkerShare(bundles[engine.device], _rounded_down(cpus), _rounded_down(gpus))
     return shares
 
@@ -83,13 +81,15 @@ def worker_shares(
 def bundles_of(shares: Mapping[str, WorkerShare], address: str) -> list[dict[str, float]]:
     """Return the bundles that hold these shares on the node at this address: one of each GPU, or one in all.
 
-    A GPU is whole, though three workers' thirds of it are less by a rounding.
+    GPUs are whole, though three workers' thirds of one are less by a rounding.
     """
     found: dict[int, dict[str, float]] = {}
     for share in shares.values():
         bundle = found.setdefault(share.bundle, {"CPU": 0.0, "GPU": 0.0})
         bundle["CPU"] = round(bundle["CPU"] + share.num_cpus, _DIGITS)
-        bundle["GPU"] = float(bool(share.num_gpus))
+        bundle["GPU"] = bundle["GPU"] + share.num_gpus
+    for bundle in found.values():
+        bundle["GPU"] = float(math.ceil(bundle["GPU"] - _ROUNDING))
     bundles = [{kind: amount for kind, amount in found[index].items() if amount} for index in sorted(found)]
     return [bundle or {f"node:{address}": _TOKEN} for bundle in bundles or [{}]]
 

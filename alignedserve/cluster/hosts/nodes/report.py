@@ -1,4 +1,4 @@
-"""Reports a node before it is used: its resources, its software and its copy of the model."""
+"""Reports a node before it is used: its resources, its software and its copies of the models."""
 
 import hashlib
 import platform
@@ -20,6 +20,7 @@ from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AlignedServeError, ResourceError
 from alignedserve.messages.wire import PROTOCOL_VERSION
 from alignedserve.runtime.device.devices import gpu_names
+from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.model.served_model import ServedModel
 
 _DIGESTED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.index.json")
@@ -34,9 +35,10 @@ class NodeReport:
     versions: str
     machine: Machine | None = None
     gpus: tuple[str, ...] = ()
-    model_digest: str | None = None  # None: the model is not there
+    digests: tuple[str | None, ...] = ()  # of the models that it was asked for; None: the model is not there
     problem: AlignedServeError | None = None  # for which it cannot be used
     unix_s: float | None = None  # its clock when it reported
+    device_remark: str = ""  # why engine.device=auto does not take its GPUs, if it has some
 
 
 def own_versions() -> str:
@@ -84,15 +86,17 @@ class Surveyor:
         """See `reachability.unreached`."""
         return unreached(places)
 
-    def report(self, device: str, model: Path) -> NodeReport:
-        """Return what this node has; `device` as engine.device."""
-        versions, digest = own_versions(), model_digest(model)
+    def report(self, device: str, models: Sequence[Path]) -> NodeReport:
+        """Return what this node has; `device` as engine.device, `models` where the head has its own."""
+        versions, digests = own_versions(), tuple(model_digest(model) for model in models)
         try:
-            machine = this_machine(device)
-            gpus = gpu_names(device)
+            choice = choose_device(device)
+            machine = this_machine(choice.device)
+            gpus = gpu_names(choice.device)
         except AlignedServeError as error:
-            return NodeReport(versions, model_digest=digest, problem=error)
-        return NodeReport(versions, machine, gpus, digest, unix_s=time.time())
+            return NodeReport(versions, digests=digests, problem=error)
+        remark = choice.remark if choice.is_warning else ""
+        return NodeReport(versions, machine, gpus, digests, unix_s=time.time(), device_remark=remark)
 
     def check(self, config: ClusterConfig, served: ServedModel, ports: Sequence[int]) -> AlignedServeError | None:
         """Return why this node has no room for its workers or its gateways; None: it has."""

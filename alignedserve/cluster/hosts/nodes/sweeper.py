@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from alignedserve.cluster.hosts.nodes.raylet_children import RayletChildren
+from alignedserve.cluster.local_ray.raylet_children import RayletChildren
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, ARENA_SUFFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.process.loading_progress import remove_unused_progress
 

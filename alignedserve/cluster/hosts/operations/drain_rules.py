@@ -18,24 +18,36 @@ def node_called(nodes: Sequence[NodeRecord], name: str) -> NodeRecord:
 
 
 def require_drainable(
-    node: NodeRecord, share: NodeShare | None, others: Sequence[NodeShare], *, is_forced: bool
+    node: NodeRecord,
+    shares: Sequence[NodeShare] | None,
+    others: Sequence[Sequence[NodeShare]],
+    *,
+    is_forced: bool,
 ) -> None:
     """Raise ResourceError when this node cannot be drained.
 
-    `share`: what runs there; None: nothing does. `others`: of the nodes that neither drain nor have drained.
+    `shares`: what runs there, of each deployment, that with the gateways first; None: nothing does. `others`: of the
+    nodes that neither drain nor have drained.
     """
     if node.drain == DRAINED:
         raise ResourceError(f"{node.name} has drained already")
-    if share is None:
+    if shares is None:
         raise ResourceError(f"{node.hostname} is not used: {node.problem}")
-    if share.is_head:
+    if shares[0].is_head:
         raise ResourceError(
             f"{node.name} is the head: the router, the driver of batches and the driver of the cluster run there and "
             "nowhere else; `alignedserve stop` ends the cluster"
         )
-    for kind in ("decode", "prefill"):
-        if getattr(share, kind) and not any(getattr(other, kind) for other in others) and not is_forced:
+    left = {(share.deployment_id, kind) for other in others for share in other for kind in _kinds_of(share)}
+    for share in shares:
+        last = next((kind for kind in _kinds_of(share) if (share.deployment_id, kind) not in left), None)
+        if last is not None and not is_forced:
+            named = ", ".join(getattr(share, last))
             raise ResourceError(
-                f"{node.name} has the last {kind} workers: nothing would be served until another node has some; "
-                "--force drains it all the same"
+                f"{node.name} has the last {last} workers ({named}): nothing of their model would be served until "
+                "another node has some; --force drains it all the same"
             )
+
+
+def _kinds_of(share: NodeShare) -> list[str]:
+    return [kind for kind in ("decode", "prefill") if getattr(share, kind)]

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from alignedserve.cluster.draining.drain_watch import DrainWatch
+from alignedserve.cluster.draining.drains import Draining
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.membership import DrainAsked, DrainUndone, Membership, MembershipEvent, NodeDrained
 from alignedserve.cluster.hosts.operations.drain_rules import node_called, require_drainable
-from alignedserve.cluster.hosts.operations.drain_watch import DrainWatch
-from alignedserve.cluster.hosts.operations.drains import Draining
 from alignedserve.cluster.hosts.operations.orders import DrainNode
 from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
 from alignedserve.core.errors import ResourceError
@@ -50,9 +50,8 @@ class NodeDrains:
         node = node_called(nodes, order.node)
         member = self._members.get(node.node_id)
         left = {*self._membership.draining, node.node_id}
-        others = [one.prepared.share for node_id, one in self._members.items() if node_id not in left]
-        share = member.prepared.share if member is not None else None
-        require_drainable(node, share, others, is_forced=order.is_forced)
+        others = [one.shares for node_id, one in self._members.items() if node_id not in left]
+        require_drainable(node, member.shares if member is not None else None, others, is_forced=order.is_forced)
         assert member is not None, "a node that cannot be drained"
         self._begin(member, order.within_s)
         self._decide(DrainAsked(node.node_id))
@@ -82,7 +81,7 @@ class NodeDrains:
         self._decide(DrainUndone(node_id))
 
     def look(self, actors: Mapping[str, Any]) -> list[str]:
-        """Go on with the drains: tell the router and the gateways, and end nodes of which nothing is left.
+        """Go on with the drains: tell the routers and the gateways, and end nodes of which nothing is left.
 
         Returns the names of single workers of which nothing is left.
         """
@@ -99,16 +98,16 @@ class NodeDrains:
 
     def gone(self, member: Member) -> None:
         """Note that a member is gone; it stays out if it had drained, or drained as it was lost."""
-        for name in (member.name, *member.prepared.share.prefill, *member.prepared.share.decode):
+        for name in (member.name, *member.workers):
             self._drains.end(name)
         if member.ray_node.node_id in self._membership.drained:
             self._joining.drained[member.ray_node.node_id] = member.without_keeper()
 
     def _begin(self, member: Member, within_s: float, *, is_given_back: bool = False) -> None:
-        share = member.prepared.share
-        pool = (share.pool_name,) if share.prefill else ()  # workers that do both phases have none
-        gateways = tuple(name for name, _ in share.gateways)
+        # Workers that do both phases have no pool.
+        pools = (share.pool_name for share in member.shares if share.prefill)
+        gateways = tuple(name for name, _ in member.prepared.share.gateways)
         moves_s = time.monotonic() + within_s
-        workers = (*share.prefill, *share.decode, *pool)
-        self._drains.begin(share.node, Draining(workers, gateways, moves_s, is_given_back))
-        logger.info("%s drains; what is left after %.0f s goes elsewhere", share.node, within_s)
+        workers = (*member.workers, *pools)
+        self._drains.begin(member.name, Draining(workers, gateways, moves_s, is_given_back))
+        logger.info("%s drains; what is left after %.0f s goes elsewhere", member.name, within_s)

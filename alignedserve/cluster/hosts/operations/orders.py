@@ -2,16 +2,21 @@
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from alignedserve.cluster.deployments.orders import AdminRequest, Refused, Remark, ShowModels
+from alignedserve.cluster.deployments.orders import Answer as ModelAnswer
 from alignedserve.cluster.hosts import ray_directory
+from alignedserve.cluster.hosts.record import recorded_id
 from alignedserve.core.errors import PeerLost, ResourceError
 
-_ORDERS, _ANSWERS = "order/", "answer/"
+_ORDERS, _ANSWERS, _REMARKS = "order/", "answer/", "remark/"
 _POLL_S = 0.2
 _ANSWER_S = 30.0
+_LOOK_S = 5.0  # between looks whether the cluster is still there
+_MAX_REMARKS = 1000  # of an order
 
 
 class DrainNode(msgspec.Struct, frozen=True, tag=True):
@@ -29,12 +34,13 @@ class UndoDrain(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScaleWorkers(msgspec.Struct, frozen=True, tag=True):
-    """Order: have so many workers or gateways of these kinds in the whole cluster."""
+    """Order: have so many workers of these kinds in the whole cluster."""
 
     counts: Mapping[str, int]
+    model: str | None = None  # by its name for clients; None: there is one
 
 
-Order = DrainNode | UndoDrain | ScaleWorkers
+Order = DrainNode | UndoDrain | ScaleWorkers | AdminRequest
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -63,6 +69,56 @@ def give_order(cluster_id: str, order: Order) -> Answer:
     if answer.is_refused:
         raise ResourceError(answer.text)
     return answer
+
+
+def give_model_order(cluster_id: str, order: AdminRequest, on_remark: Callable[[str], None]) -> ModelAnswer:
+    """Give an order about models, and return its last answer; meanwhile the driver may be another.
+
+    Raises ResourceError with the reason for which it is refused, or PeerLost when the cluster ends.
+    """
+    name, num_said = secrets.token_hex(8), 0
+    ray_directory.put(f"{cluster_id}/{_ORDERS}{name}", msgspec.json.encode(order))
+    answer_key, remarks_key = f"{cluster_id}/{_ANSWERS}{name}", f"{cluster_id}/{_REMARKS}{name}"
+    begun_s = looked_s = time.monotonic()
+    while True:
+        found = ray_directory.get(answer_key)
+        remarks = msgspec.json.decode(ray_directory.get(remarks_key) or b"[]", type=list[str])
+        for remark in remarks[num_said:]:
+            on_remark(remark)
+        num_said = max(num_said, len(remarks))
+        if found is not None:
+            break
+        if time.monotonic() - looked_s > _LOOK_S:
+            looked_s = time.monotonic()
+            if recorded_id() != cluster_id:
+                raise PeerLost("the cluster has ended before the order was carried out")
+        if isinstance(order, ShowModels) and time.monotonic() - begun_s > _ANSWER_S:
+            ray_directory.delete(f"{cluster_id}/{_ORDERS}{name}")
+            raise PeerLost(f"the driver of the cluster has not answered for {_ANSWER_S:.0f} s; see its log")
+        time.sleep(_POLL_S)
+    ray_directory.delete(answer_key)
+    ray_directory.delete(remarks_key)
+    try:
+        answer: ModelAnswer = msgspec.json.decode(found, type=ModelAnswer)
+    except msgspec.MsgspecError as error:
+        raise PeerLost("the cluster is of another version") from error
+    if isinstance(answer, Refused):
+        raise ResourceError(answer.reason)
+    return answer
+
+
+def answer_model_order(cluster_id: str, name: str, answer: ModelAnswer) -> None:
+    """Answer an order about models; any but a Remark is the last answer, and the order is gone then.
+
+    May be repeated. Raises PeerLost when Ray's head does not answer.
+    """
+    if isinstance(answer, Remark):
+        key = f"{cluster_id}/{_REMARKS}{name}"
+        said = msgspec.json.decode(ray_directory.get(key) or b"[]", type=list[str])
+        ray_directory.put(key, msgspec.json.encode([*said, answer.text][-_MAX_REMARKS:]))
+        return
+    ray_directory.put(f"{cluster_id}/{_ANSWERS}{name}", msgspec.json.encode(answer))
+    ray_directory.delete(f"{cluster_id}/{_ORDERS}{name}")
 
 
 def take_orders(cluster_id: str) -> list[tuple[str, Order]]:

@@ -10,15 +10,19 @@ from typing import Any, NamedTuple
 import msgspec
 
 from alignedserve.cluster.actor_factory import PreparedNode
+from alignedserve.cluster.deployments.division import worker_bytes
+from alignedserve.cluster.deployments.logic import Phase
+from alignedserve.cluster.draining.drains import Draining
+from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.operations.drains import Draining, Drains
 from alignedserve.cluster.hosts.operations.orders import ScaleWorkers
 from alignedserve.cluster.hosts.operations.resizing import Resize, RunningNode, plan_resize
 from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.placement import NodeShare, engines_of
 from alignedserve.config.sections import MIB
-from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.core.errors import ConfigError, NotEnoughMemory
+from alignedserve.runtime.process.addresses import ROUTER, deployed_name
 
 logger = logging.getLogger(__name__)
 
@@ -36,51 +40,71 @@ class WorkerActors(NamedTuple):
 class WorkerScaling:
     """The workers of one cluster, more and fewer."""
 
-    def __init__(self, members: Mapping[str, Member], plan: ClusterPlan, drains: Drains, workers: WorkerActors) -> None:
+    def __init__(self, members: Mapping[str, Member], joining: Joining, workers: WorkerActors) -> None:
         """`members`: by Ray's id, as they come and go."""
         self._members = members
-        self._plan = plan
-        self._drains = drains
+        self._joining = joining
+        self._drains = joining.drains
         self._workers = workers
 
-    def scale(self, order: ScaleWorkers, router: Any) -> str:
-        """Begin the changes; return what is said of them. Raises an error of the tree, with nothing changed."""
-        able = [member for member in self._members.values() if member.name not in self._drains]
-        nodes = [RunningNode(self._without_leaving(member), member.prepared.capacity) for member in able]
-        is_separate = self._plan.config.chosen_topology.is_separate
-        change = plan_resize(nodes, order.counts, is_separate=is_separate)
-        by_name = {member.name: member for member in able}
-        self._require_room(change, by_name)
-        leaving = self._choose_leaving(change, by_name, router)
-        started = [self._add(kind, by_name[node]) for kind, node in change.added]
+    def scale(self, order: ScaleWorkers, actors: Mapping[str, Any]) -> str:
+        """Begin the changes; return what is said of them. Raises an error of the tree, with nothing changed.
+
+        `actors`: all of the cluster, by name.
+        """
+        deployment_id = self._deployment_of(order.model)
+        if self._joining.models[deployment_id].plan.config.decode.standby:
+            raise ConfigError("workers that others stand by for (decode.standby) keep their number; serve anew with it")
+        able = {
+            member.name: member
+            for member in self._members.values()
+            if member.name not in self._drains and deployment_id in member.models
+        }
+        shares = {name: self._without_leaving(member.models[deployment_id].share) for name, member in able.items()}
+        nodes = [RunningNode(share, able[name].models[deployment_id].capacity) for name, share in shares.items()]
+        plan = self._joining.models[deployment_id].plan
+        change = plan_resize(nodes, order.counts, is_separate=plan.config.chosen_topology.is_separate)
+        self._require_room(change, able, plan)
+        leaving = self._choose_leaving(change, shares, actors[deployed_name(ROUTER, deployment_id)])
+        started = [self._add(kind, able[node], deployment_id) for kind, node in change.added]
         for name in leaving:
             self._drains.begin(name, Draining((name,), (), time.monotonic() + _WITHIN_S))
             logger.info("%s drains, to be fewer", name)
         return _said(started, leaving)
 
+    def _deployment_of(self, model: str | None) -> str:
+        """Return the deployment that serves the model of this name. Raises ConfigError naming those that there are."""
+        standings = [one for one in self._joining.logic.standings if one.phase is Phase.SERVING]
+        found = [one for one in standings if model in (None, one.name)]
+        if len(found) == 1:
+            return found[0].deployment_id
+        names = ", ".join(one.name for one in standings)
+        if model is None:
+            raise ConfigError(f"several models are served ({names}); say whose workers are meant with --model NAME")
+        raise ConfigError(f"no model is served as {model}; there are {names}")
+
     def end(self, name: str) -> None:
         """End a worker of which nothing is left."""
         for member in self._members.values():
-            share = member.prepared.share
-            if name not in (*share.prefill, *share.decode):
+            if name not in member.workers:
                 continue
-            member.prepared = replace(member.prepared, share=share.without([name]))
-            self._workers.end(share.node, name)
+            part = member.part_of(name)
+            member.set_part(replace(part, share=part.share.without([name])))
+            self._workers.end(member.name, name)
             logger.info("%s has drained and ended", name)
 
-    def _without_leaving(self, member: Member) -> NodeShare:
-        share = member.prepared.share
-        return share.without([name for name in (*share.prefill, *share.decode) if name in self._drains])
+    def _without_leaving(self, share: NodeShare) -> NodeShare:
+        return share.without([name for name in share.workers if name in self._drains])
 
-    def _require_room(self, change: Resize, members: Mapping[str, Member]) -> None:
+    def _require_room(self, change: Resize, members: Mapping[str, Member], plan: ClusterPlan) -> None:
         """Raise NotEnoughMemory when a node has not the memory for what is added there, or PeerLost."""
         needed: Counter[str] = Counter()
         for kind, node in change.added:
-            section = getattr(members[node].prepared.config, kind)
-            needed[node] += self._plan.served.weight_bytes + section.kv_cache_bytes
+            config = members[node].models[plan.deployment_id].config
+            needed[node] += worker_bytes(config, plan.served) + getattr(config, kind).kv_cache_bytes
         for node, num_bytes in needed.items():
             member = members[node]
-            if member.prepared.capacity.gpus:
+            if member.models[plan.deployment_id].capacity.gpus:
                 continue  # a worker checks the memory of its GPU itself
             available = answer_of(f"the keeper of {node}", member.keeper.actor.available_bytes.remote(), _ANSWER_S)
             if num_bytes > available:
@@ -91,11 +115,11 @@ class WorkerScaling:
                     "a node that joins brings workers of its own"
                 )
 
-    def _choose_leaving(self, change: Resize, members: Mapping[str, Member], router: Any) -> list[str]:
+    def _choose_leaving(self, change: Resize, shares: Mapping[str, NodeShare], router: Any) -> list[str]:
         """Return the workers with the least work where some are to go; of equals the last."""
         if not change.removed:
             return []
-        able = {(kind, node): getattr(self._without_leaving(members[node]), kind) for kind, node in set(change.removed)}
+        able = {(kind, node): getattr(shares[node], kind) for kind, node in set(change.removed)}
         names = tuple(name for found in able.values() for name in found)
         left: Mapping[str, int] = answer_of("the router", router.num_left.remote(names), _ANSWER_S)
         leaving: list[str] = []
@@ -104,16 +128,17 @@ class WorkerScaling:
             leaving.append(min(idle, key=lambda name: left.get(name, 0)))
         return leaving
 
-    def _add(self, kind: str, member: Member) -> str:
-        prepared, share = member.prepared, member.prepared.share
+    def _add(self, kind: str, member: Member, deployment_id: str) -> str:
+        prepared = member.models[deployment_id]
+        share = prepared.share
         threads = next(iter(engines_of(share, prepared.config.engine, prepared.capacity).values())).threads_per_worker
         # As many as those beside it have, whose threads stay as they are.
         engine = msgspec.structs.replace(prepared.config.engine, threads_per_worker=threads)
-        (name,) = self._plan.placement.names(kind, 1)
+        (name,) = self._joining.models[deployment_id].plan.placement.names(kind, 1)
         config = msgspec.structs.replace(prepared.config, engine=engine)
         changed = replace(prepared, share=share.with_worker(kind, name), config=config)
         self._workers.create(changed, name)
-        member.prepared = changed
+        member.set_part(changed)
         logger.info("%s starts on %s", name, member.ray_node)
         return f"{name} starts on {share.node}"
 

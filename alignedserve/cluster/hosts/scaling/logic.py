@@ -1,8 +1,8 @@
 """Decides how many nodes a cluster has, from what clients ask of it: up fast, down slowly, never back and forth.
 
 The life of a decision, about once a second:
-1. The router's Demand becomes a Recommendation: the fewest nodes below which nodes are added, and the most above which
-   nodes are given back. Between the two nothing happens.
+1. The Demand of each model's router becomes a Recommendation: the fewest nodes below which nodes are added, and the
+   most above which nodes are given back. Between the two nothing happens. Of several models the largest count.
 2. Recommendations are kept for `down_after_s`. The number of nodes rises to the smallest that was wanted throughout the
    last `up_after_s`, and falls to the largest that was wanted at any time within `down_after_s` (as the Kubernetes
    horizontal pod autoscaler stabilises its recommendations).
@@ -16,12 +16,13 @@ requests, at which two nodes are below the load that would bring the third back.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from alignedserve.config.sections import ScalingConfig
 from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.runtime.process.addresses import FIRST_DEPLOYMENT
 
 _LOWER_LOAD = 0.9  # of the load at which nodes are added: below it nodes are given back
 _GROWTH = 2  # nodes are added up to this many times those that serve: what is on its way changes the forecast
@@ -35,6 +36,7 @@ class ScaledNode:
     is_head: bool = False
     is_serving: bool = True  # False: its workers are starting
     is_released: bool = False  # it was given back and is still there
+    models: tuple[str, ...] = (FIRST_DEPLOYMENT,)  # deployments that have workers there
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +91,40 @@ class ScalingLogic:
         """Repeat with the next decision what Ray is asked for: the last command did not reach it."""
         self._num_asked = None
 
-    def decide(self, status: ClusterStatus | None, nodes: Sequence[ScaledNode], now: float) -> list[ScalingCommand]:
+    def decide(
+        self, statuses: Mapping[str, ClusterStatus], nodes: Sequence[ScaledNode], now: float
+    ) -> list[ScalingCommand]:
         """Return what is to be done; `nodes` in the order in which they came.
 
-        `status` is None while the router has not reported, or the cluster is being repaired: nothing changes then.
+        `statuses`: of each deployment's router; one that is missing has not reported, or is being repaired: nothing
+        changes then.
         """
         members = [node for node in nodes if not node.is_released]
         self._keep_unasked(len(members), now)
-        num_serving = sum(node.is_serving for node in members)
-        if status is None or not status.demand.num_decode_places or not num_serving:
+        serving = [node for node in members if node.is_serving]
+        models = dict.fromkeys(model for node in members for model in node.models)
+        found = [self._of_model(one, statuses.get(one), serving) for one in models]
+        known = [one for one in found if one is not None]
+        if not known or len(known) < len(found):
             self._since_s = now
             return self._commands(members, nodes)
-        self._seen.append((now, self.recommend(status, num_serving)))
+        self._seen.append((now, Recommendation(*(max(bounds) for bounds in zip(*known, strict=True)))))
         self._num_wanted = self._stabilised(now)
         return self._commands(members, nodes)
+
+    def _of_model(
+        self, deployment_id: str, status: ClusterStatus | None, serving: Sequence[ScaledNode]
+    ) -> Recommendation | None:
+        """Return the bounds for all nodes that follow from one model's demand; None: it is not known.
+
+        What a model needs beyond the nodes that it has comes on top of all.
+        """
+        num_own = sum(deployment_id in node.models for node in serving)
+        if status is None or not status.demand.num_decode_places or not num_own:
+            return None
+        others = len(serving) - num_own
+        bounds = (need + others if need > num_own else need for need in self.recommend(status, num_own))
+        return Recommendation(*(self._bounded(bound) for bound in bounds))
 
     def recommend(self, status: ClusterStatus, num_serving: int) -> Recommendation:
         """Return the bounds for this demand, carried by so many nodes."""
@@ -150,12 +172,22 @@ class ScalingLogic:
         if missing > 0:
             commands += [TakeAgain(node.node_id) for node in released[-missing:]]
         elif missing < 0:
-            spare = [node for node in members if not node.is_head][missing:]
-            commands += [GiveBack(node.node_id) for node in reversed(spare)]
+            commands += [GiveBack(node.node_id) for node in _spare(members, -missing)]
         return commands
 
     def _bounded(self, num_nodes: int) -> int:
         return min(max(num_nodes, self._config.min_nodes), self._max_nodes)
+
+
+def _spare(members: Sequence[ScaledNode], num_nodes: int) -> list[ScaledNode]:
+    """Return so many nodes that may go, the last ones first: not the head, and none that alone has some model."""
+    left, spare = list(members), list[ScaledNode]()
+    for node in reversed(members):
+        others = {model for other in left if other is not node for model in other.models}
+        if len(spare) < num_nodes and not node.is_head and others.issuperset(node.models):
+            left.remove(node)
+            spare.append(node)
+    return spare
 
 
 def _ceil(amount: float, of_one: float) -> int:

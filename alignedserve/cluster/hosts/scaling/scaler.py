@@ -1,8 +1,8 @@
-"""Performs what ScalingLogic decides: asks the gateways what the router reports, and Ray for nodes."""
+"""Performs what ScalingLogic decides: asks the gateways what the routers report, and Ray for nodes."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -30,7 +30,7 @@ class NodeScaler:
         self._logic = ScalingLogic(config, most_nodes(config, autoscaler))
         self._asked: Any = None  # the call of a gateway that has not answered
         self._asked_s = 0.0
-        self._status: ClusterStatus | None = None
+        self._statuses: Mapping[str, ClusterStatus] = {}
 
     @property
     def num_wanted(self) -> int | None:
@@ -46,7 +46,7 @@ class NodeScaler:
         """
         self._look_at_answer(gateways)
         found: list[GiveBack | TakeAgain] = []
-        for command in self._logic.decide(self._status, nodes, time.monotonic()):
+        for command in self._logic.decide(self._statuses, nodes, time.monotonic()):
             match command:
                 case AskForNodes(num_nodes):
                     logger.info("the load wants %d nodes; there are %d", num_nodes, len(nodes))
@@ -77,22 +77,27 @@ class NodeScaler:
             answered, _ = ray.wait([self._asked], timeout=0)
             if not answered:
                 if time.monotonic() - self._asked_s > _SILENT_S:
-                    self._status = None
+                    self._statuses = {}
                 return
             try:
-                self._status = ray.get(self._asked)
+                self._statuses = ray.get(self._asked)
             except RayError:
-                self._status = None
-        self._asked = gateways[0].cluster_status.remote() if gateways else None
+                self._statuses = {}
+        self._asked = gateways[0].cluster_statuses.remote() if gateways else None
         self._asked_s = time.monotonic()
 
 
-def make_scaler(config: ClusterConfig, gcs_address: str) -> NodeScaler | None:
-    """Return the scaler of a cluster on the Ray at this address; None: it does not scale. Raises ConfigError."""
-    if config.scaling.max_nodes is None:
+def make_scaler(configs: Sequence[ClusterConfig], gcs_address: str) -> NodeScaler | None:
+    """Return the scaler of a cluster on the Ray at this address; None: it does not scale. Raises ConfigError.
+
+    `configs`: of its models.
+    """
+    scaling = configs[0].scaling
+    if scaling.max_nodes is None:
         return None
-    if not isinstance(config.decode.count, DefaultSize) or not isinstance(config.prefill.count, DefaultSize):
-        raise ConfigError(
-            "scaling.max_nodes needs workers that follow the nodes: leave prefill.count and decode.count out"
-        )
-    return NodeScaler(config.scaling, find_autoscaler(gcs_address))
+    for config in configs:
+        if not isinstance(config.decode.count, DefaultSize) or not isinstance(config.prefill.count, DefaultSize):
+            raise ConfigError(
+                "scaling.max_nodes needs workers that follow the nodes: leave prefill.count and decode.count out"
+            )
+    return NodeScaler(scaling, find_autoscaler(gcs_address))

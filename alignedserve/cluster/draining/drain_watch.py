@@ -1,4 +1,4 @@
-"""Tells the router and the gateways what drains, and hears from them what is left. Never waits."""
+"""Tells the routers and the gateways what drains, and hears from them what is left. Never waits."""
 
 import logging
 import time
@@ -8,9 +8,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.hosts.operations.drains import Drains
+from alignedserve.cluster.draining.drains import Drains
 from alignedserve.core.errors import AlignedServeError
-from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.runtime.process.addresses import is_router, router_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +30,19 @@ class DrainWatch:
         for name in list(self._asked):
             self._take(name)
         over = self._drains.ended(now, self._left)
-        self._ask(actors, ROUTER, self._drains.workers, self._drains.moved(now))
-        draining = self._drains.gateways
-        for name in dict.fromkeys((*draining, *(one for one in self._told if one != ROUTER))):
-            self._ask(actors, name, (name,) if name in draining else ())
+        workers, moved, draining = self._drains.workers, self._drains.moved(now), self._drains.gateways
+        routers = dict.fromkeys((*(router_of(one) for one in workers), *(one for one in self._told if is_router(one))))
+        for router in routers:
+            own, gone = (tuple(one for one in names if router_of(one) == router) for names in (workers, moved))
+            self._ask(actors, router, own, own, gone)
+        for name in dict.fromkeys((*draining, *(one for one in self._told if not is_router(one)))):
+            self._ask(actors, name, (name,) if name in draining else (), name in draining)
         return over
 
-    def _ask(self, actors: Mapping[str, Any], name: str, draining: tuple[str, ...], *more: object) -> None:
+    def _ask(self, actors: Mapping[str, Any], name: str, draining: tuple[str, ...], *call: object) -> None:
         if name not in actors:
             self._told.pop(name, None)
         elif name not in self._asked and (draining or self._told.get(name)):
-            call = (draining, *more) if name == ROUTER else (bool(draining),)
             self._asked[name] = (actors[name].drain.remote(*call), draining)
 
     def _take(self, name: str) -> None:
@@ -57,7 +59,7 @@ class DrainWatch:
         self._left = {process: count for process, count in self._left.items() if process in self._names()}
         if left is not None:
             self._told[name] = draining
-            self._left |= left if name == ROUTER else dict.fromkeys(draining, left)
+            self._left |= left if is_router(name) else dict.fromkeys(draining, left)
 
     def _names(self) -> frozenset[str]:
         return frozenset((*self._drains.workers, *self._drains.gateways))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ray.exceptions import RayError
 
-from alignedserve.cluster.hosts.nodes.restarts import Restarts
 from alignedserve.cluster.process_health import Health, ProcessState
+from alignedserve.cluster.restarts import Restarts
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,11 @@ class RayletChildren:
             self._raylet = psutil.Process(raylet_pid)
         self.note()
 
+    @property
+    def known(self) -> set[psutil.Process]:
+        """Return those that were noted last."""
+        return self._children
+
     def note(self) -> bool:
         """Note the processes that there are now; return whether the raylet still runs."""
         if self._raylet is None:

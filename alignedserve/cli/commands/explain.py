@@ -1,0 +1,126 @@
+"""`alignedserve explain`: where the time of a request went, and what it waited for."""
+
+import asyncio
+
+import msgspec
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from alignedserve.cli.commands.explained_request import (
+    ExplainedChoice,
+    ExplainedEvent,
+    ExplainedObjective,
+    ExplainedPhase,
+    ExplainedRequest,
+)
+from alignedserve.cli.console import print_json, printable, results
+from alignedserve.config.environment import client_api_key
+from alignedserve.core.errors import ConfigError, ProtocolError
+from alignedserve.loadgen.client import OpenAiClient
+
+_MAX_ID_LEN = 128
+_BAR_WIDTH = 24
+_ALLOWED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
+
+
+def explain(request_id: str, url: str, *, json_output: bool) -> None:
+    """Print the course of a request. Raises ConfigError, PeerError."""
+    if not 0 < len(request_id) <= _MAX_ID_LEN or not _ALLOWED.issuperset(request_id):
+        raise ConfigError(f"{printable(request_id)[:40]!r} is no id of a request: a response's `id`, or x-request-id")
+    document = asyncio.run(_fetch(request_id, url))
+    if json_output:
+        print_json(msgspec.json.decode(document))
+        return
+    try:
+        request = msgspec.json.decode(document, type=ExplainedRequest)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"{url} does not explain requests as this version does") from error
+    show(request, results())
+
+
+async def _fetch(request_id: str, url: str) -> bytes:
+    async with OpenAiClient(url=url, api_key=client_api_key()) as client:
+        return await client.get(f"/v1/alignedserve/requests/{request_id}")
+
+
+def show(request: ExplainedRequest, console: Console) -> None:
+    """Print the facts of a call, then of each choice its phases and its steps."""
+    lines = [
+        f"{request.id}  {request.model}  {request.state}  ({request.gateway})",
+        f"{request.prompt_tokens} prompt tokens, service tier {request.service_tier}",
+    ]
+    if request.client_request_id is not None:
+        lines.append(f"the client's own id: {request.client_request_id}")
+    if request.trace_id is not None:
+        lines.append(f"trace: {request.trace_id}")
+    _print(console, "\n".join(lines))
+    for choice in request.choices:
+        _show_choice(choice, console, is_alone=len(request.choices) == 1)
+
+
+def _show_choice(choice: ExplainedChoice, console: Console, *, is_alone: bool) -> None:
+    heading = [] if is_alone else [f"Choice {choice.index}"]
+    _print(console, "\n".join(["", *heading, _outcome(choice), *map(_objective, choice.objectives)]))
+    console.print(_phase_table(choice))
+    console.print(_event_table(choice.events))
+    if choice.events_left_out:
+        _print(console, f"{choice.events_left_out} more steps were not kept.")
+
+
+def _outcome(choice: ExplainedChoice) -> str:
+    predicted = "" if choice.predicted_tokens is None else f" ({choice.predicted_tokens:.0f} predicted)"
+    cached = f", {choice.cached_prompt_tokens} prompt tokens from the prefix cache" * bool(choice.cached_prompt_tokens)
+    if choice.output_tokens is None:
+        return f"running{predicted}{cached}"
+    reason = choice.finish_reason or "not finished"
+    return f"{choice.output_tokens} tokens{predicted}, {reason}, after {_time(choice.duration_ms)}{cached}"
+
+
+def _objective(objective: ExplainedObjective) -> str:
+    verdict = {True: "held", False: "missed", None: "open"}[objective.held]
+    was = "" if objective.measured_ms is None else f" with {_time(objective.measured_ms)}"
+    return f"objective {objective.name} {_time(objective.target_ms)}: {verdict}{was}"
+
+
+def _phase_table(choice: ExplainedChoice) -> Table:
+    total_ms = max(sum(phase.duration_ms for phase in choice.phases), 1e-9)
+    table = Table("phase", "at", _right("from"), _right("for"), "", "why", title="Where its time went")
+    table.title_justify = "left"
+    for phase in choice.phases:
+        name = f"{phase.name} (wait)" if phase.is_wait else phase.name
+        cells = (name, phase.where, _time(phase.start_ms), _time(phase.duration_ms), _bar(phase, total_ms))
+        table.add_row(*map(_cell, cells), _cell("; ".join(reason.text for reason in phase.reasons)))
+    return table
+
+
+def _event_table(events: list[ExplainedEvent]) -> Table:
+    table = Table(_right("after"), "at", "step", "reason", title="Step by step")
+    table.title_justify = "left"
+    for event in events:
+        reason = "" if event.reason is None else event.reason.text
+        table.add_row(_time(event.at_ms), *map(_cell, (event.where, event.text, reason)))
+    return table
+
+
+def _right(name: str) -> Column:
+    return Column(name, justify="right", no_wrap=True)
+
+
+def _bar(phase: ExplainedPhase, total_ms: float) -> str:
+    return "█" * max(round(_BAR_WIDTH * phase.duration_ms / total_ms), 1)
+
+
+def _time(milliseconds: float | None) -> str:
+    if milliseconds is None:
+        return "-"
+    return f"{milliseconds:.1f} ms" if milliseconds < 10_000.0 else f"{milliseconds / 1e3:.1f} s"
+
+
+def _cell(text: str) -> Text:
+    """Return text of a cell as it is: without control characters, and no markup."""
+    return Text(printable(text))
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(printable(text), markup=False, soft_wrap=True)

@@ -1,0 +1,52 @@
+"""`alignedserve status` of a cluster that serves on this host alone."""
+
+import msgspec
+from rich.markup import escape
+from rich.table import Table
+
+from alignedserve.cli.commands.load_line import load_line
+from alignedserve.cli.console import print_json, printable, results
+from alignedserve.cluster.deployments.client import find_cluster, show_status
+from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, StatusReport
+from alignedserve.config.sections import MIB
+from alignedserve.messages.gateways import ClusterStatus
+
+
+def status(cluster: str | None, *, json_output: bool) -> bool:
+    """Print models, load and processes; return whether all is up. Raises ResourceError or PeerLost."""
+    report = show_status(find_cluster(cluster))
+    if json_output:
+        loads = {deployment_id: _counts(load) for deployment_id, load in report.loads.items()}
+        print_json(msgspec.to_builtins(report) | {"loads": loads, "is_whole": report.is_whole})
+        return report.is_whole
+    results().print(report.url, soft_wrap=True)
+    for one in report.deployments:
+        results().print(_model_line(one, report), soft_wrap=True, markup=False)
+    results().print(_process_table(report))
+    taken = report.total_bytes - report.available_bytes
+    results().print(f"Memory of the host: {taken // MIB} of {report.total_bytes // MIB} MiB taken")
+    return report.is_whole
+
+
+def _counts(load: ClusterStatus) -> dict[str, object]:
+    counts = {name: value for name, value in msgspec.structs.asdict(load).items() if isinstance(value, int)}
+    return counts | {"prefixes": msgspec.structs.asdict(load.prefixes)}
+
+
+def _model_line(one: DeploymentReport, report: StatusReport) -> str:
+    load = load_line(report.loads.get(one.deployment_id), one.topology)
+    return f"{printable(one.name)} ({printable(one.path)}), {one.phase}. {load}"
+
+
+def _process_table(report: StatusReport) -> Table:
+    table = Table("process", "model", "state", "memory")
+    model_of = {name: one.name for one in report.deployments for name in one.processes}
+    for one in report.processes:
+        memory = "-" if one.memory_bytes is None else f"{one.memory_bytes // MIB} MiB"
+        model = printable(model_of.get(one.name, "-"))
+        table.add_row(*(escape(cell) for cell in (one.name, model, _state_of(one), memory)))
+    return table
+
+
+def _state_of(one: ProcessReport) -> str:
+    return f"{one.state}: {printable(one.problem)}" if one.problem else one.state

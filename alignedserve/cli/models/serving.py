@@ -1,0 +1,77 @@
+"""`alignedserve models status`, `add`, `replace` and `remove`: the models of a cluster that runs here."""
+
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from alignedserve.cli.console import notes, print_json, printable, results
+from alignedserve.cluster.deployments.orders import (
+    AddModel,
+    Done,
+    ModelOrder,
+    RemoveModel,
+    ReplaceModel,
+    RestartWorkers,
+    problem_of,
+)
+from alignedserve.cluster.hosts.models.client import found_cluster, show
+from alignedserve.core.errors import ConfigError
+
+
+def status(cluster: str | None, *, json_output: bool) -> None:
+    """Print every deployment. Raises ResourceError or PeerLost."""
+    with found_cluster(cluster) as ask:
+        models = show(ask)
+    if json_output:
+        print_json(msgspec.to_builtins(models))
+        return
+    table = Table("model", "state", "open requests", "workers", "path", title=models.url, title_justify="left")
+    for one in models.deployments:
+        num_open = "-" if one.num_open is None else str(one.num_open)
+        table.add_row(printable(one.name), one.phase, num_open, ", ".join(one.workers), printable(one.path))
+    results().print(table)
+
+
+def add(model: str, name: str | None, settings: tuple[str, ...], cluster: str | None) -> None:
+    """Add a model. Raises ConfigError, ResourceError with the reason for a refusal, or PeerLost."""
+    _give(AddModel(_seen_from_anywhere(model), name, settings), cluster)
+
+
+def replace(name: str, model: str, settings: tuple[str, ...], within_s: float | None, cluster: str | None) -> None:
+    """Replace a model. Raises as `add`."""
+    _give(ReplaceModel(name, _seen_from_anywhere(model), settings, within_s), cluster)
+
+
+def remove(name: str, within_s: float | None, cluster: str | None) -> None:
+    """Remove a model. Raises as `add`."""
+    _give(RemoveModel(name, within_s), cluster)
+
+
+def restart(model: str | None, within_s: float, cluster: str | None) -> None:
+    """Restart workers one after the other. Raises as `add`."""
+    _give(RestartWorkers(model, within_s), cluster)
+
+
+def _give(order: ModelOrder | RestartWorkers, cluster: str | None) -> None:
+    problem = problem_of(order)
+    if problem is not None:
+        raise ConfigError(problem)
+
+    def say(text: str) -> None:
+        notes().print(f"{order.subject}: {text}", soft_wrap=True, markup=False)
+
+    with found_cluster(cluster) as ask:
+        try:
+            answer = ask(order, say)
+        except KeyboardInterrupt:
+            notes().print("The order goes on without this command; see `alignedserve models status`.")
+            raise
+    if isinstance(answer, Done):
+        results().print(answer.text, soft_wrap=True, markup=False)
+
+
+def _seen_from_anywhere(model: str) -> str:
+    """Return a path that the cluster finds too, whose folder is another; names of other kinds as they are."""
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.exists() else model

@@ -1,0 +1,1 @@
+"""`alignedserve top`: what a running cluster does, in the terminal."""

@@ -1,0 +1,228 @@
+"""Carries out what DeploymentsLogic decides, one look at a time, wherever the deployments run."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+from ray.exceptions import RayError
+
+from alignedserve.cluster.deployments.logic import (
+    Announce,
+    Command,
+    Conclude,
+    DeploymentsLogic,
+    Discard,
+    End,
+    Ended,
+    Event,
+    Failed,
+    Ordered,
+    Phase,
+    Prepare,
+    Prepared,
+    Say,
+    SettleAdapters,
+    Start,
+    Started,
+    Viewed,
+)
+from alignedserve.cluster.deployments.orders import (
+    AddModel,
+    Answer,
+    DeploymentReport,
+    Done,
+    ModelOrder,
+    Refused,
+    Remark,
+    ReplaceModel,
+)
+from alignedserve.cluster.deployments.transitions import Ending, Starting
+from alignedserve.cluster.deployments.views import Views
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
+
+logger = logging.getLogger(__name__)
+
+_ANNOUNCED = {
+    Phase.PROVING: DeploymentPhase.PREPARING,
+    Phase.SERVING: DeploymentPhase.SERVING,
+    Phase.DRAINING: DeploymentPhase.DRAINING,
+}
+
+
+class Described(NamedTuple):
+    """A deployment as reports name it."""
+
+    path: str  # of its model
+    workers: tuple[str, ...] = ()  # names of its processes that compute
+    processes: tuple[str, ...] = ()  # names of all its own processes
+    topology: str = ""
+
+
+class Site(Protocol):
+    """The place where deployments run: one host, or several. Nothing here waits but on a thread of its own."""
+
+    def begin_preparing(
+        self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None
+    ) -> "Future[Any]":
+        """Begin to plan one more deployment; the result is for `note_prepared`, or an error of the tree."""
+
+    def note_prepared(self, deployment_id: str, prepared: Any) -> Prepared:
+        """Note what was planned."""
+
+    def start_deployment(self, deployment_id: str) -> Starting:
+        """Create its processes. Raises RayError or ValueError."""
+
+    def end_deployment(self, deployment_id: str) -> Ending:
+        """Begin to end its processes, of which none is started again; it is known until `forget_deployment`."""
+
+    def forget_deployment(self, deployment_id: str) -> None:
+        """Forget a deployment that has ended, or was not started after all."""
+
+    def settle_adapters(self, replaced: str, deployment_id: str) -> tuple[str, ...]:
+        """Unload from a replacement what was unloaded since it was planned; return the adapters that it lacks."""
+
+    def announced(self, deployment_id: str, phase: DeploymentPhase) -> ServedDeployment:
+        """Return what gateways are told of a deployment."""
+
+    def described(self, deployment_id: str) -> Described | None:
+        """Return what reports say of a deployment; None: it is not planned yet."""
+
+    def listeners(self) -> Iterable[Any]:
+        """Return the actors of all gateways and of the batch worker."""
+
+
+class DeploymentsDriver:
+    """Drives the deployments of one cluster. All methods on one thread; none waits."""
+
+    def __init__(self, site: Site, logic: DeploymentsLogic, answer: Callable[[str, Answer], None]) -> None:
+        """`answer`: gives the giver of an order, by its id, an answer; any but a Remark is the last one."""
+        self._site = site
+        self._answer = answer
+        self._views = Views(site.listeners, time.monotonic)
+        self._preparations: dict[str, Future[Any]] = {}
+        self._starts: dict[str, Starting] = {}
+        self._failed: list[Failed] = []
+        self._ends: dict[str, Ending] = {}
+        self.logic = logic
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """Return the deployments whose models are listed to clients, in that order."""
+        return tuple(one.deployment_id for one in self.logic.standings if one.phase is Phase.SERVING)
+
+    @property
+    def announced(self) -> tuple[ServedDeployment, ...]:
+        """Return what gateways are told."""
+        return tuple(
+            self._site.announced(one.deployment_id, _ANNOUNCED[one.phase])
+            for one in self.logic.standings
+            if one.phase in _ANNOUNCED
+        )
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """Return the phase of each deployment."""
+        return {one.deployment_id: one.phase for one in self.logic.standings}
+
+    @property
+    def is_changing(self) -> bool:
+        """Return whether a deployment comes or goes."""
+        return any(one.phase is not Phase.SERVING for one in self.logic.standings)
+
+    def announce(self) -> None:
+        """Tell gateways and batch worker which deployments there are."""
+        self._views.announce(self.announced)
+
+    def are_all_ready(self) -> bool:
+        """Look whether a token has come through every deployment that was announced."""
+        views = self._views.look(is_changing=True)
+        return views is not None and all(view.missing is None for view in views.values())
+
+    def reports(self) -> Iterator[DeploymentReport]:
+        """Yield how each deployment stands."""
+        for one in self.logic.standings:
+            found = self._site.described(one.deployment_id) or Described("")
+            about = (one.deployment_id, one.name, found.path, one.phase.value, one.num_open)
+            yield DeploymentReport(*about, found.workers, found.processes, found.topology)
+
+    def order(self, order_id: str, order: ModelOrder) -> None:
+        """Take an order, which is answered as it is carried out."""
+        logger.info("ordered: %s", order)
+        self._handle(Ordered(order_id, order))
+
+    def look(self) -> None:
+        """Go on as far as things have come."""
+        for event in [*self._events()]:
+            self._handle(event)
+
+    def resume(self) -> None:
+        """Go on with what a former driver has left: what it had not brought to serve ends."""
+        for command in self.logic.resume(time.monotonic()):
+            self._perform(command)
+
+    def _events(self) -> Iterator[Event]:
+        """Yield what has happened since the last look."""
+        for deployment_id in [one for one, future in self._preparations.items() if future.done()]:
+            yield self._prepared(deployment_id, self._preparations.pop(deployment_id))
+        failed, self._failed = self._failed, []
+        yield from failed
+        for deployment_id, starting in tuple(self._starts.items()):
+            problem = starting.look()
+            if problem is not None or starting.is_over:
+                del self._starts[deployment_id]
+                yield Started(deployment_id) if problem is None else Failed(deployment_id, problem)
+        views = self._views.look(is_changing=self.is_changing)
+        if views is not None:
+            yield Viewed(views)
+        for deployment_id in [one for one, ending in self._ends.items() if ending.look()]:
+            del self._ends[deployment_id]
+            self._site.forget_deployment(deployment_id)
+            yield Ended(deployment_id)
+
+    def _prepared(self, deployment_id: str, future: "Future[Any]") -> Event:
+        try:
+            return self._site.note_prepared(deployment_id, future.result())
+        except AlignedServeError as error:
+            return Failed(deployment_id, str(error))
+        except Exception as error:  # a fault of ours must not end the models that serve
+            logger.exception("a model cannot be prepared")
+            return Failed(deployment_id, f"an unexpected error while it was prepared: {type(error).__name__}")
+
+    def _handle(self, event: Event) -> None:
+        for command in self.logic.on_event(event, time.monotonic()):
+            self._perform(command)
+
+    def _perform(self, command: Command) -> None:
+        match command:
+            case Prepare(deployment_id, order, replaced):
+                self._preparations[deployment_id] = self._site.begin_preparing(deployment_id, order, replaced)
+            case Start(deployment_id):
+                self._start(deployment_id)
+            case Discard(deployment_id):
+                self._site.forget_deployment(deployment_id)
+            case SettleAdapters(order_id, replaced, deployment_id):
+                self._settle_adapters(order_id, replaced, deployment_id)
+            case Announce():
+                self.announce()
+            case End(deployment_id):
+                self._starts.pop(deployment_id, None)
+                self._ends[deployment_id] = self._site.end_deployment(deployment_id)
+            case Say(order_id, text):
+                self._answer(order_id, Remark(text))
+            case Conclude(order_id, text, is_refused):
+                logger.info("an order is %s: %s", "refused" if is_refused else "carried out", text)
+                self._answer(order_id, Refused(text) if is_refused else Done(text))
+
+    def _settle_adapters(self, order_id: str, replaced: str, deployment_id: str) -> None:
+        missing = self._site.settle_adapters(replaced, deployment_id)
+        if missing:
+            self._answer(order_id, Remark(f"adapters that the new model does not have: {', '.join(missing)}"))
+
+    def _start(self, deployment_id: str) -> None:
+        try:
+            self._starts[deployment_id] = self._site.start_deployment(deployment_id)
+        except (RayError, ValueError) as error:
+            self._failed.append(Failed(deployment_id, f"its processes cannot be created: {error}"))

@@ -1,0 +1,393 @@
+"""Decides how deployments of a running cluster come and go: events in, commands out, no clock.
+
+The life of a deployment that is ordered while the cluster serves:
+1. Preparing: its model is fetched, its sizes follow from what the machine has left, its configuration is checked.
+2. Starting: its router, pool and workers come up beside those that serve.
+3. Proving: gateways and batch worker connect to it, load its tokenizer and wait for a token through its own workers.
+4. Serving: all of them are told in one list, in which the one that it replaces begins to drain.
+5. Draining: it has no new requests; those that it has are finished.
+6. Ending: its processes end and their memory is free.
+Whatever fails up to 3 ends what was started, and the others go on untouched. Orders are carried out one after the
+other; a draining deployment holds up none.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from alignedserve.cluster.deployments.orders import AddModel, ModelOrder, RemoveModel, ReplaceModel
+from alignedserve.config.model_settings import MAX_MODELS
+
+PROVING_S = 120.0  # for a token through a deployment whose processes are up
+
+
+class Phase(Enum):
+    """Phases of a deployment, in their order."""
+
+    PREPARING = "preparing"
+    STARTING = "starting"
+    PROVING = "proving"
+    SERVING = "serving"
+    DRAINING = "draining"
+    ENDING = "ending"
+
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A user has given an order."""
+
+    order_id: str
+    order: ModelOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A deployment has its configuration, and fits."""
+
+    deployment_id: str
+    name: str  # of its model, for clients
+    remarks: tuple[str, ...] = ()  # for the giver of the order
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """All processes of a deployment are up."""
+
+    deployment_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A deployment cannot be prepared or started."""
+
+    deployment_id: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A deployment as all gateways and the batch worker together see it."""
+
+    missing: str | None  # why one of them gets no token from it; None: all have had one
+    num_open: int  # requests that hold it; a process that is lost counts as one
+
+
+@dataclass(frozen=True, slots=True)
+class Viewed:
+    """All of them have answered since the last Announce, or are lost."""
+
+    views: Mapping[str, View]  # by deployment
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """No process of a deployment is left."""
+
+    deployment_id: str
+
+
+Event = Ordered | Prepared | Started | Failed | Viewed | Ended
+
+# --- commands
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Fetch and size a new deployment; Prepared or Failed follows."""
+
+    deployment_id: str
+    order: AddModel | ReplaceModel
+    replaced: str | None  # the deployment whose settings it inherits
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Create its processes; Started or Failed follows."""
+
+    deployment_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Forget what was prepared of a deployment that is not started after all."""
+
+    deployment_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell gateways and batch worker which deployments there are now; Viewed follows, again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettleAdapters:
+    """Let a replacement have no adapter that was unloaded since it was prepared, and say which it lacks."""
+
+    order_id: str
+    replaced: str
+    deployment_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End its processes; Ended follows."""
+
+    deployment_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Tell the giver of an order what is being done."""
+
+    order_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude:
+    """Tell the giver of an order how it has ended."""
+
+    order_id: str
+    text: str
+    is_refused: bool = False
+
+
+Command = Prepare | Start | Discard | SettleAdapters | Announce | End | Say | Conclude
+
+
+@dataclass(slots=True)
+class _Deployment:
+    name: str
+    phase: Phase
+    order_id: str | None = None  # that waits for its next phases
+    replaces: str | None = None  # the deployment whose place it is to take
+    drains_within_s: float | None = None
+    since_s: float = 0.0  # when its phase began
+    num_open: int | None = None
+
+    def __getstate__(self) -> tuple[object, ...]:
+        # What is handed on is the same while nothing but the number of requests changes.
+        return self.name, self.phase, self.order_id, self.replaces, self.drains_within_s, self.since_s
+
+    def __setstate__(self, state: tuple[str, Phase, str | None, str | None, float | None, float]) -> None:
+        self.name, self.phase, self.order_id, self.replaces, self.drains_within_s, self.since_s = state
+        self.num_open = None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A deployment as it stands now."""
+
+    deployment_id: str
+    name: str
+    phase: Phase
+    num_open: int | None
+
+
+class DeploymentsLogic:
+    """The deployments of one cluster. `first`: names of those that serve from its start, by their ids."""
+
+    def __init__(self, first: Mapping[str, str]) -> None:
+        self._deployments = {one: _Deployment(name, Phase.SERVING) for one, name in first.items()}
+        self._num_named = len(first)
+        self._waiting: deque[Ordered] = deque()
+        self._current: str | None = None  # the order that no other may overtake
+
+    @property
+    def standings(self) -> tuple[Standing, ...]:
+        """Return all deployments, in the order in which clients see their models."""
+        return tuple(Standing(one, it.name, it.phase, it.num_open) for one, it in self._deployments.items())
+
+    def knows(self, order_id: str) -> bool:
+        """Return whether an order waits or is being carried out."""
+        is_waiting = any(one.order_id == order_id for one in self._waiting)
+        return is_waiting or any(one.order_id == order_id for one in self._deployments.values())
+
+    def resume(self, now: float) -> list[Command]:
+        """Go on in another process, for which `now` may be of another clock.
+
+        What did not serve yet is ended, and its order is forgotten, as are those that waited: whoever still has one
+        gives it again. What drains goes on, with the time that it was given.
+        """
+        self._waiting.clear()
+        self._current = None
+        commands: list[Command] = []
+        for deployment_id, one in tuple(self._deployments.items()):
+            one.since_s = now
+            if one.phase is Phase.PREPARING:
+                del self._deployments[deployment_id]
+            elif one.phase in (Phase.STARTING, Phase.PROVING):
+                one.phase, one.order_id = Phase.ENDING, None
+            if one.phase is Phase.ENDING:
+                commands.append(End(deployment_id))
+        return [Announce(), *commands]
+
+    def on_event(self, event: Event, now: float) -> list[Command]:
+        """Change the deployments by an event and return what is to be done."""
+        match event:
+            case Ordered():
+                commands = self._take(event)
+            case Prepared():
+                commands = self._on_prepared(event, now)
+            case Started(deployment_id):
+                commands = self._enter(deployment_id, Phase.PROVING, now)
+            case Failed(deployment_id, problem):
+                commands = self._give_up(deployment_id, problem)
+            case Viewed(views):
+                commands = self._on_views(views, now)
+            case Ended(deployment_id):
+                commands = self._on_ended(deployment_id)
+        return [*commands, *self._begin_next(now)]
+
+    def _take(self, ordered: Ordered) -> list[Command]:
+        self._waiting.append(ordered)
+        if self._current is None:
+            return []
+        return [Say(ordered.order_id, "waits for the order before it")]
+
+    def _begin_next(self, now: float) -> Iterator[Command]:
+        while self._current is None and self._waiting:
+            ordered = self._waiting.popleft()
+            yield from self._begin(ordered, now)
+
+    def _begin(self, ordered: Ordered, now: float) -> list[Command]:
+        order_id, order = ordered.order_id, ordered.order
+        target = None if isinstance(order, AddModel) else self._serving(order.name)
+        problem = self._problem_of(order, target)
+        if problem is not None:
+            return [Conclude(order_id, problem, is_refused=True)]
+        if isinstance(order, RemoveModel):
+            assert target is not None, "a removal without a model"
+            return self._drain(target, order_id, order.drains_within_s, now)
+        self._num_named += 1
+        deployment_id, self._current = str(self._num_named), order_id
+        within_s = order.drains_within_s if isinstance(order, ReplaceModel) else None
+        new = _Deployment(order.name or order.path, Phase.PREPARING, order_id, target, within_s, now)
+        self._deployments[deployment_id] = new
+        return [Say(order_id, f"preparing {order.path}"), Prepare(deployment_id, order, target)]
+
+    def _problem_of(self, order: ModelOrder, target: str | None) -> str | None:
+        if isinstance(order, AddModel):
+            is_full = len(self._deployments) >= MAX_MODELS
+            return f"a cluster serves {MAX_MODELS} models at most" if is_full else self._taken(order.name)
+        if target is None:
+            served = ", ".join(one.name for one in self._deployments.values() if one.phase is Phase.SERVING)
+            return f"no model is served as {order.name}; there are {served}"
+        if isinstance(order, RemoveModel) and self._num_serving == 1:
+            return f"{order.name} is the only model; stop the cluster instead"
+        return None
+
+    def _taken(self, name: str | None) -> str | None:
+        if name is None or self._serving(name) is None:
+            return None
+        return f"a model is served as {name} already; replace it, or give another name"
+
+    def _serving(self, name: str) -> str | None:
+        """Return the deployment that serves this name."""
+        found = (one for one, it in self._deployments.items() if it.phase is Phase.SERVING and it.name == name)
+        return next(found, None)
+
+    @property
+    def _num_serving(self) -> int:
+        return sum(one.phase is Phase.SERVING for one in self._deployments.values())
+
+    def _on_prepared(self, prepared: Prepared, now: float) -> list[Command]:
+        deployment_id, name = prepared.deployment_id, prepared.name
+        new = self._deployments[deployment_id]
+        if new.replaces is None and (problem := self._taken(name)) is not None:
+            return self._give_up(deployment_id, problem)
+        if new.replaces is not None and name != new.name:
+            return self._give_up(deployment_id, f"the model would be served as {name}; a replacement keeps the name")
+        new.name = name
+        assert new.order_id is not None, "a preparation without an order"
+        remarks = [Say(new.order_id, remark) for remark in prepared.remarks]
+        return [*remarks, *self._enter(deployment_id, Phase.STARTING, now), Start(deployment_id)]
+
+    def _enter(self, deployment_id: str, phase: Phase, now: float) -> list[Command]:
+        """Begin a phase of a deployment that does not serve yet."""
+        new = self._deployments[deployment_id]
+        new.phase, new.since_s = phase, now
+        assert new.order_id is not None, "a start without an order"
+        said = "starting its processes" if phase is Phase.STARTING else "its processes are up; waiting for a token"
+        return [Say(new.order_id, said), *([Announce()] if phase is Phase.PROVING else [])]
+
+    def _give_up(self, deployment_id: str, problem: str) -> list[Command]:
+        """End a deployment that is not to serve; its order is refused."""
+        new = self._deployments[deployment_id]
+        commands: list[Command] = []
+        if new.order_id is not None:
+            commands.append(Conclude(new.order_id, problem, is_refused=True))
+        new.order_id = self._current = None
+        if new.phase is Phase.PREPARING:
+            del self._deployments[deployment_id]
+            return [*commands, Discard(deployment_id)]
+        was_announced, new.phase = new.phase is Phase.PROVING, Phase.ENDING
+        return [*commands, *([Announce()] if was_announced else []), End(deployment_id)]
+
+    def _on_views(self, views: Mapping[str, View], now: float) -> list[Command]:
+        # Phases as these views found them: who begins to drain by one of them has not been asked since.
+        phases = {one: it.phase for one, it in self._deployments.items() if one in views}
+        commands: list[Command] = []
+        for deployment_id, phase in phases.items():
+            view = views[deployment_id]
+            self._deployments[deployment_id].num_open = view.num_open
+            if phase is Phase.PROVING:
+                commands += self._on_proof(deployment_id, view.missing, now)
+            elif phase is Phase.DRAINING:
+                commands += self._on_drained(deployment_id, view.num_open, now)
+        return commands
+
+    def _on_drained(self, deployment_id: str, num_open: int, now: float) -> list[Command]:
+        old = self._deployments[deployment_id]
+        is_over = old.drains_within_s is not None and now - old.since_s >= old.drains_within_s
+        if num_open and not is_over:
+            return []
+        old.phase = Phase.ENDING
+        return [Announce(), End(deployment_id)]
+
+    def _on_proof(self, deployment_id: str, missing: str | None, now: float) -> list[Command]:
+        new = self._deployments[deployment_id]
+        if missing is not None:
+            if now - new.since_s < PROVING_S:
+                return []
+            return self._give_up(deployment_id, f"no token has come through it for {PROVING_S:.0f} s: {missing}")
+        order_id, self._current = new.order_id, None
+        assert order_id is not None, "a proof that nothing waits for"
+        new.phase, new.since_s, new.order_id = Phase.SERVING, now, None
+        if new.replaces is None:
+            return [Announce(), Conclude(order_id, f"{new.name} is served")]
+        drained = self._drain(new.replaces, order_id, new.drains_within_s, now, successor=deployment_id)
+        return [SettleAdapters(order_id, new.replaces, deployment_id), *drained]
+
+    def _drain(
+        self, deployment_id: str, order_id: str, within_s: float | None, now: float, *, successor: str | None = None
+    ) -> list[Command]:
+        """Let a deployment finish its requests. A successor takes its place in the list of models."""
+        old = self._deployments[deployment_id]
+        old.phase, old.order_id, old.drains_within_s, old.since_s = Phase.DRAINING, order_id, within_s, now
+        said = f"{old.name} takes no new requests"
+        if successor is not None:
+            self._move_up(deployment_id, successor)
+            said = f"new requests go to the new {old.name}; the old one finishes its own"
+        return [Announce(), Say(order_id, said)]
+
+    def _move_up(self, old: str, successor: str) -> None:
+        others = {one: it for one, it in self._deployments.items() if one != successor}
+        new = self._deployments[successor]
+        self._deployments = {}
+        for one, it in others.items():
+            if one == old:
+                self._deployments[successor] = new
+            self._deployments[one] = it
+
+    def _on_ended(self, deployment_id: str) -> list[Command]:
+        old = self._deployments.pop(deployment_id)
+        if old.order_id is None:
+            return []
+        is_replaced = self._serving(old.name) is not None
+        text = f"the old {old.name} has ended" if is_replaced else f"{old.name} is removed"
+        return [Conclude(old.order_id, text)]

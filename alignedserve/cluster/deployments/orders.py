@@ -1,0 +1,159 @@
+"""Orders about the models of a running cluster, as commands give them, and the answers of its driver."""
+
+import msgspec
+
+from alignedserve.messages.gateways import ClusterStatus
+
+MAX_NAME_LEN = 256  # characters, of a model as clients call it
+_MAX_PATH_LEN = 4096
+_MAX_SETTINGS = 64
+_MAX_SETTING_LEN = 4096
+
+
+class AddModel(msgspec.Struct, frozen=True, tag=True):
+    """Order: serve one more model, as soon as it can answer."""
+
+    path: str  # folder or GGUF file, absolute; ORG/NAME on a hub; or the name of a built-in model
+    name: str | None = None  # by which clients call it; None: as `serve` would name it
+    settings: tuple[str, ...] = ()  # section.field=value, for this model alone
+
+    @property
+    def subject(self) -> str:
+        """Return what the order is about."""
+        return self.name or self.path
+
+
+class ReplaceModel(msgspec.Struct, frozen=True, tag=True):
+    """Order: serve another model under a name that is served, without losing a request."""
+
+    name: str
+    path: str  # as of AddModel
+    settings: tuple[str, ...] = ()
+    drains_within_s: float | None = None  # after which requests of the old one fail; None: it finishes all
+
+    @property
+    def subject(self) -> str:
+        """Return what the order is about."""
+        return self.name
+
+
+class RemoveModel(msgspec.Struct, frozen=True, tag=True):
+    """Order: serve a model no more, once its requests have ended."""
+
+    name: str
+    drains_within_s: float | None = None  # as of ReplaceModel
+
+    @property
+    def subject(self) -> str:
+        """Return what the order is about."""
+        return self.name
+
+
+class ShowModels(msgspec.Struct, frozen=True, tag=True):
+    """Question: which models does the cluster have."""
+
+
+class ShowStatus(msgspec.Struct, frozen=True, tag=True):
+    """Question: what do the cluster's processes and models do now."""
+
+
+class RestartWorkers(msgspec.Struct, frozen=True, tag=True):
+    """Order: start every worker anew, one after the other, without losing a request."""
+
+    model: str | None = None  # by its name for clients; None: those of all models
+    drains_within_s: float = 60.0  # in which requests of each may finish there, where another worker serves meanwhile
+
+    @property
+    def subject(self) -> str:
+        """Return what the order is about."""
+        return self.model or "restart"
+
+
+ModelOrder = AddModel | ReplaceModel | RemoveModel
+AdminRequest = ModelOrder | RestartWorkers | ShowModels | ShowStatus
+
+
+class DeploymentReport(msgspec.Struct, frozen=True):
+    """One deployment of a running cluster."""
+
+    deployment_id: str  # "": the first
+    name: str  # by which clients call its model
+    path: str
+    phase: str  # see Phase of logic.py
+    num_open: int | None  # requests; None: not reported yet
+    workers: tuple[str, ...] = ()  # names of its processes that compute
+    processes: tuple[str, ...] = ()  # names of all its own processes, as far as it has them
+    topology: str = ""
+
+
+class Remark(msgspec.Struct, frozen=True, tag=True):
+    """Answer: what is being done; more answers follow."""
+
+    text: str
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Last answer to an order that was carried out."""
+
+    text: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Last answer to an order that was not carried out: everything is as it was before."""
+
+    reason: str
+
+
+class Models(msgspec.Struct, frozen=True, tag=True):
+    """Answer to ShowModels."""
+
+    url: str  # of the first gateway
+    deployments: tuple[DeploymentReport, ...]
+
+
+class ProcessReport(msgspec.Struct, frozen=True):
+    """One process of a running cluster."""
+
+    name: str
+    state: str  # up, starting, starting again, fails
+    problem: str  # for which it does not serve; empty: none is known
+    memory_bytes: int | None  # resident, what it shares with others included; None: it has not answered
+
+
+class StatusReport(msgspec.Struct, frozen=True, tag=True):
+    """Answer to ShowStatus."""
+
+    url: str  # of the first gateway
+    deployments: tuple[DeploymentReport, ...]
+    loads: dict[str, ClusterStatus]  # by deployment, whose router reports
+    processes: tuple[ProcessReport, ...]
+    total_bytes: int  # memory of the host
+    available_bytes: int  # of that, left
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every process is up and every model that is served has a router that knows workers."""
+        loads = [self.loads.get(one.deployment_id) for one in self.deployments if one.phase == "serving"]
+        has_workers = all(load is not None and load.num_decode_workers > 0 for load in loads)
+        return has_workers and all(one.state == "up" for one in self.processes)
+
+
+Answer = Remark | Done | Refused | Models | StatusReport
+
+
+def problem_of(order: AdminRequest) -> str | None:
+    """Return why an order that was decoded cannot be meant; None: it may be."""
+    if isinstance(order, ShowModels | ShowStatus):
+        return None
+    if isinstance(order, AddModel | ReplaceModel):
+        if not 0 < len(order.path) <= _MAX_PATH_LEN or "\0" in order.path:
+            return "the path of the model is empty, too long or none"
+        if len(order.settings) > _MAX_SETTINGS or any(len(one) > _MAX_SETTING_LEN for one in order.settings):
+            return "too many settings, or one that is too long"
+    name = order.model if isinstance(order, RestartWorkers) else order.name
+    if name is not None and not (0 < len(name) <= MAX_NAME_LEN and name.isprintable()):
+        return f"a model's name has 1 to {MAX_NAME_LEN} printable characters"
+    within_s = None if isinstance(order, AddModel) else order.drains_within_s
+    if within_s is not None and not 0.0 <= within_s < float("inf"):
+        return "the time for the old requests must be a number of seconds"
+    return None

@@ -1,0 +1,124 @@
+"""A rolling restart: every worker in turn drains, is started anew, and serves again before the next one drains.
+
+Of each: 1. It drains: it gets nothing new, and what it has is finished, or goes on elsewhere after a while. 2. Its
+process ends, and Ray starts it again. 3. Its router knows it again.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple, Protocol
+
+import ray
+from ray.exceptions import RayError
+
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.process.addresses import router_of
+
+logger = logging.getLogger(__name__)
+
+RETURN_S = 600.0  # for a worker to load its model and serve again
+
+
+class Workers(Protocol):
+    """The workers of a cluster, as a restart needs them. Nothing waits."""
+
+    def begin_drain(self, name: str, within_s: float) -> None:
+        """Give a worker nothing new; what it still has after that time goes elsewhere."""
+
+    def restart(self, name: str) -> None:
+        """End a worker's process, which is started again, and let it get work again."""
+
+    def registration(self, name: str) -> str | None:
+        """Return what tells a worker's registration at its router from the next one; None: not known now."""
+
+
+class Step(Enum):
+    """What the worker whose turn it is does."""
+
+    DRAINING = auto()
+    RETURNING = auto()
+
+
+class Over(NamedTuple):
+    """The end of a restart."""
+
+    text: str
+    has_failed: bool = False
+
+
+class RollingRestart:
+    """Restarts workers one after the other. `look` goes on as far as things have come."""
+
+    def __init__(
+        self, names: Sequence[str], within_s: Callable[[str], float], workers: Workers, say: Callable[[str], None]
+    ) -> None:
+        """`within_s`: in which requests of a worker may finish there. `say`: is told of every step."""
+        self._waiting = list(names)
+        self._num_workers = len(names)
+        self._within_s = within_s
+        self._workers = workers
+        self._say = say
+        self._current = ""
+        self._step = Step.RETURNING
+        self._former: str | None = None  # registration of the current one
+        self._began_s = 0.0  # the step
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the workers whose drain is no end: that whose turn it is, and those that come after it."""
+        return frozenset((self._current, *self._waiting))
+
+    def look(self, drained: Collection[str], now: float) -> Over | None:
+        """Go on; return how it has ended, once it has. `drained`: workers of which nothing is left."""
+        if self._current and not self._is_through(drained, now):
+            if now - self._began_s > RETURN_S and self._step is Step.RETURNING:
+                return Over(f"{self._current} does not serve again; the others were left as they are", has_failed=True)
+            return None
+        if not self._waiting:
+            return Over(f"{self._num_workers} workers were restarted, one after the other.")
+        self._current = self._waiting.pop(0)
+        self._step, self._began_s = Step.DRAINING, now
+        self._workers.begin_drain(self._current, self._within_s(self._current))
+        self._say(f"{self._current} drains")
+        return None
+
+    def _is_through(self, drained: Collection[str], now: float) -> bool:
+        """Return whether the current worker serves again."""
+        registration = self._workers.registration(self._current)
+        if self._step is Step.DRAINING:
+            self._former = registration or self._former
+            if self._current in drained:
+                self._step, self._began_s = Step.RETURNING, now
+                self._workers.restart(self._current)
+            return False
+        if registration in (None, self._former):
+            return False
+        self._say(f"{self._current} serves again after {now - self._began_s:.1f} s")
+        return True
+
+
+class Registrations:
+    """The registrations of workers, as their routers last told. Never waits."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, Any] = {}  # calls without an answer, by router
+        self._known: dict[str, Mapping[str, str]] = {}
+
+    def look(self, actors: Mapping[str, Any], worker: str) -> str | None:
+        """Return that of a worker, None where it has none, or its router does not answer; and ask anew."""
+        router = router_of(worker)
+        if router in self._asked:
+            self._take(router)
+        if router not in self._asked and router in actors:
+            self._asked[router] = actors[router].registrations.remote()
+        return self._known.get(router, {}).get(worker)
+
+    def _take(self, router: str) -> None:
+        answered, _ = ray.wait([self._asked[router]], timeout=0)
+        if not answered:
+            return
+        try:
+            self._known[router] = ray.get(self._asked.pop(router))
+        except (RayError, AlignedServeError, TimeoutError):  # it is restarted, and asked again
+            self._known.pop(router, None)

@@ -1,0 +1,102 @@
+"""Starts Ray on this machine for one cluster: closed to other machines and other users, without what it does not need.
+
+Ray listens at all addresses unless its node has the loopback address, which `ray.init` never gives it on Linux: it is
+started as on macOS, where it has. Its folder is in the cluster's, which nobody else can enter.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants, utils, worker
+from ray._private.node import Node
+from ray._raylet import Config  # type: ignore[attr-defined]
+
+from alignedserve.cluster.local_ray.messages import keep_messages
+from alignedserve.cluster.local_ray.node_processes import NodeProcesses
+from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
+from alignedserve.cluster.signals import handlers_preserved
+from alignedserve.config.environment import SPIN_VARIABLE
+from alignedserve.core.errors import ResourceError
+
+_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum; the cluster does not use it
+# Methods of Ray's node: the autoscaler's monitor, the server of the dashboard and of jobs, and what reads the logs of
+# workers out to drivers. `ray.init` has no options against them; they take a second of a start, and 200 MB.
+_UNUSED_PROCESSES = ("start_monitor", "start_api_server", "start_log_monitor")
+# On one host the end of a process is seen at once (NodeWatch). A node process that is silent is starved or stopped for
+# a while: were it given up, every actor would end with it.
+_PATIENT = {
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "12",
+    # Ray ends a process without a word that has missed its head for so long; NodeWatch gives up before.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    # Of one log of Ray's: they are in the cluster's folder, which may be in memory.
+    "RAY_ROTATION_MAX_BYTES": str(4 << 20),
+    "RAY_ROTATION_BACKUP_COUNT": "1",
+}
+
+
+def start_ray(folder: Path, namespace: str) -> NodeProcesses:
+    """Start Ray's processes, which end with this one; `folder` gets their sockets, logs and token.
+
+    Raises ResourceError.
+    """
+    set_already = {SPIN_VARIABLE: os.environ[SPIN_VARIABLE]} if SPIN_VARIABLE in os.environ else {}
+    os.environ.update(RAY_ENVIRONMENT | _PATIENT | set_already)
+    # Set explicitly, with a token of this cluster: Ray's default depends on what ran before.
+    token = folder / "ray_token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+    Config.initialize("")  # Ray read its settings when imported; this reads them again
+    try:
+        with handlers_preserved(), _restrained(folder):
+            ray.init(
+                address="local",
+                namespace=namespace,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=str(folder / "ray"),
+            )
+    except Exception as error:
+        # Ray raises a plain Exception if one of its processes is late.
+        raise ResourceError(f"Ray did not start: {error}; is this machine overloaded?") from error
+    keep_messages(folder / "logs" / "ray.log")
+    return NodeProcesses.of(worker._global_node)
+
+
+@contextlib.contextmanager
+def _restrained(folder: Path) -> Iterator[None]:
+    """Let Ray start on loopback, with sockets in this folder and no process or server that one host has no use for."""
+
+    def socket_path(node: Node, path: str | None, default_prefix: str) -> str:
+        """Name a socket: Ray's own names would be too long for the system in many folders."""
+        return str(folder / f"{default_prefix}.sock")
+
+    replaced: list[tuple[Any, str, Any]] = [
+        *((Node, name, _start_nothing) for name in _UNUSED_PROCESSES),
+        (Node, "_prepare_socket_file", socket_path),
+        (ray_constants, "ENABLE_RAY_CLUSTER", False),  # every server on loopback alone
+        (utils, "get_dashboard_dependency_error", ImportError),  # its agent then serves nothing
+    ]
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, instead in replaced:
+        setattr(owner, name, instead)
+    try:
+        yield
+    finally:
+        for owner, name, own in kept:
+            setattr(owner, name, own)
+
+
+def _start_nothing(node: Node, **_: object) -> None:
+    """Stand in for a method that would start a process."""
