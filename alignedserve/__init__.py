@@ -2,14 +2,21 @@
 
 from typing import Any
 
-__all__ = ["LLM", "SamplingParams", "StructuredOutputs"]
+__all__ = ["LLM", "LoRARequest", "SamplingParams", "StructuredOutputs"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from alignedserve.offline import LLM
+        from alignedserve.core.own_packages import require_own_kernels
+
+        require_own_kernels()
+        from alignedserve.offline.llm import LLM
 
         return LLM
+    if name == "LoRARequest":
+        from alignedserve.offline.lora_request import LoRARequest
+
+        return LoRARequest
     if name == "SamplingParams":
         from alignedserve.core.request import SamplingParams
 

@@ -45,7 +45,7 @@ class IterationLine(NamedTuple):
 class _Sequence:
     """One request in the engine."""
 
-    __slots__ = ("is_hidden", "num_blocks", "num_computed", "num_left", "num_tokens", "token")
+    __slots__ = ("is_constrained", "is_hidden", "num_blocks", "num_computed", "num_left", "num_tokens", "token")
 
     def __init__(self, addition: Addition, answer: SimulatedAnswer) -> None:
         self.num_tokens = addition.request.prompt_len + len(addition.generated_token_ids)
@@ -53,6 +53,7 @@ class _Sequence:
         self.num_left = answer.num_tokens - len(addition.generated_token_ids)  # tokens of its answer still to come
         self.num_blocks = len(addition.block_ids)
         self.is_hidden = addition.is_hidden
+        self.is_constrained = bool(addition.request.sampling.grammar)
         self.token = SampledToken(addition.request.request_id, answer.token_id)  # every token but the last
 
 
@@ -200,7 +201,7 @@ class SimulatedEngine:
     def _new_iteration(self, command: RunIteration, swapped: tuple[float, float]) -> _SteadyIteration:
         work, sampled, num_more = IterationWork(), [], 1 << 40
         work.swap_in_tokens, work.swap_out_tokens = swapped
-        decoded_len = hidden_len = longest = num_decodes = 0
+        decoded_len = hidden_len = longest = num_decodes = num_constrained = 0
         for request_id, num_tokens in command.slices:
             sequence = self._sequences[request_id]
             num_tokens_before, num_computed = sequence.num_tokens, sequence.num_computed
@@ -210,15 +211,16 @@ class SimulatedEngine:
                 num_decodes += 1
                 decoded_len += num_tokens_before
                 hidden_len += num_tokens_before if sequence.is_hidden else 0
+                num_constrained += sequence.is_constrained
                 longest = max(longest, num_tokens_before)
             else:
-                work.add_chunk(num_tokens, num_computed, is_last=is_last)
+                work.add_chunk(num_tokens, num_computed, is_last=is_last, is_constrained=sequence.is_constrained)
             if is_last:
                 sampled.append(sequence.token if sequence.num_left != 1 else SampledToken(request_id, EOS))
                 sequence.num_tokens += 1
                 sequence.num_left -= 1
                 num_more = min(num_more, sequence.num_left - 1)
-        work.add_decodes(num_decodes, decoded_len, longest, hidden_len)
+        work.add_decodes(num_decodes, decoded_len, longest, hidden_len, num_constrained)
         return _SteadyIteration(
             command.slices, work, tuple(sampled), 0 if work.num_chunks or command.swaps or hidden_len else num_more
         )

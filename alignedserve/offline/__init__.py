@@ -1,0 +1,1 @@
+"""Offline inference: `llm` generates from Python in this process, without a cluster."""

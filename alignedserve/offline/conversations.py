@@ -1,0 +1,126 @@
+"""Conversations without a server: the gateway's own reading of messages, tools, thoughts and constraints."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any, NamedTuple, TypedDict
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.request import Request
+from alignedserve.gateway.backend.interface import GeneratedTokens
+from alignedserve.gateway.models.model_card import ModelCard
+from alignedserve.gateway.openai.chat_grammar import chat_grammar
+from alignedserve.gateway.openai.chat_prompt import chat_output_format, chat_prompt
+from alignedserve.gateway.openai.choice_decoder import ChoiceDecoder
+from alignedserve.gateway.openai.output_parser import OutputFormat
+from alignedserve.gateway.openai.parsing import check_shape, parse_chat
+from alignedserve.gateway.openai.tool_calls import whole_tool_calls
+from alignedserve.offline.request_output import RequestOutput
+from alignedserve.runtime.grammar.constraints import StructuredOutputs
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
+
+_MAX_DEPTH = 64  # of messages, tools and schemas
+
+Message = Mapping[str, Any]  # in OpenAI's shape
+Conversation = str | Sequence[Message]  # a text is what the user says first
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of a chat, by OpenAI's names and vLLM's; docs/tools.md says what each does."""
+
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    response_format: Mapping[str, Any]
+    reasoning_effort: str
+    thinking_token_budget: int
+    chat_template_kwargs: Mapping[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+class PreparedChat(NamedTuple):
+    """A conversation as the model gets it, and how its answer is read."""
+
+    prompt: list[int]
+    grammar: str  # what the answer is decoded under; empty: anything
+    output_format: OutputFormat
+
+
+class ConversationReader:
+    """Turns conversations into prompts, and tokens into answers."""
+
+    def __init__(self, card: ModelCard, tokenizer: Tokenizer, check_grammar: Callable[[str], None]) -> None:
+        """Make a reader. `check_grammar` raises InvalidRequest for a grammar that cannot be followed."""
+        self._model = _Model(card, tokenizer, _GrammarCheck(check_grammar))
+
+    def prepare(
+        self,
+        conversations: Sequence[Conversation],
+        structured_outputs: StructuredOutputs | None,
+        options: ChatOptions,
+    ) -> list[PreparedChat]:
+        """Return what to generate. Raises InvalidRequest naming the field, as the HTTP API does."""
+        for name in options:
+            if name not in ChatOptions.__annotations__:
+                raise InvalidRequest(f"chat has no option {name[:64]}; SamplingParams says how to sample.", param=name)
+        fields: dict[str, Any] = {"model": self._model.model.name, **options}
+        if structured_outputs is not None:
+            given = asdict(structured_outputs)
+            fields["structured_outputs"] = {name: value for name, value in given.items() if value not in (None, False)}
+        bodies = [fields | {"messages": _messages(conversation)} for conversation in conversations]
+        # In a thread of its own: the caller may stand in an event loop, as notebooks do.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, self._prepare_all(bodies)).result()
+
+    def read(self, output: RequestOutput, request: Request, output_format: OutputFormat) -> None:
+        """Divide a finished output's tokens into text, reasoning and tool calls."""
+        model = self._model
+        eos_token_ids = model.model.eos_token_ids
+        decoder = ChoiceDecoder(model.tokenizer, request, eos_token_ids=eos_token_ids, output_format=output_format)
+        delta = decoder.decode(GeneratedTokens(tuple(output.token_ids), finish_reason=output.finish_reason))
+        output.text, output.reasoning = delta.text, delta.reasoning
+        output.tool_calls, output.finish_reason = whole_tool_calls([delta]), delta.finish_reason
+
+    async def _prepare_all(self, bodies: Sequence[dict[str, Any]]) -> list[PreparedChat]:
+        now = datetime.now().astimezone()
+        return [await self._prepare(body, now) for body in bodies]
+
+    async def _prepare(self, body: dict[str, Any], now: datetime) -> PreparedChat:
+        check_shape(body, _MAX_DEPTH)
+        chat = parse_chat(body)
+        prompt = self._model.tokenizer.encode_chat(chat_prompt(chat, self._model), now=now)
+        output_format = chat_output_format(chat, prompt, self._model)
+        return PreparedChat(prompt, await chat_grammar(chat, output_format, self._model), output_format)
+
+
+def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Return one conversation as a list of one, and several as they are."""
+    if isinstance(messages, str):
+        return [messages]
+    if messages and isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    return list(messages)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    model: ModelCard
+    tokenizer: Tokenizer
+    grammars: "_GrammarCheck"
+
+
+@dataclass(frozen=True, slots=True)
+class _GrammarCheck:
+    check_grammar: Callable[[str], None]
+
+    async def check(self, grammar: str, tenant: str = "") -> None:
+        self.check_grammar(grammar)
+
+
+def _messages(conversation: Conversation) -> list[dict[str, Any]]:
+    if isinstance(conversation, str):
+        return [{"role": "user", "content": conversation}]
+    return [dict(message) for message in conversation]

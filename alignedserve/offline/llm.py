@@ -1,0 +1,281 @@
+"""Offline inference: generate from Python in this process, without a cluster.
+
+    from alignedserve import LLM, SamplingParams
+    LLM("pocket").chat(["spell otter"])[0].text
+
+The logic and the engine are those of a colocated worker behind the gateway; only the links are missing.
+"""
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Unpack
+
+from alignedserve.config.sections import (
+    DecodeWorkerConfig,
+    EngineConfig,
+    ModelSectionConfig,
+    PrefixCacheConfig,
+    SchedulingConfig,
+)
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import LoraAdapter, Request, SamplingParams
+from alignedserve.gateway.embeddings.vectors import Vectors
+from alignedserve.gateway.models.model_card import ModelCard
+from alignedserve.messages.events import PeerConnected, Received, Send, SendTo
+from alignedserve.messages.gateways import TokensEmitted
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import IterationCompleted, RunIteration
+from alignedserve.messages.workers import AttemptFailed, PrefillRequest, WorkerRegistered
+from alignedserve.offline.conversations import ChatOptions, Conversation, ConversationReader, conversations_of
+from alignedserve.offline.lora_request import ANY_FOLDER, LoRARequests, adapters_of
+from alignedserve.offline.request_output import RequestOutput
+from alignedserve.offline.text_reader import EmbedOptions, TextReader
+from alignedserve.prefix_cache.block_hashes import prefix_root
+from alignedserve.runtime.device.devices import check_ranks, worker_devices
+from alignedserve.runtime.device.dtypes import has_native_bfloat16
+from alignedserve.runtime.device_check.choice import choose_device
+from alignedserve.runtime.engine.engine_sizes import EngineSizes, jumps_ahead
+from alignedserve.runtime.executor import make_executor
+from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of
+from alignedserve.runtime.grammar.lark import serialize_alone
+from alignedserve.runtime.model.hub.local_model import with_local_model
+from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
+from decode_worker.colocated.logic import ColocatedCommand
+from decode_worker.factory import make_colocated_logic, memory_of
+from kernels.narrow.float8_linear import has_float8_products
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_SIZE = 16
+_MAX_TOKENS = 2048
+_ROUTER = "caller"
+
+
+class LLM:
+    """A model ready to generate. `memory_bytes` bounds the KV cache; requests beyond it wait.
+
+    Raises ModelError, ConfigError or NotEnoughMemory when made.
+    """
+
+    def __init__(
+        self,
+        model: str = "pocket",
+        *,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+        max_running: int = 64,
+        memory_bytes: int = 256 * 2**20,
+        device: str = "auto",
+        prefix_cache: bool = True,
+        chat_template: str | None = None,
+        tool_format: str | None = None,
+        reasoning_format: str | None = None,
+        enable_lora: bool = False,
+        tensor_parallel_size: int = 1,
+    ) -> None:
+        """Load the model onto `device`; this and `kv_cache_dtype` are given like those of engine.
+
+        `prefix_cache`: prompts that begin like earlier ones are computed from where they differ. The next three are
+        like those of model: a file with a template, the name of a format (docs/tools.md). `enable_lora`: prompts may
+        have adapters, for which memory is kept. `tensor_parallel_size`: so many processes compute the model together
+        (docs/tensor-parallelism.md).
+        """
+        engine = EngineConfig(device=device, kv_cache_dtype=kv_cache_dtype, tensor_parallel=tensor_parallel_size)
+        choice = choose_device(engine.device)
+        choice.log()
+        (worker_device,) = worker_devices(choice.device, 1)
+        section = with_local_model(
+            ModelSectionConfig(
+                path=model,
+                dtype=dtype,
+                quantization=quantization,
+                chat_template=chat_template,
+                tool_format=tool_format,
+                reasoning_format=reasoning_format,
+            )
+        )
+        served = resolve_model(
+            section,
+            worker_device,
+            engine.kv_cache_dtype,
+            has_bfloat16=has_native_bfloat16(),
+            has_float8=has_float8_products(worker_device),
+            tensor_parallel=tensor_parallel_size,
+        )
+        check_ranks(worker_device, tensor_parallel_size)
+        if served.stored is not None and served.stored.warning is not None:
+            logger.warning("Weights: %s.", served.stored.warning)
+        self._served = served = replace(served, lora=ANY_FOLDER if enable_lora else served.lora)
+        self._tokenizer = load_tokenizer(served)
+        self._max_context_len, self._encoder = served.max_context_len, served.encoder
+        prefix_cache = prefix_cache and served.encoder is None  # whose tokens depend on those after them
+        jumps = jumps_ahead(engine.jump_ahead, worker_device)
+        sizes = EngineSizes(memory_bytes, max_running, _BLOCK_SIZE, device=worker_device, jumps_ahead=jumps)
+        self._executor = make_executor(served, sizes)
+        self._conversations = ConversationReader(ModelCard.of(served), self._tokenizer, self._executor.check_grammar)
+        registered = WorkerRegistered(
+            num_blocks=self._executor.num_blocks,
+            block_size=_BLOCK_SIZE,
+            max_running_requests=max_running,
+            pool_name="",
+            can_prefill=True,
+            can_decode=True,
+        )
+        config = DecodeWorkerConfig(
+            max_running_requests=max_running, max_num_batched_tokens=_MAX_TOKENS, swap_space_bytes=0
+        )
+        self._logic = make_colocated_logic(
+            registered=registered,
+            memory=memory_of(config, self._executor.layout, num_blocks=self._executor.num_blocks),
+            config=config,
+            scheduling=SchedulingConfig(policy="fcfs"),
+            eos_token_ids=self._executor.eos_token_ids,
+            prefix_cache=PrefixCacheConfig(enabled=prefix_cache),
+        )
+        # Of one model, for one user.
+        self._root = prefix_root(b"", tenant="", salt="", form=b"") if prefix_cache else b""
+        self._texts = TextReader(self._tokenizer, served.max_context_len, served.encoder, self._root)
+        self._perform(self._logic.on_event(PeerConnected(Role.ROUTER, _ROUTER), 0.0), {})
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        sampling: SamplingParams | None = None,
+        *,
+        structured_outputs: StructuredOutputs | None = None,
+        lora_request: LoRARequests = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt and return one output per prompt, in order.
+
+        Without `sampling`: greedily, for as long as context and `memory_bytes` allow. `structured_outputs`: what every
+        output must match. `lora_request`: an adapter for all prompts, or one for each. Raises AdapterError,
+        ContextTooLong, InvalidRequest for one that needs more cache than there is or a constraint that is not
+        supported, ModelError where the model cannot answer one.
+        """
+        return self._run(
+            [self._tokenizer.encode(prompt) for prompt in prompts], sampling, structured_outputs, lora_request
+        )
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | None = None,
+        *,
+        structured_outputs: StructuredOutputs | None = None,
+        lora_request: LoRARequests = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, and return one output for each, in order.
+
+        A conversation is a list of messages in OpenAI's shape, or a text: the first message of its user. The answers
+        are those of the gateway: thoughts and calls of tools stand apart from the text, calls are decoded under their
+        schemas, and `output.message` is what to append before the next turn. Raises like `generate`.
+        """
+        conversations = conversations_of(messages)
+        chats = self._conversations.prepare(conversations, structured_outputs, options)
+        adapters = adapters_of(lora_request, len(chats), self._served)
+        requests = [
+            self._request(chat.prompt, sampling, chat.grammar, adapter)
+            for chat, adapter in zip(chats, adapters, strict=True)
+        ]
+        outputs = self._generate(requests)
+        for chat, request, output in zip(chats, requests, outputs, strict=True):
+            self._conversations.read(output, request, chat.output_format)
+        return outputs
+
+    def embed(self, texts: Sequence[str], **options: Unpack[EmbedOptions]) -> Vectors:
+        """Return a vector of length 1 for every text, float32 [texts, width].
+
+        Raises ContextTooLong, InvalidRequest.
+        """
+        return self._texts.embed(texts, options, self._generate)
+
+    def score(
+        self, text_1: Sequence[str], text_2: Sequence[str], *, truncate_prompt_tokens: int | None = None
+    ) -> list[float]:
+        """Return the score of each pair: a cross-encoder's, or the cosine of the texts' vectors.
+
+        `text_1`: one text for all of `text_2`, or as many. Raises ContextTooLong, InvalidRequest.
+        """
+        return self._texts.score(text_1, text_2, truncate_prompt_tokens, self._generate)
+
+    def close(self) -> None:
+        """End the engine's threads."""
+        self._executor.close()
+
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | None,
+        structured_outputs: StructuredOutputs | None = None,
+        lora_request: LoRARequests = None,
+    ) -> list[RequestOutput]:
+        adapters = adapters_of(lora_request, len(prompts), self._served)
+        grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
+        asked = zip(prompts, adapters, strict=True)
+        outputs = self._generate([self._request(prompt, sampling, grammar, adapter) for prompt, adapter in asked])
+        for output in outputs:
+            output.text = self._tokenizer.decode(output.token_ids)
+        return outputs
+
+    def _generate(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """Return the outputs of the requests, whose text is still to be decoded. Raises ModelError."""
+        outputs = {request.request_id: RequestOutput() for request in requests}
+        commands: list[ColocatedCommand] = []
+        for number, request in enumerate(requests):
+            commands += self._logic.on_event(Received(_ROUTER, PrefillRequest(request, number)), 0.0)
+        reasons = self._perform(commands, outputs)
+        if reasons:
+            raise ModelError(f"{len(reasons)} of {len(requests)} prompts failed: {reasons[0]}")
+        return list(outputs.values())
+
+    def _request(
+        self, prompt: Sequence[int], sampling: SamplingParams | None, grammar: str, adapter: LoraAdapter | None
+    ) -> Request:
+        if self._encoder is not None:
+            raise InvalidRequest("This model is an encoder: it writes no text; use embed or score.", param="prompts")
+        max_tokens = self._max_context_len - len(prompt)
+        if max_tokens < 1:
+            raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the model's context {self._max_context_len}")
+        cached = self._executor.num_blocks * _BLOCK_SIZE - len(prompt)
+        wanted = sampling or SamplingParams(max_tokens=max(cached, 1), temperature=0.0)
+        if grammar and wanted.grammar:
+            raise InvalidRequest("sampling has a grammar, and the options ask for another", param="grammar")
+        wanted = replace(wanted, max_tokens=min(wanted.max_tokens, max_tokens), grammar=grammar or wanted.grammar)
+        if blocks_for(len(prompt) + wanted.max_tokens, _BLOCK_SIZE) > self._executor.num_blocks:
+            raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
+        self._executor.check_grammar(wanted.grammar)
+        request_id = RequestId(secrets.token_hex(8))
+        root = self._root
+        if adapter is not None and root:
+            root = prefix_root(b"", tenant="", salt="", form=adapter.digest)
+        return Request(request_id, tuple(prompt), wanted, "", 0.0, prefix_root=root, adapter=adapter)
+
+    def _perform(self, commands: Sequence[ColocatedCommand], outputs: dict[RequestId, RequestOutput]) -> list[str]:
+        """Perform commands until none is left; return why requests have failed. Other messages to the router are
+        dropped."""
+        pending, reasons = list(commands), []
+        while pending:
+            command = pending.pop(0)
+            if isinstance(command, RunIteration):
+                completed: IterationCompleted = self._executor.run_iteration(command)
+                pending += self._logic.on_event(completed, 0.0)
+            elif isinstance(command, SendTo) and isinstance(command.message, TokensEmitted):
+                _collect(command.message, outputs)
+            elif isinstance(command, Send) and isinstance(command.message, AttemptFailed):
+                reasons.append(command.message.reason)
+        return reasons
+
+
+def _collect(message: TokensEmitted, outputs: dict[RequestId, RequestOutput]) -> None:
+    for delta in message.deltas:
+        output = outputs[delta.request_id]
+        output.token_ids += delta.token_ids
+        output.finish_reason = delta.finish_reason or output.finish_reason
+        output.num_cached_tokens += delta.num_cached_tokens
+        output.embedding = delta.embedding
