@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.interfaces import ClusterTotals, LineRequest, LineResponse
+from alignedserve.batches.interfaces import LineRequest, LineResponse, ModelState
 from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.records import BatchKey, BatchRecord, Endpoint, FileId, FileRecord, Progress
 from alignedserve.batches.repository import BatchSnapshot
@@ -40,8 +40,11 @@ class _AtOnce:
         await asyncio.sleep(0)
         return LineResponse(200, self._body, 9, 6)
 
-    def cluster_totals(self) -> ClusterTotals | None:
-        return None
+    def model_states(self) -> dict[str, ModelState]:
+        return {}
+
+    def model_of(self, name: str) -> str:
+        return name
 
 
 def measure_bookkeeping(num_lines: int, content: bytes) -> dict[str, float]:

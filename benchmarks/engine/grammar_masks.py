@@ -8,6 +8,7 @@ Models have the shape of a real one and random weights; vocabularies are trained
 """
 
 import argparse
+import itertools
 import os
 import random
 import statistics
@@ -38,12 +39,12 @@ from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.random_weights import random_weights
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from benchmarks.support.recording import write_result
 
 NUM_REQUESTS = 64
-BLOCK_SIZE, MAX_CONTEXT_LEN = 16, 256
-PROMPT_LEN, NUM_ROUNDS = 32, 5
+BLOCK_SIZE, MAX_CONTEXT_LEN = 16, 96
+PROMPT_LEN, NUM_ROUNDS = 32, 4
 NUM_FIRST_TOKENS = 15
 EOS = 0
 OPT_125M: dict[str, Any] = {
@@ -141,11 +142,11 @@ class Arm(NamedTuple):
     temperature: float
 
 
-class Pace(NamedTuple):
-    """Throughput by the clock, and by the time that cores worked for it, which other processes disturb less."""
+class StepTime(NamedTuple):
+    """Time of a step by the clock, and the time that cores worked for it, which other processes disturb less."""
 
-    tokens_per_s: float
-    tokens_per_cpu_s: float
+    seconds: float
+    cpu_seconds: float
 
 
 class Harness:
@@ -161,14 +162,14 @@ class Harness:
         )
         dtype = "bfloat16" if has_native_bfloat16() else "float32"
         weights = random_weights(config, 0, torch_dtype(dtype), torch.device("cpu"), None)
-        num_blocks = NUM_REQUESTS * blocks_for(MAX_CONTEXT_LEN, BLOCK_SIZE)
+        num_blocks = 2 * NUM_REQUESTS * blocks_for(MAX_CONTEXT_LEN, BLOCK_SIZE)
         self.compiler = GrammarCompiler(lambda: self.vocabulary)
         self.dtype = dtype
         self._vocab_size = config.vocab_size
         self.engine = Engine(
             model=Decoder(config, weights),
             storage=BlockStorage(config.block_layout(BLOCK_SIZE, dtype), num_blocks),
-            max_sequences=NUM_REQUESTS,
+            max_sequences=2 * NUM_REQUESTS,
             max_context_len=MAX_CONTEXT_LEN,
             masks=TokenMasks(
                 self.compiler, vocab_size=config.vocab_size, eos_token_ids=(EOS,), num_threads=num_cores()
@@ -183,29 +184,35 @@ class Harness:
         self.engine.add_sequence(NewSequence(request_id, prompt, PROMPT_LEN, 0, blocks, sampling))
         return request_id
 
-    def decode(self, arm: Arm) -> "Pace":
-        """Decode all requests together."""
+    def decode_in_turns(self, arms: "tuple[Arm, ...]") -> "list[list[StepTime]]":
+        """Decode the requests of each arm together, a step of one arm after a step of the other, in changing order."""
         ids = [
-            self.add(
-                number,
-                SamplingParams(
-                    max_tokens=200, temperature=arm.temperature, seed=number, ignore_eos=True, grammar=grammar
-                ),
-            )
-            for number, grammar in enumerate(arm.grammars)
+            [
+                self.add(
+                    at * NUM_REQUESTS + number,
+                    SamplingParams(
+                        max_tokens=200, temperature=arm.temperature, seed=number, ignore_eos=True, grammar=grammar
+                    ),
+                )
+                for number, grammar in enumerate(arm.grammars)
+            ]
+            for at, arm in enumerate(arms)
         ]
-        self.engine.execute([(request_id, PROMPT_LEN) for request_id in ids])
-        steps = [(request_id, 1) for request_id in ids]
-        self.engine.execute(steps)
-        started, started_cpu = time.perf_counter(), time.process_time()
-        for _ in range(self._num_steps):
-            output = self.engine.execute(steps)
-            assert not output.failed, output.reasons
-        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
-        for request_id in ids:
+        for own in ids:
+            self.engine.execute([(request_id, PROMPT_LEN) for request_id in own])
+        times: list[list[StepTime]] = [[] for _ in arms]
+        for number in range(self._num_steps):
+            for at in sorted(range(len(arms)), reverse=bool(number % 2)):
+                times[at].append(self._step(ids[at]))
+        for request_id in itertools.chain(*ids):
             self.engine.remove_sequence(request_id)
-        num_tokens = len(ids) * self._num_steps
-        return Pace(num_tokens / seconds, num_tokens / cpu_seconds)
+        return times
+
+    def _step(self, ids: list[RequestId]) -> "StepTime":
+        started, started_cpu = time.perf_counter(), time.process_time()
+        output = self.engine.execute([(request_id, 1) for request_id in ids])
+        assert not output.failed, output.reasons
+        return StepTime(time.perf_counter() - started, time.process_time() - started_cpu)
 
     def first_token_s(self, grammar: str) -> float:
         """Return the time from the arrival of a request to its first token."""
@@ -220,22 +227,24 @@ class Harness:
 
 
 def throughput(harness: Harness, temperature: float) -> dict[str, Any]:
-    """Compare both arms, interleaved."""
+    """Compare both arms, step by step: medians of steps, and of their ratios in pairs."""
     free = Arm(("",) * NUM_REQUESTS, temperature)
     bound = Arm(tuple(grammar_of(schema_of(number)) for number in range(NUM_REQUESTS)), temperature)
-    harness.decode(bound)
-    pairs = [(harness.decode(free), harness.decode(bound)) for _ in range(NUM_ROUNDS)]
+    harness.decode_in_turns((free, bound))
+    rounds = [harness.decode_in_turns((free, bound)) for _ in range(NUM_ROUNDS)]
+    pairs = [pair for times in rounds for pair in zip(*times, strict=True)]
     return {
         "temperature": temperature,
-        "free_tokens_per_s": round(statistics.median(one.tokens_per_s for one, _ in pairs), 1),
-        "constrained_tokens_per_s": round(statistics.median(one.tokens_per_s for _, one in pairs), 1),
+        "num_steps": len(pairs),
+        "free_tokens_per_s": round(NUM_REQUESTS / statistics.median(one.seconds for one, _ in pairs), 1),
+        "constrained_tokens_per_s": round(NUM_REQUESTS / statistics.median(one.seconds for _, one in pairs), 1),
         "constrained_over_free": _ratio(pairs, 0),
         "constrained_over_free_by_cpu_time": _ratio(pairs, 1),
     }
 
 
-def _ratio(pairs: list[tuple[Pace, Pace]], at: int) -> float:
-    return round(statistics.median(bound[at] / free[at] for free, bound in pairs), 4)
+def _ratio(pairs: list[tuple[StepTime, ...]], at: int) -> float:
+    return round(statistics.median(free[at] / bound[at] for free, bound in pairs), 4)
 
 
 def first_tokens(harness: Harness) -> dict[str, float]:
@@ -297,7 +306,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(num_cores())
     shape = QWEN2_05B if arguments.wide else OPT_125M
-    harness = Harness(shape, 6 if arguments.wide else 24)
+    harness = Harness(shape, 8 if arguments.wide else 24)
     figures = {
         "model": shape["model_type"],
         "dtype": harness.dtype,

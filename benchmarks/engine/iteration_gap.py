@@ -34,7 +34,8 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
-from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.engine.engine_sizes import EngineSizes
+from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.addresses import AddressBook

@@ -25,8 +25,8 @@ from alignedserve.microbench.engine.throughput import (
     parse_workload,
 )
 from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.sampler import Sampler
-from alignedserve.runtime.engine.step_batch import BatchBuilder
+from alignedserve.runtime.engine.sampling.sampler import Sampler
+from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from benchmarks.support.recording import write_result
 
 SHAPE = "opt-125m"

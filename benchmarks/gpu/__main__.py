@@ -2,6 +2,8 @@
 
     python -m benchmarks.gpu                        # figures in benchmarks/results/gpu_<part>.json
     python -m benchmarks.gpu --toy --device cpu     # shows without a GPU whether everything runs; records nothing
+    python -m benchmarks.gpu --list                 # every part, those that no target needs as well
+    python -m benchmarks.gpu --parts products,prompts           # these alone
 
 Needs PyTorch, numpy and what the model and its files need, no Ray. Every part is a process of its own with a share of
 the time: one that crashes or hangs is reported at the end (exit code 1), and the others go on.
@@ -28,6 +30,7 @@ from rich.table import Table
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_choice import chosen_device
 from alignedserve.runtime.device.devices import CPU, cuda_obstacle
+from benchmarks.gpu.part_list import PART_LIST, print_parts
 from benchmarks.gpu.targets import TargetOutcome, outcomes
 from benchmarks.support.recording import RESULTS, write_result
 
@@ -44,14 +47,9 @@ class TimeShare(NamedTuple):
     weight: float
 
 
-TESTS = TimeShare("tests", 2.5)
-PARTS = (
-    TimeShare("logits", 1.0),
-    TimeShare("kernels", 2.0),
-    TimeShare("iterations", 1.5),
-    TimeShare("transfers", 1.0),
-    TimeShare("generation", 1.5),
-)
+SHARES = {part.name: TimeShare(part.name, part.minutes) for part in PART_LIST}
+TESTS = SHARES["tests"]
+PARTS = tuple(SHARES[part.name] for part in PART_LIST if part.has_targets)
 
 
 @dataclass(slots=True)
@@ -143,9 +141,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--toy", action="store_true", help="sizes that show only whether everything runs")
+    parser.add_argument("--list", action="store_true", help="every part, with its minutes and what it measures")
+    parser.add_argument("--parts", help="names of parts, separated by commas, in place of those with targets")
     parser.add_argument("--output", type=Path, help="folder for the figures in place of benchmarks/results")
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for everything together")
     arguments = parser.parse_args()
+    if arguments.list:
+        print_parts()
+        return 0
+    chosen = _chosen_parts(arguments.parts, parser, is_toy=arguments.toy)
     try:
         device = chosen_device(arguments.device).type
     except ConfigError as error:
@@ -154,8 +158,19 @@ def main() -> int:
         parser.error(f"on a CPU only --toy makes sense ({cuda_obstacle() or 'there is a GPU: leave --device out'})")
     output = arguments.output or (None if arguments.toy else RESULTS)
     runner = Runner(["--device", device, *(["--toy"] if arguments.toy else [])], output, arguments.seconds)
-    runner.run(PARTS if arguments.toy else (TESTS, *PARTS))
+    runner.run(chosen)
     return _report(runner, output, is_toy=arguments.toy)
+
+
+def _chosen_parts(names: str | None, parser: argparse.ArgumentParser, *, is_toy: bool) -> Sequence[TimeShare]:
+    """Return the parts that are asked for; ends the program where there is none of a name."""
+    if names is None:
+        return PARTS if is_toy else (TESTS, *PARTS)
+    asked = list(dict.fromkeys(names.split(",")))
+    unknown = [name for name in asked if name not in SHARES]
+    if unknown:
+        parser.error(f"--parts: no part {unknown[0]!r}; there are {', '.join(SHARES)}")
+    return [SHARES[name] for name in asked]
 
 
 def _report(runner: Runner, output: Path | None, *, is_toy: bool) -> int:

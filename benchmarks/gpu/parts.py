@@ -1,11 +1,13 @@
 """One part of benchmarks.gpu in a process of its own, which may end in any way without costing the others.
 
     python -m benchmarks.gpu.parts kernels --device cuda
+    python -m benchmarks.gpu.parts --list                           # every part, with its minutes
 
 Writes gpu_<part>.json again whenever something more was measured, so that a crash leaves what came before it.
 """
 
 import argparse
+import importlib
 import os
 import re
 import subprocess
@@ -21,7 +23,7 @@ import torch
 
 from alignedserve.microbench.device_choice import chosen_device
 from alignedserve.microbench.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
-from alignedserve.microbench.kernels.benchmark import KernelBenchmarkSpec, run_kernel_benchmark
+from alignedserve.microbench.kernels.benchmark import Groups, KernelBenchmarkSpec, all_groups, run_kernel_benchmark
 from alignedserve.microbench.results import IterationReport, KernelReport, TransferReport
 from alignedserve.microbench.transfer.benchmark import measure_device_transfers
 from alignedserve.microbench.transfer.device_transfers import pinned_rows
@@ -29,11 +31,14 @@ from alignedserve.microbench.transfer.spec import DEVICE_SPEC, TransferBenchmark
 from alignedserve.runtime.device.devices import CUDA
 from benchmarks.gpu.generation import compare_generation
 from benchmarks.gpu.logits import compare_logits
+from benchmarks.gpu.part_list import PART_LIST, print_parts
+from benchmarks.gpu.sanitizer import sanitize_self_check
 from benchmarks.support.recording import RESULTS, write_result
 from kernels.gpu_dispatch import launch_failures
 
-TESTS, LOGITS, KERNELS = "tests", "logits", "kernels"
+SANITIZER, TESTS, LOGITS, KERNELS = "sanitizer", "tests", "logits", "kernels"
 ITERATIONS, TRANSFERS, GENERATION = "iterations", "transfers", "generation"
+_SLICES = "benchmarks.gpu.slices"
 
 _TESTS_FOLDER = "tests/gpu_kernels"
 _REPOSITORY = Path(__file__).parent.parent.parent
@@ -41,6 +46,7 @@ _TOY_TRANSFERS = TransferBenchmarkSpec(("toy",), (1,), num_rounds=1)
 _NOTHING_COLLECTED = 5  # an exit code of pytest
 _OUT_OF_TIME = "was not through when its time was over"
 _KEPT_OF_LOG = 8000  # characters from the end
+_SWEEP_ROUNDS, _BEST = 5, 10
 _OWN_END_S = 5.0  # what a part needs to write what it knows when it ends what it has started
 
 Report = KernelReport | IterationReport | TransferReport
@@ -76,13 +82,19 @@ def main() -> None:
     """Run the part and write its figures. What fails is among them, kernels that PyTorch stands in for as well; or it
     is the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("part", nargs="?", choices=list(PARTS))
+    parser.add_argument("--list", action="store_true", help="every part, with its minutes and what it measures")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--toy", action="store_true", help="sizes that show only whether everything runs")
     parser.add_argument("--output", type=Path, help="folder for the figures in place of benchmarks/results")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds until it is ended from outside")
     parser.add_argument("--compiled", action="store_true", help="generation: transformers compiled as well (minutes)")
     arguments = parser.parse_args()
+    if arguments.list:
+        print_parts()
+        return
+    if arguments.part is None:
+        parser.error("which part? --list shows all")
     if arguments.toy and arguments.output is None:
         parser.error("--toy needs --output: a toy is no result")
     device = chosen_device(arguments.device)
@@ -94,11 +106,19 @@ def main() -> None:
         if error.name not in ("pytest", "transformers"):
             raise
         figures = {"left_out": [f"{error.name} is not installed"]}
-    figures.setdefault("failures", []).extend(f"{name}: {reason}" for name, reason in launch_failures().items())
+    failed = "left_out" if figures.pop("may_fail", False) else "failures"
+    figures.setdefault("failures", [])
+    figures[failed] = [*figures.get(failed, ()), *(f"{name}: {why}" for name, why in launch_failures().items())]
     part.record({"is_complete": True, "left_out": [], **figures})
 
 
 # --- correctness ------------------------------------------------------------------------------------------------------
+
+
+def sanitize(part: Part) -> dict[str, Any]:
+    """Return what the sanitizer's tools find in a tiny engine that replays graphs."""
+    deadline_s = time.monotonic() + part.limit_s - _OWN_END_S
+    return sanitize_self_check(part.device, deadline_s, part.record_some, is_toy=part.is_toy)
 
 
 def _tests(part: Part) -> dict[str, Any]:
@@ -162,10 +182,37 @@ def _logits(part: Part) -> dict[str, Any]:
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def _kernels(part: Part) -> dict[str, Any]:
+def _kernels(part: Part, groups: Groups = all_groups) -> dict[str, Any]:
     shape, dtype = ("toy", "float32") if part.is_toy else ("llama-3-8b", "bfloat16")
-    report = run_kernel_benchmark(KernelBenchmarkSpec(part.device.type, shape, dtype, part.is_toy), part.record_report)
+    spec = KernelBenchmarkSpec(part.device.type, shape, dtype, part.is_toy)
+    report = run_kernel_benchmark(spec, part.record_report, groups)
     return {**asdict(report), "left_out": []}  # what is left out has failed, and is known as such
+
+
+def _groups_of(module: str, name: str) -> Callable[[Part], dict[str, Any]]:
+    """Return a part that measures groups of kernel cases; its module is loaded when it runs."""
+    return lambda part: _kernels(part, getattr(importlib.import_module(f"{_SLICES}.{module}"), name))
+
+
+def _sweep(part: Part) -> dict[str, Any]:
+    """Return the sweep; choices that need more memory than a program may have are left out, no failures."""
+    module = importlib.import_module(f"{_SLICES}.attention_sweep")
+    shape, dtype = ("toy", "float32") if part.is_toy else ("llama-3-8b", "bfloat16")
+    spec = KernelBenchmarkSpec(part.device.type, shape, dtype, part.is_toy, num_rounds=_SWEEP_ROUNDS)
+    report = run_kernel_benchmark(spec, part.record_report, module.sweep_cases)
+    best = sorted(report.rows, key=lambda row: row.microseconds)[:_BEST]
+    return {**asdict(report), "best": [asdict(row) for row in best], "may_fail": True}
+
+
+def _measured_by(module: str, name: str) -> Callable[[Part], dict[str, Any]]:
+    """Return a part with figures of its own, told as they come."""
+
+    def run(part: Part) -> dict[str, Any]:
+        measure = getattr(importlib.import_module(f"{_SLICES}.{module}"), name)
+        figures: dict[str, Any] = measure(part.device, is_toy=part.is_toy, on_measured=part.record_some)
+        return figures
+
+    return run
 
 
 def _iterations(part: Part) -> dict[str, Any]:
@@ -190,13 +237,25 @@ def _generation(part: Part) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Part], dict[str, Any]]] = {
+    SANITIZER: sanitize,
     TESTS: _tests,
     LOGITS: _logits,
     KERNELS: _kernels,
     ITERATIONS: _iterations,
     TRANSFERS: _transfers,
     GENERATION: _generation,
+    "attention-sweep": _sweep,
+    "fp8-cache": _groups_of("attention_sweep", "cache_cases"),
+    "products": _groups_of("narrow_products", "product_cases"),
+    "narrow-iterations": _measured_by("narrow_iterations", "compare_iterations"),
+    "adapters": _groups_of("adapter_rows", "adapter_cases"),
+    "sampling": _groups_of("sampling", "sampling_cases"),
+    "prompts": _groups_of("prompts", "prompt_cases"),
+    "profile": _measured_by("step_profile", "profile_steps"),
+    "arena": _measured_by("arena", "compare_arena"),
+    "ranks": _measured_by("rank_parts", "measure_ranks"),
 }
+assert list(PARTS) == [part.name for part in PART_LIST], "every part is listed"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from alignedserve.runtime.model.built_in import smollm2_file
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.source import GgufSource
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_loader import assemble_weights
 from benchmarks.precision.quantization import logits_of
 from benchmarks.support.greedy import greedy_answers
@@ -63,7 +64,10 @@ def prompts_of(tokenizer: Tokenizer) -> list[list[int]]:
     questions = make_questions()
     chosen = [questions[place * len(questions) // NUM_PROMPTS] for place in range(NUM_PROMPTS)]
     now = datetime.now().astimezone()
-    return [tokenizer.encode_chat([{"role": "user", "content": question.prompt}], now=now) for question in chosen]
+    return [
+        tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": question.prompt}]), now=now)
+        for question in chosen
+    ]
 
 
 def agreement(decoder: Decoder, prompts: list[list[int]], expected: list[list[int]], ends: set[int]) -> Agreement:

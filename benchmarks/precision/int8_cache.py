@@ -33,7 +33,8 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from benchmarks.precision.quantization import distance, evaluate, load, logits_of, table_of
 from benchmarks.support.recording import write_result
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention, PagedPlan, supported_levels
@@ -163,7 +164,7 @@ def compare_logits(items: list[EvalItem]) -> dict[str, float]:
     now = datetime.now().astimezone()
     distances = []
     for item in items:
-        prompt = tokenizer.encode_chat([{"role": "user", "content": item.task.prompt}], now=now)
+        prompt = tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": item.task.prompt}]), now=now)
         token_ids = [*prompt, *tokenizer.encode(item.task.answer, add_special_tokens=False)]
         distances.append(distance(logits_of(decoder, token_ids), logits_of(decoder, token_ids, INT8)))
     columns = zip(*(one._asdict().items() for one in distances), strict=True)

@@ -20,10 +20,12 @@ from alignedserve.evaluation.accuracy import EvalAnswer, EvalItem, make_items, s
 from alignedserve.evaluation.pocket_calls import task_call
 from alignedserve.loadgen.prompts import load_tokenizer
 from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
-from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.engine.engine_sizes import EngineSizes
+from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from benchmarks.support.recording import write_result
 
 BLOCK_SIZE, BATCH_SIZE = 16, 32
@@ -112,7 +114,7 @@ def answer_all(items: Sequence[EvalItem], swap_format: str | None) -> list[EvalA
     for first in range(0, len(items), BATCH_SIZE):
         batch = items[first : first + BATCH_SIZE]
         messages = [[{"role": "user", "content": item.task.prompt}] for item in batch]
-        prompts = [tuple(tokenizer.encode_chat(message, now=now)) for message in messages]
+        prompts = [tuple(tokenizer.encode_chat(ChatPrompt(message), now=now)) for message in messages]
         limits = [task_call(item.task, "pocket", count_tokens).body["max_tokens"] for item in batch]
         for item, tokens in zip(batch, engine.answer(prompts, limits), strict=True):
             answers.append(EvalAnswer(item, tokenizer.decode(tokens)))

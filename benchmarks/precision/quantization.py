@@ -22,16 +22,17 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.evaluation.accuracy import EvalAnswer, EvalItem, EvalReport, make_items, score
 from alignedserve.evaluation.pocket_calls import task_call
 from alignedserve.loadgen.prompts import load_tokenizer
-from alignedserve.offline import LLM
+from alignedserve.offline.llm import LLM
 from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.step_batch import BatchBuilder
+from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_files import load_weights
 from benchmarks.support.recording import write_result
 
@@ -99,7 +100,7 @@ def compare_logits(items: list[EvalItem]) -> dict[str, float]:
     exact, rounded = load(None), load("int8")
     distances = []
     for item in items:
-        prompt = tokenizer.encode_chat([{"role": "user", "content": item.task.prompt}], now=now)
+        prompt = tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": item.task.prompt}]), now=now)
         token_ids = [*prompt, *tokenizer.encode(item.task.answer, add_special_tokens=False)]
         distances.append(distance(logits_of(exact, token_ids), logits_of(rounded, token_ids)))
     columns = zip(*distances, strict=True)

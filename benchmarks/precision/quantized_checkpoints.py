@@ -32,7 +32,7 @@ from alignedserve.runtime.model.model_files import read_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import assemble_weights
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES

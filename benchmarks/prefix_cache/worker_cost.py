@@ -27,7 +27,8 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import PrefillRequest, WorkerRegistered
 from alignedserve.prefix_cache.block_hashes import prefix_root
-from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.engine.engine_sizes import EngineSizes
+from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.policy import DeviceMemory

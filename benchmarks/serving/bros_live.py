@@ -43,13 +43,15 @@ SYSTEMS = {
     "fcfs": System("fcfs", (NO_CACHE,)),
 }
 PARTS = {"mixed": [REAL_TIME, BEST_EFFORT], "alone": [ALONE]}
-_SERIES = re.compile(r'^alignedserve_(decode_seconds_total\{part="\w+"\}|evictions\S*|iterations_total) (\S+)', re.M)
+_SERIES = re.compile(
+    r'^alignedserve_(decode_seconds_total|evictions_total|iterations_total)\{(?:[^}]*part="(\w+)")?[^}]*\} (\S+)', re.M
+)
 
 
 def counters(port: int) -> dict[str, float]:
     """Return what the worker counted since its start."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        return {name: float(value) for name, value in _SERIES.findall(answer.read().decode())}
+        return {part or name: float(value) for name, part, value in _SERIES.findall(answer.read().decode())}
 
 
 def measure(folder: Path, system: System, traffic: list[str], duration_s: float) -> dict[str, Any]:
@@ -59,13 +61,13 @@ def measure(folder: Path, system: System, traffic: list[str], duration_s: float)
         before = counters(port)
         report = load(port, folder, traffic, duration_s)["report"]
         counted = {name: value - before.get(name, 0.0) for name, value in counters(port).items()}
-    part_s = {name.split('"')[1]: value for name, value in counted.items() if "part=" in name}
+    part_s = {name: value for name, value in counted.items() if not name.endswith("_total")}
     busy_s = sum(part_s.values()) - part_s["waiting"]
     return {
         **{one["name"]: _class_figures(one) for one in report["classes"]},
         "deciding": round(part_s["turnaround"] / busy_s, 4),
         "iterations": counted["iterations_total"],
-        "evictions": sum(value for name, value in counted.items() if name.startswith("evictions")),
+        "evictions": counted.get("evictions_total", 0.0),
     }
 
 

@@ -15,11 +15,11 @@ import uvloop
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
-from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.gateway.services import build_services
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from benchmarks.support.recording import write_result
 
 
@@ -59,7 +59,8 @@ async def measure(streams: int, max_tokens: int) -> dict[str, float]:
     word = tokenizer.encode(" the", add_special_tokens=False)[0]
     backend = ScriptedBackend(lambda request: Script((word,) * request.sampling.max_tokens))
     model = ModelCard("bench", pocket_folder(), 1 << 20)
-    services = build_services(backend=backend, tokenizer=tokenizer, model=model, config=GatewayConfig())
+    services = build_services(GatewayConfig())
+    services.add_model(model, backend, tokenizer)
     server = HttpServer(services, bind("127.0.0.1", 0))
     await server.start()
     results: multiprocessing.Queue[tuple[int, float, float]] = multiprocessing.get_context("spawn").Queue()

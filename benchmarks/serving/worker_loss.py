@@ -126,7 +126,7 @@ async def num_blocks(client: OpenAiClient) -> int:
     """Return the blocks of all workers that the router knows."""
     page = (await client.get("/metrics")).decode()
     return sum(
-        int(float(line.split()[1])) for line in page.splitlines() if line.startswith("alignedserve_worker_blocks ")
+        int(float(line.split()[1])) for line in page.splitlines() if line.startswith("alignedserve_worker_blocks{")
     )
 
 

@@ -74,7 +74,7 @@ class Fleet:
         bounded = Demand(demand.num_real_time, demand.num_decode_places, min(demand.queue_wait_s, MAX_FORECAST_S))
         status = ClusterStatus(num_queued=self.num_queued, num_decoding=self.num_running, demand=bounded)
         seen = [ScaledNode(str(node), node == 0, is_released=since is not None) for node, since in self.nodes.items()]
-        for command in logic.decide(status, seen, float(now)):
+        for command in logic.decide({"": status}, seen, float(now)):
             match command:
                 case AskForNodes(num_nodes):
                     self.asked = num_nodes

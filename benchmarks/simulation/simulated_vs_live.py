@@ -31,7 +31,7 @@ from alignedserve.cli.bench.options import LoadOptions
 from alignedserve.cli.bench.serve import bench_serve
 from alignedserve.cli.commands.replay import ComponentCheck, replay_folder
 from alignedserve.cli.wiring import start_cluster
-from alignedserve.config.loading import load_config
+from alignedserve.config.model_settings import load_models
 from alignedserve.core.metrics import describe
 from alignedserve.microbench.shapes import OPT_125M
 from alignedserve.replay.fitting import MachineFit, fit_machine
@@ -89,7 +89,8 @@ def record_run(folder: Path, overrides: list[str], tokenizer: Path, num_rounds: 
     In a process of its own: a process can start one Ray cluster."""
     run = json.dumps(str(folder / RUN))
     windows: dict[str, list[Window]] = {name: [] for name in LOADS}
-    with start_cluster(load_config(None, [*overrides, "batches.enabled=false", f"recording.folder={run}"])) as cluster:
+    settings = load_models(None, [*overrides, "batches.enabled=false", f"recording.folder={run}"], ())
+    with start_cluster(settings) as cluster:
         cluster.wait_ready(120.0)
         for number, (seed, name) in itertools.product(range(num_rounds), enumerate(LOADS, 1)):
             options = LoadOptions(

@@ -1,6 +1,6 @@
 """Cost of TLS between nodes for a cluster in which every request's KV and every message cross them.
 
-python -m benchmarks.serving.tls_cost      # target: less than 5 % of the throughput
+python -m benchmarks.serving.hosts.tls_cost      # target: less than 5 % of the throughput
 
 Two clusters of two nodes each run in one process, one with TLS and one in clear, and take turns with the same requests.
 The pocket model, whose requests are short and whose iterations are quick: larger models have less to encrypt per second

@@ -1,6 +1,6 @@
 """Output tokens per second of three workers, on three hosts of namespaces and on one: what links between hosts cost.
 
-python -m benchmarks.serving.hosts_throughput   # as root; target: three hosts reach 80 % of one
+python -m benchmarks.serving.hosts.hosts_throughput   # as root; target: three hosts reach 80 % of one
 
 The workers, their threads, the gateways and the clients are as many in both, and the cores are the same. Tokens are the
 server's count of each answer: where the cores are busy, several tokens of a stream come as one chunk.

@@ -1,7 +1,7 @@
 """A cluster of three hosts of namespaces whose network fails: what a trace with known answers shows of it.
 
-python -m benchmarks.serving.host_faults    # as root; targets: nothing lost or corrupted, a host given up within 5 s,
-                                            # and no pause before a token over 10 s where one was lost
+python -m benchmarks.serving.hosts.host_faults    # as root; targets: nothing lost or corrupted, a lost host given up
+                                                  # within 5 s, no pause before a token over 10 s where one was
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Cost for the driver of keeping its state for the next one, by the number of nodes.
 
-    python -m benchmarks.serving.driver_state
+    python -m benchmarks.serving.hosts.driver_state
 
 `look_ms`: to see once a second that nothing has changed; `pickle_ms`: to pickle the whole state, which was done every
 second before and is done at a change; medians of alternating runs on one thread. `given_mib`: what one handover gives
@@ -20,6 +20,7 @@ from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.models.hosted import HostedModel
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
@@ -51,7 +52,7 @@ def state_of(num_nodes: int) -> ClusterState:
         book = AddressBook(Path("/tmp") / f"alignedserve-c-{share.node}", node.node_id, node.address)
         prepared = PreparedNode(share, resources.capacity, plan.config_of(share, node.address), book)
         members.append(Member(node, prepared, Keeper(None, book)))
-    joining = Joining(plan, NodeReport(own_versions()), "c", num_nodes)
+    joining = Joining({"": HostedModel(plan, {}, None)}, NodeReport(own_versions()), "c", num_nodes)
     return ClusterState(1, "asked", 0.0, ClusterSecrets(authority=CertificateAuthority("c")), joining, tuple(members))
 
 

@@ -1,0 +1,125 @@
+"""Iterations of a model whose weights are narrow, against the same in its own dtype: random weights, made there."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from alignedserve.core.block_layout import FP8
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.costmodel.iteration_points import Chunk, Point
+from alignedserve.microbench.shapes import SHAPES
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.iteration_timing import IterationTimer
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.packed_products import Float8Rows, GroupedRows, Rows
+from alignedserve.runtime.model.random_weights import RandomSource
+from alignedserve.runtime.model.weight_loader import assemble_weights
+from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
+from benchmarks.gpu.slices.narrow_products import random_weight
+from kernels.narrow.grouped_linear import Numbers
+
+TARGET = 0.65  # of the iteration in the model's dtype
+FLOAT8, BLOCKS, INT4 = "FP8 by row", "FP8 in blocks", "4 bits in groups"
+BOTH = "FP8 by row, and an FP8 cache"  # with 64 x 2048 tokens the cache is half of what a step reads
+_OWN = "model's dtype"
+_BLOCK_SIZE, _SPARE = 16, 8
+_HEAD = "lm_head"
+
+
+class Sizes(NamedTuple):
+    """Model and iterations."""
+
+    shape: str
+    dtype: str
+    decodes: tuple[tuple[int, int], ...]  # sequences, tokens of each
+    prompt_len: int
+    num_rounds: int
+
+
+REAL = Sizes("llama-3-8b", "bfloat16", ((64, 2048), (1, 2048)), 4096, 5)
+TOY = Sizes("toy", "float32", ((3, 24),), 32, 1)
+
+
+def compare_iterations(
+    device: torch.device, *, is_toy: bool, on_measured: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Return milliseconds by form and iteration, and ratios to those of the model's dtype; told after each form."""
+    sizes = TOY if is_toy else REAL
+    figures: dict[str, Any] = {"shape": sizes.shape, "dtype": sizes.dtype, "target": TARGET, "rows": [], "left_out": []}
+    for form in (_OWN, FLOAT8, BOTH, BLOCKS, INT4):
+        try:
+            figures["rows"] += _measure(form, sizes, device)
+        except (RuntimeError, AlignedServeError) as error:  # no FP8 on this GPU, say
+            figures["left_out"].append(f"{form}: {str(error)[:200]}")
+        on_measured(_compared(figures))
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return _compared(figures)
+
+
+def _compared(figures: dict[str, Any]) -> dict[str, Any]:
+    own = {row["what"]: row["milliseconds"] for row in figures["rows"] if row["form"] == _OWN}
+    for row in figures["rows"]:
+        row["ratio"] = row["milliseconds"] / own[row["what"]] if row["what"] in own else None
+    return figures
+
+
+def _measure(form: str, sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
+    config = SHAPES[sizes.shape]
+    source = _NarrowSource(config, torch_dtype(sizes.dtype), device, form)
+    points = {f"decode, {count} x {length}": Point("d", contexts=(length,) * count) for count, length in sizes.decodes}
+    points[f"prefill, {sizes.prompt_len} tokens"] = Point("p", chunks=(Chunk(sizes.prompt_len, 0, True),))
+    decoder = Decoder(config, assemble_weights(config, source, packed=source))
+    timer = _timer(decoder, points, sizes, FP8 if form == BOTH else sizes.dtype)
+    rows = []
+    for what, point in points.items():
+        timer.measure(point)  # compiles and warms up
+        seconds = statistics.median(timer.measure(point) for _ in range(sizes.num_rounds))
+        rows.append({"form": form, "what": what, "milliseconds": seconds * 1e3})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _timer(decoder: Decoder, points: dict[str, Point], sizes: Sizes, cache: str) -> IterationTimer:
+    num_blocks = max(point.num_blocks(_BLOCK_SIZE, _SPARE) for point in points.values())
+    storage = BlockStorage(decoder.config.block_layout(_BLOCK_SIZE, cache), num_blocks, decoder.device)
+    if cache == FP8:
+        storage.bytes.fill_(0x31)  # small numbers and scales
+    else:
+        storage.blocks.normal_()
+    engine = Engine(
+        model=decoder,
+        storage=storage,
+        max_sequences=max(count for count, _ in sizes.decodes),
+        max_context_len=max(sizes.prompt_len, *(length for _, length in sizes.decodes)) + _SPARE,
+    )
+    engine.record_graphs()
+    block_ids = np.random.default_rng(0).permutation(num_blocks).tolist()
+    return IterationTimer(engine, block_ids=block_ids, clock=time.perf_counter)
+
+
+class _NarrowSource(RandomSource):
+    """A PackedSource of any name and shape; the head stays in the model's dtype, as checkpoints leave it."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, form: str) -> None:
+        super().__init__(0, dtype, device)
+        self.names, self.dtype = PARAMETER_NAMES[config.family], dtype
+        self._device, self._form = device, form
+
+    def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
+        if self._form == _OWN or _HEAD in name or "embed" in name:
+            return None
+        numbers = Numbers.INT4 if self._form == INT4 else Numbers.FLOAT8
+        weight = random_weight(numbers, self._device, *shape)
+        if self._form not in (FLOAT8, BOTH):
+            return GroupedRows(weight)
+        return Float8Rows(weight.words.view(torch.float8_e4m3fn), weight.scales[:, 0].contiguous())

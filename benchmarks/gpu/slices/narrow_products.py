@@ -1,0 +1,89 @@
+"""Products with narrow weights, by every form that checkpoints have, against the same product in the model's dtype."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from alignedserve.microbench.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
+from kernels.narrow.expert_tiles import expert_tiles
+from kernels.narrow.float8_linear import Float8Linear, has_float8_products
+from kernels.narrow.grouped_linear import GROUPS, GroupedLinear, GroupedWeight, Numbers, SortedLinear
+
+_ROWS, _TOY_ROWS = (1, 16, 64, 256, 4096), (3,)
+_EXPERTS, _CHOSEN = 8, 2
+_PRODUCT, _MIXTURE = "product", "product of experts"
+
+
+def random_weight(numbers: Numbers, device: torch.device, *shape: int) -> GroupedWeight:
+    """Draw a weight of `shape` [.., columns, in_width] in groups of 128 inputs, or fewer where they do not fit."""
+    width = shape[-1]
+    group = next(size for size in reversed(GROUPS) if width % size == 0)
+    row_bytes = width // 2 if numbers is Numbers.INT4 else width
+    words = torch.randint(0, 0x77, (*shape[:-1], row_bytes), dtype=torch.uint8, device=device)
+    scales = torch.rand((*shape[:-1], width // group), device=device) / width
+    zeros = None if numbers is Numbers.FLOAT8 else torch.full_like(scales, 8, dtype=torch.uint8)
+    return GroupedWeight(numbers, words, scales, zeros)
+
+
+def product_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
+    """Yield a group for each number of rows: of one product, then of one of a mixture of experts."""
+    config, device = setup.config, setup.device
+    columns, width = 2 * config.intermediate_size, config.hidden_size
+    plain = setup.randn(columns, width)
+    grouped = {form: GroupedLinear(random_weight(form, device, columns, width), dtype=setup.dtype) for form in Numbers}
+    for count in _TOY_ROWS if setup.is_toy else _ROWS:
+        x = setup.randn(count, width)
+        case = partial(
+            KernelCase, num_operations=2 * count * columns * width, is_copy=False, case=f"{count} x {width} x {columns}"
+        )
+        cases = [case(_PRODUCT, by=TORCH, run=partial(functional.linear, x, plain), num_bytes=plain.nbytes)]
+        if has_float8_products(device):
+            cases.append(_by_scaled_mm(setup, x, plain, case))
+        if setup.runs_triton:
+            cases += [
+                case(_PRODUCT, by=f"{TRITON}, {form.value}", run=partial(product, x), num_bytes=_row_bytes(form, plain))
+                for form, product in grouped.items()
+            ]
+        yield cases
+    yield from _mixture_cases(setup)
+
+
+def _by_scaled_mm(setup: KernelSetup, x: Tensor, plain: Tensor, case: "partial[KernelCase]") -> KernelCase:
+    scales = torch.ones(len(plain), device=setup.device)
+    product = Float8Linear(plain.to(torch.float8_e4m3fn), scales, dtype=setup.dtype)
+    return case(_PRODUCT, by="torch._scaled_mm, FP8", run=partial(product, x), num_bytes=plain.numel())
+
+
+def _row_bytes(form: Numbers, plain: Tensor) -> int:
+    return plain.numel() // (2 if form is Numbers.INT4 else 1)
+
+
+def _mixture_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
+    """Yield the groups of a mixture of 8 experts, of which each row chooses 2; bytes are those of all experts."""
+    if not setup.runs_triton:
+        return
+    columns, width = setup.config.intermediate_size, setup.config.hidden_size
+    plain = setup.randn(_EXPERTS, columns, width)
+    forms = {form: SortedLinear(random_weight(form, setup.device, *plain.shape), dtype=setup.dtype) for form in Numbers}
+    for count in _TOY_ROWS if setup.is_toy else _ROWS:
+        experts = torch.rand(count, _EXPERTS, device=setup.device).argsort(1)[:, :_CHOSEN]
+        tiles = expert_tiles(experts, _EXPERTS)
+        x = setup.randn(count * _CHOSEN, width)
+        case = partial(
+            KernelCase,
+            _MIXTURE,
+            f"{count} rows x {_CHOSEN} of {_EXPERTS} experts",
+            num_operations=2 * len(x) * columns * width,
+            is_copy=False,
+        )
+        dense = x[:count].expand(_EXPERTS, -1, -1)
+        yield [
+            case(TORCH, partial(torch.bmm, dense, plain.mT), num_bytes=plain.nbytes),
+            *(
+                case(f"{TRITON}, {form.value}", partial(product, x, tiles), num_bytes=_row_bytes(form, plain))
+                for form, product in forms.items()
+            ),
+        ]

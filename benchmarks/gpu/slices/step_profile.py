@@ -1,0 +1,57 @@
+"""Where some ten decode steps of a model spend their time, by kernel, and what of it no kernel ran."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from alignedserve.costmodel.iteration_points import Point
+from alignedserve.microbench.engine.throughput import load_decoder
+from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.iteration_timing import IterationTimer
+from alignedserve.runtime.kv.block_storage import BlockStorage
+
+_NUM_ROUNDS, _BLOCK_SIZE, _SPARE, _KEPT = 4, 16, 16, 25  # rounds of three steps
+_BATCHES, _TOY_BATCHES = ((64, 2048), (256, 512)), ((3, 24),)
+
+
+def profile_steps(
+    device: torch.device, *, is_toy: bool, on_measured: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Return the heaviest kernels of each batch, and the share of time in which none ran; told after each batch."""
+    shape, dtype = ("toy", "float32") if is_toy else ("llama-3-8b", "bfloat16")
+    decoder = load_decoder(shape, dtype, device.type)
+    figures: dict[str, Any] = {"shape": shape, "dtype": dtype, "batches": []}
+    for count, length in _TOY_BATCHES if is_toy else _BATCHES:
+        point = Point("decode", contexts=(length,) * count)
+        num_blocks = point.num_blocks(_BLOCK_SIZE, _SPARE)
+        storage = BlockStorage(decoder.config.block_layout(_BLOCK_SIZE, dtype), num_blocks, device)
+        storage.blocks.normal_()
+        engine = Engine(model=decoder, storage=storage, max_sequences=count, max_context_len=length + _SPARE)
+        engine.record_graphs()
+        timer = IterationTimer(engine, block_ids=list(range(num_blocks)), clock=time.perf_counter)
+        figures["batches"].append({"batch": f"{count} x {length}", **_profiled(timer, point, device)})
+        on_measured(figures)
+        del engine, storage, timer
+    return figures
+
+
+def _profiled(timer: IterationTimer, point: Point, device: torch.device) -> dict[str, Any]:
+    timer.measure(point)
+    is_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+    started = time.perf_counter()
+    with profile(activities=activities) as profiler:
+        median_s = statistics.median(timer.measure(point) for _ in range(_NUM_ROUNDS))
+    wall_s = time.perf_counter() - started
+    name = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+    totals: dict[str, tuple[float, int]] = {
+        event.key: (float(getattr(event, name)), event.count) for event in profiler.key_averages()
+    }
+    heaviest = sorted(totals.items(), key=lambda one: (-one[1][0], one[0]))[:_KEPT]
+    busy_s = sum(microseconds for microseconds, _ in totals.values()) / 1e6
+    kernels = [{"kernel": key[:120], "microseconds": taken, "calls": calls} for key, (taken, calls) in heaviest]
+    return {"step_ms": median_s * 1e3, "share_without_kernel": max(0.0, 1 - busy_s / wall_s), "kernels": kernels}

@@ -1,0 +1,1 @@
+"""Benchmarks of clusters of several hosts."""
