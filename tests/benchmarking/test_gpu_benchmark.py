@@ -1,6 +1,8 @@
 """benchmarks.gpu: targets from figures, parts that crash or hang, the log of tests; all of it at toy size (slow)."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 
 from alignedserve.microbench import device_choice
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.part_list import PART_LIST
 from benchmarks.gpu.parts import count_tests
 from benchmarks.gpu.targets import MET, MISSED, NOT_MEASURED, outcomes
 
@@ -157,3 +160,47 @@ def test_what_makes_no_sense_is_refused(
         gpu.main()
     assert end.value.code == 2
     assert problem in capsys.readouterr().err
+
+
+def test_every_part_is_listed_with_its_minutes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu", "--list"])
+    assert gpu.main() == 0
+    listed = capsys.readouterr().out
+    assert all(part.name in listed for part in PART_LIST)
+    assert max(part.minutes for part in PART_LIST) < 9.0
+
+
+def test_a_part_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu", "--toy", "--device", "cpu", "--parts", "products,no-such"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "no part 'no-such'; there are sanitizer, tests," in capsys.readouterr().err
+
+
+SLICES = [part.name for part in PART_LIST if not part.has_targets and part.name != "tests"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLICES)
+def test_every_slice_runs_to_its_end_without_a_gpu(name: str, tmp_path: Path) -> None:
+    """At toy size, its kernels in Triton's interpreter."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.parts",
+        name,
+        "--toy",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / f"gpu_{name}.json").read_text())["figures"]
+    assert figures["is_complete"]
+    assert figures["failures"] == []
+    assert figures.get("rows") or figures.get("batches") or figures.get("seconds")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from alignedserve.loadgen.client import CompletionOutcome
-from benchmarks.serving.hosts_throughput import tokens_between
+from benchmarks.serving.hosts.hosts_throughput import tokens_between
 from benchmarks.support.process_cpu import cpu_seconds, kind_of, spent
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.clients.environments import HERE, node_environment, python_environment
-from tests.clients.running import RunDriver, run_client
+from tests.clients.running import RunDriver, run_node_script, run_python_script
 from tests.cluster.serving import Serving, serving
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The shipped model, served as `alignedserve serve pocket` serves it."""
-    with serving(tmp_path_factory.mktemp("run"), "pocket") as served:
+    """The shipped model. It was not trained for tools, so how it writes calls is set; grammars make them right."""
+    with serving(tmp_path_factory.mktemp("run"), "pocket", "--set", "model.tool_format=hermes") as served:
         served.wait_ready()
         yield served
 
@@ -36,9 +36,10 @@ def node_clients() -> Path:
 def run_python(server: Serving, python_clients: Path, tmp_path: Path) -> RunDriver:
     """Run a Python driver by its name; returns the JSON of the last line that it prints."""
 
-    def run(name: str) -> Any:
+    def run(name: str, *arguments: str) -> Any:
         driver = HERE / "drivers" / f"{name}.py"
-        return json.loads(run_client(python_clients / "python", driver, url=server.url, cwd=tmp_path).splitlines()[-1])
+        told = run_python_script(python_clients, driver, *arguments, url=server.url, cwd=tmp_path)
+        return json.loads(told.splitlines()[-1])
 
     return run
 
@@ -47,10 +48,8 @@ def run_python(server: Serving, python_clients: Path, tmp_path: Path) -> RunDriv
 def run_node(server: Serving, node_clients: Path) -> RunDriver:
     """Run a Node driver by its name; returns the JSON of the last line that it prints."""
 
-    def run(name: str) -> Any:
-        # Node looks for packages from the folder of the script.
-        driver = node_clients / f"{name}.mjs"
-        driver.write_bytes((HERE / "drivers" / driver.name).read_bytes())
-        return json.loads(run_client("node", driver, url=server.url).splitlines()[-1])
+    def run(name: str, *arguments: str) -> Any:
+        driver = HERE / "drivers" / f"{name}.mjs"
+        return json.loads(run_node_script(node_clients, driver, *arguments, url=server.url).splitlines()[-1])
 
     return run

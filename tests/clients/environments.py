@@ -21,11 +21,17 @@ def python_environment() -> Path:
     """Return the folder of the Python clients' executables."""
     folder, listed = FOLDER / "python", HERE / "requirements.txt"
     if not _is_made(folder, listed):
-        _run(sys.executable, "-m", "venv", "--clear", folder)
-        python = folder / "bin/python"
-        _run(python, "-m", "pip", "install", "--quiet", _INSTALLER)
-        _run(folder / "bin/uv", "pip", "install", "--quiet", "--python", python, "--no-deps", "-r", listed)
+        _install(folder, listed)
         _lend_torch(folder)
+        _note_made(folder, listed)
+    return folder / "bin"
+
+
+def open_webui_environment() -> Path:
+    """Return the folder of Open WebUI's executable: 900 MB, without the torch that only its documents and audio use."""
+    folder, listed = FOLDER / "open-webui", HERE / "open_webui.txt"
+    if not _is_made(folder, listed):
+        _install(folder, listed)
         _note_made(folder, listed)
     return folder / "bin"
 
@@ -43,6 +49,14 @@ def node_environment() -> Path:
         _run("npm", "ci", "--no-audit", "--no-fund", cwd=folder)
         _note_made(folder, listed)
     return folder
+
+
+def _install(folder: Path, listed: Path) -> None:
+    """Make an environment of just these packages."""
+    _run(sys.executable, "-m", "venv", "--clear", folder)
+    python = folder / "bin/python"
+    _run(python, "-m", "pip", "install", "--quiet", _INSTALLER)
+    _run(folder / "bin/uv", "pip", "install", "--quiet", "--python", python, "--no-deps", "-r", listed)
 
 
 def _lend_torch(folder: Path) -> None:

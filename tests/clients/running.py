@@ -2,11 +2,15 @@
 
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-RunDriver = Callable[[str], Any]
+
+class RunDriver(Protocol):
+    """Runs a driver by its name, with arguments, and returns what it tells."""
+
+    def __call__(self, name: str, *arguments: str) -> Any: ...
+
 
 _TIMEOUT_S = 240.0
 
@@ -34,3 +38,15 @@ def run_client(*words: str | Path, url: str, cwd: Path | None = None, **environm
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
+
+
+def run_python_script(executables: Path, script: Path, *arguments: str, url: str, cwd: Path) -> str:
+    """Run a script by the Python of the clients' environment, and return what it prints."""
+    return run_client(executables / "python", script, *arguments, url=url, cwd=cwd)
+
+
+def run_node_script(folder: Path, script: Path, *arguments: str, url: str) -> str:
+    """Run a script by Node in the folder with the clients' packages, and return what it prints."""
+    copy = folder / script.name  # Node looks for packages from the folder of the script
+    copy.write_bytes(script.read_bytes())
+    return run_client("node", copy, *arguments, url=url)

@@ -30,16 +30,48 @@ def test_litellm(run_python: RunDriver) -> None:
     assert told["refused"] == "BadRequestError"
 
 
-def test_openai_agents(run_python: RunDriver) -> None:
-    told = run_python("openai_agents")
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_openai_agents(run_python: RunDriver, api: str) -> None:
+    told = run_python("openai_agents", api)
     assert told["whole"] == told["streamed"] == ANSWER
+    assert told["num_events"] > 3
     assert told["tokens"] > 0
 
 
-def test_openai_agents_over_responses(run_python: RunDriver) -> None:
-    told = run_python("openai_agents_responses")
+def test_langchain_tools_objects_and_embeddings(run_python: RunDriver) -> None:
+    told = run_python("langchain_tools")
+    assert told["call"] == ["spell", ["word"], "str"]
+    assert told["answered"]
+    for animal in (*told["forms"].values(), told["streamed"]):
+        assert (animal["name"] in ("cat", "dog"), animal["legs"] in (2, 4)) == (True, True)
+    assert told["vectors"] == [3, 256, True, False]
+    assert told["anthropic"] == told["anthropic_streamed"] == ANSWER
+
+
+def test_llama_index(run_python: RunDriver) -> None:
+    told = run_python("llama_index_chat")
     assert told["whole"] == told["streamed"] == ANSWER
-    assert told["num_events"] > 3
+    assert (told["completed"], told["vectors"]) == (True, [3, True, False])
+
+
+def test_pydantic_ai(run_python: RunDriver) -> None:
+    told = run_python("pydantic_agents")
+    objects = {"by_tool": ["legs", "name"], "by_schema": ["legs", "name"]}
+    text = {"whole": ANSWER, "streamed": ANSWER}
+    assert told == {"chat": text | objects, "messages": text | {"by_tool": ["legs", "name"]}}
+
+
+def test_instructor(run_python: RunDriver) -> None:
+    told = run_python("instructor_objects")
+    assert told.keys() == {"tool_call", "tools_strict"}
+    assert all((animal["name"] in ("cat", "dog"), animal["legs"] in (2, 4)) == (True, True) for animal in told.values())
+
+
+def test_vercel_ai(run_node: RunDriver) -> None:
+    told = run_node("vercel_ai")
+    every = {"whole": ANSWER, "streamed": ANSWER, "object": ["legs", "name"], "result": ANSWER}
+    assert told.pop("embeddings") == [2, True]
+    assert told == dict.fromkeys(("responses", "chat", "compatible", "messages"), every)
 
 
 def test_responses_for_node(run_node: RunDriver) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from alignedserve.core.request import Request
 from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.models.model_card import ModelCard
 from tests.clients.running import run_client
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.support import EOS, gateway

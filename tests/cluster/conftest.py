@@ -18,21 +18,23 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
     """The default cluster, with a second worker for when one is lost. Its end is a test too: nothing may be left."""
-    yield from _served(tmp_path_factory.mktemp("run"), random_model, "decode.count=2")
+    yield from _served(tmp_path_factory.mktemp("run"), random_model, "decode.count=2", "1 router, 2 elastic workers")
 
 
-@pytest.fixture(scope="module")  # few modules use it, and the cores are shared with what runs meanwhile
+@pytest.fixture(scope="session")
 def shared_separate_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
     """A cluster with a prefill worker, a pool and a decode worker."""
-    yield from _served(tmp_path_factory.mktemp("separate"), random_model, "topology=disaggregated")
+    workers = "1 router, 1 KV pool, 1 prefill and 1 decode workers"
+    yield from _served(tmp_path_factory.mktemp("separate"), random_model, "topology=disaggregated", workers)
 
 
-def _served(run_dir: Path, model: Path, setting: str) -> Iterator[Serving]:
+def _served(run_dir: Path, model: Path, setting: str, workers: str) -> Iterator[Serving]:
     with serving(run_dir, str(model), *EXACT, "--set", setting) as served:
         served.wait_ready()
         yield served
-        code, _, err = served.stop()
-        assert (code, served.leftovers()) == (0, []), err
+        code, out, err = served.stop()
+        assert (code, served.leftovers(), served.arenas()) == (0, [], []), err
+        assert workers in out
 
 
 @pytest.fixture

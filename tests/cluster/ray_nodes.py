@@ -21,7 +21,7 @@ from tests.cluster.serving import COMMAND, free_port
 from tests.cluster.warm_command import WarmCommand
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
-_START_S = 90.0
+_START_S = 180.0
 _POLL_S = 0.1
 _STATUS_POLL_S = 0.5  # as a command takes half a second of a core
 _KILLED = "--- killed\n"

@@ -124,14 +124,14 @@ class Serving:
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")]
         return {name.partition("{")[0]: float(value) for name, value in lines} if status == 200 else {}
 
-    def wait_for(self, name: str, holds: Callable[[float], bool], timeout_s: float = 20.0) -> None:
+    def wait_for(self, name: str, holds: Callable[[float], bool], timeout_s: float = 60.0) -> None:
         """Wait until this metric is such; the router's reports, where most come from, are up to a second old."""
         began_s = time.monotonic()
         while not holds(self.metrics().get(name, float("nan"))):
             assert time.monotonic() - began_s < timeout_s, self.metrics()
             time.sleep(_POLL_S)
 
-    def wait_idle(self, timeout_s: float = 20.0) -> float:
+    def wait_idle(self, timeout_s: float = 60.0) -> float:
         """Wait until no block is in use anywhere, and return the seconds that it took."""
         began_s = time.monotonic()
         while not self._is_idle(metrics := self.metrics()):
@@ -181,6 +181,12 @@ class Serving:
                     found.append(process)
         return sorted(found, key=lambda process: process.pid)
 
+    def ray_process(self, name: str) -> psutil.Process:
+        """Return Ray's own process of this name: raylet or gcs_server."""
+        self.note_processes()
+        (found,) = (one for one in psutil.Process(self.pid).children() if one.name() == name)
+        return found
+
     def redis(self) -> psutil.Process:
         """Return the cluster's private Redis."""
         self.note_processes()
@@ -204,12 +210,12 @@ class Serving:
         self.note_processes()
         self._process.send_signal(number)
 
-    def finish(self, timeout_s: float = 60.0) -> tuple[int, str, str]:
+    def finish(self, timeout_s: float = 120.0) -> tuple[int, str, str]:
         """Wait for the end: exit code, stdout, stderr."""
         out, err = self._process.communicate(timeout=timeout_s)
         return self._process.returncode, out, err
 
-    def stop(self, number: signal.Signals = signal.SIGINT, timeout_s: float = 60.0) -> tuple[int, str, str]:
+    def stop(self, number: signal.Signals = signal.SIGINT, timeout_s: float = 120.0) -> tuple[int, str, str]:
         """Signal the command and wait for its end."""
         self.send_signal(number)
         return self.finish(timeout_s)
@@ -231,7 +237,7 @@ class Serving:
 
     # --- what is left
 
-    def leftovers(self, patience_s: float = 5.0, besides: str | None = None) -> list[str]:
+    def leftovers(self, patience_s: float = 15.0, besides: str | None = None) -> list[str]:
         """Return processes, sockets and shared memory that outlive the command, after a moment to settle.
 
         `besides`: processes whose first words end so are none.

@@ -14,11 +14,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.mark.parametrize(
     ("options", "num_faults"),
-    [(("--set", "decode.count=2", "--faults"), 4), (("--set", "topology=disaggregated"), 0)],
+    [
+        (("--duration", "25", "--set", "decode.count=2", "--faults"), 4),
+        (("--duration", "12", "--set", "topology=disaggregated"), 0),
+    ],
     ids=["elastic", "disaggregated"],
 )
 def test_every_answer_of_the_demo_is_right(tmp_path: Path, options: tuple[str, ...], num_faults: int) -> None:
-    short = ("--duration", "25", "--rate", "1", "--json", "--set", "engine.calibration_s=0.2")
+    short = ("--rate", "1", "--json", "--set", "engine.calibration_s=0.2")
     folders = {"ALIGNEDSERVE_RUN_DIR": str(tmp_path / "run"), "ALIGNEDSERVE_STATE_DIR": str(tmp_path / "state")}
     done = subprocess.run(
         [COMMAND, "demo", *short, *options],

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from alignedserve.core.request import SamplingParams
-from alignedserve.offline import LLM
+from alignedserve.offline.llm import LLM
 from tests.cluster.serving import FLOAT32, serving
 from tests.support.converted_gguf import split_in_parts
 from tests.support.hub_server import HubServer

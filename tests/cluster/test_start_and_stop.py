@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster.serving import Serving, serving
@@ -39,6 +40,13 @@ def wait_until(cluster: Serving, holds: Callable[[Serving], bool]) -> None:
     while not holds(cluster):
         assert cluster.is_running(), cluster.finish()
         time.sleep(0.05)
+
+
+def test_ray_starts_nothing_that_one_host_has_no_use_for(first: Serving) -> None:
+    """As `ray.init` would: the autoscaler's monitor, the dashboard's server, the reader of logs."""
+    commands = [" ".join(process.cmdline()) for process in psutil.Process(first.pid).children(recursive=True)]
+    assert any("raylet" in command for command in commands)
+    assert [command for command in commands if "monitor.py" in command or "dashboard.py" in command] == []
 
 
 # Ray replaces the handlers of both while it starts; before and after they are one.
@@ -79,7 +87,7 @@ def test_a_second_one_beside_the_first_is_killed_and_the_next_one_cleans_up_behi
         killed.send_signal(signal.SIGKILL)
         killed.finish()
         # Ray's own two agents wait a minute for the rest of Ray before they follow it.
-        assert [line for line in killed.leftovers(10.0, besides="Agent") if line[0].isdigit()] == []
+        assert [line for line in killed.leftovers(40.0, besides="Agent") if line[0].isdigit()] == []
         with serving(tmp_path / "run", *options) as following:
             following.wait_ready()
             assert len(following.arenas()) == 2  # its own: both have the same run_dir

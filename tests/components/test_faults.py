@@ -115,6 +115,22 @@ async def test_another_worker_goes_on(name: str, tmp_path: Path) -> None:
         await load.check()
 
 
+@pytest.mark.parametrize("topology", [Topology.COLOCATED, Topology.ELASTIC])
+async def test_a_standby_has_no_work_until_it_takes_over(topology: Topology, tmp_path: Path) -> None:
+    config = small_config(tmp_path / "model", topology=topology)
+    config = replace(config, decode=replace(config.decode, count=1, standby=1))
+    async with running(config, tmp_path) as cluster:
+        await cluster.start_decode("decode-1")
+        load = Load(cluster)
+        await load.until_tokens(5)
+        assert cluster.engines["decode-1"].num_computed == 0
+        await cluster.stop("decode-0")
+        await load.check()
+        await cluster.start_decode("decode-0")
+        await Load(cluster).check()
+        assert cluster.engines["decode-0"].num_computed == 0  # it stands by in its turn
+
+
 async def test_everything_goes_one_after_another(tmp_path: Path) -> None:
     config = small_config(tmp_path / "model", router=RouterConfig(max_retries=20))
     async with running(config, tmp_path) as cluster:

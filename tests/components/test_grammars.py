@@ -29,7 +29,7 @@ PROMPTS = [[5 + number, 6, 7, 8 + number] for number in range(4)]
 def _vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model has no tokenizer."""
     monkeypatch.setattr(
-        "alignedserve.runtime.engine.model_executor._load_vocabulary", lambda _: byte_vocabulary(VOCAB_SIZE)
+        "alignedserve.runtime.engine.model_executor.load_vocabulary", lambda _: byte_vocabulary(VOCAB_SIZE)
     )
 
 

@@ -15,7 +15,7 @@ from kernels.cpu.paged_attention import supported_levels
 from tests.support.in_process import RoomCluster, running, small_config
 
 NUM_REQUESTS, NUM_TOKENS = 8, 60
-HANDED_OVER_S = 6e-5  # a batch and its tokens between two threads: 2 % of an iteration of 1.2 ms is less
+HANDED_OVER = 0.08  # of an iteration of this tiny model: a batch and its tokens between two threads, 25 us of 700
 
 
 async def serve(cluster: RoomCluster) -> None:
@@ -31,9 +31,9 @@ async def test_the_parts_add_up_to_the_wall_time(topology: Topology, tmp_path: P
         worker = cluster.components["decode-0"]
         assert isinstance(worker, DecodeWorker | ColocatedWorker)
         records = worker.iteration_log.records()
-    # The median: where threads of all components share one process, any of them may be held up between two readings.
-    missing_s = statistics.median(record.wall_s - record.parts_s for record in records)
-    assert missing_s <= max(0.02 * statistics.median(record.wall_s for record in records), HANDED_OVER_S)
+    # The lower quartile: a thread may be held up between two readings, a part that is not counted is missing from all.
+    missing_s = statistics.quantiles((record.wall_s - record.parts_s for record in records), n=4)[0]
+    assert missing_s <= HANDED_OVER * statistics.median(record.wall_s for record in records)
     assert all(record.parts_s <= record.wall_s for record in records)
     assert 4 <= max(record.batch_size for record in records) <= NUM_REQUESTS  # four make a batch
     for record in records:

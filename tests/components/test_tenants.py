@@ -10,11 +10,13 @@ import pytest
 
 from alignedserve.config.sections import GatewayConfig, PrefixCacheConfig, Topology
 from alignedserve.gateway.app import build_app
-from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
-from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.backend.cluster import ClusterBackend
+from alignedserve.gateway.backend.connection import ClusterConnection, ClusterLinks
+from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.services import build_services
 from alignedserve.messages.handshake import Role
+from alignedserve.runtime.model.served_deployment import ServedDeployment
 from tests.gateway.support import tokenizer, tokenizer_folder
 from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
@@ -45,25 +47,21 @@ async def client_of(folder: Path, **prefix_cache: Any) -> AsyncIterator[Client]:
     config = small_config(folder / "model", topology=Topology.COLOCATED, prefix_cache=settings)
     async with running(config, folder) as cluster:
         spec = cluster._process_spec(Role.GATEWAY, "gateway-1")
-        hasher = PrefixHasher.of(cluster.served, settings, block_size=8, key=spec.prefix_key())
-        backend = ClusterBackend(ClusterLinks.of(spec), GatewayConfig(), hasher)
-        await backend.start()
-        services = build_services(
-            backend=backend,
-            tokenizer=tokenizer(),
-            model=ModelCard("tiny", tokenizer_folder(), 256),
-            config=GatewayConfig(),
-            api_keys=("mine", "yours"),
-            reply_to="gateway-1",
-            prefix_hasher=hasher,
-        )
+        hasher = PrefixHasher.of(ServedDeployment(cluster.served, 8, settings), key=spec.prefix_key())
+        connection = ClusterConnection(ClusterLinks.of(spec))
+        await connection.start()
+        backend = ClusterBackend(connection, GatewayConfig(), prefix_hasher=hasher)
+        backend.start()
+        services = build_services(GatewayConfig(), api_keys=("mine", "yours"), reply_to="gateway-1")
+        services.add_model(ModelCard("tiny", tokenizer_folder(), 256), backend, tokenizer(), hasher)
         try:
             await holds(lambda: backend._router is not None)
             transport = httpx.ASGITransport(build_app(services))
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
                 yield Client(http, cluster)
         finally:
-            await backend.stop()
+            backend.stop()
+            await connection.close()
 
 
 async def test_a_second_key_pays_for_a_miss(tmp_path: Path) -> None:

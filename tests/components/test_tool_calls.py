@@ -6,21 +6,24 @@ from typing import Any
 import pytest
 
 from alignedserve import LLM, SamplingParams
-from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.openai.output_parser import OutputFormat
 from alignedserve.gateway.tools.formats import FORMATS
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from tests.gateway.support import gateway
 from tests.gateway.tool_support import function
 
 TOOL = function("get_weather", city={"type": "string", "maxLength": 12}, days={"type": "integer", "maximum": 9})
 
+TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[-1].content }}"  # knows tools
 
-@pytest.mark.parametrize("name", ["hermes", "smollm2"])
+
+@pytest.mark.parametrize("name", ["hermes", "smollm2", "kimi_k2", "glm45"])
 async def test_calls_match_their_schema(name: str) -> None:
     end_tokens = tuple(Tokenizer.load(pocket_folder()).control_token_ids("<|end|>"))
-    card = ModelCard("pocket", pocket_folder(), 2048, end_tokens, tool_format=name)
+    template = None if FORMATS[name].prompt is not None else TEMPLATE
+    card = ModelCard("pocket", pocket_folder(), 2048, end_tokens, tool_format=name, chat_template=template)
     async with gateway(model=card) as served:
         chosen = {"type": "function", "function": {"name": "get_weather"}}
         fields: dict[str, Any] = {
@@ -40,9 +43,9 @@ async def test_calls_match_their_schema(name: str) -> None:
     for output in outputs:
         parser = OutputFormat(tools=FORMATS[name]).parser(card.load_tokenizer())
         assert parser is not None
-        (calls,) = [run.tool_calls for run in parser.push(output.text) if run.tool_calls]
-        arguments = json.loads(calls[0].arguments)
-        assert calls[0].name == "get_weather"
+        calls = [call for run in parser.push(output.text) for call in run.tool_calls]
+        arguments = json.loads("".join(call.arguments for call in calls))
+        assert [call.name for call in calls if call.name is not None] == ["get_weather"]
         assert set(arguments) == {"city", "days"}
         assert len(arguments["city"]) <= 12
         assert arguments["days"] <= 9

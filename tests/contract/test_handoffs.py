@@ -22,7 +22,8 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RunIteration,
 )
-from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.engine.engine_sizes import EngineSizes
+from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.process.links import Identity

@@ -4,19 +4,24 @@ The contract of test_kv_transfer.py, at the receiving end.
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
+from alignedserve.messages.blocks import BlocksAnswered, NamedBlocks, ReadBlocks
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.session import TransferSession
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.harnesses.transfer import (
     BLOCK_SIZE,
@@ -166,6 +171,26 @@ def fetched_while(sent: Sent, interfere: Callable[[], None]) -> bool:
     transfer.close()
     assert not is_held or (content(storage, range(5)) == content(sent.setup.sender, SOURCE)).all()
     return not is_held
+
+
+@dataclass
+class Answers:
+    """A peer's connection that keeps what it is sent."""
+
+    sent: list[Any]
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+def test_blocks_of_a_lease_that_ended_are_not_even_sent(tmp_path: Path) -> None:
+    with closing(Arena.create(tmp_path / "a.arena", layout_of("float32"), NUM_POOL_BLOCKS)) as arena:
+        arena.stamp(blocks(4, 5), 77)
+        arena.stamp(blocks(5), 78)
+        answers = Answers([])
+        session = TransferSession(ArenaBuffer(arena), cast(ControlSocket, answers), None)
+        session.handle(ReadBlocks((NamedBlocks(77, ((4, 1),)), NamedBlocks(77, ((4, 2),)), NamedBlocks(78, ((5, 1),)))))
+        assert answers.sent == [BlocksAnswered((True, False, True))]
 
 
 @pytest.mark.parametrize("generation", [0, 78])

@@ -187,17 +187,22 @@ async def let_in(counted: RequestQuotas, num_requests: int) -> int:
     return sum(result is None for result in results)
 
 
-async def are_members(*all_counted: RequestQuotas) -> None:
-    """Wait until each may use the whole limit."""
-    await holds(lambda: all(counted._share.seconds_leased(time.monotonic()) > 0.0 for counted in all_counted))
-    await asyncio.sleep(1.2 * LEASE_S / 5)  # by then each has said so
+async def are_members(pool: QuotaPool, *all_counted: RequestQuotas) -> None:
+    """Wait until each may use the whole limit, and the server knows it."""
+    await holds(
+        lambda: all(
+            counted._share.seconds_leased(time.monotonic()) > 0.0 and pool.is_member(counted._gateway)
+            for counted in all_counted
+        )
+    )
 
 
 async def test_gateways_have_one_limit_together(tmp_path: Path) -> None:
     limit = 20
-    async with state_hosts(tmp_path, quotas=QuotaPool(limit, 1, GATEWAYS, time.monotonic())) as hosts:
+    pool = QuotaPool(limit, 1, GATEWAYS, time.monotonic())
+    async with state_hosts(tmp_path, quotas=pool) as hosts:
         (first, _), (second, _) = (quotas(hosts, name, limit) for name in GATEWAYS)
-        await are_members(first, second)
+        await are_members(pool, first, second)
         assert await let_in(first, 15) == 15
         began_s = time.monotonic()
         assert (
@@ -213,9 +218,10 @@ async def test_gateways_have_one_limit_together(tmp_path: Path) -> None:
 
 async def test_a_gateway_that_joins_uses_what_the_first_one_brought(tmp_path: Path) -> None:
     limit = 20
-    async with state_hosts(tmp_path, quotas=QuotaPool(limit, 1, GATEWAYS[:1], time.monotonic())) as hosts:
+    pool = QuotaPool(limit, 1, GATEWAYS[:1], time.monotonic())
+    async with state_hosts(tmp_path, quotas=pool) as hosts:
         first, joined = (quotas(hosts, name, limit, owners=GATEWAYS[:1])[0] for name in GATEWAYS)
-        await are_members(first, joined)
+        await are_members(pool, first, joined)
         assert await let_in(joined, 15) == 15
         first.stop()
         joined.stop()
@@ -256,9 +262,10 @@ async def test_a_restarted_gateway_that_is_alone_begins_used_up() -> None:
 @pytest.mark.slow
 async def test_without_the_server_each_gateway_has_its_share(tmp_path: Path) -> None:
     limit = 6000  # a hundred a second
-    async with state_hosts(tmp_path, quotas=QuotaPool(limit, 1, GATEWAYS, time.monotonic())) as hosts:
+    pool = QuotaPool(limit, 1, GATEWAYS, time.monotonic())
+    async with state_hosts(tmp_path, quotas=pool) as hosts:
         counted, _ = quotas(hosts, "gateway-1", limit)
-        await are_members(counted)
+        await are_members(pool, counted)
         assert await let_in(counted, 10) == 10
         await hosts.stop()
         began_s = time.monotonic()

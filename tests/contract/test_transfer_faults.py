@@ -61,7 +61,8 @@ class Busy:
         self.lost_at_s: float | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        time.sleep(0.3)  # several rounds
+        assert client.num_rounds.acquire(timeout=30.0)
+        assert client.num_rounds.acquire(timeout=30.0)  # it is in the third one, or behind it
 
     def _run(self) -> None:
         self.lost_at_s = self._asking.round_until_lost()
@@ -120,16 +121,16 @@ def test_an_owner_that_closes_is_lost(owner: Owner) -> None:
 def test_connections_without_a_word_keep_out_only_their_own_host(owner: Owner, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    beyond = Owner(other, "tcp:127.0.0.1:0", 5.0)
+    beyond = Owner(other, "tcp:127.0.0.1:0", 60.0)
     port = int(beyond.server.address.rpartition(":")[2])
     silent = [
         socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
         for _ in range(_MAX_STRANGERS + 30)
     ]
     began_s = time.monotonic()
-    client = BlockClient(beyond.server.address, 5.0)
+    client = BlockClient(beyond.server.address, 60.0)
     client.round(1, 4)
-    assert time.monotonic() - began_s < 4.0  # the silent ones are dropped after five
+    assert time.monotonic() - began_s < 40.0  # the silent ones are dropped after sixty
     assert beyond.server.num_peers <= _MAX_STRANGERS + 1
     client.transfer.close()
     for one in silent:
@@ -198,7 +199,7 @@ def test_a_peer_that_comes_again_replaces_its_former_connection(owner: Owner) ->
     first.round(1, 4)
     second = BlockClient(owner.server.address, TIMEOUT_S)
     second.round(2, 4)
-    until(lambda: owner.server.num_peers == 1, 1.0)
+    until(lambda: owner.server.num_peers == 1, 20.0)
     with pytest.raises(PeerLost):
         first.round(3, 4)
     second.round(4, 4)

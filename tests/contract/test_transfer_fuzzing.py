@@ -339,7 +339,7 @@ def impatient(tmp_path: Path) -> Iterator[BlockServer]:
 
 def hangs_up_in_time(connection: socket.socket) -> bool:
     started_s = time.monotonic()
-    return ends(connection) and time.monotonic() - started_s < 2.0
+    return ends(connection) and time.monotonic() - started_s < 8.0
 
 
 def test_a_peer_that_says_nothing_is_dropped(impatient: BlockServer) -> None:

@@ -1,8 +1,15 @@
 """Fixtures for every test of the gateway."""
 
+from collections.abc import Callable
+from functools import lru_cache
+
+import msgspec
 import pytest
 
 from alignedserve.batches import driver, run
+from alignedserve.gateway.models import grammar_checker
+from alignedserve.runtime.grammar.trials import GrammarTrials
+from alignedserve.runtime.grammar.vocabulary import TokenTable
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +20,23 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_FULL_S", 0.1)
     monkeypatch.setattr(run, "_POLL_S", 0.02)
     monkeypatch.setattr("alignedserve.batches.line_tracker._FIRST_PAUSE_S", 0.05)
+
+
+class _LastingTrials(GrammarTrials):
+    """Trials that outlive the gateway of a test: starting a process takes longer than most tests."""
+
+    def close(self) -> None:
+        """See GrammarTrials; the next gateway with this vocabulary goes on with the processes."""
+
+
+@lru_cache(maxsize=3)
+def _trials_of(table: bytes) -> GrammarTrials:
+    return _LastingTrials(lambda: msgspec.msgpack.decode(table, type=TokenTable))
+
+
+@pytest.fixture(autouse=True)
+def _lasting_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trials(load: Callable[[], TokenTable]) -> GrammarTrials:
+        return _trials_of(msgspec.msgpack.encode(load()))
+
+    monkeypatch.setattr(grammar_checker, "GrammarTrials", trials)

@@ -18,11 +18,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app
+from alignedserve.gateway.backend.readiness_probe import ReadinessProbe
 from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
-from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.services import Services, build_services
-from alignedserve.runtime.model import tokenizer as ours
+from alignedserve.runtime.model.text import tokenizer as ours
 
 EOS = 1
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, how are you today?", "stop here and now"] * 4
@@ -92,6 +93,11 @@ class Gateway:
         return await self.client.post("/v1/completions", json=body, headers=headers)
 
 
+def probe_of(served: Gateway) -> ReadinessProbe:
+    """Return the readiness probe of the one model."""
+    return served.services.find_model(None).readiness_probe
+
+
 def services_for(
     backend: ScriptedBackend,
     config: GatewayConfig,
@@ -100,15 +106,9 @@ def services_for(
     model: ModelCard | None = None,
 ) -> Services:
     card = model or ModelCard("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
-    return build_services(
-        backend=backend,
-        tokenizer=tokenizer() if model is None else model.load_tokenizer(),
-        model=card,
-        config=config,
-        api_keys=api_keys,
-        reply_to="unix:/nowhere",
-        prefix_hasher=prefix_hasher,
-    )
+    services = build_services(config, api_keys=api_keys, reply_to="unix:/nowhere")
+    services.add_model(card, backend, tokenizer() if model is None else model.load_tokenizer(), prefix_hasher)
+    return services
 
 
 @asynccontextmanager

@@ -12,7 +12,8 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
 from alignedserve.gateway.backend import cluster as cluster_backend
-from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
+from alignedserve.gateway.backend.cluster import ClusterBackend
+from alignedserve.gateway.backend.connection import ClusterConnection, ClusterLinks
 from alignedserve.gateway.backend.interface import GeneratedTokens, RequestStream
 from alignedserve.gateway.errors import GenerationError, GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
 from alignedserve.messages.fields import FailureKind
@@ -31,6 +32,7 @@ from alignedserve.messages.gateways import (
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
 from tests.support.waiting import holds
@@ -89,26 +91,28 @@ class ClusterHarness:
 
 
 @asynccontextmanager
-async def cluster(folder: Path, **config: float) -> AsyncIterator[ClusterHarness]:
-    router_at, gateway_at = f"unix:{folder}/router.sock", f"unix:{folder}/gateway.sock"
+async def cluster(folder: Path, *, has_router: bool = True, **config: float) -> AsyncIterator[ClusterHarness]:
+    router_at, gateway_at = f"unix:{folder}/router.sock", f"unix:{folder}/gateway-0.sock"
     received = Recorder()
     router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), received)
     worker = LinkManager(Identity(Role.DECODE_WORKER, "decode-0", SECRET), Codec(RouterInbound), Recorder())
-    await router.listen(router_at)
+    if has_router:
+        await router.listen(router_at)
     identity = Identity(Role.GATEWAY, "gateway-0", SECRET)
-    backend = ClusterBackend(
-        ClusterLinks(identity, router_at, gateway_at),
-        GatewayConfig(**config),  # type: ignore[arg-type]
-    )
-    await backend.start()
+    connection = ClusterConnection(ClusterLinks(identity, "gateway-0", AddressBook(folder)))
+    await connection.start()
+    backend = ClusterBackend(connection, GatewayConfig(**config))  # type: ignore[arg-type]
+    backend.start()
     harness = ClusterHarness(backend, router, worker, received, gateway_at, router_at)
-    await holds(lambda: bool(router.peers()))
-    harness.send_from_router(STATUS)
-    await holds(lambda: backend.status() is not None)
+    if has_router:
+        await holds(lambda: bool(router.peers()))
+        harness.send_from_router(STATUS)
+        await holds(lambda: backend.status() is not None)
     try:
         yield harness
     finally:
-        await backend.stop()
+        backend.stop()
+        await connection.close()
         await harness.router.close()
         await worker.close()
 
@@ -267,8 +271,7 @@ async def test_a_lost_router(tmp_path: Path) -> None:
         await anext(streaming)
         await harness.router.close()
         await holds(lambda: harness.backend.status() is None)
-        with pytest.raises(Unavailable):
-            harness.submit(name="later")
+        later = harness.submit(name="later")
         harness.backend.abort(RequestId("unknown"))
         received = Recorder()
         harness.router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), received)
@@ -278,11 +281,23 @@ async def test_a_lost_router(tmp_path: Path) -> None:
         ]
         assert [one.request.request_id for one in resumed] == ["waiting", "streaming"]
         assert [one.generated_token_ids for one in resumed] == [(), (11,)]
+        assert [one.holder for one in resumed] == ["", "decode-0"]  # who may go on with it
+        (submitted,) = await received.wait_for(SubmitRequest)  # it may be rejected, as the queue may be full
+        assert isinstance(submitted, SubmitRequest)
+        assert submitted.request.request_id == "later"
         assert {one.latest_attempt for one in resumed} == {STATUS.latest_attempt}
         harness.emit(1, 12, end=True, name="streaming")
         harness.emit(0, 21, end=True, name="waiting")
         assert (await read(streaming))[0] == [12]
         assert (await read(waiting))[0] == [21]
+        harness.emit(0, 31, end=True, name="later")
+        assert (await read(later))[0] == [31]
+
+
+async def test_before_the_first_router_requests_are_told_to_come_back(tmp_path: Path) -> None:
+    async with cluster(tmp_path, has_router=False) as harness:
+        with pytest.raises(Unavailable):
+            harness.submit()
 
 
 async def test_a_router_that_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +308,8 @@ async def test_a_router_that_does_not_come_back(tmp_path: Path, monkeypatch: pyt
         await anext(streaming)
         await harness.router.close()
         assert isinstance(await failure_of(waiting), Unavailable)
+        with pytest.raises(Unavailable):
+            harness.submit(name="later")
         harness.emit(1, 12, end=True, name="streaming")
         assert (await read(streaming))[0] == [12]
 
@@ -300,5 +317,5 @@ async def test_a_router_that_does_not_come_back(tmp_path: Path, monkeypatch: pyt
 async def test_stopping_ends_what_is_open(tmp_path: Path) -> None:
     async with cluster(tmp_path) as harness:
         stream = harness.submit()
-        await harness.backend.stop()
+        harness.backend.stop()
         assert isinstance(await failure_of(stream), Unavailable)

@@ -6,40 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
+from tests.gateway.api_description import ApiDescription, field_names, validator_of
 from tests.gateway.support import chunks_of, gateway, saying
-
-DESCRIPTION = Path(__file__).with_name("openai-openapi-trimmed.yaml")
 
 
 @cache
-def schemas() -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    described = yaml.load(DESCRIPTION.read_text(encoding="utf-8"), loader)
-    found: dict[str, Any] = _with_null_types(described["components"]["schemas"])
-    return found
-
-
-def _with_null_types(node: Any) -> Any:
-    """`nullable: true` is OpenAPI 3.0; JSON schema says it by anyOf."""
-    if isinstance(node, list):
-        return [_with_null_types(child) for child in node]
-    if not isinstance(node, dict):
-        return node
-    plain = {key: _with_null_types(child) for key, child in node.items() if key not in ("nullable", "discriminator")}
-    return {"anyOf": [plain, {"type": "null"}]} if node.get("nullable") is True else plain
+def described() -> ApiDescription:
+    return ApiDescription(Path(__file__).with_name("openai-openapi-trimmed.yaml"))
 
 
 def validator(name: str, *, is_stream: bool = False) -> Any:
-    known = deepcopy(schemas())
-    if is_stream and name == "CreateCompletionResponse":
-        # Streams send null before the end, as the service itself does although its description does not allow it.
-        for owner, member in ((known[name], "usage"), (known[name]["properties"]["choices"]["items"], "finish_reason")):
-            properties = owner["properties"]
-            properties[member] = {"anyOf": [properties[member], {"type": "null"}]}
-    return Draft202012Validator({"components": {"schemas": known}, "$ref": f"#/components/schemas/{name}"})
+    if not (is_stream and name == "CreateCompletionResponse"):
+        return described().validator(name)
+    # Streams send null before the end, as the service itself does although its description does not allow it.
+    known = deepcopy(described().schemas)
+    for owner, member in ((known[name], "usage"), (known[name]["properties"]["choices"]["items"], "finish_reason")):
+        properties = owner["properties"]
+        properties[member] = {"anyOf": [properties[member], {"type": "null"}]}
+    return validator_of(known, name)
 
 
 CHAT_FIELDS: list[dict[str, Any]] = [
@@ -89,7 +74,7 @@ async def test_models_and_errors() -> None:
 @pytest.mark.parametrize("schema", ["CreateChatCompletionRequest", "CreateCompletionRequest"])
 async def test_every_described_field_is_known(schema: str) -> None:
     """A field of OpenAI's is either served or refused by name, never called unrecognized."""
-    names = _field_names({"$ref": f"#/components/schemas/{schema}"})
+    names = field_names(described().schemas, {"$ref": f"#/components/schemas/{schema}"})
     assert len(names) > 15
     async with gateway(strict=True) as served:
         for name in sorted(names - {"model", "messages", "prompt"}):
@@ -98,12 +83,3 @@ async def test_every_described_field_is_known(schema: str) -> None:
             response = await ask(**odd)
             assert response.status_code == 400
             assert not response.json()["error"]["message"].endswith(f"argument: {name}.")
-
-
-def _field_names(schema: dict[str, Any]) -> set[str]:
-    if "$ref" in schema:
-        return _field_names(schemas()[schema["$ref"].rpartition("/")[2]])
-    names = set(schema.get("properties", {}))
-    for part in schema.get("allOf", []):
-        names |= _field_names(part)
-    return names

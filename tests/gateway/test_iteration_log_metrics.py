@@ -19,16 +19,16 @@ async def scraped() -> list[str]:
 async def test_where_the_time_went() -> None:
     lines = await scraped()
     for line in (
-        "alignedserve_decode_wall_seconds_total 8.0",
-        'alignedserve_decode_seconds_total{part="waiting"} 5.5',
-        'alignedserve_decode_seconds_total{part="turnaround"} 0.25',
-        'alignedserve_decode_seconds_total{part="prepare"} 0.125',
-        'alignedserve_decode_seconds_total{part="forward"} 2.0',
-        'alignedserve_decode_seconds_total{part="sampling"} 0.125',
-        'alignedserve_bubble_seconds_total{cause="misaligned"} 0.0625',
-        'alignedserve_bubble_seconds_total{cause="prefetch_not_ready"} 0.5',
-        'alignedserve_bubble_seconds_total{cause="waiting_for_prefill"} 1.0',
-        'alignedserve_bubble_seconds_total{cause="nothing_to_do"} 4.0',
+        'alignedserve_decode_wall_seconds_total{model_name="tiny"} 8.0',
+        'alignedserve_decode_seconds_total{model_name="tiny",part="waiting"} 5.5',
+        'alignedserve_decode_seconds_total{model_name="tiny",part="turnaround"} 0.25',
+        'alignedserve_decode_seconds_total{model_name="tiny",part="prepare"} 0.125',
+        'alignedserve_decode_seconds_total{model_name="tiny",part="forward"} 2.0',
+        'alignedserve_decode_seconds_total{model_name="tiny",part="sampling"} 0.125',
+        'alignedserve_bubble_seconds_total{cause="misaligned",model_name="tiny"} 0.0625',
+        'alignedserve_bubble_seconds_total{cause="prefetch_not_ready",model_name="tiny"} 0.5',
+        'alignedserve_bubble_seconds_total{cause="waiting_for_prefill",model_name="tiny"} 1.0',
+        'alignedserve_bubble_seconds_total{cause="nothing_to_do",model_name="tiny"} 4.0',
         "# TYPE alignedserve_bubble_seconds_total counter",
     ):
         assert line in lines
@@ -37,12 +37,13 @@ async def test_where_the_time_went() -> None:
 async def test_how_many_iterations_of_which_batches() -> None:
     lines = await scraped()
     for line in (
-        "alignedserve_iterations_total 10.0",
-        "alignedserve_switch_iterations_total 2.0",
-        "alignedserve_iteration_requests_total 320.0",
+        'alignedserve_iterations_total{model_name="tiny"} 10.0',
+        'alignedserve_switch_iterations_total{model_name="tiny"} 2.0',
+        'alignedserve_ahead_iterations_total{model_name="tiny"} 7.0',
+        'alignedserve_iteration_requests_total{model_name="tiny"} 320.0',
         "# TYPE alignedserve_batch_spread histogram",
-        "alignedserve_batch_spread_count 10.0",
-        "alignedserve_batch_spread_sum 13.5",
+        'alignedserve_batch_spread_count{model_name="tiny"} 10.0',
+        'alignedserve_batch_spread_sum{model_name="tiny"} 13.5',
     ):
         assert line in lines
     buckets = dict(line.split() for line in lines if line.startswith("alignedserve_batch_spread_bucket"))

@@ -15,20 +15,12 @@ from alignedserve.batches.location import BatchLocation, SharedState
 from alignedserve.batches.stores.redis_records import RedisLocation
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound, StorageError
-from alignedserve.core.request import FinishReason
-from alignedserve.gateway.backend.cluster import ClusterLinks
-from alignedserve.gateway.backend.scripted import IDLE_STATUS, Script, ScriptedBackend
+from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.errors import Overloaded, Unavailable
-from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.server import GatewayServer, HttpServer, bind, shares_limits
-from alignedserve.messages.gateways import SubmitRequest, TokenDelta, TokensEmitted
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import RouterInbound
-from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
-from tests.gateway.support import EOS, saying, services_for, tokenizer_folder, tokens_of
+from tests.gateway.deployment_support import EchoingDeployment, deployed, gateway_links
+from tests.gateway.support import saying, services_for, tokens_of
 from tests.support.state_links import Entries
 from tests.support.waiting import holds
 
@@ -145,69 +137,37 @@ async def test_a_port_in_use() -> None:
         bind("203.0.113.1", port)
 
 
-class EchoingWorker:
-    """Router and worker in one: answers every request with its prompt's tokens, over links."""
-
-    def __init__(self) -> None:
-        self.router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), self)
-        self.worker = LinkManager(Identity(Role.DECODE_WORKER, "decode-0", SECRET), Codec(RouterInbound), self)
-
-    def on_linked(self, peer: Peer) -> None:
-        if peer.role is Role.GATEWAY:
-            self.router.send(peer.name, IDLE_STATUS)
-
-    def on_message(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, SubmitRequest):
-            request = message.request
-            for place, token_id in enumerate(request.prompt_token_ids):
-                is_last = place + 1 == request.prompt_len
-                reason = FinishReason.STOP if is_last else None
-                delta = TokenDelta(request.request_id, place, (token_id,), (), reason)
-                self.worker.send_to(request.reply_to, TokensEmitted((delta,)))
-
-    def on_lost(self, peer: Peer) -> None: ...
-
-
 async def test_a_whole_gateway(tmp_path: Path, unused_tcp_port: int) -> None:
-    cluster = EchoingWorker()
-    await cluster.router.listen(f"unix:{tmp_path}/router.sock")
-    identity = Identity(Role.GATEWAY, "gateway-0", SECRET)
-    server = GatewayServer(
-        links=ClusterLinks(identity, f"unix:{tmp_path}/router.sock", f"unix:{tmp_path}/gateway.sock"),
-        model=ModelCard("tiny", tokenizer_folder(), 256, (EOS,)),
-        config=GatewayConfig(port=unused_tcp_port),
-    )
+    cluster = await EchoingDeployment(tmp_path).start()
+    config = GatewayConfig(port=unused_tcp_port)
+    server = GatewayServer(links=gateway_links(tmp_path), deployments=[deployed()], config=config)
     await server.start()
     try:
         async with httpx.AsyncClient(base_url=server.url) as client:
-            for _ in range(200):
-                ready = await client.get("/ready")
-                if ready.status_code == 200:
-                    break
-                await asyncio.sleep(0.02)
-            assert ready.status_code == 200
+            async with asyncio.timeout(60):
+                while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110  (in the gateway)
+                    await asyncio.sleep(0.02)
             answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": "the lazy dog"})
             assert answer.json()["choices"][0]["text"] == "the lazy dog"
     finally:
         await server.stop()
         await server.stop()
-        await cluster.router.close()
-        await cluster.worker.close()
+        await cluster.close()
 
 
 async def test_a_gateway_that_cannot_start_leaves_nothing(tmp_path: Path, unused_tcp_port: int) -> None:
-    links = ClusterLinks(Identity(Role.GATEWAY, "g", SECRET), f"unix:{tmp_path}/r.sock", f"unix:{tmp_path}/g.sock")
+    links = gateway_links(tmp_path)
     config = GatewayConfig(port=unused_tcp_port)
     with pytest.raises(ModelNotFound):
-        await GatewayServer(links=links, model=ModelCard("m", tmp_path, 16), config=config).start()
-    model = ModelCard("m", tokenizer_folder(), 16)
+        await GatewayServer(links=links, deployments=[deployed(folder=tmp_path)], config=config).start()
+    first = [deployed()]
     with bind("127.0.0.1", unused_tcp_port), pytest.raises(AddressInUse):
-        await GatewayServer(links=links, model=model, config=config).start()
+        await GatewayServer(links=links, deployments=first, config=config).start()
     (tmp_path / "state").touch()
     state = SharedState(BatchLocation(BatchesConfig(), tmp_path / "state", RedisLocation("redis://127.0.0.1:1")))
     with pytest.raises(StorageError):
-        await GatewayServer(links=links, model=model, config=config, state=state).start()
-    again = GatewayServer(links=links, model=model, config=config)
+        await GatewayServer(links=links, deployments=first, config=config, state=state).start()
+    again = GatewayServer(links=links, deployments=first, config=config)
     await again.start()
     await again.stop()
 

@@ -12,10 +12,18 @@ import pytest
 from alignedserve.core.quotas import OwnShare
 from alignedserve.gateway.backend.scripted import IDLE_STATUS, Script
 from alignedserve.gateway.errors import Unavailable
-from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
+from tests.gateway.support import EOS, error_of, gateway, probe_of, saying, tokens_of
 from tests.support.waiting import holds
 
-CLOSED = ["/v1/models", "/v1/models/tiny", "/metrics", "/v1/nothing", "/tokenize", "/v1/chat/completions"]
+CLOSED = [
+    "/v1/models",
+    "/v1/models/tiny",
+    "/metrics",
+    "/v1/nothing",
+    "/tokenize",
+    "/v1/chat/completions",
+    "/v1/alignedserve/live",
+]
 
 
 @pytest.mark.parametrize("path", CLOSED)
@@ -33,7 +41,7 @@ async def test_every_route_is_closed_once_a_key_is_set(path: str, header: str | 
 
 async def test_what_stays_open_and_what_a_key_opens() -> None:
     async with gateway(api_keys=("right", "other")) as served:
-        for path, status in (("/", 200), ("/health", 200), ("/ready", 503), ("/version", 200)):
+        for path, status in (("/", 200), ("/dashboard", 200), ("/health", 200), ("/ready", 503), ("/version", 200)):
             assert (await served.client.get(path)).status_code == status
         for scheme in ("Bearer right", "bearer other"):
             assert (await served.chat(headers={"authorization": scheme})).status_code == 200
@@ -58,16 +66,17 @@ def test_a_quota_refills() -> None:
 
 
 async def test_ready_only_after_a_token_came_through() -> None:
-    failures = [Unavailable("a worker was lost")]
+    is_lost = True
 
     def script(_: Any) -> Script:
-        return Script((), failure=failures.pop()) if failures else Script((5, EOS))
+        return Script((), failure=Unavailable("a worker was lost")) if is_lost else Script((5, EOS))
 
     async with gateway(script) as served:
-        canary = asyncio.create_task(served.services.readiness_probe.run(pause_s=0.01))
+        canary = asyncio.create_task(probe_of(served).run(pause_s=0.01))
         answers: list[httpx.Response] = []
         while not answers or answers[-1].status_code != 200:
             answers.append(await served.client.get("/ready"))
+            is_lost = "a worker was lost" not in answers[-1].text and is_lost
             await asyncio.sleep(0.002)
         assert "no canary token" in error_of(answers[0], 503)["message"]
         assert answers[0].headers["retry-after"] == "1"
@@ -77,15 +86,15 @@ async def test_ready_only_after_a_token_came_through() -> None:
         assert len(served.backend.submitted) == num_sent  # not repeated while ready
         served.backend.set_status(None)
         assert "the router is not connected" in error_of(await served.client.get("/ready"), 503)["message"]
-        await holds(lambda: "since the cluster changed" in (served.services.readiness_probe._problem or ""))
+        await holds(lambda: "since the cluster changed" in (probe_of(served)._problem or ""))
         served.backend.set_status(IDLE_STATUS)
-        assert "since the cluster changed" in (served.services.readiness_probe.missing() or "")
-        await holds(lambda: served.services.readiness_probe.missing() is None)
+        assert "since the cluster changed" in (probe_of(served).missing() or "")
+        await holds(lambda: probe_of(served).missing() is None)
         assert (await served.client.get("/ready")).status_code == 200
-        served.services.readiness_probe.is_draining = True
+        served.services.readiness.is_draining = True
         assert "draining" in error_of(await served.client.get("/ready"), 503)["message"]
         assert (await served.client.get("/v1/models")).status_code == 200  # what comes all the same is served
-        served.services.readiness_probe.is_draining = False
+        served.services.readiness.is_draining = False
         assert (await served.client.get("/ready")).status_code == 200
         canary.cancel()
         await asyncio.gather(canary, return_exceptions=True)
@@ -108,15 +117,29 @@ async def test_metrics_have_the_names_that_dashboards_read() -> None:
         'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1.0',
         'vllm:request_success_total{finished_reason="stop",model_name="tiny"} 1.0',
         'vllm:num_preemptions_total{model_name="tiny"} 0.0',
-        "alignedserve_pool_blocks 64.0",
-        "alignedserve_pool_blocks_used 0.0",
-        "alignedserve_worker_blocks 64.0",
-        "alignedserve_worker_blocks_used 0.0",
-        "alignedserve_requests_pooled 0.0",
-        "alignedserve_handoffs_verified_total 0.0",
-        "alignedserve_handoffs_refused_total 0.0",
+        'vllm:request_prompt_tokens_count{model_name="tiny"} 1.0',
+        'vllm:request_prefill_kv_computed_tokens_count{model_name="tiny"} 1.0',
+        'vllm:request_generation_tokens_sum{model_name="tiny"} 4.0',
+        'vllm:request_max_num_generation_tokens_sum{model_name="tiny"} 4.0',
+        'vllm:request_params_n_sum{model_name="tiny"} 1.0',
+        'vllm:request_params_max_tokens_count{model_name="tiny"} 1.0',
+        'vllm:request_decode_time_seconds_count{model_name="tiny"} 1.0',
+        'vllm:request_queue_time_seconds_count{model_name="tiny"} 0.0',
+        'vllm:request_prefill_time_seconds_bucket{le="+Inf",model_name="tiny"} 0.0',
+        'vllm:request_inference_time_seconds_sum{model_name="tiny"} 0.0',
+        'vllm:prompt_tokens_cached_total{model_name="tiny"} 0.0',
+        'vllm:cache_config_info{block_size="0",model_name="tiny",num_gpu_blocks="64"} 1.0',
+        'alignedserve_workers{model_name="tiny",role="decode"} 1.0',
+        'alignedserve_requests{model_name="tiny",stage="queued",tier="real_time"} 0.0',
+        'alignedserve_pool_blocks{model_name="tiny"} 64.0',
+        'alignedserve_pool_blocks_used{model_name="tiny"} 0.0',
+        'alignedserve_worker_blocks{model_name="tiny"} 64.0',
+        'alignedserve_worker_blocks_used{model_name="tiny"} 0.0',
+        'alignedserve_requests_pooled{model_name="tiny"} 0.0',
+        'alignedserve_handoffs_verified_total{model_name="tiny"} 0.0',
+        'alignedserve_handoffs_refused_total{model_name="tiny"} 0.0',
         'alignedserve_rejected_total{reason="model_not_found"} 1.0',
-        'alignedserve_answers_total{worker="scripted"} 1.0',
+        'alignedserve_answers_total{model_name="tiny",worker="scripted"} 1.0',
     ):
         assert name in text
     assert not re.search(r"[0-9a-f]{32}", text)
@@ -150,13 +173,16 @@ async def test_tokenize_and_detokenize() -> None:
             error_of(await served.client.post(path, json=body), 400)
 
 
-async def test_the_page_needs_nothing_from_elsewhere() -> None:
+@pytest.mark.parametrize("path", ["/", "/dashboard"])
+async def test_a_page_needs_nothing_from_elsewhere(path: str) -> None:
     async with gateway() as served:
-        response = await served.client.get("/")
+        response = await served.client.get(path)
     page, policy = response.text, response.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
-    assert not re.search(r"(src|href)\s*=|https?://|@import|\son\w+=|\sstyle=", page.replace("http://www.w3.org", ""))
+    assert not re.search(
+        r"(src|href)\s*=|https?://|@import|\son\w+=|\sstyle=", re.sub(r'http://www.w3.org|href="\./"', "", page)
+    )
     for tag in ("script", "style"):
         (block,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, flags=re.DOTALL)
         assert base64.b64encode(hashlib.sha256(block.encode()).digest()).decode() in policy

@@ -1,8 +1,28 @@
-"""Stop strings against a reference that looks at every prefix of the whole text."""
+"""Stop strings against a reference that looks at every prefix of the whole text, and in deltas of several tokens."""
 
 import random
+from typing import Any
 
+import pytest
+
+from alignedserve.core.request import FinishReason
+from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.openai.stop_strings import StopStringFinder
+from tests.gateway.support import Gateway, chunks_of, gateway, saying, tokenizer, tokens_of
+from tests.gateway.tool_support import HERMES, function, model_with
+
+# Of a schema with long names nearly all of an answer is forced: jumps bring many of its tokens at once.
+ANSWER = '{"quick_brown_fox":"hello","lazy_dog":7}'
+SCHEMA = {
+    "type": "object",
+    "properties": {"quick_brown_fox": {"type": "string"}, "lazy_dog": {"type": "integer"}},
+    "required": ["quick_brown_fox", "lazy_dog"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "forced", "schema": SCHEMA}}
+STEPS = (2, 5, 100)
+# In the midst of a jump, at its beginning, at the end of the answer, and at a border of tokens.
+STOPS = ("brown", '{"', "}", "_fox", '":"h', "7}")
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -28,3 +48,74 @@ def test_where_pieces_are_cut_makes_no_difference() -> None:
             assert shown.startswith(got)  # never more than may be shown
         got += "" if finder.found is not None else finder.flush()
         assert (got, finder.found) == (shown, found), (text, stops)
+
+
+def num_tokens_until(stop: str) -> int:
+    """Return how many tokens of the answer it takes to complete this stop string."""
+    end = ANSWER.index(stop) + len(stop)
+    token_ids = tokens_of(ANSWER)
+    return next(count for count in range(len(token_ids) + 1) if len(tokenizer().decode(token_ids[:count])) >= end)
+
+
+async def ask(served: Gateway, path: str, **fields: Any) -> Any:
+    response = await served.client.post(path, json={"model": "tiny"} | fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("tokens_per_step", STEPS)
+async def test_a_stop_string_inside_of_a_jump(stop: str, tokens_per_step: int) -> None:
+    shown, num_tokens = ANSWER[: ANSWER.index(stop)], num_tokens_until(stop)
+    fields: dict[str, Any] = {"response_format": FORMAT, "stop": stop, "return_token_ids": True}
+    async with gateway(saying(ANSWER, tokens_per_step=tokens_per_step)) as served:
+        whole = (await served.chat(**fields)).json()
+        with_stop = (await served.chat(**fields, include_stop_str_in_output=True)).json()
+        chunks = chunks_of(await served.chat(**fields, stream=True, stream_options={"include_usage": True}))
+    [choice] = whole["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (shown, "stop")
+    assert with_stop["choices"][0]["message"]["content"] == shown + stop
+    assert whole["usage"]["completion_tokens"] == chunks[-1]["usage"]["completion_tokens"] == num_tokens
+    streamed = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    assert "".join(one["delta"].get("content") or "" for one in streamed) == shown
+    assert [one["finish_reason"] for one in streamed if one["finish_reason"]] == ["stop"]
+    streamed_ids = [token_id for one in streamed for token_id in one.get("token_ids") or ()]
+    assert choice["token_ids"] == streamed_ids == list(tokens_of(ANSWER)[:num_tokens])
+
+
+@pytest.mark.parametrize("tokens_per_step", STEPS)
+async def test_a_limit_in_the_same_delta_does_not_hide_a_stop_string(tokens_per_step: int) -> None:
+    """The last delta of a whole answer says `length`, and has the stop string too."""
+    num_tokens = num_tokens_until("brown") + 1
+    async with gateway(saying(ANSWER, tokens_per_step=tokens_per_step)) as served:
+        found = (await served.chat(response_format=FORMAT, stop="brown", max_tokens=num_tokens)).json()
+        cut = (await served.chat(response_format=FORMAT, stop="brown", max_tokens=num_tokens - 2)).json()
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["usage"]["completion_tokens"] == num_tokens - 1
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert ANSWER.startswith(cut["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("stop", ["<tool", "t"])
+async def test_a_stop_string_in_text_that_was_held_back_until_the_end(stop: str) -> None:
+    """What may begin a call is shown when none follows, and then it may have a stop string."""
+    model = model_with(HERMES)
+    script = Script(tuple(model.load_tokenizer().encode("see <tool", add_special_tokens=False)))
+    async with gateway(lambda _: script, model=model) as served:
+        answer = (await served.chat(tools=[function()], stop=stop, max_tokens=len(script.token_ids))).json()
+    [choice] = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("see <tool".partition(stop)[0], "stop")
+
+
+@pytest.mark.parametrize("tokens_per_step", STEPS)
+async def test_the_other_routes_stop_inside_of_a_jump(tokens_per_step: int) -> None:
+    shown, num_tokens = ANSWER[: ANSWER.index("brown")], num_tokens_until("brown")
+    turn = [{"role": "user", "content": "hello"}]
+    async with gateway(saying(ANSWER, tokens_per_step=tokens_per_step)) as served:
+        completion = await ask(served, "/v1/completions", prompt="a", guided_json=SCHEMA, stop="brown", max_tokens=99)
+        message = await ask(served, "/v1/messages", messages=turn, max_tokens=99, stop_sequences=["brown"])
+    [choice] = completion["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (shown, FinishReason.STOP.value)
+    assert completion["usage"]["completion_tokens"] == message["usage"]["output_tokens"] == num_tokens
+    assert (message["content"][0]["text"], message["stop_reason"]) == (shown, "stop_sequence")
+    assert message["stop_sequence"] == "brown"

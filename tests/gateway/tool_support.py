@@ -2,12 +2,20 @@
 
 import atexit
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from alignedserve.gateway.model_card import ModelCard
+from llguidance import LLMatcher
+
+from alignedserve.core.request import Request
+from alignedserve.gateway.backend.scripted import Script
+from alignedserve.gateway.models.model_card import ModelCard
+from alignedserve.runtime.grammar.limits import PARSER_LIMITS
+from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from tests.gateway.support import EOS, write_tokenizer
 
 _HEAD = (
@@ -37,11 +45,31 @@ OPENED = (
     "<|assistant|><think>\n"
 )
 LEVELS = HERMES + "{{ reasoning_effort }}"
+# As gpt-oss's: one call in a message, thoughts by another name, a description taken for granted.
+HARMONY = (
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
+    "{% if messages[0].role == 'system' %}<|start|>developer<|message|>{{ messages[0].content }}<|end|>{% endif %}"
+    "{% for tool in tools or [] %}// {{ tool.function.description + tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' and 'tool_calls' in message %}{% set call = message.tool_calls[0].function %}"
+    "{% if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>{{ call.arguments | tojson }}"
+    "<|call|>{% elif message.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>"
+    "{{ message.content }}<|end|>"
+    "{% elif message.role == 'tool' %}<|start|>functions to=assistant<|channel|>commentary<|message|>"
+    "{{ message.content | tojson }}<|end|>"
+    "{% elif message.role == 'user' %}<|start|>user<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+_HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|return|>")
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and message.role != 'system' %}<|system|>\n"
     "named SmolLM, of a test<|end|>{% endif %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "<|assistant|>"
 )
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+USER = {"role": "user", "content": "hello"}
 
 
 @cache
@@ -51,6 +79,15 @@ def model_with(template: str, *control_tokens: str, **fields: Any) -> ModelCard:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write_tokenizer(folder, template, control_tokens)
     return ModelCard("tiny", folder, 2048, (EOS,), created=1_700_000_000, **fields)
+
+
+@cache
+def harmony_model() -> ModelCard:
+    """Return a model that answers in channels, and ends by `<|return|>` or `<|call|>`."""
+    model = model_with(HARMONY, *_HARMONY_TOKENS)
+    tokenizer = model.load_tokenizer()
+    ends = [*tokenizer.control_token_ids("<|return|>"), *tokenizer.control_token_ids("<|call|>")]
+    return replace(model, eos_token_ids=tuple(ends))
 
 
 def function(name: str = "get_weather", **properties: Any) -> dict[str, Any]:
@@ -65,3 +102,23 @@ def called(call_id: str = "call_1", name: str = "get_weather", arguments: str = 
 
 def result(call_id: str = "call_1", content: str = "sunny") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def saying(model: ModelCard, text: str, **fields: Any) -> Callable[[Request], Script]:
+    """Return a script that says this in the model's tokens, control tokens included, and ends."""
+    script = Script((*model.load_tokenizer().encode(text, add_special_tokens=False), model.eos_token_ids[0]), **fields)
+    return lambda _: script
+
+
+def prompt_of(model: ModelCard, request: Request) -> str:
+    """Return the text of a request's prompt, control tokens included."""
+    return model.load_tokenizer().decode(request.prompt_token_ids, skip_special_tokens=False)
+
+
+def accepts(model: ModelCard, grammar: str, text: str) -> bool:
+    """Return whether the grammar allows this answer from its first token to its last."""
+    tokenizer = model.load_tokenizer()
+    vocabulary = grammar_vocabulary(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=model.eos_token_ids)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=PARSER_LIMITS)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()

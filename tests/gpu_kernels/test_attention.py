@@ -15,6 +15,7 @@ from tests.support.marks import slow
 pytest.importorskip("triton")
 
 from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
+from kernels.gpu.launching import program_shared_bytes
 from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 from kernels.gpu.work_partition import partition
 
@@ -33,12 +34,18 @@ def on_device(arrays: Sequence[Any], device: torch.device) -> list[Tensor]:
 
 
 def check_decode(
-    seed: int, lengths: list[int], window: int | None, device: torch.device, num_programs: int = 4
+    seed: int,
+    lengths: list[int],
+    window: int | None,
+    device: torch.device,
+    num_programs: int = 4,
+    *,
+    is_float8: bool = False,
 ) -> None:
     rng = np.random.default_rng(seed)
     kv_heads, group, head_dim = int(rng.integers(1, 4)), seed % 8 + 1, HEAD_DIMS[seed % 4]
     dtype = list(TOLERANCES)[seed % 3]
-    there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device)
+    there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device, is_float8=is_float8)
     queries = torch.randn(len(lengths), kv_heads, group, head_dim).to(device, dtype)
     out = poisoned(queries)
     partitioned = partition(there.lengths, tile=TILE, num_programs=num_programs, window=window)
@@ -77,14 +84,23 @@ def test_narrow_windows(window: int, device: torch.device) -> None:
     check_prefill(2, [1, 130, TILE, 70], [1, 9, TILE, 40], window, device)
 
 
-def check_prefill(seed: int, lengths: list[int], counts: list[int], window: int | None, device: torch.device) -> None:
+def check_prefill(
+    seed: int,
+    lengths: list[int],
+    counts: list[int],
+    window: int | None,
+    device: torch.device,
+    *,
+    is_float8: bool = False,
+) -> None:
     rng = np.random.default_rng(seed)
     kv_heads, group, head_dim = int(rng.integers(1, 4)), seed % 8 + 1, HEAD_DIMS[seed % 4]
     dtype = list(TOLERANCES)[seed % 3]
-    there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device)
+    there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device, is_float8=is_float8)
     queries = torch.randn(sum(counts), kv_heads, group, head_dim).to(device, dtype)
     out = poisoned(queries)
-    tiles = chunk_tiles(there.lengths, np.array(counts), group=group, query_rows=tiling(head_dim, dtype).query_rows)
+    sizes = tiling(head_dim, there.view.blocks.dtype, program_shared_bytes(device))
+    tiles = chunk_tiles(there.lengths, np.array(counts), group=group, query_rows=sizes.query_rows)
     batch = ChunkBatch(there.tables, on_device(tiles, device))
     paged_prefill(queries, out, there.view, batch, window=window)
     first = 0
@@ -109,6 +125,14 @@ def test_chunks_deep_in_their_contexts(seed: int, device: torch.device) -> None:
     """Tiles of keys that every query sees whole, and those behind them that some do."""
     check_prefill(seed, [300, 193, 129], [20, 150, 1], None, device)
     check_prefill(seed, [300, 193, 129], [20, 150, 1], 193, device)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 6)])
+def test_a_cache_of_float8(seed: int, device: torch.device) -> None:
+    """Head sizes and dtypes by turns, windows, both directions."""
+    window = 90 if seed % 2 else None
+    check_decode(seed, [1, 130, TILE, 70], window, device, is_float8=True)
+    check_prefill(seed, [1, 130, TILE, 200], [1, 9, TILE, 70], window, device, is_float8=True)
 
 
 @pytest.mark.parametrize("lengths", [[1], [65], *slow([64], [128, 1])])

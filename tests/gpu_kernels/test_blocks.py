@@ -11,7 +11,7 @@ from tests.support.marks import slow
 pytest.importorskip("triton")
 
 from kernels import block_digests
-from kernels.block_digests import row_digests
+from kernels.block_digests import listed_digests, row_digests
 from kernels.cpu.block_copies import all_rows, digest_blocks
 from kernels.gpu import row_digests as gpu_row_digests
 from kernels.gpu.block_copies import gather_blocks, scatter_blocks
@@ -89,3 +89,16 @@ def test_digests_of_rows(count: int, width: int, device: torch.device, monkeypat
     assert [digest % (1 << 64) for digest in row_digests(rows).tolist()] == expected
     monkeypatch.setattr(block_digests, "fused_kernels", lambda *_: gpu_row_digests)
     assert [digest % (1 << 64) for digest in row_digests(rows).tolist()] == expected
+
+
+@pytest.mark.parametrize("width", [8, 1024, 40_008])
+@pytest.mark.parametrize("ids", [[], [4], [3, 0, 4, 1]])
+def test_digests_of_listed_rows(
+    ids: list[int], width: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.randint(0, 256, (5, width), dtype=torch.uint8, device=device)
+    row_ids = torch.tensor(ids, dtype=torch.int64, device=device)
+    expected = row_digests(rows).cpu()[ids].tolist()
+    assert listed_digests(rows, row_ids).tolist() == expected
+    monkeypatch.setattr(block_digests, "fused_kernels", lambda *_: gpu_row_digests)
+    assert listed_digests(rows, row_ids).tolist() == expected

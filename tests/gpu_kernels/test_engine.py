@@ -1,24 +1,31 @@
 """The engine as a GPU runs it: kernels that read blocks, decode steps recorded by batch size, each planned ahead."""
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from alignedserve.core.block_layout import FP8
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.device.streams import CheckedEvent, CheckedStream, CheckedStreams
-from alignedserve.runtime.engine.cuda_graphs import graph_sizes
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.steps.cuda_graphs import graph_sizes
 from kernels import gpu_dispatch as gpu_choice
 from tests.support.marks import slow
 from tests.support.tiny_engines import (
     GREEDY,
+    LogitsProbe,
     TinyEngine,
     capture_nothing,
     random_tokens,
@@ -28,6 +35,9 @@ from tests.support.tiny_engines import (
 from tests.support.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
+
+from alignedserve.runtime.attention import triton_backend
+from kernels.gpu import decode_attention
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do")
 
@@ -144,6 +154,46 @@ def test_recording_ahead_leaves_the_blocks_alone(decoder: Decoder, max_sequences
     assert ids[0] == ids[1]
 
 
+def capture_by_address(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Keep what a graph keeps: addresses, and not what the work holds."""
+    result = work()
+    return lambda: result
+
+
+@interpreted
+def test_what_a_recorded_step_uses_lives_as_long(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[weakref.ref[Tensor]] = []
+    allocate = decode_attention.decode_batch
+
+    def watched(*args: Any) -> Any:
+        batch = allocate(*args)
+        used.extend(weakref.ref(part) for part in (batch.sums, batch.weights, batch.lengths))
+        return batch
+
+    monkeypatch.setattr(triton_backend, "decode_batch", watched)
+    tiny = TinyEngine(decoder, attention=TRITON, capture=capture_by_address, max_sequences=4)
+    tiny.engine.record_graphs()
+    gc.collect()
+    assert len(used) >= 3 * len(graph_sizes(4))
+    assert all(part() is not None for part in used)
+
+
+@pytest.mark.gpu
+def test_no_input_of_a_graph_is_freed_before_its_replay(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph: Any = torch.cuda.graph
+    monkeypatch.setattr(torch.cuda, "graph", partial(graph, check_input_liveness=True))
+    tiny = engine(decoder, max_sequences=4)
+    tiny.engine.record_graphs()
+    tiny.add("a", random_tokens(2, 9))
+    tiny.generate("a", 6)
+
+
+def test_graphs_reach_512_sequences() -> None:
+    sizes = graph_sizes(1024)
+    assert sizes[-1] == 512
+    assert all(size <= 2 * smaller and size - smaller <= 32 for smaller, size in pairwise(sizes))
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
 def test_logits_that_are_not_numbers_fail_their_sequence_alone(decoder: Decoder) -> None:
     tiny = engine(decoder)
@@ -229,6 +279,33 @@ def test_hidden_caches_beside_keys_and_values(tmp_path: Path, monkeypatch: pytes
         plain.add(name, random_tokens(seed, length))
         plain.generate(name, 4)
         assert tiny.tokens(name) == plain.tokens(name)
+
+
+@interpreted
+def test_a_cache_of_float8_by_the_kernels_and_by_pytorch(
+    folder: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts whole and in chunks, decodes; keys and values rounded alike by both."""
+    probes = []
+    for attention, wanted in ((TRITON, True), (TORCH, False)):
+        monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device, wanted=wanted: wanted)
+        probe = LogitsProbe(tiny_decoder(folder), attention=attention, cache_dtype=FP8)
+        for name, count in (("a", 21), ("b", 7)):
+            probe.add(name, random_tokens(count, count))
+        probe.step(a=9, b=5)
+        probe.step(a=10, b=1)
+        probe.step(a=1, b=1)
+        probe.step(a=1)
+        probes.append(probe)
+    exact = LogitsProbe(tiny_decoder(folder), attention=TORCH)
+    exact.add("a", random_tokens(21, 21))
+    exact.step(a=21)
+    by_kernels, by_pytorch = (probe.logits("a") for probe in probes)
+    size = float(exact.logits("a").abs().max())
+    torch.testing.assert_close(by_kernels, by_pytorch, rtol=0.0, atol=2e-3 * size)
+    rounding = float((by_pytorch - exact.logits("a")).abs().max()) / size
+    assert 1e-4 < rounding < 0.1, "the cache is rounded, and no more than that"
+    torch.testing.assert_close(probes[0].logits("b"), probes[1].logits("b"), rtol=0.0, atol=2e-3 * size)
 
 
 @interpreted

@@ -1,22 +1,16 @@
-"""The engine where a GPU kernel does not run: the same tokens by PyTorch's own operations, and one line that says so;
-and flash-attn where there is one and it is faster."""
+"""The engine where a GPU kernel does not run: the same tokens by PyTorch's operations, and one line that says so."""
 
 import logging
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.attention import flash_backend as flash_attention
 from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.device import timing as device_timing
 from alignedserve.runtime.engine.decoder import Decoder
 from kernels import gpu_dispatch as gpu_choice
-from kernels.reference import attention_of_chunk
-from tests.support.marks import slow
 from tests.support.tiny_engines import TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
@@ -76,53 +70,6 @@ def test_heads_that_no_kernel_is_for(caplog: pytest.LogCaptureFixture, device: t
     assert gpu_attention.gpu_attention_works(
         BlockLayout(block_size=16, num_layers=1, num_kv_heads=1, head_dim=24, dtype="float32"), 1, device
     )
-
-
-def plain_prompts(
-    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int, window: int | None
-) -> Tensor:
-    """Compute attention as flash-attn does."""
-    bounds = starts.tolist()
-    assert longest == max(last - first for first, last in pairwise(bounds))
-    parts = [
-        attention_of_chunk(queries[first:last], keys[first:last], values[first:last], window)
-        for first, last in pairwise(bounds)
-    ]
-    return torch.cat(parts).to(queries.dtype)
-
-
-@interpreted
-@pytest.mark.parametrize("flash_is_faster", [True, *slow(False)])
-def test_prompts_go_to_flash_attn_where_it_is_faster(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, flash_is_faster: bool
-) -> None:
-    calls: list[int] = []
-
-    def flash(queries: Tensor, *others: Any) -> Tensor:
-        calls.append(len(queries))
-        return plain_prompts(queries, *others)
-
-    times = [2.0, 1.0] if flash_is_faster else [1.0, 2.0]  # the own kernel is measured first
-    monkeypatch.setattr(device_timing.DeviceTimer, "by_turns", lambda self, works: times)
-    made: list[gpu_attention.GpuPlanner] = []
-
-    def choose(planner: gpu_attention.GpuPlanner) -> None:
-        choice = flash_attention.choose_prompts(flash, torch.Tensor.copy_, planner.heads, planner.storage.blocks)
-        assert (choice.chosen == flash_attention.FLASH) == flash_is_faster
-        assert str(choice).startswith(choice.chosen)
-        if flash_is_faster:
-            planner.use_flash(flash)
-        made.append(planner)
-
-    monkeypatch.setattr(gpu_attention, "choose_prompt_attention", choose)
-    assert generated(decoder, TRITON) == generated(decoder, TORCH)
-    assert len(made) == 1
-    assert calls == ([21] * decoder.config.num_layers if flash_is_faster else [])  # prompts alone, not decodes
-
-
-def test_without_flash_attn_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert flash_attention.flash_prompts() is None
 
 
 def test_work_is_timed_by_the_device(device: torch.device) -> None:

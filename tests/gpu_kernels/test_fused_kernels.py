@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.activation import ACTIVATIONS, gated
+from kernels.float8_rows import quantise_float8_rows
 from kernels.rotary import HeadNorms, rotary_angles, rotate_
 from tests.support.marks import slow
 
@@ -121,11 +122,21 @@ def test_heads_are_placed(
     slots = torch.randperm(20)[:count].to(device)
     nowhere = torch.full((20, kv_heads * head_dim), float("nan"), dtype=dtype, device=device)
     keys, values = nowhere.clone(), nowhere.clone()
+    before = fused.clone()
     HeadRowsKernel(num_heads, kv_heads, head_dim)(fused, norm, rotation, slots, keys, values)
     first_key, first_value = num_heads * head_dim, (num_heads + kv_heads) * head_dim
     check_close(fused, expected.flatten(1), dtype, 4 if has_norm else 1)
     assert torch.equal(keys[slots], fused[:, first_key:first_value])
     assert torch.equal(values[slots], fused[:, first_value:])
+    rounded = [torch.full((20, kv_heads * (head_dim + 4)), 255, dtype=torch.uint8, device=device) for _ in range(2)]
+    if count and head_dim % 4 == 0:  # scales are read as whole words
+        HeadRowsKernel(num_heads, kv_heads, head_dim)(before.clone(), norm, rotation, slots, *rounded)
+        for own, plain in zip(rounded, (keys, values), strict=True):
+            exact, width = quantise_float8_rows(plain[slots].view(-1, kv_heads, head_dim)), kv_heads * head_dim
+            scales, exact_scales = (one[:, width:].clone().view(torch.float32) for one in (own[slots], exact))
+            torch.testing.assert_close(scales, exact_scales, rtol=1e-6, atol=0.0)
+            # A quotient half-way between two.
+            assert (own[slots][:, :width].int() - exact[:, :width].int()).abs().le(1).all()
     others = [slot for slot in range(20) if slot not in slots.tolist()]
     assert keys[others].isnan().all()
     assert values[others].isnan().all()

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,7 @@ class BlockClient:
         self.bytes = self.storage.bytes.numpy()
         self.bytes[:] = np.random.default_rng(3).integers(0, 256, self.bytes.shape, np.uint8)
         self.transfer = ChannelTransfer(self.storage, address, identity=identity(name, timeout_s), transport=transport)
+        self.num_rounds = threading.Semaphore(0)  # that have ended, for another thread to wait for
 
     def round(self, generation: int, num_blocks: int = PER_PEER) -> None:
         """Offload blocks, fetch them and compare. Raises PeerLost."""
@@ -76,6 +78,7 @@ class BlockClient:
         copy = BlockCopy(generation, num_blocks * LAYOUT.block_size, runs)
         assert self.transfer.fetch([FetchRequest(copy, mine)]) == [True]
         assert (self.bytes[:num_blocks] == before).all()
+        self.num_rounds.release()
 
     def round_until_lost(self) -> float:
         """Go on with rounds, and return the time at which the other end was found to be lost."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, Request, SamplingParams, Slo, TokenLogprob
+from alignedserve.core.request import FinishReason, LoraAdapter, Request, SamplingParams, Slo, TokenLogprob
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
@@ -22,6 +22,7 @@ from alignedserve.messages.gateways import (
 )
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import GatewayInbound
+from alignedserve.messages.request_notes import AskTimeline, RequestNote, RequestsNoted, TimelineTold
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.link_manager import LinkManager
@@ -58,6 +59,7 @@ class ClientGateway:
         self._board = LinkManager(identity, Codec(GatewayInbound), self)
         self._numbers = itertools.count()
         self.linked = asyncio.Event()
+        self.notes: list[tuple[str, RequestNote]] = []  # with the names of those that sent them
 
     async def start(self) -> None:
         await self._board.listen(self.address)
@@ -66,7 +68,12 @@ class ClientGateway:
             await self.linked.wait()
 
     def submit(
-        self, prompt: list[int], sampling: SamplingParams, slo: Slo | None = None, prefix_root: bytes = b""
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        slo: Slo | None = None,
+        prefix_root: bytes = b"",
+        adapter: LoraAdapter | None = None,
     ) -> Answer:
         request_id = RequestId(f"r{next(self._numbers)}")
         request = Request(
@@ -77,6 +84,7 @@ class ClientGateway:
             time.monotonic(),
             slo=Slo() if slo is None else slo,
             prefix_root=prefix_root,
+            adapter=adapter,
         )
         self._requests[request_id] = request
         self.answers[request_id] = Answer()
@@ -137,6 +145,10 @@ class ClientGateway:
                 self._board.send(ROUTER, AbortRequest(message.request_id))
             case ClusterStatus():
                 self.status = message
+            case RequestsNoted():
+                self.notes += [(peer.name, note) for note in message.notes]
+            case AskTimeline():
+                self._board.send(peer.name, TimelineTold(message.number, message.asker))
 
     def _open(self) -> list[str]:
         return [key for key, answer in self.answers.items() if not answer.done.is_set() and key not in self._aborted]

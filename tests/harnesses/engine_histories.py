@@ -28,6 +28,7 @@ from tests.support.tiny_engines import random_tokens
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT_LEN = 4, 14, 24
 NUM_TURNS, MAX_RUNNING, NUM_PROMPTS = 14, 4, 24
 ITERATIONS_PER_TURN = 2
+NUM_LENT = 2  # blocks of an engine's own: at times too few
 HIDDEN_BLOCK_TOKENS = 8  # of a model whose query heads have keys of their own
 
 
@@ -76,9 +77,10 @@ class Place:
         rng: random.Random,
         *,
         has_int8_swaps: bool = False,
+        launches_ahead: bool = False,
     ) -> None:
         layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
-        self.storage = BlockStorage(layout, NUM_BLOCKS, decoder.device)
+        self.storage = BlockStorage(layout, NUM_BLOCKS + NUM_LENT, decoder.device)
         self.engine = Engine(
             model=decoder,
             storage=self.storage,
@@ -86,6 +88,8 @@ class Place:
             max_context_len=MAX_CONTEXT_LEN,
             streams=streams,
             hidden_block_tokens=HIDDEN_BLOCK_TOKENS,
+            launches_ahead=launches_ahead,
+            lent_blocks=[BlockId(NUM_BLOCKS + index) for index in range(NUM_LENT)],
         )
         self.swap_space = SwapSpace(self.storage, streams, is_int8=has_int8_swaps)
         self.has_int8_swaps = has_int8_swaps
@@ -162,12 +166,20 @@ class EngineHistory:
         folder: Path,
         *,
         has_int8_swaps: bool = False,
+        launches_ahead: bool = False,
     ) -> None:
         self._random = random.Random(seed)
         layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
         self._arena = Arena.create(folder / "pool.arena", layout, NUM_BLOCKS)
         self._places = [
-            Place(decoder, make_streams(2 * seed + i), self._arena, self._random, has_int8_swaps=has_int8_swaps)
+            Place(
+                decoder,
+                make_streams(2 * seed + i),
+                self._arena,
+                self._random,
+                has_int8_swaps=has_int8_swaps,
+                launches_ahead=launches_ahead,
+            )
             for i in range(2)
         ]
         self._arena_free = [BlockId(block) for block in range(NUM_BLOCKS)]

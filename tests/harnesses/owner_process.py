@@ -15,7 +15,9 @@ import torch
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.handshake import Role
+from alignedserve.runtime.device.accelerator import accelerator_of
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
@@ -40,8 +42,10 @@ class Owner:
             self._buffer: Any = ArenaBuffer(self._arena)
             self._blocks: Any = torch.from_numpy(self._arena.blocks)
         else:
-            self._buffer = DeviceBuffer(layout, num_blocks, torch.device(device))
-            self._blocks = self._buffer.blocks
+            accelerator = accelerator_of(torch.device(device))
+            assert accelerator is not None, "a device"
+            self._blocks = accelerator.lendable(num_blocks, layout.block_bytes)
+            self._buffer = DeviceBuffer(layout, self._blocks, CopyLanes(accelerator))
         address = f"unix:{folder}/b.sock"
         self._server = BlockServer(
             self._buffer, address, identity=OWNER, transports=(transport,), open_channel=open_channel
@@ -106,7 +110,8 @@ class ProcessMedium:
         identity = replace(CLIENT, name=f"decode-{len(self._transfers)}")
         transfer: KVTransfer
         if self._transport == "cuda_ipc":
-            transfer = IpcTransfer(storage, self._address, identity=identity)
+            assert storage.lanes is not None, "blocks of a device"
+            transfer = IpcTransfer(storage, self._address, identity=identity, lanes=storage.lanes)
         else:
             transfer = ChannelTransfer(storage, self._address, identity=identity, transport=self._transport)
         self._transfers.append(transfer)

@@ -91,6 +91,7 @@ class PlainPlacement(Placement):
                 self.pools[peer].num_blocks_used = load.num_blocks_used
                 self.pools[peer].num_blocks_kept = load.num_blocks_kept
                 self.pools[peer].num_reserved = load.num_reserved
+                self.pools[peer].lengths = load.lengths
         elif peer in self.workers:
             worker = self.workers[peer]
             worker.load, worker.is_load_stale = load, False

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from alignedserve.core.ids import BatchId, LeaseId, RequestId, WorkerName
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import (
@@ -16,6 +18,7 @@ from alignedserve.messages.caches import (
     LeasesReleased,
     ReserveBlocks,
 )
+from alignedserve.messages.cluster_view import LengthTree
 from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import FormBatch, PoolLoad
@@ -59,9 +62,15 @@ class PoolHarness:
 
     @property
     def load(self) -> PoolLoad | None:
-        """Return the counts that the router has after the next tick."""
+        """Return the counts that the router has after the next tick, without the lengths."""
         assert self.do(Ticked()) == []
-        return self._load
+        return replace(self._load, lengths=LengthTree()) if self._load is not None else None
+
+    @property
+    def lengths(self) -> LengthTree | None:
+        """Return the lengths that the router has after the next tick."""
+        assert self.do(Ticked()) == []
+        return self._load.lengths if self._load is not None else None
 
     def link(self, peer: str, role: Role) -> list[PoolCommand]:
         return self.do(PeerConnected(role, peer))

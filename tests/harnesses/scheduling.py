@@ -80,7 +80,7 @@ def request_of(request_id: str, fields: Mapping[str, Any]) -> Request:
     return Request(
         RequestId(request_id),
         (1,) * fields.get("prompt_len", 16),
-        SamplingParams(max_tokens=fields.get("max_tokens", 100)),
+        SamplingParams(max_tokens=fields.get("max_tokens", 100), grammar=fields.get("grammar", "")),
         "gateway",
         fields.get("arrival_s", 0.0),
         RequestClass.BEST_EFFORT if fields.get("be") else RequestClass.REAL_TIME,

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
@@ -20,7 +19,7 @@ from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks, DeviceBuffer
-from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer, HostBlocks
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
@@ -28,7 +27,7 @@ from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.tls import CertificateAuthority
 from tests.harnesses.owner_process import ProcessMedium
-from tests.support.memory_drivers import NotedDriver
+from tests.support.cpu_accelerator import cpu_lanes
 from tests.support.samples import blocks
 from tests.support.stored_blocks import read_blocks, write_blocks
 
@@ -86,7 +85,7 @@ class RegisteredMedium(ShmMedium):
 
     def transfer(self, storage: BlockStorage) -> KVTransfer:
         arena = Arena.attach(self._arena.path, self.layout)
-        return ShmTransfer(storage, arena, stamps=self.writer_stamps, driver=NotedDriver())
+        return ShmTransfer(storage, arena, stamps=self.writer_stamps, lanes=cpu_lanes())
 
 
 class ServedMedium(ShmMedium):
@@ -126,7 +125,9 @@ class DeviceMedium:
 
     def __init__(self, folder: Path, layout: BlockLayout, *, transport: str) -> None:
         self._transport = transport
-        self._buffer = DeviceBuffer(layout, NUM_POOL_BLOCKS, torch.device("cpu"))
+        self._lanes = cpu_lanes()
+        rows = self._lanes.accelerator.lendable(NUM_POOL_BLOCKS, layout.block_bytes)
+        self._buffer = DeviceBuffer(layout, rows, self._lanes)
         self.server = BlockServer(
             self._buffer, f"unix:{folder}/b.sock", identity=OWNER, transports=(transport,), open_channel=open_channel
         )
@@ -136,11 +137,11 @@ class DeviceMedium:
         identity = replace(CLIENT, name=f"decode-{len(self._transfers)}")
         transfer: KVTransfer
         if self._transport == "cuda_ipc":
-            blocks_here = self._buffer.blocks
-            transfer = IpcTransfer(storage, self.server.address, identity=identity, map_blocks=lambda *_: blocks_here)
+            transfer = IpcTransfer(storage, self.server.address, identity=identity, lanes=self._lanes)
         else:
-            memory = DeviceBlocks(storage.bytes)
-            transfer = ChannelTransfer(storage, self.server.address, identity=identity, memory=memory)
+            memory = DeviceBlocks(storage.bytes) if self._transport == "gloo" else HostBlocks(storage)
+            address, name = self.server.address, self._transport
+            transfer = ChannelTransfer(storage, address, identity=identity, transport=name, memory=memory)
         self._transfers.append(transfer)
         return transfer
 
@@ -172,6 +173,7 @@ MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {
     # What cuda_ipc and nccl do, on the CPU: everything but mapping the memory, and NCCL itself.
     "device mapped": lambda folder, layout: DeviceMedium(folder, layout, transport="cuda_ipc"),
     "device group": lambda folder, layout: DeviceMedium(folder, layout, transport="gloo"),
+    "device tcp": lambda folder, layout: DeviceMedium(folder, layout, transport="tcp"),
 }
 
 

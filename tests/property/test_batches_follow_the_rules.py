@@ -12,6 +12,7 @@ from alignedserve.core.ids import RequestId
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
 from kvpool.policies.density_first import DensityFirstBatchFormer, DensityFirstConfig
 from kvpool.state import PooledRequest
+from tests.support.marks import many
 
 NUM_LEAVES, BLOCK_SIZE, STARVATION_S = 16, 4, 2.0
 WIDTHS = (1, 4, 16)
@@ -205,7 +206,7 @@ def test_every_batch_is_the_one_of_the_rules(seed: int, all_limits: list[BatchLi
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=many(1000))
 @given(seed=SEEDS, all_limits=ALL_LIMITS)
 def test_every_batch_is_the_one_of_the_rules_in_many_histories(seed: int, all_limits: list[BatchLimits]) -> None:
     follow(seed, all_limits)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from alignedserve.batches import driver as driver_module
 from alignedserve.batches import run as run_module
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.interfaces import ClusterTotals, LineFailed, LineRejected, LineRequest, LineResponse
+from alignedserve.batches.interfaces import LineFailed, LineRejected, LineRequest, LineResponse, ModelState
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log import disk_log
 from alignedserve.batches.records import BatchStatus, Progress, ResultKind
@@ -25,6 +25,7 @@ from alignedserve.batches.stores.disk import write_all
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.config.sections import BatchesConfig
 from tests.support.batch_samples import BATCH, INPUT, batch_record, chat_line, file_record
+from tests.support.marks import many
 
 NUM_LINES = 40
 TROUBLES = ("driver", "torn", "store", "disk", "broken", "refused", "nothing")
@@ -56,8 +57,11 @@ class Echo:
             raise LineRejected("refused", retry_after_s=0.002)
         return LineResponse(200, json.dumps({"said": call.body["messages"][0]["content"]}).encode(), 3, 2)
 
-    def cluster_totals(self) -> ClusterTotals | None:
-        return None
+    def model_states(self) -> dict[str, ModelState]:
+        return {}
+
+    def model_of(self, name: str) -> str:
+        return name
 
 
 class World:
@@ -166,7 +170,7 @@ def test_every_line_ends_once(steps: list[Step]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=many(60))
 @given(STEPS)
 def test_every_line_ends_once_in_many_histories(steps: list[Step]) -> None:
     check(steps)

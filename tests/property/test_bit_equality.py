@@ -20,7 +20,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.paged_attention import supported_levels
-from tests.support.marks import slow
+from tests.support.marks import many, slow
 from tests.support.tiny_engines import random_tokens, tiny_decoder
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import make_tiny_model
@@ -246,4 +246,4 @@ def test_whatever_happens_every_bit_is_the_same(form: Form, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("form", slow(*SLOW_FORMS), ids=str)
 def test_many_histories(form: Form, tmp_path: Path) -> None:
-    check(decoder_of(form, tmp_path), form, range(40))
+    check(decoder_of(form, tmp_path), form, range(many(40)))

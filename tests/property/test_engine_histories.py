@@ -10,14 +10,16 @@ import torch
 
 from alignedserve.runtime.device.streams import CheckedStream, CheckedStreams, CudaStreams, DeviceStreams, HostStreams
 from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.steps.next_step import NextStep
+from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.kv.pending_copies import PendingCopies
 from tests.harnesses.engine_histories import EngineHistory, generated_alone, undisturbed
-from tests.support.marks import slow
+from tests.support.marks import many, slow
 from tests.support.tiny_engines import tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
-NUM_HISTORIES, NUM_SLOW_HISTORIES = 30, 4_000
-NUM_ROUNDED_HISTORIES, NUM_SLOW_ROUNDED_HISTORIES = 20, 100
+NUM_HISTORIES, NUM_SLOW_HISTORIES = 30, many(4_000)
+NUM_ROUNDED_HISTORIES, NUM_SLOW_ROUNDED_HISTORIES = 20, many(100)
 MAX_HISTORIES_TO_SHOW = 400
 
 
@@ -39,9 +41,15 @@ def alone(decoder: Decoder) -> list[list[int]]:
 
 
 def is_undisturbed(
-    decoder: Decoder, alone: list[list[int]], seed: int, folder: Path, make_streams: Callable[[int], DeviceStreams]
+    decoder: Decoder,
+    alone: list[list[int]],
+    seed: int,
+    folder: Path,
+    make_streams: Callable[[int], DeviceStreams],
+    *,
+    launches_ahead: bool = False,
 ) -> tuple[bool, int]:
-    history = EngineHistory(decoder, make_streams, seed, folder)
+    history = EngineHistory(decoder, make_streams, seed, folder, launches_ahead=launches_ahead)
     try:
         history.run()
     finally:
@@ -50,10 +58,12 @@ def is_undisturbed(
     return undisturbed(history.requests, alone), generated
 
 
-def check(decoder: Decoder, alone: list[list[int]], seeds: range, folder: Path) -> None:
+def check(
+    decoder: Decoder, alone: list[list[int]], seeds: range, folder: Path, *, launches_ahead: bool = False
+) -> None:
     num_generated = 0
     for seed in seeds:
-        holds, generated = is_undisturbed(decoder, alone, seed, folder, CheckedStreams)
+        holds, generated = is_undisturbed(decoder, alone, seed, folder, CheckedStreams, launches_ahead=launches_ahead)
         assert holds, f"seed {seed}"
         num_generated += generated
     assert num_generated > 10 * len(seeds)
@@ -65,10 +75,43 @@ def test_whatever_happens_to_a_request_its_tokens_are_the_same(
     check(decoder, alone, range(NUM_HISTORIES), tmp_path)
 
 
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Count the steps that are launched ahead, and the sequences whose results are taken and dropped."""
+    counts = {"launched": 0, "taken": 0, "dropped": 0, "lent": 0}
+    keep, take = NextStep.keep, NextStep.take_launched
+
+    def kept(self: NextStep, launched: StepLaunch) -> None:
+        counts["launched"] += 1
+        counts["lent"] += 0 if launched.loans is None else len(launched.loans.rows)
+        keep(self, launched)
+
+    def took(self: NextStep, slices: Any) -> Any:
+        before = self._launched
+        launched, rest = take(self, slices)
+        if before is not None:
+            num_taken = 0 if launched is None else len(launched.rows)
+            counts["taken"] += num_taken
+            counts["dropped"] += len(before.step.sampled_rows) - num_taken
+        return launched, rest
+
+    monkeypatch.setattr(NextStep, "keep", kept)
+    monkeypatch.setattr(NextStep, "take_launched", took)
+    return counts
+
+
+def test_steps_that_are_launched_ahead_of_their_tokens_change_none(
+    decoder: Decoder, alone: list[list[int]], tmp_path: Path, taken: dict[str, int]
+) -> None:
+    check(decoder, alone, range(NUM_HISTORIES), tmp_path, launches_ahead=True)
+    assert min(taken.values()) > NUM_HISTORIES, taken
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_many_histories(decoder: Decoder, alone: list[list[int]], tmp_path: Path) -> None:
-    check(decoder, alone, range(NUM_SLOW_HISTORIES), tmp_path)
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_many_histories(decoder: Decoder, alone: list[list[int]], tmp_path: Path, launches_ahead: bool) -> None:
+    check(decoder, alone, range(NUM_SLOW_HISTORIES), tmp_path, launches_ahead=launches_ahead)
 
 
 @pytest.mark.parametrize("num_histories", [NUM_ROUNDED_HISTORIES, *slow(NUM_SLOW_ROUNDED_HISTORIES)])
@@ -124,3 +167,25 @@ def test_a_wait_that_is_left_out_shows(
         if not holds:
             return
     pytest.fail(f"{MAX_HISTORIES_TO_SHOW} histories without a wait, and nothing was wrong")
+
+
+@pytest.mark.slow
+def test_a_step_launched_ahead_that_nothing_waits_for_shows(
+    decoder: Decoder, alone: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other sequences have blocks that it writes; here no copy knows of it."""
+    record = PendingCopies.record
+
+    def of_copies(self: PendingCopies, stream: Any, block_ids: Any) -> None:
+        if stream is not stream._streams.stream("compute"):
+            record(self, stream, block_ids)
+
+    monkeypatch.setattr(PendingCopies, "record", of_copies)
+    for seed in range(MAX_HISTORIES_TO_SHOW):
+        try:
+            holds, _ = is_undisturbed(decoder, alone, seed, tmp_path, CheckedStreams, launches_ahead=True)
+        except AssertionError:
+            return
+        if not holds:
+            return
+    pytest.fail(f"{MAX_HISTORIES_TO_SHOW} histories, and nothing was wrong")

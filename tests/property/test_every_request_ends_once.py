@@ -13,6 +13,7 @@ from alignedserve.core.request import FinishReason, Request, RequestClass, Sampl
 from tests.harnesses.token_engine import right_answer
 from tests.support.cluster_shape import Shape
 from tests.support.logic_cluster import LogicCluster
+from tests.support.marks import many
 
 DIRECT: dict[str, Any] = {"max_running_requests": 3, "direct_handoff": True}
 SHAPES = (
@@ -50,7 +51,7 @@ SHAPES = (
 )
 # Where nothing is refused at random, so that every request must get its answer whatever dies.
 RELIABLE = [shape for shape in SHAPES if not shape.refuse]
-FEW = 15  # `test_many_histories` has 400 of each
+FEW = 15  # `test_many_histories` has 100 of each, or 400
 
 
 def make_requests(rng: random.Random, count: int) -> list[Request]:
@@ -135,14 +136,14 @@ def test_with_lost_processes(seed: int, shape: Shape) -> None:
 
 
 def replay_with_cut_links(seed: int, shape: Shape) -> None:
-    """Cut links between workers and pools, which come back while both ends live."""
+    """Cut links between workers, pools and router, which come back while both ends live."""
     rng = random.Random(seed)
     cluster = LogicCluster(shape, seed)
     for request in make_requests(rng, 20):
         cluster.submit(request)
         for _ in range(rng.randrange(60)):
             cluster.step()
-        links = [key for key in cluster.links if not {"router", "gateway-0"} & set(key)]
+        links = [key for key in cluster.links if "gateway-0" not in key]
         if links and rng.random() < 0.3:
             cluster.cut(*rng.choice(links))
     cluster.run()
@@ -157,7 +158,7 @@ def test_with_cut_links(seed: int, shape: Shape) -> None:
 
 
 def replay_with_a_lost_router(seed: int, shape: Shape) -> None:
-    """Restart the router with nothing; gateways bring their open requests back, workers drop what they had."""
+    """Restart the router with nothing; gateways bring their open requests back, workers what they decode."""
     rng = random.Random(seed)
     cluster = LogicCluster(shape, seed)
     for request in make_requests(rng, 12):
@@ -204,7 +205,7 @@ def test_with_routers_whose_clocks_are_behind(seed: int, shape: Shape) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(400))
+@pytest.mark.parametrize("seed", range(many(400)))
 def test_many_histories(seed: int) -> None:
     replay_with_aborts(seed, SHAPES[seed % len(SHAPES)])
     replay_with_lost_processes(seed, RELIABLE[seed % len(RELIABLE)])

@@ -10,6 +10,7 @@ from alignedserve.core.ids import RequestId
 from kvpool.ordered_entries import NO_SIZE, Entry, OrderedEntries
 from kvpool.quad_tree import NEVER, QuadTree
 from kvpool.state import PooledRequest
+from tests.support.marks import many
 
 BLOCK_SIZE, MAX_LEN = 4, 60  # 16 leaves; the last one ends beyond the maximum
 LENGTHS = st.one_of(st.integers(1, 70), st.sampled_from((1, 4, 5, 33, 59, 60, 61, 1000)))
@@ -114,7 +115,7 @@ def test_every_node_knows_what_lies_in_its_range(steps: list[Step], batches: lis
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=many(1000))
 @given(steps=STEPS, batches=BATCHES)
 def test_every_node_knows_what_lies_in_its_range_in_many_histories(steps: list[Step], batches: list[int]) -> None:
     check_every_node(steps, batches)

@@ -9,12 +9,12 @@ from alignedserve.core.request import Request, SampledToken
 from alignedserve.runtime.device.streams import CheckedStreams
 from alignedserve.runtime.engine.decoder import Decoder
 from tests.harnesses.shared_blocks import Counts, SharingWorker, generated_alone, request_of, run_history
-from tests.support.marks import slow
+from tests.support.marks import many, slow
 from tests.support.tiny_engines import tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
 Alone = Callable[[Request], list[SampledToken]]
-NUM_HISTORIES, NUM_SLOW_HISTORIES = 6, 300
+NUM_HISTORIES, NUM_SLOW_HISTORIES = 6, many(300)
 
 
 @pytest.fixture(scope="module")

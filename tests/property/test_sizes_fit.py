@@ -31,7 +31,7 @@ def models(draw: st.DrawFn) -> ServedModel:
     num_kv_heads = draw(st.sampled_from([1, 2, 8, 32]))
     hidden = draw(st.sampled_from([64, 576, 2048, 4096, 8192]))
     config = replace(
-        POCKET.config,
+        POCKET.decoder,
         hidden_size=hidden,
         embedding_size=hidden,
         intermediate_size=hidden * draw(st.integers(1, 5)),
@@ -93,7 +93,7 @@ def test_chosen_sizes_pass_the_checks_or_a_remedy_is_named(
         "shortened" in one for one in choice.warnings
     )
     assert choice.config.decode.max_running_requests >= 1
-    assert choice.line.count("\n") == 0
+    assert choice.line().count("\n") == 0
 
 
 @settings(max_examples=100, deadline=None)

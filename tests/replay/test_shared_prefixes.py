@@ -1,5 +1,6 @@
 """Recordings without tokens of requests that share cached blocks replay, and tell nothing of the tokens."""
 
+import dataclasses
 import random
 from array import array
 from pathlib import Path
@@ -8,9 +9,9 @@ import pytest
 
 from alignedserve.config.sections import RecordingConfig
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request, SampledToken, SamplingParams
+from alignedserve.core.request import LoraAdapter, Request, SampledToken, SamplingParams
 from alignedserve.messages.prefixes import PrefixFound
-from alignedserve.messages.redaction import KeepDecisions, Redactor
+from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor
 from alignedserve.messages.token_chains import TokenChains
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.block_hashes import BlockHasher, packed_blocks
@@ -60,6 +61,21 @@ def test_no_root_is_in_a_recording(tmp_path: Path) -> None:
     cluster.close()
     written = b"".join(path.read_bytes() for path in recordings_in(tmp_path))
     assert all(root not in written for root in ROOTS if root)
+
+
+@pytest.mark.parametrize("policy", [KeepDecisions(frozenset({EOS}), SECRET), KeepLengths()])
+def test_nothing_tells_which_adapter_a_request_names(policy: KeepDecisions | KeepLengths) -> None:
+    own = LoraAdapter("support-of-acme", "/adapters/acme", b"a" * 16)
+    kept = Redactor(policy)(dataclasses.replace(request("a", 5, 6), adapter=own)).adapter
+    assert not any(secret in repr(kept) for secret in ("acme", "aaaa"))
+
+
+def test_which_requests_share_an_adapter_stays() -> None:
+    adapters = [LoraAdapter(name, f"/{name}", digest * 16) for name, digest in [("a", b"1"), ("b", b"1"), ("c", b"2")]]
+    redact = redactor()
+    first, same, other = [redact(dataclasses.replace(request("a", 5), adapter=one)).adapter for one in adapters]
+    assert first == same
+    assert first.digest != other.digest
 
 
 def test_equal_beginnings_stay_equal_and_what_follows_differs() -> None:

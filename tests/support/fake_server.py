@@ -21,6 +21,7 @@ class Script:
     """The course of one completion."""
 
     pieces: tuple[str, ...] = ("Hello", " there", ".")  # one chunk each
+    thoughts: tuple[str, ...] = ()  # before them
     first_delay_s: float = 0.0
     gap_s: float = 0.0
     held_until: asyncio.Event | None = None  # nothing is answered before
@@ -46,6 +47,7 @@ class FakeServer:
     metrics_page: Callable[[], str] = lambda: ""
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies, in order of arrival
     headers: list[dict[str, str]] = field(default_factory=list)  # of completions, names in lower case
+    models: tuple[str, ...] = (MODEL,)
     num_open: int = 0  # completions being answered now
     url: str = ""
     _server: asyncio.Server | None = None
@@ -76,13 +78,18 @@ class FakeServer:
         content = await reader.readexactly(int(headers.get("content-length", "0")))
         match first.split(" ")[1]:
             case "/v1/models":
-                return await _plain(writer, 200, b'{"object":"list","data":[{"id":"%s"}]}' % MODEL.encode())
+                return await _plain(
+                    writer, 200, msgspec.json.encode({"object": "list", "data": [{"id": name} for name in self.models]})
+                )
             case "/metrics":
                 return await _plain(writer, 200, self.metrics_page().encode())
             case "/v1/chat/completions" | "/v1/completions":
                 return await self._complete(msgspec.json.decode(content), headers, writer)
             case _:
                 return await _plain(writer, 404, b'{"error":{"message":"no such route"}}')
+
+    def _models_page(self) -> bytes:
+        return msgspec.json.encode({"object": "list", "data": [{"id": name} for name in self.models]})
 
     async def _complete(self, body: dict[str, Any], headers: dict[str, str], writer: asyncio.StreamWriter) -> bool:
         self.requests.append(body)
@@ -109,6 +116,8 @@ async def _stream(script: Script, is_chat: bool, writer: asyncio.StreamWriter) -
     await asyncio.sleep(script.first_delay_s)
     if script.held_until is not None:
         await script.held_until.wait()
+    for thought in script.thoughts:
+        await _send(writer, _event({"choices": [{"index": 0, "delta": {"reasoning_content": thought}}]}))
     for count, piece in enumerate(script.pieces):
         if count:
             await asyncio.sleep(script.gap_s)
@@ -168,7 +177,7 @@ def running(server: FakeServer) -> Iterator[FakeServer]:
 
     thread = threading.Thread(target=_run, args=(loop, serve), daemon=True)
     thread.start()
-    assert started.wait(5.0), "the fake server did not start"
+    assert started.wait(60.0), "the fake server did not start"
     try:
         yield server
     finally:

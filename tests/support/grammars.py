@@ -43,9 +43,11 @@ def byte_vocabulary(vocab_size: int = VOCAB_SIZE, eos_token_ids: tuple[int, ...]
     return LLTokenizer(TokenizerWrapper(_Words(vocab_size)), n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 
-def byte_masks(eos_token_ids: tuple[int, ...] = (EOS,)) -> TokenMasks:
+def byte_masks(eos_token_ids: tuple[int, ...] = (EOS,), *, jumps_ahead: bool = False) -> TokenMasks:
     compiler = GrammarCompiler(lambda: byte_vocabulary(eos_token_ids=eos_token_ids))
-    return TokenMasks(compiler, vocab_size=VOCAB_SIZE, eos_token_ids=eos_token_ids, num_threads=1)
+    return TokenMasks(
+        compiler, vocab_size=VOCAB_SIZE, eos_token_ids=eos_token_ids, num_threads=1, jumps_ahead=jumps_ahead
+    )
 
 
 def json_grammar(schema: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """All components of a cluster on one event loop, over real sockets, with a small model of random weights."""
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -21,16 +22,18 @@ from alignedserve.config.sections import (
     PrefillWorkerConfig,
     Topology,
 )
-from alignedserve.core.ids import RequestId
-from alignedserve.core.request import SamplingParams
+from alignedserve.core.request import LoraAdapter, SamplingParams
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
-from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor, hidden_block_tokens
+from alignedserve.runtime.engine.engine_sizes import EngineSizes, hidden_block_tokens
+from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.arena_files import arena_folder
+from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.copy_lanes import CopyLanes
+from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.links import Identity
@@ -46,8 +49,11 @@ from prefill_worker import factory as prefill_factory
 from prefill_worker.service import PrefillWorker
 from router.service import Router
 from tests.harnesses.client_gateway import ClientGateway
+from tests.support.device_stand_in import Machine, StandInDevice, StandInStorage
+from tests.support.tiny_engines import generate_alone
 
 _CLUSTERS = itertools.count()
+_REFERENCES: dict[tuple[object, ...], list[int]] = {}  # the tokens of every request that was computed alone
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -106,13 +112,30 @@ class CountingEngine(ModelExecutor):
         self.num_added_hidden += sum(addition.is_hidden for addition in command.additions)
         return super().run_iteration(command)
 
+    def put_on(self, device: StandInDevice) -> None:
+        """Let its blocks lie on this device, for all that copies them."""
+        self._on_device = StandInStorage(self._storage, device)
+
+    _on_device: StandInStorage | None = None
+
+    @property
+    def lanes(self) -> CopyLanes | None:
+        return super().lanes if self._on_device is None else self._on_device.lanes
+
+    def copier(self, identity: Identity, *, transport: str = "auto") -> BlockCopier:
+        storage = self._on_device or self._storage
+        return BlockCopier(storage, self._threads, identity, transport=transport)
+
 
 class RoomCluster:
     """Router, pool, workers and a client gateway; each can be stopped and started again alone."""
 
-    def __init__(self, config: ClusterConfig, folder: Path) -> None:
+    def __init__(self, config: ClusterConfig, folder: Path, machine: Machine | None = None) -> None:
+        """`machine`: the devices that workers are on; None: they are on the CPU."""
         self.config = config
-        self.served: ServedModel = resolve_model(config.model, kv_cache_dtype=config.engine.kv_cache_dtype)
+        self.machine = machine
+        resolved = resolve_model(config.model, kv_cache_dtype=config.engine.kv_cache_dtype)
+        self.served: ServedModel = with_adapters(resolved, config.lora)
         self.addresses = AddressBook(folder)
         self.folder = folder
         self.cluster_id = f"test-{os.getpid()}-{next(_CLUSTERS)}"
@@ -162,7 +185,7 @@ class RoomCluster:
 
     async def start_prefill(self, name: str) -> None:
         section = self.config.prefill
-        executor = self._engine(section.kv_cache_bytes, section.max_running_requests)
+        executor = self._engine(name, section.kv_cache_bytes, section.max_running_requests)
         layout = self.served.block_layout(self.config.engine.block_size)
         decoders = [f"decode-{index}" for index in range(self.config.decode.count)]
         budget = BufferBudget(section.candidate_buffer_bytes // layout.block_bytes, decoders)
@@ -180,7 +203,9 @@ class RoomCluster:
         worker = PrefillWorker(
             make=make,
             executor=executor,
-            memory=CandidateMemory(layout, budget, process_spec, transport=self.config.engine.kv_transport),
+            memory=CandidateMemory(
+                layout, budget, process_spec, transport=self.config.engine.kv_transport, lanes=executor.lanes
+            ),
             pool_name=POOL,
             process_spec=process_spec,
         )
@@ -194,10 +219,12 @@ class RoomCluster:
             return
         block_tokens = hidden_block_tokens(self.served, self.config.scheduling, self.config.engine.block_size)
         self.engines[name] = executor = self._engine(
+            name,
             section.kv_cache_bytes,
             decode_factory.engine_places(section, self.config.scheduling),
             has_int8_swaps=section.has_int8_swaps,
             hidden_block_tokens=block_tokens,
+            jumps_ahead=True,
         )
         make = partial(
             decode_factory.make_logic,
@@ -227,10 +254,12 @@ class RoomCluster:
         is_elastic = self.config.chosen_topology is Topology.ELASTIC
         block_tokens = hidden_block_tokens(self.served, self.config.scheduling, self.config.engine.block_size)
         self.engines[name] = executor = self._engine(
+            name,
             section.kv_cache_bytes,
             max_held(section),
             has_int8_swaps=section.has_int8_swaps,
             hidden_block_tokens=block_tokens,
+            jumps_ahead=True,
         )
         make = partial(
             decode_factory.make_colocated_logic,
@@ -252,7 +281,7 @@ class RoomCluster:
         if is_elastic:
             peers = [f"decode-{index}" for index in range(self.config.decode.count) if name != f"decode-{index}"]
             budget = BufferBudget(executor.layout.blocks_in(self.config.prefill.candidate_buffer_bytes), peers)
-            memory = CandidateMemory(executor.layout, budget, process_spec, transport=transport)
+            memory = CandidateMemory(executor.layout, budget, process_spec, transport=transport, lanes=executor.lanes)
         worker = ColocatedWorker(
             make=make,
             executor=executor,
@@ -284,28 +313,32 @@ class RoomCluster:
         for name in list(self.components):
             await self.stop(name)
 
-    def reference(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
-        """Compute the same request alone, by one engine in one process."""
-        worker = self._engine(1 << 22, 1)
-        engine: Engine = worker._engine
-        num_blocks = -(-(len(prompt) + sampling.max_tokens) // self.config.engine.block_size)
-        request_id = RequestId("reference")
-        engine.add_sequence(
-            NewSequence(request_id, tuple(prompt), len(prompt), 0, tuple(range(num_blocks)), sampling)  # type: ignore[arg-type]
-        )
-        tokens: list[int] = []
-        num_tokens = len(prompt)
-        while len(tokens) < sampling.max_tokens:
-            tokens.append(engine.execute([StepSlice(request_id, num_tokens)]).sampled[0].token_id)
-            num_tokens = 1
-            if tokens[-1] in worker.eos_token_ids and (not sampling.ignore_eos or sampling.grammar):
-                break
+    def reference(self, prompt: list[int], sampling: SamplingParams, adapter: LoraAdapter | None = None) -> list[int]:
+        """Compute the same request alone, by one engine in one process; once for all tests that ask the same."""
+        model, engine = self.config.model, self.config.engine
+        digest = None if adapter is None else adapter.digest
+        sections = repr((model, engine, sampling)).replace(str(model.path), "")
+        asked = (_contents(Path(str(model.path))), sections, tuple(prompt), digest)
+        if asked not in _REFERENCES:
+            _REFERENCES[asked] = self._compute_alone(prompt, sampling, adapter)
+        return list(_REFERENCES[asked])
+
+    def _compute_alone(self, prompt: list[int], sampling: SamplingParams, adapter: LoraAdapter | None) -> list[int]:
+        worker = self._engine("", 1 << 22, 1)
+        matrices = None if adapter is None else worker._adapters.cache.acquire(adapter)
+        ends = frozenset[int]() if sampling.ignore_eos and not sampling.grammar else worker.eos_token_ids
+        tokens = generate_alone(worker._engine, prompt, sampling, ends, adapter=matrices)
         worker.close()
         return tokens
 
-    def _engine(self, kv_cache_bytes: int, max_sequences: int, **options: Any) -> CountingEngine:
-        sizes = EngineSizes(kv_cache_bytes, max_sequences, self.config.engine.block_size, 1, **options)
-        return CountingEngine(self.served, sizes)
+    def _engine(self, name: str, kv_cache_bytes: int, max_sequences: int, **options: Any) -> CountingEngine:
+        device = self.config.engine.device if self.config.engine.device.startswith("cuda") else "cpu"
+        block_size = self.config.engine.block_size
+        sizes = EngineSizes(kv_cache_bytes, max_sequences, block_size, 1, device=device, **options)
+        engine = CountingEngine(self.served, sizes)
+        if self.machine is not None:
+            engine.put_on(self.machine.device(name))
+        return engine
 
     def _registered(
         self,
@@ -339,6 +372,7 @@ class RoomCluster:
             self.folder,
             recording,
             pool_name=pool_name,
+            notes_requests=True,
             credentials=self.authority.issue(name) if self.authority is not None else None,
         )
 
@@ -346,9 +380,16 @@ class RoomCluster:
         return Identity(role, name, b"t" * 32, self.config.links.peer_timeout_s)
 
 
+def _contents(folder: Path) -> bytes:
+    digest = hashlib.blake2b()
+    for path in sorted(folder.iterdir()):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return digest.digest()
+
+
 @contextlib.asynccontextmanager
-async def running(config: ClusterConfig, folder: Path) -> AsyncIterator[RoomCluster]:
-    cluster = RoomCluster(config, folder)
+async def running(config: ClusterConfig, folder: Path, machine: Machine | None = None) -> AsyncIterator[RoomCluster]:
+    cluster = RoomCluster(config, folder, machine)
     await cluster.start()
     try:
         yield cluster

@@ -39,12 +39,14 @@ class Client:
     aborted: set[RequestId] = field(default_factory=set)
     early: dict[tuple[RequestId, int], tuple[list[int], FinishReason | None]] = field(default_factory=dict)
     status: ClusterStatus | None = None
+    holders: dict[RequestId, str] = field(default_factory=dict)  # whose tokens came last, while it is linked
 
     def on_event(self, event: CommonEvent) -> list[Send]:
         if isinstance(event, PeerConnected) and event.role is Role.ROUTER:
             registered = [Send(ROUTER, GatewayRegistered(self.node))]
             return [*registered, *(Send(ROUTER, self._resumption(request_id)) for request_id in self._open())]
         if isinstance(event, PeerDisconnected) and event.role is not Role.ROUTER:
+            self.holders = {key: holder for key, holder in self.holders.items() if holder != event.peer}
             return [Send(ROUTER, self._resumption(request_id)) for request_id in self._open()]
         if not isinstance(event, Received):
             return []
@@ -52,6 +54,7 @@ class Client:
         match message:
             case TokensEmitted():
                 for delta in message.deltas:
+                    self.holders[delta.request_id] = event.peer
                     self.early[delta.request_id, delta.first_index] = (list(delta.token_ids), delta.finish_reason)
                     self._take(delta.request_id)
             case RequestFailed() | RequestRejected():
@@ -70,7 +73,8 @@ class Client:
     def _resumption(self, request_id: RequestId) -> ResumeRequest:
         latest_attempt = self.status.latest_attempt if self.status is not None else 0
         request, generated = self.requests[request_id], tuple(self.answers[request_id])
-        return ResumeRequest(request, generated, latest_attempt, block_names_of(request, generated))
+        names, holder = block_names_of(request, generated), self.holders.get(request_id, "") if generated else ""
+        return ResumeRequest(request, generated, latest_attempt, names, holder)
 
     def _take(self, request_id: RequestId) -> None:
         answer = self.answers[request_id]

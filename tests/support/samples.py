@@ -45,6 +45,17 @@ from alignedserve.messages.caches import (
     ReturnOutcome,
     ReturnRequest,
 )
+from alignedserve.messages.cluster_view import (
+    BatchShape,
+    FormedBatch,
+    LengthLeaf,
+    LengthTree,
+    PlacedTree,
+    RequestTimes,
+    TierLoad,
+    TimeSpread,
+    WorkerView,
+)
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
@@ -87,11 +98,13 @@ from alignedserve.messages.prefixes import (
     ReservedPart,
     StorePrefixBlocks,
 )
+from alignedserve.messages.request_notes import AskTimeline, Cause, RequestNote, RequestsNoted, Step, TimelineTold
 from alignedserve.messages.state import QuotaAnswer, StateAnswer, StateCall, UseQuota
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
     BlocksFetched,
+    DecodedRequest,
     IterationLogReport,
     JoinedBatch,
     MoveRequest,
@@ -164,6 +177,7 @@ TOTALS = IterationLogTotals(
     misaligned_s=0.0625,
     sum_of_spreads=13.5,
     spread_counts=(1, 0, 2, 0, 0, 0, 3, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0),
+    num_ahead_iterations=7,
 )
 _FULL = Request(
     request_id=R1,
@@ -182,6 +196,8 @@ _FULL = Request(
         ignore_eos=True,
         stop_token_ids=(2, 3),
         logit_bias=((4, -1.5),),
+        allowed_token_ids=(5, 4),
+        bad_words=((7,), (8, 9)),
         num_logprobs=2,
         num_prompt_logprobs=0,
     ),
@@ -191,9 +207,31 @@ _FULL = Request(
     slo=Slo(ttft_s=1.0, tpot_s=0.25, deadline_s=60.0),
     priority=-1,
 )
-_SCORES = (TokenLogprob(6, -0.5, ((6, -0.5), (9, -1.25))),)
+_SCORES = (TokenLogprob(6, -0.5, ((6, -0.5), (9, -1.25)), 1),)
 _RUNS = (BlockRun(3, 2, 0x0123456789ABCDEF), BlockRun(9, 1, (1 << 64) - 1))
 _COPY = BlockCopy(17, 40, _RUNS)
+_SHAPE = BatchShape(3, 30, 32.5, 36)
+_VIEW = WorkerView(
+    DECODE,
+    "node-1",
+    can_prefill=False,
+    is_elastic=True,
+    is_draining=True,
+    lean=0.5,
+    num_waiting=1,
+    num_running=3,
+    num_places=4,
+    num_blocks=20,
+    num_blocks_used=9,
+    num_prompt_tokens=99,
+    num_tokens=320,
+    wall_s=8.0,
+    compute_s=2.25,
+    batch=_SHAPE,
+)
+_TREE = LengthTree(
+    65_536, 16, (LengthLeaf(0, 2, 2), LengthLeaf(9, 1, 10)), FormedBatch(BatchId(4), DECODE, 30, 37, 3, 9)
+)
 _LEASE, _BATCH, _NONCE = LeaseId(17), BatchId(4), bytes(range(16))
 _HANDOFF = Handoff(_FULL, 3, (8, 9), _LEASE, _COPY, 6.5)
 _JOINED = JoinedBatch(BatchId(2), 32, 48)
@@ -210,7 +248,7 @@ EXAMPLES: tuple[Message, ...] = (
     RequestRejected(R1, "the queue is full", 2.5),
     RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again"),
     RequestInterrupted(R1),
-    ResumeRequest(_FULL, (8, 9), 65_538, bytes(range(8))),
+    ResumeRequest(_FULL, (8, 9), 65_538, bytes(range(8)), DECODE),
     ClusterStatus(
         1,
         2,
@@ -234,6 +272,15 @@ EXAMPLES: tuple[Message, ...] = (
         65_538,
         leans=(WorkerLean(DECODE, 0.5),),
         prefixes=PrefixTotals(80, 60, 12, 3),
+        num_places=64,
+        real_time=TierLoad(1, 2, 3, 4, 0.5),
+        best_effort=TierLoad(5, 6, 7, 8, 1.5),
+        workers=(_VIEW,),
+        trees=(PlacedTree(POOL, _TREE),),
+        times=RequestTimes(TimeSpread().with_time(0.75), TimeSpread().with_time(1e9), TimeSpread((1,) * 22, 2.5)),
+        num_prompt_tokens=18,
+        num_tokens=19,
+        block_size=16,
     ),
     TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP, 16, bytes(8)))),
     PromptScored(R1, 1, _SCORES),
@@ -248,6 +295,8 @@ EXAMPLES: tuple[Message, ...] = (
         latest_attempt=65_538,
         can_move=True,
         node="node-1",
+        num_places=48,
+        decoding=(DecodedRequest(R1, 65_537, 3),),
     ),
     RegistrationRefused("other blocks"),
     PrefillRequest(_FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE), predicted_output_len=6.5),
@@ -263,7 +312,7 @@ EXAMPLES: tuple[Message, ...] = (
     ArenaOffered(
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),
-    IterationLogReport(TOTALS),
+    IterationLogReport(TOTALS, 320, _SHAPE),
     PrefixBlocksChanged((bytes(8), b"12345678"), (b"abcdefgh",), is_complete=True),
     StorePrefixBlocks((PrefixPart(3, bytes(16), (PrefixBlock(bytes(range(16)), b"abcdefgh"),)),)),
     PrefixBlocksReserved((ReservedPart(2, LeaseId(77), blocks(4, 9)), ReservedPart(0, is_orphan=True))),
@@ -299,7 +348,7 @@ EXAMPLES: tuple[Message, ...] = (
     BatchFormed(_BATCH, WorkerName(DECODE), ((R1, 3), (R2, 4))),
     BatchReceived(_BATCH, ((R1, 3), (R2, 4))),
     CopyLost(R1, 3, DECODE, BatchId(4)),
-    PoolLoad(7, 2, 1, 3),
+    PoolLoad(7, 2, 1, 3, _TREE),
     DropRequest(R1, 3),
     OpenTransfer("gloo", "ab" * 32),
     TransferOpened(300, DeviceMemoryHandle("GPU-1", b"h" * 64, 4096, 512, b"c" * 64, 8, b"e" * 64, True)),
@@ -311,6 +360,9 @@ EXAMPLES: tuple[Message, ...] = (
     BlocksAnswered((True, False)),
     StateCall(7, UseQuota("a1", 1.5, (0.5, 2.0), 1)),
     StateAnswer(7, QuotaAnswer(2.5, True, 0.25)),
+    RequestsNoted((RequestNote(R1, Step.WAITING, 7.5, 3, Cause.BLOCKS_SHORT, DECODE, 4, 5, 6, 6.5),)),
+    AskTimeline(7, "gateway-1", "chatcmpl-1", "ab" * 16),
+    TimelineTold(7, "gateway-1", b"{}", 2),
 )
 
 

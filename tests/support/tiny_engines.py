@@ -1,7 +1,7 @@
 """Engines over tiny checkpoints, for tests: block tables in shuffled order, unused slots poisoned with NaN."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import SequenceTable
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import DeviceStreams
-from alignedserve.runtime.engine.cuda_graphs import Capture
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
-from alignedserve.runtime.engine.step_batch import BatchBuilder
+from alignedserve.runtime.engine.rank_mirror import RankMirror
+from alignedserve.runtime.engine.steps.cuda_graphs import Capture
+from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weight_files import load_weights
+from kernels.lora import AdapterMatrices
 
 # Tiny products gain nothing from a second thread, and wait for it where tests run side by side.
 torch.set_num_threads(1)
@@ -71,7 +73,11 @@ class TinyEngine:
         has_hidden_cache: bool = False,
         cache_dtype: str | None = None,
         masks: TokenMasks | None = None,
+        ranks: RankMirror | None = None,
+        launches_ahead: bool | None = None,
+        num_lent: int = 0,
     ) -> None:
+        """`num_lent`: blocks of the engine's own."""
         has_scratch = capture is not None or decoder.device.type != "cpu"
         self.storage = poisoned_storage(decoder, has_scratch=has_scratch, cache_dtype=cache_dtype)
         self.engine = Engine(
@@ -84,8 +90,11 @@ class TinyEngine:
             capture=capture,
             hidden_block_tokens=decoder.config.hidden_block_tokens(BLOCK_SIZE) if has_hidden_cache else None,
             masks=masks,
+            launches_ahead=launches_ahead,
+            ranks=ranks,
+            lent_blocks=[BlockId(NUM_BLOCKS - 1 - index) for index in range(num_lent)],
         )
-        self.free_blocks = shuffled_blocks(seed)
+        self.free_blocks = [block for block in shuffled_blocks(seed) if block < NUM_BLOCKS - num_lent]
         self.blocks: dict[str, tuple[BlockId, ...]] = {}
 
     def take_blocks(self, num_tokens: int) -> tuple[BlockId, ...]:
@@ -100,12 +109,23 @@ class TinyEngine:
         prompt_len: int | None = None,
         spare_tokens: int = 60,
         block_tokens: int | None = None,
+        adapter: AdapterMatrices | None = None,
     ) -> None:
         """`block_tokens`: layer inputs that a block of the sequence holds; None: keys and values."""
         count = blocks_for(len(tokens) + spare_tokens, block_tokens or BLOCK_SIZE)
         blocks = self.blocks[name] = tuple(self.free_blocks.pop() for _ in range(count))
         own_len, is_hidden = prompt_len or len(tokens), block_tokens is not None
-        self.engine.add_sequence(NewSequence(RequestId(name), tuple(tokens), own_len, 0, blocks, sampling, is_hidden))
+        own = (RequestId(name), tuple(tokens), own_len, 0, blocks, sampling, is_hidden)
+        self.engine.add_sequence(NewSequence(*own, adapter=adapter))
+
+    def make_room(self, name: str, num_tokens: int) -> None:
+        """Give the sequence blocks for so many more tokens, one after another, as it needs them."""
+        count = self.engine.num_computed(RequestId(name)) + num_tokens
+        missing = blocks_for(count, BLOCK_SIZE) - len(self.blocks[name])
+        if missing > 0:
+            blocks = self.take_blocks(missing * BLOCK_SIZE)
+            self.engine.append_blocks(RequestId(name), blocks)
+            self.blocks[name] += blocks
 
     def step(self, **slices: int) -> StepOutput:
         return self.engine.execute([StepSlice(RequestId(name), count) for name, count in slices.items()])
@@ -135,11 +155,13 @@ class LogitsProbe:
         self._free_blocks = shuffled_blocks(1)
         self._parts: dict[int, list[Tensor]] = {}
 
-    def add(self, name: str, tokens: Sequence[int], *, is_reversed: bool = False) -> None:
+    def add(
+        self, name: str, tokens: Sequence[int], *, is_reversed: bool = False, adapter: AdapterMatrices | None = None
+    ) -> None:
         count = blocks_for(len(tokens), self._table.block_size)
         blocks = tuple(self._free_blocks.pop() for _ in range(count))
         own = (RequestId(name), tuple(tokens), len(tokens), 0, blocks, GREEDY)
-        row = self._table.add(NewSequence(*own, is_reversed=is_reversed))
+        row = self._table.add(NewSequence(*own, is_reversed=is_reversed, adapter=adapter))
         self._parts[row] = []
 
     def step(self, **slices: int) -> None:
@@ -177,3 +199,25 @@ def shuffled_blocks(seed: int) -> list[BlockId]:
     blocks = [BlockId(block) for block in range(NUM_BLOCKS)]
     random.Random(seed).shuffle(blocks)
     return blocks
+
+
+def generate_alone(
+    engine: Engine,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    ends: Collection[int],
+    *,
+    adapter: AdapterMatrices | None = None,
+) -> list[int]:
+    """Return the tokens of one request, on an engine without any other. `ends`: tokens after which it stops."""
+    num_blocks = blocks_for(len(prompt) + sampling.max_tokens, engine.storage.layout.block_size)
+    request_id, blocks = RequestId("alone"), tuple(map(BlockId, range(num_blocks)))
+    engine.add_sequence(NewSequence(request_id, tuple(prompt), len(prompt), 0, blocks, sampling, adapter=adapter))
+    tokens: list[int] = []
+    num_tokens = len(prompt)
+    while len(tokens) < sampling.max_tokens:
+        tokens.append(engine.execute([StepSlice(request_id, num_tokens)]).sampled[0].token_id)
+        num_tokens = 1
+        if tokens[-1] in ends:
+            break
+    return tokens

@@ -19,7 +19,8 @@ from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.files.files_api import FilesApi
-from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.models.model_card import ModelCard
+from alignedserve.gateway.services import Services
 from tests.gateway.support import saying, services_for
 from tests.support.batch_samples import chat_lines
 
@@ -44,6 +45,7 @@ class BatchGateway:
     stores: DriverStores
     config: BatchesConfig
     runner: ClusterLineRunner
+    services: Services
     max_in_flight: int = 8
     driving: asyncio.Task[None] | None = None
 
@@ -52,7 +54,7 @@ class BatchGateway:
             stores=self.stores,
             runner=self.runner,
             config=self.config,
-            models=("tiny",),
+            models=self.services.models,
             max_in_flight=self.max_in_flight,
         )
         self.driving = asyncio.create_task(driver.run())
@@ -139,8 +141,8 @@ async def batch_gateway(
     )
     app = build_app(services)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        runner = ClusterLineRunner(services)
-        served = BatchGateway(app, client, backend, records, stores, batches, runner, max_in_flight)
+        runner = ClusterLineRunner(services, stores.responses.events)
+        served = BatchGateway(app, client, backend, records, stores, batches, runner, services, max_in_flight)
         if is_driven:
             served.start_driver()
         try:

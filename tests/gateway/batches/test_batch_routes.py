@@ -215,7 +215,7 @@ async def test_tries_count_across_drivers(tmp_path: Path) -> None:
 
             async def are_written(expected: int = num_attempts) -> bool:
                 log = tmp_path / "results" / f"{batch['id']}.log"
-                return log.exists() and log.read_bytes().count(b" 0 b 0 0 ") == expected
+                return log.exists() and log.read_bytes().count(b" 0 b 0 0 ") >= expected
 
             await eventually(are_written)
             await served.stop_driver()

@@ -173,7 +173,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"store": True}, "store"),
     ({"background": True}, "background"),
-    ({"background": True, "stream": True}, "stream"),
+    ({"background": True, "stream": True}, "background"),
     ({"background": True, "store": False}, "store"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
 ]

@@ -42,8 +42,23 @@ async def test_create_continue_retrieve_list_delete(tmp_path: Path) -> None:
         await client.responses.delete(first.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(first.id)
-        with pytest.raises(openai.BadRequestError, match="conversation"):
+        with pytest.raises(openai.NotFoundError, match="conversation"):
             await client.responses.create(model="tiny", input="hello", conversation="conv_1")
+
+
+async def test_a_conversation(tmp_path: Path) -> None:
+    async with sdk(tmp_path) as (client, _):
+        conversation = await client.conversations.create(
+            items=[{"role": "user", "content": "one"}], metadata={"a": "b"}
+        )
+        response = await client.responses.create(model="tiny", input="two", conversation=conversation.id)
+        assert response.conversation is not None
+        assert response.conversation.id == conversation.id
+        roles = [
+            getattr(item, "role", None) async for item in client.conversations.items.list(conversation.id, limit=1)
+        ]
+        assert roles == ["assistant", "user", "user"]
+        assert (await client.conversations.delete(conversation.id)).deleted
 
 
 async def test_output_is_sent_back_as_input(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 import httpx
 
 from alignedserve.config.sections import GatewayConfig
+from alignedserve.gateway.backend.scripted import ScriptedBackend
+from alignedserve.gateway.models.model_card import ModelCard
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.responses.responses_support import events_of, response_of, text_of
-from tests.gateway.support import error_of, tokenizer
+from tests.gateway.support import EOS, error_of, saying, tokenizer, tokenizer_folder
 
 MINE, THEIRS = {"authorization": "Bearer mine"}, {"authorization": "Bearer theirs"}
 
@@ -40,6 +42,17 @@ async def test_store_false_leaves_nothing(tmp_path: Path) -> None:
         response = response_of(await respond(served, store=False))
         error_of(await get(served, response["id"]), 404)
         assert served.records._values == {}  # nothing else in the whole store either
+
+
+async def test_a_response_is_continued_under_another_model(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        backend = ScriptedBackend(saying("good day"))
+        served.services.add_model(ModelCard("other", tokenizer_folder(), 256, (EOS,)), backend, tokenizer())
+        first = response_of(await respond(served))
+        second = response_of(await respond(served, previous_response_id=first["id"], input="and now?", model="other"))
+        assert (second["model"], text_of(second)) == ("other", "good day")
+        prompt = tokenizer().decode(backend.submitted[-1].prompt_token_ids, skip_special_tokens=False)
+        assert [word in prompt for word in ("hello", "hello world", "and now?")] == [True] * 3
 
 
 async def test_a_response_continues_a_conversation(tmp_path: Path) -> None:

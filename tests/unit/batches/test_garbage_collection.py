@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from alignedserve.batches.clock_gain import ClockGain
 from alignedserve.batches.garbage_collection import collect_garbage
 from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.logic import CancelRequested, ValidationFailed, advance
@@ -56,6 +57,30 @@ async def test_contents_without_a_record_go_once_they_are_old(tmp_path: Path) ->
     make_old(tmp_path)
     await collect_garbage(stores, 10.0, batch_lifetime_s=DAY_S)
     assert names(tmp_path) == [INPUT]
+
+
+async def test_a_clock_that_was_set_forward_makes_nothing_old(tmp_path: Path) -> None:
+    stores = stores_in(tmp_path, MemoryRecords())
+    clock, hour_s, began_s = ClockGain(), 3600.0, 1_000_000.0
+    assert clock.look(began_s, 50.0) == 0.0
+    expiring = msgspec.structs.replace(file_record(), expires_s=began_s + hour_s / 2)
+    await stores.repository.add_file(expiring, fits=lambda _: True)
+    await keep_blob(stores, INPUT)
+    await keep_blob(stores, OUTPUT, is_committed=False)
+    for path in (tmp_path / "files").iterdir():
+        modified_s = path.stat().st_mtime - hour_s - 5.0  # as the clock that was set shows it
+        os.utime(path, (modified_s, modified_s))
+    gained_s = clock.look(began_s + hour_s + 10.0, 60.0)
+    await collect_garbage(stores, began_s + hour_s + 10.0, batch_lifetime_s=DAY_S, clock_gained_s=gained_s)
+    assert len(names(tmp_path)) == 2
+    await collect_garbage(stores, began_s + hour_s + 10.0, batch_lifetime_s=DAY_S)
+    assert names(tmp_path) == []
+
+
+def test_a_clock_that_was_set_back_and_forward_has_gained_what_it_was_set_forward() -> None:
+    clock = ClockGain()
+    looks = [(1000.0, 0.0), (1100.0, 100.0), (-2400.0, 200.0), (1300.0, 300.0), (4900.0, 300.0)]
+    assert [clock.look(*one) for one in looks] == [0.0, 0.0, 0.0, 3600.0, 7200.0]
 
 
 async def end(stores: DriverStores, progress: Progress, at_s: float) -> None:

@@ -58,7 +58,7 @@ def test_a_good_file() -> None:
         validator.check(line)
     offset, length = validator.index.span(2)
     assert validator.finish() == ()
-    assert (len(validator.index), validator.model) == (3, "tiny")
+    assert (len(validator.index), validator.lines_by_model) == (3, {"tiny": 3})
     assert parse_line(content[offset : offset + length]).custom_id == "line-2"
 
 

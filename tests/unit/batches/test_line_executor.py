@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from alignedserve.batches.input_file import InputFile
-from alignedserve.batches.interfaces import ClusterTotals, LineRejected, LineRequest, LineResponse
+from alignedserve.batches.interfaces import LineRejected, LineRequest, LineResponse, ModelState
 from alignedserve.batches.line_executor import LineExecutor, RunContext
-from alignedserve.batches.line_scheduling import MeanLineDuration
+from alignedserve.batches.line_scheduling import LineDurations
 from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log.log_format import LineOutcome
@@ -25,20 +25,23 @@ class Failing:
 
     def __init__(self, error: Exception) -> None:
         self._error = error
-        self.rejections: list[float] = []
+        self.rejections: list[tuple[str, float]] = []
         self.ended = asyncio.Event()
 
     async def run(self, request: LineRequest) -> LineResponse:
         raise self._error
 
-    def cluster_totals(self) -> ClusterTotals | None:
-        return None
+    def model_states(self) -> dict[str, ModelState]:
+        return {}
+
+    def model_of(self, name: str) -> str:
+        return name
 
     def on_progress(self) -> None:
         self.ended.set()
 
-    def on_rejection(self, retry_after_s: float) -> None:
-        self.rejections.append(retry_after_s)
+    def on_rejection(self, model: str, retry_after_s: float) -> None:
+        self.rejections.append((model, retry_after_s))
 
 
 @asynccontextmanager
@@ -53,7 +56,7 @@ async def executing(folder: Path, failing: Failing) -> AsyncIterator[LineExecuto
     assert [count async for count in input_file.scan()] == [0]
     await input_file.open()
     log, recovered = stores.logs.open(record.batch_id, 1)
-    context = RunContext(stores, failing, config, ("tiny",), MeanLineDuration(), failing)
+    context = RunContext(stores, failing, config, ("tiny",), LineDurations(), failing)
     tracker, writer = LineTracker(1, max_attempts=2), ResultWriter(log, recovered.totals)
     executor = LineExecutor(record, context, input_file=input_file, tracker=tracker, writer=writer)
     assert executor.start_line(0.0)
@@ -73,4 +76,8 @@ async def test_an_internal_error_is_a_failed_attempt(tmp_path: Path, caplog: pyt
 async def test_a_rejected_line_is_no_attempt_and_the_driver_learns_of_it(tmp_path: Path) -> None:
     failing = Failing(LineRejected("full", retry_after_s=7.0))
     async with executing(tmp_path, failing) as executor:
-        assert (failing.rejections, executor.writer.has_pending, executor.tracker.num_leased) == ([7.0], False, 0)
+        assert (failing.rejections, executor.writer.has_pending, executor.tracker.num_leased) == (
+            [("tiny", 7.0)],
+            False,
+            0,
+        )

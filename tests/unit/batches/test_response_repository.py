@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from alignedserve.batches import response_repository
-from alignedserve.batches.response_repository import ResponseRepository, StoredResponse
+from alignedserve.batches.responses import bounded_records
+from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse
 from alignedserve.batches.stores.memory_records import MemoryRecords
 
 NO_BOUND = 1 << 40
@@ -46,7 +46,7 @@ async def test_it_ends_with_its_lifetime() -> None:
 
 @pytest.mark.parametrize("page", [2, 1000])
 async def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
-    monkeypatch.setattr(response_repository, "_PAGE", page)
+    monkeypatch.setattr(bounded_records, "_PAGE", page)
     store = MemoryRecords()
     repository = ResponseRepository(store)
     await repository.add(record(99, owner="you"), now=0.0, max_bytes=5000)

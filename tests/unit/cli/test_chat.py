@@ -12,6 +12,7 @@ import pytest
 from alignedserve.cli.commands.chat import ChatSession, Conversation
 from alignedserve.cli.commands.chat import chat as run_chat
 from alignedserve.cli.commands.options import ChatOptions
+from alignedserve.core.errors import ConfigError
 from alignedserve.loadgen.client import ListedModel
 from tests.support.fake_server import FakeServer, Script, running
 
@@ -67,14 +68,14 @@ class Terminal:
 
     def wait_for(self, text: str) -> None:
         """Wait until `text` was shown since the last call."""
-        end_s = time.monotonic() + 15.0
+        end_s = time.monotonic() + 60.0
         while text not in self.shown:
             assert time.monotonic() < end_s, f"{text!r} never came; shown: {self.shown!r}"
             self.shown += os.read(self._fd, 4096).decode(errors="replace")
         self.shown = self.shown.partition(text)[2]
 
     def close(self) -> int:
-        code = self.process.wait(10)
+        code = self.process.wait(60)
         os.close(self._fd)
         return code
 
@@ -155,6 +156,17 @@ def test_unknown_command_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert server.requests == []
 
 
+def test_the_model_is_chosen_on_the_way(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(models=("m", "other"))) as server:
+        _typed(monkeypatch, server, "one", "/model", "/model nobody", "/model other", "two")
+    shown = capsys.readouterr().err
+    assert "* m\n  other\n" in shown
+    assert "no model nobody; it serves m, other" in shown
+    assert "Now talking to other." in shown
+    assert [body["model"] for body in server.requests] == ["m", "other"]
+    assert len(server.requests[1]["messages"]) == 3  # the conversation goes on
+
+
 def test_cut_answer_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(respond=lambda body: Script(finish_reason="length"))) as server:
         _typed(monkeypatch, server, "one")
@@ -193,6 +205,41 @@ def test_answer_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) 
     with running(FakeServer(respond=lambda body: Script(pieces=("a\x1b[2Jb\n",)))) as server:
         run_chat(ChatOptions(server.url, once="hi"))
     assert capsys.readouterr().out == "a[2Jb\n"
+
+
+THINKING = Script(thoughts=("so ", "it [b]is"))
+
+
+def test_thoughts_stand_apart_from_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(FakeServer(respond=lambda body: THINKING)) as server:
+        _typed(monkeypatch, server, "one", "two")
+    shown = capsys.readouterr()
+    assert shown.out == "Hello there.\nHello there.\n\n"
+    assert shown.err.count("so it [b]is\n\n") == 2
+    assert [message["content"] for message in server.requests[1]["messages"]] == ["one", "Hello there.", "two"]
+
+
+def test_scripts_get_the_answer_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(respond=lambda body: THINKING)) as server:
+        run_chat(ChatOptions(server.url, once="hi"))
+    assert capsys.readouterr() == ("Hello there.\n", "")
+
+
+def test_the_effort_is_asked_for_and_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(FakeServer()) as server:
+        run_chat(ChatOptions(server.url, once="hi", reasoning_effort="low"))
+        _typed(monkeypatch, server, "one", "/think high", "two", "/think much", "three", "/think default", "four")
+    assert [body.get("reasoning_effort") for body in server.requests] == ["low", None, "high", "high", None]
+    assert "/think takes one of none" in capsys.readouterr().err
+
+
+def test_an_unknown_effort_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--reasoning-effort: must be one of none"):
+        run_chat(ChatOptions("http://127.0.0.1:1", once="hi", reasoning_effort="much"))
 
 
 def test_settling_without_text_takes_the_question_back() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from alignedserve.cli.commands import hosts
 from alignedserve.cli.commands import serve as serving
+from alignedserve.cli.commands.load_line import load_line
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.commands.up import driver_command, urls_of
 from alignedserve.cli.main import main
@@ -21,9 +23,8 @@ from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.cluster.hosts.record import ActorRecord, ClusterRecord, NodeRecord, read_record, recorded_id
 from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor, start_supervisor
-from alignedserve.cluster.launch import AskedToStop
-from alignedserve.config.loading import load_config
-from alignedserve.config.unset_sizes import from_mapping
+from alignedserve.cluster.running_cluster import AskedToStop
+from alignedserve.config.model_settings import ModelSettings, load_models
 from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus, PrefixTotals, WorkerLean
 
@@ -36,7 +37,7 @@ DEAF = (
 def settings_from(folder: Path, options: ServeOptions) -> dict[str, str]:
     """Return the last value of every setting on the driver's command line, made by a shell in this folder."""
     with contextlib.chdir(folder):
-        command = driver_command(options, load_config(options.config, options.all_overrides))
+        command = driver_command(options, load_models(options.config, options.all_overrides, options.named_models))
     given = [after for before, after in itertools.pairwise(command) if before == "--set"]
     return dict(setting.split("=", 1) for setting in given)
 
@@ -44,7 +45,7 @@ def settings_from(folder: Path, options: ServeOptions) -> dict[str, str]:
 def test_paths_of_the_shell_are_those_of_the_driver(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "c.yaml").write_text("batches: {folder: state}")
-    options = ServeOptions(model="model", config=Path("c.yaml"), overrides=("gateway.port=9",), nodes=2)
+    options = ServeOptions(models=("model",), config=Path("c.yaml"), overrides=("gateway.port=9",), nodes=2)
     assert settings_from(tmp_path, options) == {
         "model.path": f'"{tmp_path}/model"',
         "gateway.port": "9",
@@ -58,10 +59,23 @@ def test_a_bucket_is_no_path_and_the_home_of_the_user_is_not_in_the_folder_of_th
     assert settings == {"batches.folder": "s3://bucket/prefix", "recording.folder": f'"{Path.home()}/run"'}
 
 
+def test_several_models_and_their_settings_are_those_of_the_driver(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "c.yaml").write_text("models: [{model: {path: a}}, {model: {path: b, served_model_name: two}}]")
+    options = ServeOptions(models=("a", "two=b", "pocket"), overrides=("two.decode.count=1",), nodes=2)
+    with contextlib.chdir(tmp_path):
+        command = driver_command(options, load_models(None, options.all_overrides, options.named_models))
+    assert command[4:7] == [str(tmp_path / "a"), f"two={tmp_path / 'b'}", "pocket"]
+    assert settings_from(tmp_path, options) == {"two.decode.count": "1"}
+    listed = settings_from(tmp_path, ServeOptions(config=Path("c.yaml"), nodes=2))
+    assert listed == {"a.model.path": f'"{tmp_path}/a"', "two.model.path": f'"{tmp_path}/b"'}
+
+
 @pytest.mark.parametrize("name", ["pocket", "org/name", "/absolute"])
 def test_names_of_models_stay_as_they_are(tmp_path: Path, name: str) -> None:
     (tmp_path / "pocket").mkdir()
-    assert settings_from(tmp_path, ServeOptions(model=name, nodes=1)) == {"model.path": f'"{name}"'}
+    assert settings_from(tmp_path, ServeOptions(models=(name,), nodes=1)) == {"model.path": f'"{name}"'}
 
 
 class Cluster:
@@ -98,7 +112,7 @@ def stop(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> str:
     """Return what `stop` says."""
     monkeypatch.setattr(hosts, "connected", contextlib.nullcontext)
     monkeypatch.setattr(hosts, "_FOLLOW_S", 0.0)
-    monkeypatch.setattr(hosts, "ask_to_stop", cluster.asked.append)
+    monkeypatch.setattr(hosts, "ask_to_stop", lambda cluster_id, at_once: cluster.asked.append(cluster_id))
     monkeypatch.setattr(hosts, "recorded_id", cluster.recorded_id)
     monkeypatch.setattr(hosts, "read_record", cluster.read_record)
     monkeypatch.setattr(hosts, "running_cluster", cluster.record)
@@ -108,7 +122,7 @@ def stop(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> str:
     console = Console(width=200)
     monkeypatch.setattr(hosts, "notes", lambda: console)
     with console.capture() as said:
-        hosts.stop()
+        hosts.stop(at_once=False)
     return said.get().strip()
 
 
@@ -181,6 +195,30 @@ def test_a_supervisor_ends_with_its_driver_also_one_that_is_deaf(
     assert not any(child.is_running() for child in children)
 
 
+DRAINS = """
+import signal, sys, time
+def note(number, frame):
+    with open(sys.argv[1], 'a') as notes: notes.write('x')
+signal.signal(signal.SIGTERM, note)
+open(sys.argv[1], 'w').close()
+while not open(sys.argv[1]).read(): time.sleep(0.05)
+time.sleep(1.0)
+"""
+
+
+def test_a_driver_that_drains_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", str(tmp_path))
+    told = tmp_path / "told"
+    supervisor = start_supervisor([sys.executable, "-c", DRAINS, str(told)], "auto")
+    ends_s = time.monotonic() + 30.0
+    while not told.exists():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+    assert end_supervisor(drain_s=60.0) is Ending.ENDED
+    supervisor.wait()
+    assert told.read_text() == "x"
+
+
 @pytest.mark.parametrize("former", [b'{"cluster_id":"c-1"}', b'{"cluster_id":"c-1","version":7,"hosts":[]}'])
 def test_a_record_of_another_version_still_names_its_cluster(monkeypatch: pytest.MonkeyPatch, former: bytes) -> None:
     monkeypatch.setattr(ray_directory, "get", lambda key: former)
@@ -203,7 +241,7 @@ def test_what_is_for_a_ray_cluster_is_refused_on_one_host(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match="is for a Ray cluster"):
-        start_cluster(from_mapping(settings), num_nodes=num_nodes)
+        start_cluster(ModelSettings(settings, ({},)), num_nodes=num_nodes)
 
 
 def test_ipv6_addresses_are_no_markup() -> None:
@@ -226,10 +264,10 @@ def test_ipv6_addresses_are_no_markup() -> None:
 def test_the_load_is_told_in_the_words_of_the_topology(topology: str, said: str) -> None:
     leans = (WorkerLean("decode-0", 0.25),)
     counts: dict[str, Any] = {"num_prefill_workers": 3, "num_decode_workers": 3, "num_prefilling": 1, "num_pooled": 2}
-    assert said in hosts.load_line(ClusterStatus(**counts, num_decoding=4, leans=leans), topology)
+    assert said in load_line(ClusterStatus(**counts, num_decoding=4, leans=leans), topology)
     cached = ClusterStatus(**counts, prefixes=PrefixTotals(400, 300, 12, 5))
-    assert "0 of 0 blocks used; prefix cache: 12 blocks, 75% of tokens found" in hosts.load_line(cached, topology)
-    assert hosts.load_line(None, topology) == "Load: unknown, as no gateway has a router"
+    assert "0 of 0 blocks used; prefix cache: 12 blocks, 75% of tokens found" in load_line(cached, topology)
+    assert load_line(None, topology) == "Load: unknown, as no gateway has a router"
 
 
 def test_a_node_that_is_not_used_serves_nothing() -> None:
@@ -267,8 +305,14 @@ def test_a_fault_of_the_driver_ends_no_requests(monkeypatch: pytest.MonkeyPatch,
         raise error
 
     made = SimpleNamespace(wait_ready=fails, stop=lambda: ended.append("stop"), leave=lambda: ended.append("leave"))
-    monkeypatch.setattr(serving, "_StopSignals", object)
     monkeypatch.setattr(serving, "_start", lambda config, num_nodes, ending: made)
-    with contextlib.suppress(KeyError, PeerLost):
-        serving.serve(ServeOptions())
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        with contextlib.suppress(KeyError, PeerLost):
+            serving.serve(ServeOptions())
+        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2  # until the process is gone
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
     assert ended == [end]

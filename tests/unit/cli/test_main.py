@@ -157,7 +157,7 @@ def test_interrupted_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_serve_conveniences_are_overrides() -> None:
-    options = ServeOptions("1.0", port=9000, batching="fcfs", overrides=("gateway.port=9001",))
+    options = ServeOptions(("1.0",), port=9000, batching="fcfs", overrides=("gateway.port=9001",))
     config = load_config(None, options.all_overrides)
     assert (config.model.path, config.gateway.port, config.batching.policy) == ("1.0", 9001, "fcfs")
     assert ServeOptions().all_overrides == []

@@ -41,7 +41,7 @@ def separate(port: int, **sections: dict[str, Any]) -> ClusterConfig:
 
 def one_context(served: ServedModel = POCKET) -> int:
     """Return the bytes of cache of the longest request, and a block."""
-    return served.config.kv_token_bytes(served.dtype) * (served.max_context_len + 16)
+    return served.decoder.kv_token_bytes(served.dtype) * (served.max_context_len + 16)
 
 
 @pytest.fixture(autouse=True)
@@ -210,9 +210,10 @@ def test_a_cache_of_8_bits_needs_less_and_excludes_what_rounds_or_replaces_it(
     for sections, message in (
         ({"decode": {"swap_format": "int8"}}, r"swap_format=int8 would round what engine.kv_cache_dtype=int8 has"),
         ({"engine": {"kv_cache_dtype": "int8", "device": "cuda"}}, r"kv_cache_dtype=int8 is computed on CPUs alone"),
+        ({"engine": {"kv_cache_dtype": "fp8"}}, r"kv_cache_dtype=fp8 is computed on GPUs, not on"),
     ):
         with pytest.raises(ConfigError, match=message):
-            preflight._check_int8_cache(config(unused_tcp_port, **{**int8, **sections}))
+            preflight._check_rounded_cache(config(unused_tcp_port, **{**int8, **sections}))
     of_own = {**TINY_LLAMA, "num_key_value_heads": TINY_LLAMA["num_attention_heads"]}
     small = small_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(of_own))

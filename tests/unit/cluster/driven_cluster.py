@@ -14,6 +14,7 @@ from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.models.hosted import HostedModel
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
@@ -21,6 +22,7 @@ from alignedserve.cluster.hosts.succession import Succession
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.start_observer import LoggingObserver
+from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import MIB, ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.runtime.model.served_model import resolve_model
@@ -58,6 +60,8 @@ def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
         book.folder.mkdir(parents=True)
         prepared = PreparedNode(share, one.capacity, plan.config_of(share, node.address), book)
         members.append(Member(node, prepared, Keeper(KeeperMemory(), book)))
-    made = Joining(plan, NodeReport(own_versions()), "c", 2)
+    made = Joining({"": HostedModel(plan, {"model": {}}, None)}, NodeReport(own_versions()), "c", 2)
     factory = ActorFactory(POCKET, ActorClasses(None, None))
-    return ClusterOnHosts(made, members, factory, Driving(LoggingObserver(), Succession("asked")))
+    return ClusterOnHosts(
+        made, members, factory, Driving(LoggingObserver(), Succession("asked"), ModelSettings({}, ({},)))
+    )

@@ -13,6 +13,7 @@ from alignedserve.cluster.hosts.scaling.autoscaler import Autoscaler, find_autos
 from alignedserve.cluster.hosts.scaling.logic import ScaledNode
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler, make_scaler
 from alignedserve.cluster.launch import launch_cluster
+from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ScalingConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, PeerLost
@@ -108,18 +109,18 @@ def test_more_nodes_than_ray_may_add_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_does_not_scale_asks_for_no_autoscaler() -> None:
-    assert make_scaler(from_mapping({}), "10.9.9.9:1") is None
+    assert make_scaler([from_mapping({})], "10.9.9.9:1") is None
 
 
 @pytest.mark.parametrize("section", ["prefill", "decode"])
 def test_workers_that_do_not_follow_the_nodes_are_refused(section: str) -> None:
     with pytest.raises(ConfigError, match=r"leave prefill\.count and decode\.count out"):
-        make_scaler(from_mapping({**SCALING, section: {"count": 2}}), "10.9.9.9:1")
+        make_scaler([from_mapping({**SCALING, section: {"count": 2}})], "10.9.9.9:1")
 
 
 def test_one_host_without_ray_elsewhere_does_not_scale() -> None:
     with pytest.raises(ConfigError, match=r"scaling\.max_nodes is for a cluster of several hosts"):
-        launch_cluster(from_mapping(SCALING), None)  # type: ignore[arg-type]
+        launch_cluster(ModelSettings(SCALING, ({},)), None)  # type: ignore[arg-type]
 
 
 def test_what_did_not_reach_ray_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from alignedserve.cluster import watchdog
-from alignedserve.cluster.hosts.nodes.failed_processes import FailedProcesses
-from alignedserve.cluster.hosts.nodes.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, SETTLED_S, Restarts
+from alignedserve.cluster.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.record import ActorRecord, NodeRecord
 from alignedserve.cluster.process_health import Health, ProcessState
+from alignedserve.cluster.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, SETTLED_S, Restarts
 from alignedserve.core.errors import ResourceError
 
 UP, STARTING, ENDED = Health(ProcessState.UP), Health(), Health(ProcessState.ENDED)
@@ -112,7 +112,7 @@ def test_over_random_histories_failing_processes_are_named_and_started_again_and
 
 def test_a_start_that_ray_refuses_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("alignedserve.cluster.hosts.nodes.failed_processes.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("alignedserve.cluster.failed_processes.time.monotonic", lambda: clock[0])
     healths: dict[str, Health] = {"decode-1": DEAD, "decode-2": STARTING}
     tried: list[float] = []
 

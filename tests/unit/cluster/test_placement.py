@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from alignedserve.cluster.placement import NodeCapacity, Placement, engines_of
+from alignedserve.cluster.placement import NodeCapacity, Placement, engines_of, first_gpus
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.config.unset_sizes import from_mapping
+from alignedserve.core.errors import ConfigError
 
 SEPARATE, COLOCATED = {"topology": "disaggregated"}, {"topology": "colocated"}
 
@@ -49,6 +50,34 @@ def test_a_node_of_gpus_has_a_worker_on_each() -> None:
     }
 
 
+def test_a_worker_of_two_ranks_has_two_neighbouring_gpus() -> None:
+    gpus = NodeCapacity("node-0", "a", 64, tuple(f"cuda:{index}" for index in range(5)))
+    config = from_mapping({**COLOCATED, "engine": {"tensor_parallel": 2}})
+    (share,) = Placement(config).place([gpus])
+    engines = engines_of(share, config.engine, gpus)
+    assert {name: engine.device for name, engine in engines.items()} == {"decode-0": "cuda:0", "decode-1": "cuda:2"}
+
+
+@pytest.mark.parametrize(("gpus", "used"), [((0, 2, 3), ("cuda:2",)), ((1, 2, 4, 5), ("cuda:1", "cuda:4"))])
+def test_ranks_never_take_a_gpu_that_is_another_models(gpus: tuple[int, ...], used: tuple[str, ...]) -> None:
+    assert first_gpus([f"cuda:{number}" for number in gpus], 2) == used
+
+
+@pytest.mark.parametrize("gpus", [("cuda:0",), ("cuda:0", "cuda:2")])
+def test_ranks_without_neighbouring_gpus_are_refused_and_never_put_on_the_cpu(gpus: tuple[str, ...]) -> None:
+    config = from_mapping({**COLOCATED, "engine": {"tensor_parallel": 2}})
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel is 2, but of the GPUs .* no 2 are neighbours"):
+        Placement(config).place([NodeCapacity("node-0", "a", 64, gpus)])
+
+
+def test_a_node_without_workers_may_have_any_gpus() -> None:
+    config = from_mapping({**COLOCATED, "engine": {"tensor_parallel": 2}, "decode": {"count": 1}})
+    placement = Placement(config)
+    placement.place(nodes(4))
+    node = NodeCapacity("node-1", "b", 64, ("cuda:0",))
+    assert engines_of(placement.join(node), config.engine, node) == {}
+
+
 def test_workers_of_a_node_share_its_cores() -> None:
     node = nodes(9)[0]
     (share,) = Placement(config_of(SEPARATE, decode=3)).place([node])
@@ -62,6 +91,12 @@ def test_nodes_of_one_host_share_its_ports() -> None:
     pair = [NodeCapacity("node-0", "10.0.0.1", 2), NodeCapacity("node-1", "10.0.0.1", 2)]
     shares = Placement(config_of(COLOCATED)).place(pair)
     assert [share.gateways for share in shares] == [(("gateway-0", 8000),), (("gateway-1", 8001),)]
+
+
+def test_gateways_may_share_one_port() -> None:
+    config = from_mapping({**COLOCATED, "gateway": {"count": 3, "shared_port": True, "port": 9000}})
+    (share,) = Placement(config).place(nodes(8))
+    assert share.gateways == (("gateway-0", 9000), ("gateway-1", 9000), ("gateway-2", 9000))
 
 
 def test_a_node_that_joins_follows_from_what_it_has_unless_counts_are_configured() -> None:

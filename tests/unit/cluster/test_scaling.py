@@ -37,10 +37,15 @@ def status(
     return ClusterStatus(num_decoding=num_real_time + best_effort, demand=demand)
 
 
+def reported(seen: ClusterStatus | None) -> dict[str, ClusterStatus]:
+    """Return what the routers of a cluster of one model have reported."""
+    return {} if seen is None else {"": seen}
+
+
 def looks(
     made: ScalingLogic, seen: ClusterStatus | None, nodes: tuple[ScaledNode, ...], *times: int
 ) -> list[ScalingCommand]:
-    return [command for now in times for command in made.decide(seen, nodes, float(now))]
+    return [command for now in times for command in made.decide(reported(seen), nodes, float(now))]
 
 
 # --- what is recommended
@@ -63,6 +68,37 @@ def looks(
 )
 def test_the_bounds_follow_from_the_demand(seen: ClusterStatus, expected: tuple[int, int]) -> None:
     assert logic().recommend(seen, 2) == Recommendation(*expected)
+
+
+def test_what_a_model_needs_beyond_its_nodes_comes_on_top_of_the_others() -> None:
+    made = logic(up_after_s=0.0, down_after_s=10.0)
+    nodes = (ScaledNode("head", is_head=True, models=("", "2")), ScaledNode("a", models=("",)))
+    assert made.decide({"": status(10, 2), "2": status(140, 1)}, nodes, 0.0) == [AskForNodes(3)]
+
+
+def test_the_only_node_of_a_model_is_not_given_back() -> None:
+    made = logic(up_after_s=0.0, down_after_s=1.0)
+    nodes = (HEAD, ScaledNode("a"), ScaledNode("b", models=("2",)))
+    idle = {"": status(0, 2), "2": status(0, 1)}
+    commands = [command for now in range(5) for command in made.decide(idle, nodes, float(now))]
+    assert [command for command in commands if isinstance(command, GiveBack)][:1] == [GiveBack("a")]
+    assert GiveBack("b") not in commands
+
+
+def test_a_model_that_has_not_reported_changes_nothing() -> None:
+    made = logic(up_after_s=0.0, down_after_s=1.0)
+    commands = [
+        one
+        for now in range(5)
+        for one in made.decide(
+            {
+                "": status(0, 2),
+            },
+            (*TWO, ScaledNode("b", models=("2",))),
+            float(now),
+        )
+    ]
+    assert commands == [AskForNodes(3)]
 
 
 # --- when it changes
@@ -180,7 +216,7 @@ class Fleet:
                 del self.nodes[node]
         seen = status(real_time, self.num_members)
         views = [ScaledNode(node, node == "head", is_released=since is not None) for node, since in self.nodes.items()]
-        for command in self.made.decide(seen, views, self.now):
+        for command in self.made.decide(reported(seen), views, self.now):
             self._perform(command)
         missing = self.asked - len(self.coming) - self.num_members
         self.coming += [self.now + self.start_s] * missing if missing > 0 else []

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster import memory_planner
+from alignedserve.cluster.memory_planner import Kept, Machine, MemoryPlanner, worker_grammar_bytes
 from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
 from alignedserve.config.unset_sizes import DefaultSize, from_mapping
@@ -20,7 +21,7 @@ MACHINE = Machine(available_bytes=22 * GIB, shared_bytes=22 * GIB, num_cores=2, 
 
 def llama(hidden: int, inner: int, layers: int, heads: tuple[int, int], vocab: int, context: int) -> ServedModel:
     config = replace(
-        POCKET.config,
+        POCKET.decoder,
         hidden_size=hidden,
         embedding_size=hidden,
         intermediate_size=inner,
@@ -73,7 +74,7 @@ def test_a_small_model_has_its_whole_context_and_a_batch_of_ordinary_requests(
 ) -> None:
     choice = chosen(served, topology=topology)
     assert choice.served.max_context_len == served.config.max_position_embeddings
-    assert choice.config.decode.kv_cache_bytes // served.config.kv_token_bytes("bfloat16") >= 64 * 768
+    assert choice.config.decode.kv_cache_bytes // served.decoder.kv_token_bytes("bfloat16") >= 64 * 768
     assert choice.warnings == ()
 
 
@@ -202,25 +203,59 @@ def test_a_policy_with_hidden_caches_gets_the_room_in_which_they_are_recomputed(
     block_bytes = SMALL.block_layout(16).block_bytes
     plain = choose_sizes(config, SMALL, machine).config.decode.kv_cache_bytes
     with_hidden = choose_sizes(config, SMALL, machine, recomputing_bytes=block_bytes // 30).config.decode.kv_cache_bytes
-    assert with_hidden >= plain >= SMALL.config.kv_token_bytes("bfloat16") * 8208
+    assert with_hidden >= plain >= SMALL.decoder.kv_token_bytes("bfloat16") * 8208
 
 
 def test_a_gpu_gives_its_memory_to_weights_and_blocks() -> None:
     machine = replace(MACHINE, gpu_bytes=(80 * GIB,))
     config = chosen(LARGEST, machine, topology="colocated").config
     assert 50 * GIB < config.decode.kv_cache_bytes < 0.85 * 80 * GIB - LARGEST.weight_bytes + 1
-    assert config.decode.max_num_batched_tokens == 2048
+    assert config.decode.max_num_batched_tokens == 8192
+    small = chosen(LARGEST, replace(MACHINE, gpu_bytes=(24 * GIB,)), topology="colocated").config
+    assert small.decode.max_num_batched_tokens == 4096
     both = separate(LARGEST, replace(MACHINE, available_bytes=64 * GIB, shared_bytes=64 * GIB, gpu_bytes=(80 * GIB,)))
     assert both.config.decode.kv_cache_bytes < 40 * GIB
 
 
+def test_ranks_bring_the_memory_of_their_gpus_to_a_worker() -> None:
+    gpu = int(LARGEST.weight_bytes * 0.7)  # holds no more than a part of the model
+    config = from_mapping({"topology": "colocated", "engine": {"tensor_parallel": 2}, "decode": {"count": 1}})
+    machine = replace(MACHINE, gpu_bytes=(gpu,) * 2)
+    ranked = replace(LARGEST, tensor_parallel=2)
+    cache_bytes = choose_sizes(config, ranked, machine).config.decode.kv_cache_bytes
+    assert 0 < cache_bytes <= 2 * int(gpu * 0.85) - ranked.weight_bytes
+
+
+def test_candidate_buffers_are_in_the_memory_of_gpus_where_workers_have_them() -> None:
+    gpu = int((LARGEST.weight_bytes + 9 * GIB) / 0.85)
+    machine = replace(MACHINE, available_bytes=64 * GIB, shared_bytes=64 * GIB, gpu_bytes=(gpu, gpu))
+    base = {"topology": "disaggregated", "model": {"max_context_len": 8192}, "prefill": {"kv_cache_bytes": 8 * GIB}}
+
+    def lent(transport: str) -> int:
+        config = from_mapping(base | {"engine": {"kv_transport": transport}})
+        return choose_sizes(config, LARGEST, machine).config.prefill.candidate_buffer_bytes
+
+    assert 0 < lent("auto") <= GIB < lent("shm")
+
+
+def test_every_worker_has_memory_for_structured_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve_policy(from_mapping({"decode": {"count": 3}}))
+    tight = MemoryPlanner(config, SMALL, replace(MACHINE, available_bytes=4 * GIB), 0)
+    needed = tight.needed_bytes(256, Kept.AT_LEAST)
+    own = worker_grammar_bytes(SMALL)
+    assert 80 * MIB < own < 100 * MIB
+    monkeypatch.setattr(memory_planner, "worker_grammar_bytes", lambda _: 0)
+    assert needed - tight.needed_bytes(256, Kept.AT_LEAST) == 3 * own
+
+
 def test_one_line_says_what_was_chosen_and_what_changes_it() -> None:
-    assert separate(SMALL).line == (
+    assert separate(SMALL).line() == (
         "Sizes: bfloat16, context 8192, 1.05 GiB of cache per decode worker (49152 tokens), pool 1.05 GiB, prompts in "
-        "chunks of 512; change with --set decode.kv_cache_bytes=..., pool.memory_bytes=..., model.max_context_len=... "
-        "or model.dtype=..."
+        "chunks of 512, up to 92 MiB per worker for grammars; change with --set decode.kv_cache_bytes=..., "
+        "pool.memory_bytes=..., model.max_context_len=... or model.dtype=..."
     )
-    assert chosen(replace(SMALL, quantization="int8")).line == (
+    assert chosen(replace(SMALL, quantization="int8")).line() == (
         "Sizes: int8 and bfloat16, context 8192, 1.05 GiB of cache per worker (49152 tokens), prompts in chunks of "
-        "512; change with --set decode.kv_cache_bytes=..., model.max_context_len=... or model.dtype=..."
+        "512, up to 92 MiB per worker for grammars; change with --set decode.kv_cache_bytes=..., "
+        "model.max_context_len=... or model.dtype=..."
     )

@@ -63,7 +63,7 @@ def test_loading_reports_every_byte_and_layer(tmp_path: Path) -> None:
     total = served.config.weight_bytes("float32")
     progress = LoadingProgress(path, total, served.config.num_layers)
     assert read_progress(path) == Progress(0, total, 0, 3)
-    random_weights(served.config, 0, torch.float32, observer=progress)
+    random_weights(served.decoder, 0, torch.float32, observer=progress)
     progress.finish()
     assert read_progress(path) == Progress(total, total, 3, 3)
 
@@ -86,7 +86,15 @@ def test_without_a_terminal_only_the_sizes_and_warnings_are_written(capsys: pyte
         screen.model_loading(Progress())
         screen.model_loading(Progress(5, 10, 1, 2))
         screen.model_loading(Progress(10, 10, 2, 2))
-    assert capsys.readouterr().err == f"{CHOICE.line}\nwarning: the context is shortened\n"
+    assert capsys.readouterr().err == f"{CHOICE.line()}\nwarning: the context is shortened\n"
+
+
+def test_beside_other_models_sizes_and_warnings_have_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with StartScreen() as screen:
+        screen.sizes_chosen(CHOICE, has_others=True)
+    sizes, warning = capsys.readouterr().err.splitlines()
+    assert sizes == CHOICE.line().replace("Sizes:", "Sizes of pocket:")
+    assert warning == "warning: pocket: the context is shortened"
 
 
 def on_a_terminal(*shown: Progress) -> str:

@@ -79,7 +79,7 @@ def test_the_kernel_kind_is_read_from_mixed_lengths() -> None:
     assert LinearCoefficients().straggler_share is None
 
 
-BENT = LinearCoefficients(0.02, 0.0, 1e-8, 1e-4, 1e-5, 1e-6, 0.0, 0.0, 1e-5, 1e-4, 160)
+BENT = LinearCoefficients(0.02, 0.0, 1e-8, 1e-4, 1e-5, 1e-6, 0.0, 0.0, 1e-5, 0.0, 1e-4, 160)
 
 
 def test_tokens_beyond_the_bend_cost_more() -> None:

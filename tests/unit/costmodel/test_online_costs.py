@@ -109,7 +109,7 @@ def test_it_is_never_negative_and_always_grows() -> None:
 
 
 def test_a_bent_machine_stays_bent_while_it_learns() -> None:
-    bent = LinearCoefficients(0.02, 1e-6, 1e-8, 1e-5, 1e-6, 1e-6, 1e-9, 1e-6, 1e-6, 1e-4, 160)
+    bent = LinearCoefficients(0.02, 1e-6, 1e-8, 1e-5, 1e-6, 1e-6, 1e-9, 1e-6, 1e-6, 0.0, 1e-4, 160)
     machine = LinearIterationModel(bent)
     costs = OnlineIterationModel(LinearCoefficients.of([2 * weight for weight in bent.weights], bent.bend_tokens))
     learn(costs, 400, machine=machine)
@@ -167,3 +167,29 @@ def test_the_kernel_learns_the_same_to_the_last_bit(prior: LinearCoefficients) -
     for costs in (native, plain):
         learn(costs, 150, outliers=0.1)
     assert native.coefficients == plain.coefficients
+
+
+def test_what_grammars_take_is_learned_apart() -> None:
+    """A worker begins with the generic price; a hundred iterations later it knows its own, and all else as without."""
+    costs, plain, generator = OnlineIterationModel(), OnlineIterationModel(), random.Random(5)
+    for _ in range(100):
+        work, seconds = random_work(generator), generator.lognormvariate(-3.0, 0.1)
+        plain.observe(work, seconds)
+        work.num_constrained = generator.randint(0, work.num_decodes)
+        grammar_s = 3e-4 * work.num_constrained
+        costs.observe(work, seconds + grammar_s, grammar_s)
+    constrained, free = decodes(32, 200), decodes(32, 200)
+    constrained.num_constrained = 32
+    assert costs.iteration_s(free) == pytest.approx(plain.iteration_s(free), rel=1e-6)
+    assert costs.iteration_s(constrained) - costs.iteration_s(free) == pytest.approx(32 * 3e-4, rel=0.05)
+    assert costs.coefficients.constrained_s == pytest.approx(3e-4, rel=0.05)
+
+
+def test_iterations_whose_grammars_were_not_timed_leave_their_price() -> None:
+    costs, work = OnlineIterationModel(), decodes(32, 200)
+    work.num_constrained = 32
+    before_s = costs.coefficients.constrained_s
+    for _ in range(20):
+        costs.observe(work, 0.1)
+    assert costs.coefficients.constrained_s == before_s
+    assert costs.iteration_s(work) == pytest.approx(0.1, rel=0.01)

@@ -6,6 +6,7 @@ import pytest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, SampledToken, SamplingParams, TokenLogprob
 from alignedserve.messages.caches import BlocksTaken
+from alignedserve.messages.cluster_view import BatchShape
 from alignedserve.messages.events import PeerConnected, PeerDisconnected, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, PromptScored, TokenDelta, TokensEmitted
@@ -14,6 +15,7 @@ from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.iterations import IterationTimes, PromptScores
 from alignedserve.messages.workers import (
     AttemptFailed,
+    DecodedRequest,
     IterationLogReport,
     PrefillCompleted,
     RequestFinished,
@@ -79,7 +81,7 @@ def test_what_the_ledger_gained_is_told_with_a_tick() -> None:
         sum_of_spreads=1.0,
         spread_counts=(1, *(0,) * 16),
     )
-    assert made.do(Ticked()) == [to_router(IterationLogReport(gained))]
+    assert made.do(Ticked()) == [to_router(IterationLogReport(gained, 1, BatchShape(1, 4, 4.0, 4)))]
 
 
 def test_the_ledger_has_the_members_of_every_iteration() -> None:
@@ -312,11 +314,13 @@ def test_a_prediction_for_a_later_attempt_that_waits_is_kept_for_it() -> None:
     assert made.view.table.predicted_len.tolist() == [3.5]
 
 
-def test_a_router_that_comes_back_empties_the_worker() -> None:
+def test_what_decodes_goes_on_when_a_router_comes_back() -> None:
     made = decoding()
-    registered = msgspec.structs.replace(made.registered, latest_attempt=1)
+    kept = (DecodedRequest(R1, 1, 0), DecodedRequest(R2, 1, 0))
+    registered = msgspec.structs.replace(made.registered, latest_attempt=1, decoding=kept)
     assert made.do(PeerConnected(Role.ROUTER, ROUTER)) == [to_router(registered)]
-    assert made.loads[-1] == WorkerLoad(num_free_blocks=20)
+    (iteration,) = runs(made.follow(Step(r1=1, r2=1)))
+    assert [request_id for request_id, _ in iteration.slices] == [R1, R2]
 
 
 def test_a_router_that_comes_back_ends_what_computes_and_what_waits_for_it() -> None:

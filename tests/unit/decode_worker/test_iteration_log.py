@@ -76,6 +76,7 @@ def one_second(started: float) -> IterationTimes:
         sampling_s=0.125,
         attention_s=0.25,
         padded_share=0.25,
+        is_ahead=True,
     )
 
 
@@ -114,6 +115,7 @@ def test_one_iteration_in_all_its_parts() -> None:
         sampling_s=0.125,
         attention_s=0.25,
         misaligned_s=0.0625,
+        is_ahead=True,
     )
     assert record.parts_s == record.wall_s
 
@@ -254,6 +256,7 @@ def test_the_sums_of_two_iterations() -> None:
         misaligned_s=0.1875,
         sum_of_spreads=3.5,
         spread_counts=(2, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+        num_ahead_iterations=3,
     )
 
 

@@ -19,6 +19,7 @@ CALLS = [("get_weather", '{"city": "Paris \\"{[]}\\" é", "days": [1, {"a": null
 ARGUMENTS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=12,  # nested as deep as with a hundred, of which drawing takes longer than what is tested
 )
 
 
@@ -55,7 +56,8 @@ def test_any_pieces_give_the_same_calls(name: str, places: list[int]) -> None:
     assert sum(run.length for run in runs) == len(text)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+# Parameters between tags have names without tags, and are written anew as JSON: see test_parameters.
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("qwen3_coder", "glm45")])
 @settings(max_examples=15)  # of each format, by the same parser
 @given(arguments=st.dictionaries(st.text(), ARGUMENTS))
 def test_any_arguments_are_read(name: str, arguments: dict[str, object]) -> None:
@@ -68,6 +70,13 @@ def test_any_arguments_are_read(name: str, arguments: dict[str, object]) -> None
 @pytest.mark.parametrize("text", ["", " \n", "hello", "a < b, [x] and {y}", "<tool", "<tool_call", "a [TOOL_C"])
 def test_text_without_calls_is_content(name: str, text: str) -> None:
     assert parse(FORMATS[name], list(text))[:2] == (text, [])
+
+
+def test_calls_of_kimi_have_numbers() -> None:
+    text = FORMATS["kimi_k2"].text_of([("f", "{}"), ("f", '{"a": 1}')])
+    assert text.count("functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>") == 1
+    assert text.count("functions.f:1<|tool_call_argument_begin|>") == 1
+    assert parse(FORMATS["kimi_k2"], list(text.replace("f:1", "a:b:12")))[1] == [("f", "{}"), ("a:b", '{"a": 1}')]
 
 
 def test_space_before_calls_is_no_content() -> None:
@@ -104,6 +113,13 @@ def test_a_cut_call_keeps_what_came() -> None:
         ("Environment: ipython <|python_tag|>", "llama3_json"),
         ("<function=example>{}</function>", "functionary"),
         ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "deepseek_v31"),
+        ("<\uff5ctool\u2581call\u2581begin\uff5c>' + tool['type'] + '<\uff5ctool\u2581sep\uff5c>'", "deepseek_v3"),
+        ("in this format: <|tool_call|>{}<|/tool_call|>", "phi4_mini"),
+        ("'<|start_of_role|>assistant<|end_of_role|><|tool_call|>' + message.tool_calls", "granite"),
+        ("<|start|>assistant to=functions.f<|channel|>commentary json<|message|>", "gpt_oss"),
+        ("<tool_call>\n<function=example>\n<parameter=example>\nvalue\n</parameter>", "qwen3_coder"),
+        ("{{ '\n<tool_call>' + tc.name }}<arg_key>{{ k }}</arg_key>", "glm45"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>", "kimi_k2"),
         ("{{ messages }}", None),
     ],
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear
 from kernels.cpu.decode_pass import (
+    AllowedTokens,
     CacheSlots,
     DecodePass,
     HeadParts,
@@ -19,6 +20,7 @@ from kernels.cpu.decode_pass import (
 )
 from kernels.cpu.paged_attention import PagedAttention, PagedPlan, supported_levels
 from kernels.cpu.rows import HeadRows, NormRows, highest
+from kernels.sampling import mask_tokens_
 from tests.support.block_weights import random_blocks
 
 pytestmark = pytest.mark.skipif(not decode_pass_available(), reason="the native kernels are not built")
@@ -151,3 +153,35 @@ def test_the_highest_logits_are_those_of_all(
     expected = highest(logits, level=supported_levels()[0])
     assert torch.equal(found.token_ids, expected[0])
     assert torch.equal(found.values.nan_to_num(7.0), expected[1].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("head", [lambda: product(75, WIDTH), lambda: (*product(40, WIDTH), *product(55, WIDTH))])
+def test_the_highest_are_sought_among_the_tokens_that_a_row_may_choose(
+    head: Callable[[], tuple[Any, ...]], num_threads: int, level: str
+) -> None:
+    num_rows, products = 6, head()
+    width = sum(part.out_width for part in products)
+    place = HeadRows(HEADS, KV_HEADS, HEAD_DIM, torch.float32, level=level)
+    own = DecodePass((layer(), layer()), place, WIDTH, torch.float32, HeadParts(norm(), products))
+    generator = torch.Generator().manual_seed(2)
+    residual = torch.randn(num_rows, WIDTH, generator=generator)
+    residual[5, 3] = torch.nan
+    slots = torch.arange(num_rows) * 2 * NUM_LAYERS * BLOCK_SIZE
+    bits = torch.randint(-(1 << 31), 1 << 31, (4, -(-width // 32)), generator=generator).to(torch.int32)
+    bits[1], bits[3] = 0, -1
+    places = torch.tensor([2, -1, 0, 1, 3, 3])
+    logits = torch.empty(num_rows, width)
+    found = HighestLogits(torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows))
+    torch.set_num_threads(num_threads)
+    for results in ((logits, None, None), (None, found, AllowedTokens(places, bits))):
+        cache = cache_for(own)
+        own.run(residual.clone(), cache.plan(num_rows), [], slots, cache.slots, *results)
+    torch.set_num_threads(1)
+    masked = (places >= 0).nonzero()[:, 0]
+    mask_tokens_(logits, masked, bits[places[masked]])
+    expected = highest(logits, level=supported_levels()[0])
+    assert torch.equal(found.token_ids, expected[0])
+    assert torch.equal(found.values.nan_to_num(7.0), expected[1].nan_to_num(7.0))
+    assert found.values[3] == -torch.inf

@@ -4,6 +4,7 @@ import pytest
 
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import BatchGranted, Handoff
+from alignedserve.messages.cluster_view import BatchShape
 from alignedserve.messages.events import PeerConnected, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iteration_log import IterationLogTotals
@@ -65,7 +66,7 @@ def test_a_busy_worker_reports_once_a_second_what_is_new() -> None:
         sum_of_spreads=1.0,
         spread_counts=(1, *(0,) * 16),
     )
-    assert logic.on_event(Ticked(), 5.0) == [to_router(IterationLogReport(gained))]
+    assert logic.on_event(Ticked(), 5.0) == [to_router(IterationLogReport(gained, 1, BatchShape(1, 5, 5.0, 5)))]
     assert reports(logic.on_event(Ticked(), 5.75)) == []
     logic.on_event(completed(5.0), 5.875)
     assert reports(logic.on_event(Ticked(), 5.9375)) == []

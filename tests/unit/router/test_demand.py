@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from alignedserve.config.sections import BatchingConfig
@@ -59,6 +60,12 @@ def test_a_request_that_has_had_its_first_token_is_not_at_risk(where: Placement)
 def test_workers_that_drain_have_no_places(where: Placement) -> None:
     where.set_draining([DECODE])
     assert demand_of([], where, QueueForecast(0.0, 0.0)).num_decode_places == 2
+
+
+def test_requests_that_wait_in_an_elastic_worker_have_no_places(where: Placement) -> None:
+    elastic = msgspec.structs.replace(worker(can_prefill=True, max_running_requests=1032), num_places=8)
+    where.register("decode-2", elastic)
+    assert demand_of([], where, QueueForecast(0.0, 0.0)).num_decode_places == 4 + 2 + 8
 
 
 def test_what_is_being_served_is_not_at_risk_and_counts_until_it_has_finished(where: Placement) -> None:

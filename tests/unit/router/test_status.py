@@ -1,12 +1,24 @@
 """The status that every gateway hears of, about once a second."""
 
-from alignedserve.messages.events import Send
+from msgspec.structs import replace
+
 from alignedserve.messages.gateways import ClusterStatus, Demand, PrefixTotals
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import PoolLoad
+from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad
 from tests.harnesses.router import decoding
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, epoch, request
+
+
+def without_view(status: Message) -> ClusterStatus:
+    """Return a status without what is only for people who look on (test_cluster_view.py)."""
+    assert isinstance(status, ClusterStatus)
+    idle, fields = (
+        ClusterStatus(),
+        ("real_time", "best_effort", "workers", "trees", "times", "num_prompt_tokens", "block_size"),
+    )
+    return replace(status, **{name: getattr(idle, name) for name in fields})
 
 
 def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
@@ -42,6 +54,10 @@ def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
         latest_attempt=epoch(2),
         demand=Demand(num_real_time=2, num_decode_places=4),
         prefixes=PrefixTotals(80, 60, 12, 3),
+        num_places=4,
     )
     assert [made.tick(), made.tick(), made.tick()] == [[], [], []]
-    assert made.tick() == [Send(GATEWAY, status), Send("gateway-1", status)]
+    first, second = made.tick()
+    assert (first.peer, second.peer) == (GATEWAY, "gateway-1")
+    assert first.message == second.message
+    assert without_view(first.message) == status

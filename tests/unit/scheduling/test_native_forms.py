@@ -68,6 +68,7 @@ def _add(table: RequestTable, number: int, rng: np.random.Generator) -> None:
     table.num_swapped[row] = rng.integers(0, cached + 1) if rng.random() < 0.2 else 0
     table.num_blocks[row] = -(-(cached - table.num_swapped[row]) // BLOCK_SIZE)
     table.is_hidden[row] = rng.random() < 0.2
+    table.is_constrained[row] = rng.random() < 0.3
     table.service_s[row] = rng.exponential(3.0)
 
 

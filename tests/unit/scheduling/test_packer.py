@@ -249,3 +249,20 @@ def test_none_is_evicted_where_none_can_be() -> None:
 def test_the_order_of_arrival_breaks_ties_by_who_came_first_to_the_worker() -> None:
     view = view_of({"late": {"arrival_s": 2.0}, "first": {"arrival_s": 1.0}, "second": {"arrival_s": 1.0}})
     assert by_arrival(view, view.table.order.copy()) == [1, 2, 0]
+
+
+def test_rows_that_are_sampled_under_a_grammar_are_counted() -> None:
+    view, packer = _packer(
+        {
+            "last chunk": {"prompt_len": 20, "grammar": "g"},
+            "chunk": {"prompt_len": 40, "grammar": "g"},
+            "decode": {**_DECODE, "grammar": "g"},
+            "free": _DECODE,
+        }
+    )
+    for row, num_tokens in enumerate((20, 16, 1, 1)):
+        assert packer.add(row, num_tokens)
+    assert (packer.work.num_sampled, packer.work.num_constrained) == (3, 2)
+    assert work_of(view.table, packer.plan(), view.memory) == packer.work
+    packer.withdraw(2)
+    assert packer.work.num_constrained == 1

@@ -2,6 +2,7 @@
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import Request
+from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.sim.engine import SimulatedAnswer, SimulatedEngine
@@ -30,3 +31,14 @@ def test_a_cache_leaves_in_two_parts_and_comes_back_as_one() -> None:
     back = Swaps((), (), (Swap(ONE, 32, tuple(map(BlockId, (0, 3, 4)))),))
     last = engine.begin(RunIteration((), (_added(one, 0, 3, 4, num_cached=32),), (), ((ONE, 16),), back), 3.0)
     assert [token.request_id for token in last.sampled] == [ONE]
+
+
+def test_rows_under_a_grammar_cost_what_the_model_says_of_them() -> None:
+    costs = LinearIterationModel(LinearCoefficients(base_s=1.0, constrained_s=0.25))
+    engine = SimulatedEngine(costs, {ONE: SimulatedAnswer(9), OTHER: SimulatedAnswer(9)}, MEMORY, keeps_timeline=False)
+    one, other = request_of("one", {"prompt_len": 16, "grammar": "g"}), request_of("other", {"prompt_len": 16})
+    added = (_added(one, 0, 1), _added(other, 2, 3))
+    both = ((ONE, 16), (OTHER, 16))
+    assert engine.begin(RunIteration((), added, (), both), 0.0).duration_s == 1.25
+    assert engine.begin(RunIteration((), (), (), ((ONE, 1), (OTHER, 1))), 2.0).duration_s == 1.25
+    assert engine.begin(RunIteration((), (), (), ((OTHER, 1),)), 4.0).duration_s == 1.0

@@ -11,8 +11,9 @@ from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.runtime.device import devices
 from alignedserve.runtime.device.devices import cuda_obstacle, free_bytes, worker_devices
-from alignedserve.runtime.engine import model_executor as worker_engine
-from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.engine import model_loading
+from alignedserve.runtime.engine.engine_sizes import EngineSizes
+from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.model.served_model import resolve_model
 from kernels.cpu.int8_linear import int8_obstacle
 
@@ -39,7 +40,7 @@ class Gpus:
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu"])
-def test_workers_compute_on_the_cpu_unless_told_otherwise(name: str) -> None:
+def test_workers_compute_on_the_cpu_unless_a_gpu_was_chosen(name: str) -> None:
     assert worker_devices(name, 3) == ["cpu"] * 3
 
 
@@ -82,8 +83,9 @@ def test_on_a_gpu_weights_and_cache_are_bfloat16_unless_told_otherwise() -> None
     assert resolve_model(ModelSectionConfig(), "auto").dtype == "float32"
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, device: str, free: int) -> str:
-    monkeypatch.setattr(worker_engine, "free_bytes", lambda _: free)
+def refused(monkeypatch: pytest.MonkeyPatch, device: str, free: int, others: int = 0) -> str:
+    monkeypatch.setattr(model_loading, "free_bytes", lambda _: free)
+    monkeypatch.setattr(model_loading, "used_by_others", lambda _: others)
     served = dataclasses.replace(resolve_model(ModelSectionConfig()), has_random_weights=True)
     with pytest.raises(NotEnoughMemory) as caught:
         ModelExecutor(served, EngineSizes(2048 * MIB, 4, 16, 1, device=device))
@@ -95,8 +97,9 @@ def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) 
     assert "a worker on cuda:0 needs" in said
     assert "768 MiB are available; at most 7" in said  # 256 are left for what a pass works with
     assert "MiB of blocks would fit: set prefill.kv_cache_bytes and decode.kv_cache_bytes lower" in said
+    assert "; other processes have 40960 MiB of it" in refused(monkeypatch, "cuda:0", 1024 * MIB, 40960 * MIB)
     assert "the weights alone do not fit: choose a smaller model" in refused(monkeypatch, "cuda:0", 260 * MIB)
-    assert "1024 MiB are available; at most 1" in refused(monkeypatch, "cpu", 1024 * MIB)
+    assert "1024 MiB are available; at most 9" in refused(monkeypatch, "cpu", 1024 * MIB)  # beside grammars
 
 
 def test_what_is_left_of_this_machines_memory() -> None:

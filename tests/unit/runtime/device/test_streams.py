@@ -8,9 +8,10 @@ from torch import Tensor
 
 from alignedserve.runtime.device.streams import CheckedStreams, CudaStreams
 from tests.harnesses.device_loop import DEPENDENCIES, Dependency, DeviceLoop
+from tests.support.marks import many
 
 NUM_SEQUENCES = 800
-NUM_SLOW_SEQUENCES = 12_000
+NUM_SLOW_SEQUENCES = many(12_000)
 NUM_CUDA_SEQUENCES = 200
 # Without one of the dependencies, one sequence in two to fifty goes wrong.
 MAX_SEQUENCES_TO_SHOW = 1_000

@@ -114,8 +114,8 @@ def test_bytes_of_blocks_carry_a_sequence_to_another_engine(folder: Path) -> Non
 
 
 def test_names_of_the_setting() -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype must be one of auto, int8"):
-        from_mapping({"engine": {"kv_cache_dtype": "fp8"}})
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype must be one of auto, int8, fp8"):
+        from_mapping({"engine": {"kv_cache_dtype": "fp4"}})
     assert ClusterConfig().engine.kv_cache_dtype == "auto"
     assert resolve_model(ModelSectionConfig()).block_layout(16).dtype == "float32"
     assert resolve_model(ModelSectionConfig(), kv_cache_dtype="int8").block_layout(16).dtype == INT8

@@ -15,7 +15,7 @@ from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.last_tokens import LastTokenContexts, LastTokenPlanner
-from alignedserve.runtime.engine.step_batch import BatchBuilder, StepBatch
+from alignedserve.runtime.engine.steps.step_batch import BatchBuilder, StepBatch
 from kernels.cpu.paged_attention import supported_levels
 from tests.support.tiny_engines import (
     BLOCK_SIZE,

@@ -10,7 +10,7 @@ from torch import Tensor
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.sequence_table import NewSequence
-from alignedserve.runtime.engine.sampler import Choice, Sampler
+from alignedserve.runtime.engine.sampling.sampler import Choice, Sampler
 from kernels.reference import kept_tokens, penalised
 from kernels.sampling import Filters, Penalties, SeenTokens, greedy, penalise_, sample, uniforms
 
@@ -186,6 +186,63 @@ def test_logit_bias_forces_and_forbids() -> None:
     best = int(logits.argmax())
     biased = choose(SamplingParams(temperature=0.0, logit_bias=((best, -100.0), (10**6, 5.0))), logits)
     assert biased.token_ids.tolist() != [best]
+
+
+def test_only_allowed_tokens_are_chosen() -> None:
+    logits = random_logits(1)
+    order = logits[0].argsort(descending=True).tolist()
+    allowed = SamplingParams(temperature=0.0, allowed_token_ids=(order[4], order[2], 10**6))
+    assert choose(allowed, logits).token_ids.tolist() == [order[2]]
+    drawn = {int(choose(replace(allowed, temperature=2.0, seed=seed), logits).token_ids[0]) for seed in range(40)}
+    assert drawn == {order[2], order[4]}
+
+
+def test_a_bias_moves_allowed_tokens_and_penalties_count_among_them() -> None:
+    params = SamplingParams(temperature=0.0, allowed_token_ids=(3, 4, 5), logit_bias=((4, 2.0), (9, 100.0)))
+    assert choose(params, torch.zeros(1, VOCABULARY)).token_ids.tolist() == [4]
+    penalised_params = replace(params, logit_bias=(), frequency_penalty=1.0)
+    assert choose(penalised_params, torch.zeros(1, VOCABULARY), generated=(3, 4)).token_ids.tolist() == [5]
+
+
+def test_bad_words_are_never_completed_however_far_an_answer_was_when_it_resumed() -> None:
+    words = ((5,), (7, 8), (7, 7, 9), (8, 7, 7, 3))
+    params = SamplingParams(temperature=1.5, bad_words=words, max_tokens=400, seed=3)
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, [3, 7, 8, 9]] = 2.0
+    generated: list[int] = []
+    for resumed_at in range(0, 400, 57):
+        sampler = Sampler(max_sequences=1, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
+        sampler.add(0, NewSequence(RequestId("a"), (7, *generated), 1, 0, (), params))
+        for step in range(57):
+            choice = sampler.choose(np.array([0]), np.array([1 + resumed_at + step]), logits)
+            generated.append(int(choice.token_ids[0]))
+    found = [word for word in words for at in range(400) if tuple(generated[at : at + len(word)]) == word]
+    assert found == []
+    assert {3, 7, 8, 9} <= set(generated)
+    once = choose(SamplingParams(temperature=0.0, bad_words=((7, 8),)), logits.index_fill(1, torch.tensor([8]), 9.0))
+    assert once.token_ids.tolist() == [8]  # the prompt's end does not begin a bad word
+
+
+def test_rows_with_and_without_limits_share_a_step() -> None:
+    sampler = Sampler(max_sequences=4, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
+    kinds = [
+        SamplingParams(temperature=0.0, allowed_token_ids=(4,)),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, bad_words=((0,), (1,)), min_tokens=1, stop_token_ids=(2,)),
+        SamplingParams(temperature=0.0, allowed_token_ids=(6, 7), bad_words=((6,),)),
+    ]
+    for row, params in enumerate(kinds):
+        sampler.add(row, NewSequence(RequestId(f"r{row}"), (3,), 1, 0, (), params))
+    choice = sampler.choose(np.arange(4), np.ones(4, np.int64), torch.zeros(4, VOCABULARY))
+    first_free = next(token_id for token_id in range(VOCABULARY) if token_id not in (0, 1, 2, EOS))
+    assert choice.token_ids.tolist() == [4, 0, first_free, 7]
+
+
+def test_ranks_are_places_in_the_whole_vocabulary() -> None:
+    logits = random_logits(1)
+    order = logits[0].argsort(descending=True).tolist()
+    forced = SamplingParams(temperature=0.0, allowed_token_ids=(order[7],), num_logprobs=2)
+    assert choose(forced, logits).logprobs[0].rank == 8
 
 
 def test_min_tokens_masks_every_stop_token_until_reached() -> None:

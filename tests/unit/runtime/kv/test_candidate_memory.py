@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,7 +14,11 @@ from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
+from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.registry import open_transfer
 from alignedserve.runtime.process.addresses import AddressBook
@@ -21,6 +26,7 @@ from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.runtime.process.tls import CertificateAuthority
 from tests.harnesses.transfer import layout_of
+from tests.support.device_stand_in import Machine, StandInDevice, StandInStorage
 from tests.support.samples import DECODE, PREFILL, blocks
 from tests.support.stored_blocks import read_blocks, write_blocks
 
@@ -152,6 +158,68 @@ def test_a_decode_worker_of_another_node_reaches_its_buffer_over_tcp(tmp_path: P
     assert np.array_equal(read_blocks(there, blocks(3, 2)), content)
     transfer.close()
     memory.close()
+
+
+# --- on a device
+
+
+def on_device(folder: Path, device: StandInDevice, **options: Any) -> CandidateMemory:
+    process_spec = ProcessSpec(Role.PREFILL_WORKER, PREFILL, folder.name, b"t" * 32, 5.0, AddressBook(folder), folder)
+    return CandidateMemory(
+        LAYOUT, BufferBudget(12, (DECODE, "decode-1")), process_spec, lanes=CopyLanes(device), **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("transport", "offered"),
+    [("auto", ("cuda_ipc", "tcp")), ("cuda_ipc", ("cuda_ipc",)), ("nccl", ("nccl",)), ("shm", ("shm",))],
+)
+def test_a_worker_on_a_device_lends_its_memory(transport: str, offered: tuple[str, ...], tmp_path: Path) -> None:
+    device = Machine().device(PREFILL)
+    memory = on_device(tmp_path, device, transport=transport)
+    opened = memory.open_for(DECODE)
+    assert opened is not None
+    assert opened.offered.transports == offered
+    is_on_device = transport != "shm"
+    assert isinstance(opened.memory, DeviceBuffer) == is_on_device
+    assert (opened.offered.path == "") == is_on_device
+    assert device.num_lent_bytes == 6 * LAYOUT.block_bytes * is_on_device
+    memory.close()
+
+
+def test_a_decode_worker_on_a_device_reaches_it_over_the_link_or_else_over_tcp(tmp_path: Path) -> None:
+    machine = Machine()
+    memory = on_device(tmp_path, machine.device(PREFILL))
+    opened = memory.open_for(DECODE)
+    assert opened is not None
+    machine.device(DECODE).use()
+    there = StandInStorage(BlockStorage(LAYOUT, 4), machine.device(DECODE))
+    identity = Identity(Role.DECODE_WORKER, DECODE, b"t" * 32, 5.0)
+    near = open_transfer(opened.offered, there, identity=identity, stamps=True)
+    assert isinstance(near, IpcTransfer)
+    near.close()
+    on_host = open_transfer(opened.offered, BlockStorage(LAYOUT, 4), identity=identity, stamps=True)
+    assert isinstance(on_host, ChannelTransfer)
+    on_host.close()
+    memory.close()
+
+
+def test_a_reconnected_decode_worker_gets_the_memory_of_before(tmp_path: Path) -> None:
+    """A process that is lost never says that it no longer maps memory, which is then not freed."""
+    device = Machine().device(PREFILL)
+    memory = on_device(tmp_path, device)
+    for _ in range(5):
+        assert memory.open_for(DECODE) is not None
+    assert device.num_lent_bytes <= 12 * LAYOUT.block_bytes
+    memory.close()
+
+
+def test_without_room_on_the_device_the_decode_worker_does_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = on_device(tmp_path, Machine(device_bytes=LAYOUT.block_bytes).device(PREFILL))
+    assert memory.open_for(DECODE) is None
+    assert "set prefill.candidate_buffer_bytes lower" in caplog.text
 
 
 class NoDirectory:

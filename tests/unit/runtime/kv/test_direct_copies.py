@@ -10,11 +10,14 @@ import torch
 
 from alignedserve.runtime.device.registered_memory import RegisteredMemory
 from alignedserve.runtime.device.streams import CheckedStreams, DeviceStreams, HostStreams
-from alignedserve.runtime.kv.direct_copies import DirectCopies
+from alignedserve.runtime.kv.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.device_pieces import DevicePieces
+from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide, PeerSide
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from kernels.cpu.block_copies import BlockList, digest_blocks
 from tests.harnesses.transfer import filled, layout_of
+from tests.support.cpu_accelerator import CpuAccelerator, cpu_lanes
 from tests.support.memory_drivers import NotedDriver
 
 NUM_BLOCKS, BLOCK_BYTES = 13, 264
@@ -24,6 +27,16 @@ ON_HOST = np.array([5, 6, 7, 2, 0, 1, 11])
 
 stream_kinds = pytest.mark.parametrize("make_streams", [HostStreams, lambda: CheckedStreams(3)])
 stages = pytest.mark.parametrize("staged_blocks", [1, 3, 100])
+ways = pytest.mark.parametrize("is_straight", [True, False])
+
+
+def direct(streams: DeviceStreams | None = None, staged_blocks: int = 3, is_straight: bool = False) -> DirectCopies:
+    """Copies that gather blocks in staging memory, or copy them straight however small they are."""
+    return DirectCopies(
+        CpuAccelerator(streams),
+        staged_bytes=staged_blocks * BLOCK_BYTES,
+        least_straight_bytes=0 if is_straight else 1 << 20,
+    )
 
 
 def random_blocks(seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -32,26 +45,106 @@ def random_blocks(seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
 
 @stream_kinds
 @stages
-def test_blocks_go_out_and_come_back(staged_blocks: int, make_streams: Callable[[], DeviceStreams]) -> None:
+@ways
+def test_blocks_go_out_and_come_back(
+    is_straight: bool, staged_blocks: int, make_streams: Callable[[], DeviceStreams]
+) -> None:
     blocks, host = torch.from_numpy(random_blocks(1)), random_blocks(2)
     before = host.copy()
-    copies = DirectCopies(blocks, streams=make_streams(), staged_bytes=staged_blocks * BLOCK_BYTES)
-    digests = copies.copy_out(ON_DEVICE, BlockList(host, ON_HOST))
+    copies = direct(make_streams(), staged_blocks, is_straight)
+    digests = copies.copy_out(blocks, ON_DEVICE, HostSide(BlockList(host, ON_HOST)))
     assert (host[ON_HOST] == blocks.numpy()[ON_DEVICE]).all()
     others = [block for block in range(NUM_BLOCKS) if block not in ON_HOST]
     assert (host[others] == before[others]).all()
     assert digests.tolist() == digest_blocks(BlockList(host, ON_HOST)).tolist()
     blocks.zero_()
-    assert copies.copy_in(BlockList(host, ON_HOST), ON_DEVICE).tolist() == digests.tolist()
+    assert copies.copy_in(HostSide(BlockList(host, ON_HOST)), blocks, ON_DEVICE).tolist() == digests.tolist()
     assert (blocks.numpy()[ON_DEVICE] == host[ON_HOST]).all()
     untouched = [block for block in range(NUM_BLOCKS) if block not in ON_DEVICE]
     assert not blocks[untouched].any()
 
 
-def test_nothing_is_copied_of_an_empty_list() -> None:
-    copies, nothing = DirectCopies(torch.from_numpy(random_blocks(1))), np.empty(0, np.int64)
-    assert not len(copies.copy_out(nothing, BlockList(random_blocks(2), nothing)))
-    assert not len(copies.copy_in(BlockList(random_blocks(2), nothing), nothing))
+@stream_kinds
+@stages
+@ways
+def test_blocks_go_to_a_peer_and_come_back(
+    is_straight: bool, staged_blocks: int, make_streams: Callable[[], DeviceStreams]
+) -> None:
+    blocks, theirs = torch.from_numpy(random_blocks(1)), torch.from_numpy(random_blocks(2))
+    copies = direct(make_streams(), staged_blocks, is_straight)
+    digests = copies.copy_out(blocks, ON_DEVICE, PeerSide(theirs, ON_HOST))
+    assert torch.equal(theirs[ON_HOST], blocks[ON_DEVICE])
+    others = [block for block in range(NUM_BLOCKS) if block not in ON_HOST]
+    assert (theirs.numpy()[others] == random_blocks(2)[others]).all()
+    assert digests.tolist() == digest_blocks(BlockList(blocks.numpy(), ON_DEVICE)).tolist()
+    blocks.zero_()
+    assert copies.copy_in(PeerSide(theirs, ON_HOST), blocks, ON_DEVICE).tolist() == digests.tolist()
+    assert torch.equal(blocks[ON_DEVICE], theirs[ON_HOST])
+
+
+@ways
+def test_nothing_is_copied_of_an_empty_list(is_straight: bool) -> None:
+    blocks, nothing = torch.from_numpy(random_blocks(1)), np.empty(0, np.int64)
+    there = HostSide(BlockList(random_blocks(2), nothing))
+    copies = direct(is_straight=is_straight)
+    assert not len(copies.copy_out(blocks, nothing, there))
+    assert not len(copies.copy_in(there, blocks, nothing))
+
+
+def test_large_blocks_are_copied_straight_and_small_ones_are_gathered() -> None:
+    def staged_by(block_bytes: int) -> int:
+        accelerator = CpuAccelerator()
+        blocks = torch.zeros((4, block_bytes), dtype=torch.uint8)
+        host, ids = np.zeros((4, block_bytes), np.uint8), np.array([2, 0, 3])
+        copies = DirectCopies(accelerator)
+        copies.copy_out(blocks, ids, HostSide(BlockList(host, ids)))
+        copies.copy_in(HostSide(BlockList(host, ids)), blocks, ids)
+        return accelerator.num_large_rows
+
+    assert staged_by(256 << 10) == 0
+    assert staged_by(80 << 10) > 0
+
+
+# --- lanes
+
+
+def test_copies_one_after_the_other_share_a_lane_and_those_at_once_do_not() -> None:
+    """PyTorch hands out 32 streams in turn: one for each copy is soon the one that computes."""
+    accelerator = CpuAccelerator()
+    lanes = CopyLanes(accelerator)
+    for _ in range(40):
+        with lanes.direct():
+            pass
+    assert accelerator.num_streams_made == 1
+    with lanes.direct() as first, lanes.direct() as second:
+        assert first is not second
+    with lanes.direct(), lanes.direct():
+        pass
+    assert accelerator.num_streams_made == 2
+
+
+def test_a_device_s_blocks_are_walked_on_the_host_by_a_lane_for_each_direction() -> None:
+    accelerator = CpuAccelerator()
+    blocks = torch.from_numpy(random_blocks(1))
+    pieces, ids = DevicePieces(blocks, CopyLanes(accelerator)), np.array([4, 1, 9])
+    for _ in range(40):
+        for piece in pieces.pieces_to_read(ids):
+            piece.blocks[piece.block_ids]
+        for piece in pieces.pieces_to_write(ids):
+            piece.blocks[:] = 7
+    assert accelerator.num_streams_made == 2
+    assert (blocks.numpy()[ids] == 7).all()
+
+
+def test_a_walk_that_is_left_gives_its_lane_back() -> None:
+    accelerator = CpuAccelerator()
+    pieces = DevicePieces(torch.from_numpy(random_blocks(1)), CopyLanes(accelerator))
+    for _ in range(3):
+        walk = pieces.pieces_to_read(np.array([4, 1, 9]))
+        next(walk)
+        del walk
+        gc.collect()
+    assert accelerator.num_streams_made == 1
 
 
 # --- registration
@@ -82,7 +175,7 @@ def arena(tmp_path: Path) -> Arena:
 
 def test_an_arena_is_registered_once_and_until_it_is_closed(arena: Arena) -> None:
     driver, storage = NotedDriver(), filled(LAYOUT, 1)
-    transfer, _ = (ShmTransfer(storage, arena, driver=driver) for _ in range(2))
+    transfer, _ = (ShmTransfer(storage, arena, lanes=cpu_lanes(driver=driver)) for _ in range(2))
     assert arena.is_registered
     assert list(driver.registered.values()) == [arena.path.stat().st_size]
     transfer.close()
@@ -104,7 +197,7 @@ def test_an_arena_that_is_dropped_is_unregistered_before_it_is_unmapped(arena: A
 
 
 def test_a_driver_that_refuses_leaves_copies_through_the_host(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
-    transfer = ShmTransfer(filled(LAYOUT, 1), arena, driver=NotedDriver(num_allowed=0))
+    transfer = ShmTransfer(filled(LAYOUT, 1), arena, lanes=cpu_lanes(driver=NotedDriver(num_allowed=0)))
     assert not arena.is_registered
     assert "not registered with the GPU's driver: out of memory" in caplog.text
     transfer.close()

@@ -7,14 +7,17 @@ import msgspec
 import pytest
 import torch
 
-from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.runtime.kv.block_checksums import source_blocks
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
+from alignedserve.runtime.kv.transfers.local_transfer import relay
+from alignedserve.runtime.kv.transfers.own_buffer_transfer import OwnBufferTransfer
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.harnesses.transfer import NUM_POOL_BLOCKS, changed, content, filled, layout_of, run_of
+from tests.support.cpu_accelerator import cpu_lanes
+from tests.support.memory_drivers import NotedDriver
 from tests.support.samples import blocks
 
 LAYOUT = layout_of("float32")
@@ -86,12 +89,37 @@ def test_targets_that_do_not_fit_are_refused(arenas: Arenas, target: tuple[int, 
     assert not arenas.buffer.blocks.any()
 
 
-def test_into_a_buffer_on_a_device(arenas: Arenas) -> None:
-    buffer = DeviceBuffer(LAYOUT, NUM_POOL_BLOCKS, torch.device("cpu"))
-    runs = buffer.relay_from(arenas.pool, arenas.copy, blocks(7, 6, 5, 9, 3), 5)
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_into_a_buffer_on_a_device_and_back_into_the_pool(arenas: Arenas, is_registered: bool) -> None:
+    lanes = cpu_lanes(driver=NotedDriver(num_allowed=is_registered))
+    pool = ShmTransfer(arenas.storage, arenas.pool, lanes=lanes)
+    assert arenas.pool.is_registered == is_registered
+    rows = torch.zeros((NUM_POOL_BLOCKS, LAYOUT.block_bytes), dtype=torch.uint8)
+    buffer = DeviceBuffer(LAYOUT, rows, lanes)
+    lent = OwnBufferTransfer(arenas.storage, buffer)
+    runs = relay(pool, arenas.copy, lent, blocks(7, 6, 5, 9, 3), 5)
+    assert runs is not None
     assert [(run.first_block, run.num_blocks) for run in runs] == [(7, 1), (6, 1), (5, 1), (9, 1), (3, 1)]
-    assert (buffer.blocks.numpy()[[7, 6, 5, 9, 3]] == content(arenas.storage, SOURCE)).all()
+    assert (rows.numpy()[[7, 6, 5, 9, 3]] == content(arenas.storage, SOURCE)).all()
     assert buffer.is_stamped(blocks(7, 6, 5, 9, 3), 5)
-    with pytest.raises(HandoffRejected):
-        buffer.relay_from(arenas.pool, msgspec.structs.replace(arenas.copy, generation=76), blocks(0, 1, 2, 4, 8), 6)
-    assert not buffer.generations[[0, 1, 2, 4, 8]].any()
+    receiver = filled(LAYOUT, 2)
+    fetching = OwnBufferTransfer(receiver, buffer)
+    assert fetching.fetch([FetchRequest(BlockCopy(5, 37, runs), blocks(0, 1, 2, 3, 4))]) == [True]
+    assert (content(receiver, range(5)) == content(arenas.storage, SOURCE)).all()
+    arenas.pool.stamp(blocks(10, 11, 0, 12, 13), 8)
+    back = relay(lent, BlockCopy(5, 37, runs), pool, blocks(10, 11, 0, 12, 13), 8)
+    assert back is not None
+    assert (arenas.pool.blocks[[10, 11, 0, 12, 13]] == content(arenas.storage, SOURCE)).all()
+
+
+def test_what_does_not_hold_has_no_lease_in_a_buffer_on_a_device(arenas: Arenas) -> None:
+    lanes = cpu_lanes()
+    pool = ShmTransfer(arenas.storage, arenas.pool, lanes=lanes)
+    rows = torch.zeros((NUM_POOL_BLOCKS, LAYOUT.block_bytes), dtype=torch.uint8)
+    buffer = DeviceBuffer(LAYOUT, rows, lanes)
+    lent = OwnBufferTransfer(arenas.storage, buffer)
+    stale = msgspec.structs.replace(arenas.copy, generation=76)
+    assert relay(pool, stale, lent, blocks(0, 1, 2, 4, 8), 6) is None
+    arenas.pool.blocks[9, 0] ^= 1
+    assert relay(pool, arenas.copy, lent, blocks(0, 1, 2, 4, 8), 6) is None
+    assert not buffer.generations.any()

@@ -13,6 +13,7 @@ from alignedserve.runtime.device.streams import CheckedStreams, DeviceStreams, H
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.pending_copies import PendingCopies
 from alignedserve.runtime.kv.staged_copies import StagedCopies
+from tests.support.cpu_accelerator import CpuAccelerator
 
 NUM_BLOCKS, BLOCK_BYTES, PIECE = 11, 24, 3
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ def some_blocks() -> Tensor:
 
 def copies(blocks: Tensor, streams: DeviceStreams, is_staged: bool) -> StagedCopies:
     form, stream = exact_codec(blocks), streams.stream("copies")
-    return StagedCopies(form, stream, CPU, staged_bytes=PIECE * BLOCK_BYTES, is_staged=is_staged)
+    return StagedCopies(form, stream, CpuAccelerator() if is_staged else None, staged_bytes=PIECE * BLOCK_BYTES)
 
 
 @stream_kinds

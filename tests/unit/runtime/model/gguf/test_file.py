@@ -13,7 +13,8 @@ from alignedserve.core.errors import ModelError, ModelNotFound
 from alignedserve.runtime.model.gguf import cursor
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from tests.support.marks import many
 from tests.support.tiny_gguf import HIDDEN, byte_level_tokens, mutated_header, write_tiny_gguf
 
 STRING, ARRAY, UINT32, UINT64 = 8, 9, 4, 10
@@ -187,7 +188,7 @@ def read_everything(path: Path) -> None:
     Tokenizer.load(path)
 
 
-@pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("count", [250, pytest.param(many(10_000), marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_mutated_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "a.gguf", "llama", ("Q4_0",))
     header = path.read_bytes()[: min(found.offset for found in GgufFile(path).tensors.values())]

@@ -15,8 +15,9 @@ from alignedserve.runtime.model.gguf import file as gguf_file
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile, part_names
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from tests.support.converted_gguf import split_in_parts
+from tests.support.marks import many
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_gguf import mutated_header, write_tiny_gguf
 
@@ -113,7 +114,7 @@ def test_truncated_part(whole: Path) -> None:
         GgufFile(first)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("count", [100, pytest.param(many(5_000), marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_mutated_parts_are_read_or_refused(count: int, whole: Path) -> None:
     first, second = split_in_parts(whole, 2)
     tensors = [tensor for tensor in GgufFile(first).tensors.values() if tensor.path == second]

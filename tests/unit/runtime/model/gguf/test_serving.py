@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from alignedserve.core.request import SamplingParams
-from alignedserve.offline import LLM
+from alignedserve.offline.llm import LLM
 from tests.support.tiny_gguf import write_tiny_gguf
 
 

@@ -15,7 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.loadgen.prompts import load_tokenizer
 from alignedserve.runtime.model.gguf.pre_tokenizers import PRE_TOKENIZERS
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
+from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from tests.support.tiny_gguf import byte_level_tokens
 from tests.support.tiny_gguf import write_tiny_gguf as write
 
@@ -59,7 +60,7 @@ def test_control_tokens_and_template(tmp_path: Path) -> None:
     assert tokenizer.encode("<|im_start|>h<|im_end|>")[::2] == [1, 2]
     assert [tokenizer.is_special(token_id) for token_id in range(4)] == [True, True, True, False]
     assert tokenizer.bos_token_id == 1
-    rendered = tokenizer.encode_chat([{"role": "user", "content": "h<|im_end|>"}], now=NOW)
+    rendered = tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": "h<|im_end|>"}]), now=NOW)
     assert rendered.count(2) == 1  # a message cannot end its own turn
     assert rendered[0] == 1
 

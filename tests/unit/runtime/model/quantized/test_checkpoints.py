@@ -133,9 +133,9 @@ def test_generation(tmp_path: Path) -> None:
 def test_the_engine_benchmark_counts_packed_weights(tmp_path: Path) -> None:
     served = resolved(made(tmp_path, "awq"), "float32")
     assert served.stored is not None
-    counted = weight_bytes(served.config, str(tmp_path), "float32")
+    counted = weight_bytes(served.decoder, str(tmp_path), "float32")
     assert counted == (served.weight_bytes, served.stored.step_bytes)
-    assert counted.step_bytes < 4 * served.config.num_multiplied
+    assert counted.step_bytes < 4 * served.decoder.num_multiplied
 
 
 INT = torch.int32

@@ -10,12 +10,16 @@ from torch import Tensor
 
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.source import QuantizedSource
+from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
 from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import assemble_weights
+from alignedserve.runtime.model.weight_loader import DecoderWeights, assemble_weights
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
-from kernels.float8_linear import Float8Linear
+from kernels.feed_forward import StackedExperts
+from kernels.linear import Linear
+from kernels.narrow.float8_linear import Float8Linear
 from tests.support.marks import slow
 from tests.support.quantized_checkpoints import FORMATS, quantize_folder
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
@@ -91,8 +95,48 @@ def test_every_family(family: str, name: str, tmp_path: Path) -> None:
 def test_products_in_fp8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that multiplies FP8: a CPU computes the same product."""
     expected = made(tmp_path, "llama_mha", name)
-    monkeypatch.setattr("alignedserve.runtime.model.quantized.source.has_float8_products", lambda device: True)
-    config = read_config(tmp_path)
-    weights = load_weights(tmp_path, config, torch.bfloat16)
+    weights = weights_as_on_a_gpu(tmp_path, monkeypatch, torch.bfloat16, has_float8=True)
     assert all(isinstance(product, Float8Linear) for product in weights.layer_projections)
-    assert error(logits_of(Decoder(config, weights)), expected) < 0.1
+    assert error(logits_of(Decoder(read_config(tmp_path), weights)), expected) < 0.1
+
+
+def weights_as_on_a_gpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, has_float8: bool
+) -> DecoderWeights:
+    """Load what a worker on a GPU would hold; its products run here by PyTorch."""
+
+    def computing(device: str, dtype: str, _: bool) -> Computing:
+        return Computing("cuda", dtype, has_float8)
+
+    monkeypatch.setattr("alignedserve.runtime.model.quantized.source.Computing", computing)
+    monkeypatch.setattr("alignedserve.runtime.model.weight_loader.has_experts_apart", lambda device: False)
+    return load_weights(folder, read_config(folder), dtype)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 in blocks", "gptq desc_act, different orders", "w8a16", *slow("awq", "fp8", "w8a8")]
+)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_weights_stay_packed_on_a_gpu(family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts too. Inputs are not rounded."""
+    expected = made(tmp_path, family, name)
+    weights = weights_as_on_a_gpu(tmp_path, monkeypatch, torch.float32, has_float8=False)
+    config = read_config(tmp_path)
+    assert all(not isinstance(product, Linear | StackedExperts) for product in weights.layer_projections)
+    assert error(logits_of(Decoder(config, weights)), expected) < 1e-5
+    computing = Computing("cuda:0", "float32")
+    assert quantized_weights(tmp_path, config, computing).warning is None
+
+
+def test_experts_of_which_one_matrix_is_unpacked_are_all_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their inner width is 40: a group of 32 does not fit."""
+    expected = made(tmp_path, "qwen3_moe", "fp8")
+    weights = weights_as_on_a_gpu(tmp_path, monkeypatch, torch.float32, has_float8=False)
+    config = read_config(tmp_path)
+    assert isinstance(weights.layers[0].mlp, StackedExperts)
+    assert error(logits_of(Decoder(config, weights)), expected) < 1e-5
+    warning = quantized_weights(tmp_path, config, Computing("cuda:0", "float32")).warning
+    assert warning is not None
+    assert warning.startswith("36 matrices unpacked to float32")

@@ -1,0 +1,160 @@
+"""Processes of a served cluster die or stop while it streams: every answer goes on, unchanged, and nothing leaks."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.serving import EXACT, Serving, serving, token_prompts
+from tests.cluster.streams import Stream, make_client, stream_all, stream_one
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+PROMPTS = token_prompts(8)
+MAX_TOKENS = 200
+SEPARATE_KINDS = ("DecodeWorker", "PrefillWorker", "KvPool", "Router")
+STOPPED_S = 8.0  # longer than links.peer_timeout_s: all peers have given it up when it wakes
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared_cluster: Serving) -> list[str]:
+    return reference(shared_cluster)
+
+
+@pytest.fixture(scope="module")
+def larger_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
+    counts = ("--set", "topology=disaggregated", "--set", "prefill.count=2", "--set", "decode.count=2")
+    options = (str(random_model), *EXACT, *counts)
+    with serving(tmp_path_factory.mktemp("larger"), *options) as served:
+        served.wait_ready()
+        yield served
+
+
+def reference(cluster: Serving) -> list[str]:
+    streams = asyncio.run(stream_all(cluster.url, PROMPTS, MAX_TOKENS))
+    assert all(stream.is_done and stream.error is None for stream in streams), streams
+    assert len({stream.text for stream in streams}) == len(PROMPTS)
+    return [stream.text for stream in streams]
+
+
+async def stream_through(cluster: Serving, hurt: Callable[[], object], *, is_router_hurt: bool) -> list[Stream]:
+    """Stream everything; once the first answers flow, for a router all of them, do what hurts."""
+    streams = [Stream() for _ in PROMPTS]
+    async with make_client(cluster.url) as client:
+        pairs = zip(PROMPTS, streams, strict=True)
+        tasks = [asyncio.create_task(stream_one(client, prompt, MAX_TOKENS, stream)) for prompt, stream in pairs]
+        await asyncio.gather(*(stream.started.wait() for stream in (streams if is_router_hurt else streams[:3])))
+        assert not any(stream.is_done for stream in streams), "too late to hurt"
+        await asyncio.to_thread(hurt)
+        await asyncio.gather(*tasks)
+    return streams
+
+
+def stop_and_continue(process: psutil.Process) -> None:
+    process.suspend()
+    try:
+        time.sleep(STOPPED_S)
+    finally:
+        process.resume()
+
+
+def assert_unharmed(cluster: Serving, streams: list[Stream], undisturbed: list[str]) -> None:
+    assert [stream.error for stream in streams] == [None] * len(streams)
+    assert [stream.text for stream in streams] == undisturbed
+    assert all(stream.is_done for stream in streams)
+    assert_serves(cluster)
+
+
+def assert_serves(cluster: Serving) -> None:
+    cluster.wait_ready()
+    cluster.wait_idle()
+    assert cluster.complete()[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["ColocatedWorker", "Router"])
+async def test_a_killed_process_is_not_noticed_by_clients(cluster: Serving, undisturbed: list[str], kind: str) -> None:
+    victim = cluster.actor(kind)
+    streams = await stream_through(cluster, victim.kill, is_router_hurt=kind == "Router")
+    assert_unharmed(cluster, streams, undisturbed)
+    assert victim.pid not in [actor.pid for actor in cluster.actors(kind)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SEPARATE_KINDS)
+async def test_nor_is_one_of_separate_workers(separate_cluster: Serving, undisturbed: list[str], kind: str) -> None:
+    victim = separate_cluster.actor(kind)
+    streams = await stream_through(separate_cluster, victim.kill, is_router_hurt=kind == "Router")
+    assert_unharmed(separate_cluster, streams, undisturbed)
+    assert separate_cluster.actor(kind).pid != victim.pid
+
+
+@pytest.mark.parametrize("kinds", [("Router",), ("Router", "ColocatedWorker")])
+async def test_requests_without_a_token_are_not_lost(
+    cluster: Serving, undisturbed: list[str], kinds: tuple[str, ...]
+) -> None:
+    """Those that have just been sent, and those that come while there is no router."""
+    streams = [Stream() for _ in PROMPTS]
+    async with make_client(cluster.url) as client:
+
+        def begin(first: int, last: int) -> list[asyncio.Task[Stream]]:
+            pairs = list(zip(PROMPTS, streams, strict=True))[first:last]
+            return [asyncio.create_task(stream_one(client, prompt, MAX_TOKENS, stream)) for prompt, stream in pairs]
+
+        tasks = begin(0, 4)
+        await asyncio.sleep(0)  # they are on their way
+        for kind in kinds:
+            cluster.actor(kind).kill()
+        await asyncio.to_thread(cluster.wait_unready)
+        tasks += begin(4, 8)
+        await asyncio.gather(*tasks)
+    assert_unharmed(cluster, streams, undisturbed)
+
+
+async def test_a_killed_gateway_comes_back_on_its_port_and_frees_what_it_had(cluster: Serving) -> None:
+    victim = cluster.actor("Gateway")
+    streams = await stream_through(cluster, victim.kill, is_router_hurt=False)
+    assert all(stream.error is not None and not stream.is_done for stream in streams)
+    assert_serves(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ColocatedWorker", "Gateway"])
+async def test_a_process_that_stops_and_wakes_does_no_harm(cluster: Serving, undisturbed: list[str], kind: str) -> None:
+    victim = cluster.actor(kind)
+    streams = await stream_through(cluster, lambda: stop_and_continue(victim), is_router_hurt=False)
+    assert_unharmed(cluster, streams, undisturbed)
+    assert cluster.actor(kind).pid == victim.pid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SEPARATE_KINDS)
+async def test_nor_does_one_of_separate_workers(separate_cluster: Serving, undisturbed: list[str], kind: str) -> None:
+    victim = separate_cluster.actor(kind)
+    streams = await stream_through(separate_cluster, lambda: stop_and_continue(victim), is_router_hurt=kind == "Router")
+    assert_unharmed(separate_cluster, streams, undisturbed)
+    assert separate_cluster.actor(kind).pid == victim.pid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SEPARATE_KINDS)
+async def test_of_several_workers_one_dies(larger_cluster: Serving, kind: str) -> None:
+    undisturbed = await asyncio.to_thread(reference, larger_cluster)
+    hurts = (lambda: larger_cluster.actor(kind).kill(), lambda: stop_and_continue(larger_cluster.actor(kind)))
+    for hurt in hurts:
+        streams = await stream_through(larger_cluster, hurt, is_router_hurt=kind == "Router")
+        assert_unharmed(larger_cluster, streams, undisturbed)
+
+
+@pytest.mark.slow
+async def test_everything_but_the_gateway_dies_at_once(separate_cluster: Serving, undisturbed: list[str]) -> None:
+    victims = [separate_cluster.actor(kind) for kind in SEPARATE_KINDS]
+
+    def kill_all() -> None:
+        for victim in victims:
+            victim.kill()
+
+    streams = await stream_through(separate_cluster, kill_all, is_router_hurt=True)
+    assert_unharmed(separate_cluster, streams, undisturbed)

@@ -1,0 +1,171 @@
+"""Ranks as processes: the same tokens as one rank, and what happens when a rank dies or hangs."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from alignedserve import LLM, LoRARequest, SamplingParams
+from alignedserve.core.errors import ModelError
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.messages.caches import ArenaOffered, BlockCopy
+from alignedserve.runtime.attention.sequence_table import NewSequence
+from alignedserve.runtime.engine.engine import Engine, StepSlice
+from alignedserve.runtime.engine.ranks import rank_group
+from alignedserve.runtime.engine.ranks.rank_group import RankGroup
+from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec, load_shard, make_storage
+from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.ranked_transfer import RankedTransfer
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
+from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.model_files import read_config
+from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange
+from tests.support.lora_folders import write_adapter
+from tests.support.tiny_engines import GREEDY, random_tokens
+from tests.support.tiny_models import make_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")]
+
+PROMPT = random_tokens(1, 20)
+NAME = RequestId("request")
+TIMEOUT_S = 5.0
+SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model(path, "llama")
+    return path
+
+
+def spec_of(folder: Path, size: int = 2, timeout_s: float = 60.0) -> RankEngineSpec:
+    return RankEngineSpec(
+        model=ModelSpec(read_config(folder), folder, "float32"),
+        size=size,
+        devices=("cpu",) * size,
+        block_size=16,
+        num_blocks=8,
+        max_sequences=4,
+        max_context_len=100,
+        attention="auto",
+        cache_dtype="float32",
+        num_threads=1,
+        timeout_s=timeout_s,
+    )
+
+
+class Started:
+    """A group of ranks and the engine of the first."""
+
+    def __init__(self, spec: RankEngineSpec, *, uses_process_group: bool = False) -> None:
+        self.group = RankGroup(spec, uses_process_group=uses_process_group)
+        try:
+            decoder, storage = load_shard(spec, self.group.collectives), make_storage(spec, 0, self.group.meeting)
+            self.group.wait()
+        except BaseException:
+            self.group.close()
+            raise
+        self.engine = Engine(model=decoder, storage=storage, max_sequences=4, max_context_len=100, ranks=self.group)
+
+    def start(self) -> list[int]:
+        blocks = tuple(BlockId(block) for block in range(4))
+        self.engine.add_sequence(NewSequence(NAME, tuple(PROMPT), len(PROMPT), 0, blocks, GREEDY))
+        return self.step(len(PROMPT))
+
+    def step(self, count: int = 1) -> list[int]:
+        return [token.token_id for token in self.engine.execute([StepSlice(NAME, count)]).sampled]
+
+
+@pytest.fixture
+def ranks(folder: Path) -> Iterator[Started]:
+    started = Started(spec_of(folder, timeout_s=TIMEOUT_S))
+    yield started
+    started.group.kill()
+    started.group.close()
+
+
+@pytest.mark.parametrize("uses_process_group", [False, True])
+def test_processes_generate_what_one_does(folder: Path, *, uses_process_group: bool) -> None:
+    tokens = []
+    for size in (1, 2):
+        started = Started(spec_of(folder, size), uses_process_group=uses_process_group and size > 1)
+        tokens.append(started.start() + [token for _ in range(10) for token in started.step()])
+        started.group.close()
+        assert not [pid for pid in started.group.process_ids if psutil.pid_exists(pid)]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_killed_rank_fails_the_next_step(ranks: Started) -> None:
+    ranks.start()
+    os.kill(ranks.group.process_ids[0], signal.SIGKILL)
+    with pytest.raises(ExchangeBroken):
+        ranks.step()
+
+
+def test_a_rank_that_hangs_is_noticed(ranks: Started) -> None:
+    ranks.start()
+    os.kill(ranks.group.process_ids[0], signal.SIGSTOP)
+    with pytest.raises(ExchangeBroken):
+        ranks.step()
+    ranks.group.kill()
+    ranks.group.close()
+    assert not psutil.pid_exists(ranks.group.process_ids[0])
+
+
+def test_blocks_of_ranks_with_memories_of_their_own_go_through_a_pool(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs: each process copies its part of every block."""
+    monkeypatch.setattr(rank_group, "make_block_memory", lambda _: None)
+    started = Started(spec_of(folder))
+    try:
+        storage, copies = started.engine.storage, started.group.copies
+        arena = Arena.create(tmp_path / "arena", storage.part.whole(storage.layout), 4)
+        arena.stamp([BlockId(2)], 7)
+        tokens = started.start() + [token for _ in range(5) for token in started.step()]
+        own = ShmTransfer(storage, Arena.attach(arena.path, arena.layout, storage.part))
+        copies.open("pool", ArenaOffered(str(arena.path), 4, arena.layout.block_bytes, arena.layout.digest().hex()))
+        transfer = RankedTransfer(own, copies, "pool")
+        (runs,) = transfer.offload([OffloadRequest([BlockId(0)], [BlockId(2)], 7)])
+        assert runs is not None
+        assert transfer.fetch([FetchRequest(BlockCopy(7, 16, runs), [BlockId(5)])]) == [True]
+        cached, blocks = RequestId("cached"), tuple(map(BlockId, (5, 4, 6, 7)))
+        started.engine.add_sequence(NewSequence(cached, tuple(PROMPT), len(PROMPT), 16, blocks, GREEDY))
+        found = []
+        for count in (len(PROMPT) - 16, 1, 1, 1, 1, 1):
+            found += [token.token_id for token in started.engine.execute([StepSlice(cached, count)]).sampled]
+        assert found == tokens
+        arena.close(unlink=True)
+    finally:
+        started.group.close()
+    assert not [pid for pid in started.group.process_ids if psutil.pid_exists(pid)]
+
+
+def test_what_a_rank_cannot_load_is_told_by_name(folder: Path) -> None:
+    spec = spec_of(folder)
+    broken = replace(spec.model.config, vocab_size=100)
+    with pytest.raises(ModelError, match="has shape"):
+        Started(msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, config=broken)))
+
+
+def test_adapters_are_divided_too(tmp_path: Path) -> None:
+    """Each prompt with its adapter, by the Python API, beside one without."""
+    model = read_config(pocket_folder())
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / name, model, seed=seed)
+    asked = [None, *(LoRARequest(name, tmp_path / name) for name in ("one", "two"))]
+    found = []
+    for size in (1, 2):
+        llm = LLM("pocket", dtype="float32", memory_bytes=16 * 2**20, enable_lora=True, tensor_parallel_size=size)
+        outputs = llm.generate(["what is 4 + 5?"] * 3, SAMPLING, lora_request=asked)
+        found.append([output.token_ids for output in outputs])
+        llm.close()
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens in found[0]}) == 3

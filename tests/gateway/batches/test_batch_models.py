@@ -1,0 +1,82 @@
+"""Batches where several models are served: lines that name two, one that nobody serves, a model that is removed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
+from alignedserve.gateway.models.model_card import ModelCard
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
+from tests.gateway.support import EOS, saying, tokenizer, tokenizer_folder
+from tests.support.batch_samples import chat_line
+from tests.support.waiting import holds
+
+
+def add_model(served: BatchGateway, name: str, script: Any = None) -> ScriptedBackend:
+    backend = ScriptedBackend(script or saying("good day"))
+    served.services.add_model(ModelCard(name, tokenizer_folder(), 256, (EOS,)), backend, tokenizer())
+    return backend
+
+
+def lines_of(*models: str) -> bytes:
+    return b"".join(chat_line(f"line-{place}", model=model) + b"\n" for place, model in enumerate(models))
+
+
+async def test_every_line_runs_with_the_model_that_it_names(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path) as served:
+        other = add_model(served, "other")
+        batch = await served.wait_for((await served.submit(lines_of("tiny", "other", "tiny", "other")))["id"])
+        assert batch["status"] == "completed"
+        assert "model" not in batch  # they name several
+        results = [json.loads(line) for line in await served.results(batch["output_file_id"])]
+        bodies = {one["custom_id"]: one["response"]["body"] for one in results}
+        said = {name: (body["model"], body["choices"][0]["message"]["content"]) for name, body in bodies.items()}
+        assert said == {
+            "line-0": ("tiny", "hello world"),
+            "line-1": ("other", "good day"),
+            "line-2": ("tiny", "hello world"),
+            "line-3": ("other", "good day"),
+        }
+        assert len(other.submitted) == len(served.backend.submitted) == 2
+        one_model = await served.wait_for((await served.submit(lines_of("other", "other")))["id"])
+        assert one_model["model"] == "other"
+
+
+async def test_a_line_of_a_model_that_nobody_serves_fails_the_file(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path) as served:
+        add_model(served, "other")
+        batch = await served.wait_for((await served.submit(lines_of("tiny", "another", "other")))["id"])
+        assert batch["status"] == "failed"
+        assert [(one["code"], one["line"]) for one in batch["errors"]["data"]] == [("model_not_found", 2)]
+
+
+async def test_lines_of_a_model_that_is_removed_fail_with_its_error_and_those_that_run_end(tmp_path: Path) -> None:
+    slow = Script((5,) * 40, token_delay_s=0.02)
+    async with batch_gateway(tmp_path, max_in_flight=2) as served:
+        other = add_model(served, "other", lambda _: slow)
+        submitted = await served.submit(lines_of(*["other"] * 4, "tiny"))
+        await holds(lambda: len(other.submitted) == 2)
+        model = served.services.find_model("other")
+        assert model.uses.num_open == 2
+        served.services.models.replace_all([one for one in served.services.models.all if one.card.name == "tiny"])
+        batch = await served.wait_for(submitted["id"])
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": 5, "completed": 3, "failed": 2}
+        errors = [json.loads(line) for line in await served.results(batch["error_file_id"])]
+        assert {one["response"]["status_code"] for one in errors} == {404}
+        assert {one["response"]["body"]["error"]["code"] for one in errors} == {"model_not_found"}
+        assert model.uses.num_open == 0
+
+
+async def test_a_model_that_is_not_loaded_yet_is_waited_for(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        served.services.models.replace_all(served.services.models.all, expected=["other"])
+        served.services.models.is_complete = False
+        served.start_driver()
+        submitted = await served.submit(lines_of("tiny"))
+        batch = await served.wait_for(submitted["id"])
+        assert batch["status"] == "completed"
+        refused = await served.client.post(
+            "/v1/chat/completions", json={"model": "other", "messages": [{"role": "user", "content": "hello"}]}
+        )
+        assert refused.status_code == 503

@@ -1,0 +1,238 @@
+"""Raw connections to a real server: what is too much or too slow is refused, what is merely unusual is answered."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
+from alignedserve.gateway.connections import http_protocol
+from alignedserve.gateway.connections.limits import ConnectionLimits, most_connections
+from alignedserve.gateway.server import HttpServer, bind
+from tests.gateway.support import saying, services_for
+
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+PATIENCE_S = 60.0
+
+Connect = Any
+
+
+@asynccontextmanager
+async def serving(script: Any = None, **config: Any) -> AsyncIterator[Connect]:
+    """Yield what opens a connection to a running server."""
+    backend = ScriptedBackend(script or saying("the quick brown fox"))
+    server = HttpServer(services_for(backend, GatewayConfig(**config)), bind("127.0.0.1", 0))
+    await server.start()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writers.append(writer)
+        return reader, writer
+
+    try:
+        yield connect
+    finally:
+        for writer in writers:
+            writer.close()
+        await server.stop()
+
+
+async def rest_of(reader: asyncio.StreamReader) -> bytes:
+    """Return all that comes until the server closes the connection."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+async def status_of(reader: asyncio.StreamReader) -> int:
+    async with asyncio.timeout(PATIENCE_S):
+        return int((await reader.readline()).split()[1])
+
+
+def chat(*headers: bytes, **fields: Any) -> bytes:
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
+    head = [b"POST /v1/chat/completions HTTP/1.1", b"Host: x", b"Content-Type: application/json", *headers]
+    return b"\r\n".join([*head, b"Content-Length: %d" % len(body), b"", body])
+
+
+async def test_headers_without_end_are_refused() -> None:
+    async with serving(header_timeout_s=PATIENCE_S) as connect:
+        _, writer = await connect()
+        writer.write(GET)
+        num_sent = 0
+        try:
+            while num_sent < 300 << 20:
+                writer.write(b"x-filler: " + b"y" * 65_000 + b"\r\n")
+                await writer.drain()
+                num_sent += 65_000
+        except ConnectionError:
+            pass
+        assert num_sent < 50 << 20  # a socket's buffers of both sides, at most
+        other, writer = await connect()
+        writer.write(GET + b"Connection: close\r\n\r\n")
+        assert b"200 OK" in await rest_of(other)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        GET + b"x: " + b"y" * 70_000,
+        GET + b"x: " + b"y" * 70_000 + b"\r\n\r\n",
+        GET + b"a: b\r\n" * 20_000 + b"\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+    ],
+    ids=["one that has no end", "one", "many", "a path"],
+)
+async def test_a_large_head_is_refused(head: bytes) -> None:
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(head)
+        answer = await rest_of(reader)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GE", GET, b"\r\n"], ids=repr)
+async def test_a_connection_that_sends_no_request_is_closed(sent: bytes) -> None:
+    async with serving(header_timeout_s=0.2) as connect:
+        reader, writer = await connect()
+        writer.write(sent)
+        answer = await rest_of(reader)
+    assert answer.startswith(b"HTTP/1.1 408 " if sent.strip() else b"")
+    assert bool(answer) == bool(sent.strip())
+
+
+async def test_a_connection_that_is_kept_alive_by_empty_lines_is_closed() -> None:
+    async with serving(header_timeout_s=0.2) as connect:
+        reader, writer = await connect()
+        writer.write(GET + b"\r\n")
+        assert await status_of(reader) == 200
+        writer.write(b"\r\n")
+        assert (await rest_of(reader)).endswith(b"}")
+
+
+async def test_headers_that_trickle_are_refused() -> None:
+    async with serving(header_timeout_s=0.5) as connect:
+        reader, writer = await connect()
+        for letter in GET + b"a: b\r\n" * 40:
+            if not writer.is_closing():
+                writer.write(bytes([letter]))
+            await asyncio.sleep(0.01)
+        assert (await rest_of(reader))[:13] in (b"HTTP/1.1 408 ", b"")  # a reset may overtake the answer
+
+
+@pytest.mark.parametrize("num_bytes", [2, 200_000], ids=["a little", "until the buffers are full"])
+async def test_a_body_that_is_declared_too_large_is_refused_at_once(num_bytes: int) -> None:
+    async with serving() as connect:
+        reader, writer = await connect()
+        head = chat().replace(b"Content-Length", b"X-Length").partition(b"\r\n\r\n")[0]
+        writer.write(head + b"\r\nContent-Length: 1000000000\r\n\r\n" + b"{" * num_bytes)
+        assert await status_of(reader) == 413
+
+
+async def test_a_refused_body_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_LINGER_S", 0.2)
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(chat().replace(b"Content-Length: ", b"Content-Length: 99999"))
+        assert (await rest_of(reader)).startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_body_that_trickles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_BODY_CHECK_S", 0.2)
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(chat()[:-20])
+        assert (await rest_of(reader)).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize(
+    "body", [b"0\r\n" + b"a: b\r\n" * 40_000, b"1;" + b"x" * 200_000, b"0\r\na: " + b"x" * 200_000], ids=lambda b: b[:6]
+)
+async def test_what_stands_around_a_body_is_bounded(body: bytes) -> None:
+    async with serving() as connect:
+        reader, writer = await connect()
+        head = chat().partition(b"\r\n\r\n")[0].replace(b"Content-Length", b"X-Length")
+        writer.write(head + b"\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await writer.drain()
+        for place in range(0, len(body), 20_000):
+            writer.write(body[place : place + 20_000])
+            await asyncio.sleep(0.001)
+        assert (await rest_of(reader))[:13] in (b"HTTP/1.1 400 ", b"")
+
+
+async def test_a_half_closed_client_is_answered() -> None:
+    async with serving(lambda _: Script((5,) * 8, first_token_delay_s=0.5)) as connect:
+        for request in (chat(), chat(stream=True), chat() + chat(b"Connection: close")):
+            reader, writer = await connect()
+            writer.write(request)
+            writer.write_eof()
+            answer = await rest_of(reader)
+            final = answer.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+            assert final.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert final.count(b"HTTP/1.1 200 OK") == 1 + (b"close" in request)
+            assert final.endswith((b"}", b"0\r\n\r\n"))
+
+
+async def test_half_a_request_is_not_waited_for_when_the_client_ends() -> None:
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(chat()[:-5])
+        writer.write_eof()
+        assert await rest_of(reader) == b""
+
+
+async def test_pipelined_requests_are_answered_in_turn() -> None:
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(chat() * 5 + (GET + b"\r\n") * 5 + chat(b"Connection: close"))
+        answer = await rest_of(reader)
+        kinds = [b'"choices"' in part for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
+        assert kinds == [True] * 5 + [False] * 5 + [True]
+
+
+async def test_a_pipeline_without_end_is_closed() -> None:
+    async with serving(lambda _: Script((5,) * 8, first_token_delay_s=PATIENCE_S)) as connect:
+        reader, writer = await connect()
+        writer.write(chat() + (GET + b"\r\n") * 1000)
+        assert await rest_of(reader) == b""
+
+
+@pytest.mark.parametrize("limit", ["max_connections", "max_connections_per_address"])
+async def test_too_many_connections_are_refused_until_others_end(limit: str) -> None:
+    async with serving(**{limit: 3}) as connect:
+        held = [await connect() for _ in range(3)]
+        for reader, writer in held:
+            writer.write(GET + b"\r\n")
+            assert await status_of(reader) == 200
+        refused, _ = await connect()
+        answer = await rest_of(refused)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in answer
+        held[0][1].close()
+        async with asyncio.timeout(PATIENCE_S):
+            status = 503
+            while status == 503:
+                reader, writer = await connect()
+                writer.write(GET + b"\r\n")
+                line = await reader.readline()
+                status = int(line.split()[1]) if line else 503
+        assert status == 200
+
+
+def test_connections_are_counted_by_address() -> None:
+    limits = ConnectionLimits.of(GatewayConfig(max_connections=3, max_connections_per_address=2))
+    assert [limits.admit(address) for address in "aaabb"] == [True, True, False, True, False]
+    limits.leave("a")
+    assert limits.admit("b")
+    assert not limits.admit("a")
+    limits.leave("a")
+    assert limits.num_of_address == {"b": 2}
+    assert ConnectionLimits.of(GatewayConfig(max_connections=1 << 40)).max_connections == most_connections()

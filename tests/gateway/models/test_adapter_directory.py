@@ -1,0 +1,38 @@
+"""Adapters that are loaded while serving: known to every process of the node, and to one that is restarted."""
+
+from pathlib import Path
+
+import pytest
+
+from alignedserve.config.sections import LoraConfig, ModelSectionConfig
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.errors import NotFound
+from alignedserve.gateway.models.adapter_directory import AdapterDirectory
+from alignedserve.runtime.lora.adapter_folders import with_adapters
+from alignedserve.runtime.model.served_model import resolve_model
+from tests.support.lora_folders import write_adapter
+from tests.support.tiny_models import make_tiny_model
+
+
+def test_what_one_process_loads_and_unloads_the_others_know(tmp_path: Path) -> None:
+    reference = make_tiny_model(tmp_path / "model", "llama")
+    for name in ("fixed", "mine"):
+        write_adapter(tmp_path / "adapters" / name, reference, seed=len(name))
+    config = LoraConfig(adapters={"fixed": str(tmp_path / "adapters/fixed")}, allowed_folder=str(tmp_path / "adapters"))
+    served = with_adapters(resolve_model(ModelSectionConfig(path=str(tmp_path / "model"))), config)
+    one, other = (AdapterDirectory(served, tmp_path / "adapters.json") for _ in range(2))
+    loaded = one.load("mine", str(tmp_path / "adapters/mine"))
+    assert [adapter.name for adapter in other.all] == ["fixed", "mine"]
+    assert other.find("mine") == loaded
+    assert AdapterDirectory(served, tmp_path / "adapters.json").find("mine") == loaded
+    with pytest.raises(InvalidRequest, match="load_inplace"):
+        other.load("mine", str(tmp_path / "adapters/mine"))
+    for name in ("fixed", served.name):
+        with pytest.raises(InvalidRequest, match="configuration"):
+            one.load(name, str(tmp_path / "adapters/mine"))
+    with pytest.raises(InvalidRequest, match="not inside"):
+        one.load("outside", str(tmp_path))
+    other.unload("mine")
+    assert one.find("mine") is None
+    with pytest.raises(NotFound):
+        one.unload("mine")

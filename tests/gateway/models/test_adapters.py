@@ -1,0 +1,102 @@
+"""Every API by an adapter's name: the request has the adapter, the answer its name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from alignedserve.config.sections import LoraConfig
+from alignedserve.core.request import Request
+from alignedserve.gateway.backend.scripted import Script
+from alignedserve.gateway.errors import Unservable
+from alignedserve.gateway.models.adapter_directory import AdapterDirectory
+from alignedserve.gateway.models.model_card import ModelCard
+from alignedserve.gateway.models.model_registry import RegisteredModel
+from alignedserve.gateway.prefix_hasher import PrefixHasher
+from alignedserve.runtime.lora.adapter_folders import with_adapters
+from alignedserve.runtime.model.served_model import ServedModel
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
+from tests.gateway.deployment_support import served_model
+from tests.gateway.support import EOS, error_of, tokenizer, tokens_of, write_tokenizer
+from tests.support.batch_samples import chat_line
+from tests.support.lora_folders import write_adapter
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+REASON = "its adapter cannot be loaded: The files of the adapter have changed since it was loaded."
+CALLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+}
+
+
+def script_of(request: Request) -> Script:
+    """Say which adapter the request has; one called broken cannot be loaded."""
+    name = request.adapter.name if request.adapter is not None else "base"
+    return Script((), failure=Unservable(REASON)) if name == "broken" else Script((*tokens_of(name), EOS))
+
+
+def adapted_model(folder: Path) -> ServedModel:
+    (folder / "model").mkdir()
+    write_tokenizer(folder / "model")
+    base = served_model("based", folder / "model")
+    for seed, name in enumerate(("terse", "broken")):
+        write_adapter(folder / name, base.decoder, seed=seed)
+    return with_adapters(base, LoraConfig(adapters={name: str(folder / name) for name in ("terse", "broken")}))
+
+
+def add_adapted(served: BatchGateway, folder: Path) -> None:
+    """Serve a model with two adapters behind the gateway's own."""
+    model = adapted_model(folder)
+    card, hasher = ModelCard.of(model), PrefixHasher(b"k" * 32, form=b"form", block_size=8)
+    directory = AdapterDirectory(model, folder / "adapters.json")
+    services = served.services.make_model(card, served.backend, tokenizer(), hasher, adapters=directory)
+    served.services.models.add(RegisteredModel(card, services))
+
+
+async def test_every_api_takes_an_adapter_for_a_model(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path / "batches", script_of) as served:
+        add_adapted(served, tmp_path)
+
+        async def post(path: str, model: str) -> httpx.Response:
+            return await served.client.post(path, json={"model": model, **CALLS[path]})
+
+        listed = (await served.client.get("/v1/models")).json()["data"]
+        assert [(one["id"], one.get("parent")) for one in listed][1:] == [
+            ("based", None),
+            ("terse", "based"),
+            ("broken", "based"),
+        ]
+        roots = set()
+        for path in CALLS:
+            for name, said in (("based", "base"), ("terse", "terse")):
+                answer = await post(path, name)
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["model"] == name
+                assert f'"{said}"' in answer.text
+                roots.add((name, served.backend.submitted[-1].prefix_root))
+            failure = await post(path, "broken")
+            assert failure.status_code == 400, failure.text
+            assert REASON in failure.text
+        assert len(roots) == len({root for _, root in roots}) == 2
+        assert error_of(await post("/v1/chat/completions", "nobody"), 404)["code"] == "model_not_found"
+
+
+async def test_lines_of_a_batch_name_adapters(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path / "batches", script_of, max_attempts=1) as served:
+        add_adapted(served, tmp_path)
+        names = ("based", "terse", "broken", "terse")
+        content = b"".join(chat_line(f"line-{place}", model=name) + b"\n" for place, name in enumerate(names))
+        batch = await served.wait_for((await served.submit(content))["id"])
+        assert batch["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
+        results = [json.loads(line) for line in await served.results(batch["output_file_id"])]
+        bodies = {one["custom_id"]: one["response"]["body"] for one in results}
+        assert {name: (body["model"], body["choices"][0]["message"]["content"]) for name, body in bodies.items()} == {
+            "line-0": ("based", "base"),
+            "line-1": ("terse", "terse"),
+            "line-3": ("terse", "terse"),
+        }
+        (failed,) = await served.results(batch["error_file_id"])
+        assert REASON in failed

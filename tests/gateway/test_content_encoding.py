@@ -1,0 +1,46 @@
+"""Compressed bodies."""
+
+import gzip
+import json
+
+import pytest
+
+from tests.gateway.support import error_of, gateway
+
+BODY = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 2}).encode()
+JSON = {"content-type": "application/json"}
+BOMB = gzip.compress(b'{"model": "tiny", "prompt": "' + b" " * (64 << 20))
+
+
+async def test_gzip_is_read() -> None:
+    async with gateway() as served:
+        for encoding, body in (("gzip", gzip.compress(BODY)), ("identity", BODY), ("GZIP", gzip.compress(BODY))):
+            headers = JSON | {"content-encoding": encoding}
+            answer = await served.client.post("/v1/completions", content=body, headers=headers)
+            assert answer.json()["choices"][0]["text"] == "hello world"[:5] + " world"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status", "code"),
+    [
+        ("gzip", BOMB, 413, "body_too_large"),
+        ("gzip", BODY, 400, "invalid_encoding"),
+        ("gzip", gzip.compress(BODY)[:-4], 400, "invalid_encoding"),
+        ("gzip", gzip.compress(BODY) * 2, 400, "invalid_encoding"),
+        ("gzip, gzip", gzip.compress(gzip.compress(BODY)), 415, "unsupported_media_type"),
+        ("br", b"", 415, "unsupported_media_type"),
+    ],
+    ids=["a bomb", "plain", "cut", "two members", "twice", "another"],
+)
+async def test_what_is_refused(encoding: str, body: bytes, status: int, code: str) -> None:
+    async with gateway() as served:
+        headers = JSON | {"content-encoding": encoding}
+        answer = await served.client.post("/v1/completions", content=body, headers=headers)
+        assert error_of(answer, status)["code"] == code
+
+
+async def test_files_are_sent_plain() -> None:
+    async with gateway() as served:
+        headers = {"content-encoding": "gzip", "content-type": "multipart/form-data; boundary=x"}
+        answer = await served.client.post("/v1/files", content=b"", headers=headers)
+        assert answer.status_code in (404, 415)

@@ -1,0 +1,94 @@
+"""GET /v1/alignedserve/live: what a cluster does, for the live page and `alignedserve top`."""
+
+from typing import Any
+
+from alignedserve.gateway.backend.scripted import Script
+from alignedserve.gateway.errors import GenerationFailed
+from tests.gateway.live_samples import BUSY_STATUS
+from tests.gateway.support import Gateway, gateway, saying
+
+LIVE = "/v1/alignedserve/live"
+
+
+async def model_of(served: Gateway) -> dict[str, Any]:
+    response = await served.client.get(LIVE)
+    assert response.headers["cache-control"] == "no-store"
+    (model,) = response.json()["models"]
+    assert isinstance(model, dict)
+    return model
+
+
+async def test_what_the_router_reports_is_shown_by_name() -> None:
+    async with gateway() as served:
+        served.backend.set_status(BUSY_STATUS)
+        model = await model_of(served)
+    load = model["load"]
+    assert model["name"] == "tiny"
+    assert load["tiers"]["best_effort"] == {
+        "num_queued": 9,
+        "num_prefilling": 0,
+        "num_pooled": 3,
+        "num_decoding": 2,
+        "oldest_queued_s": 30.0,
+    }
+    assert [one["worker"] for one in load["workers"]] == ["decode-0", "prefill-0"]
+    assert load["workers"][0]["batch"] == {"num_requests": 6, "shortest": 120, "mean_len": 150.5, "longest": 200}
+    assert load["trees"][0]["place"] == "pool-0"
+    assert load["trees"][0]["tree"]["formed"]["worker"] == "decode-0"
+    assert load["time"]["wall_s"] == 8.0
+    assert load["totals"]["num_tokens"] == 900
+    assert load["pool"] == {"num_blocks": 64, "num_blocks_used": 48, "num_blocks_kept": 0}
+
+
+async def test_without_a_router_the_reason_is_shown_instead() -> None:
+    async with gateway() as served:
+        served.backend.set_status(None)
+        document = (await served.client.get(LIVE)).json()
+    (model,) = document["models"]
+    assert model["load"] is None
+    assert "the router is not connected" in model["problem"]
+    assert "the router is not connected" in document["not_ready"]
+    assert (document["has_batches"], document["batches"]) == (False, None)
+
+
+async def test_objectives_are_counted_by_class_and_outcome() -> None:
+    headers = {"x-slo-ttft-ms": "3600000", "x-slo-tpot-ms": "0.000001"}
+    async with gateway(saying("the quick brown", token_delay_s=0.001)) as served:
+        await served.chat()  # names none
+        await served.chat(headers=headers)
+        await served.chat(headers={"x-slo-deadline-ms": "3600000"}, service_tier="flex")
+        objectives = (await model_of(served))["objectives"]
+        text = (await served.client.get("/metrics")).text
+    assert objectives == [
+        {"tier": "best_effort", "objective": "deadline", "held": 1, "missed": 0},
+        {"tier": "real_time", "objective": "tpot", "held": 0, "missed": 1},
+        {"tier": "real_time", "objective": "ttft", "held": 1, "missed": 0},
+    ]
+    counted = 'alignedserve_objectives_total{{model_name="tiny",objective="tpot",outcome="{}",tier="real_time"}} {}'
+    assert counted.format("missed", "1.0") in text
+    assert counted.format("held", "0.0") in text
+
+
+async def test_a_request_that_fails_has_missed_its_objectives() -> None:
+    async with gateway(lambda _: Script((), failure=GenerationFailed("a fault"))) as served:
+        await served.chat(headers={"x-slo-ttft-ms": "3600000"})
+        objectives = (await model_of(served))["objectives"]
+    assert objectives == [{"tier": "real_time", "objective": "ttft", "held": 0, "missed": 1}]
+
+
+async def test_times_to_the_first_token_are_counted_up_to_each_edge() -> None:
+    async with gateway() as served:
+        await served.chat()
+        ttft = (await model_of(served))["ttft"]
+    assert len(ttft["counts"]) == len(ttft["edges"]) + 1
+    assert ttft["counts"] == sorted(ttft["counts"])
+    assert ttft["counts"][-1] == 1
+
+
+async def test_nothing_of_a_request_is_shown() -> None:
+    async with gateway() as served:
+        await served.chat(user="somebody", messages=[{"role": "user", "content": "a secret word"}])
+        text = (await served.client.get(LIVE)).text
+    assert "secret" not in text
+    assert "somebody" not in text
+    assert not any(request.request_id in text for request in served.backend.submitted)

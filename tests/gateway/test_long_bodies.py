@@ -1,0 +1,107 @@
+"""Long bodies and prompts: refused by what they would cost, or read while everything else goes on."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.errors import Overloaded
+from alignedserve.gateway.openai.json_cost import check_cost
+from alignedserve.gateway.work_lanes import WorkLanes, rough_length
+from tests.gateway.support import Gateway, error_of, gateway, tokenizer
+from tests.support.waiting import holds
+
+MIB = 1 << 20
+LONG = "hello " * 500
+
+
+async def ask(served: Gateway, path: str, text: str) -> Any:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+        "/v1/messages": {"messages": [{"role": "user", "content": text}], "max_tokens": 4},
+        "/v1/completions": {"prompt": text, "max_tokens": 1},
+        "/v1/responses": {"input": text},
+        "/v1/embeddings": {"input": text},
+        "/tokenize": {"prompt": text},
+    }
+    return await served.client.post(path, json={"model": "tiny", **bodies[path]})
+
+
+PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/completions", "/v1/responses", "/v1/embeddings")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_cannot_fit_the_context_is_never_tokenized(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encoded(*_: Any, **__: Any) -> Any:
+        raise AssertionError("tokenized")
+
+    async with gateway() as served:
+        monkeypatch.setattr("alignedserve.runtime.model.text.tokenizer._encoded", encoded)
+        answer = await ask(served, path, " " * 3 * MIB)
+    assert answer.status_code == 400
+    assert "256 tokens" in answer.text or "> 255 maximum" in answer.text
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/tokenize"])
+async def test_other_requests_are_answered_while_a_long_one_is_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, has_begun = threading.Event(), threading.Event()
+    encode = tokenizer().encode
+
+    def waiting(text: str, **fields: Any) -> list[int]:
+        has_begun.set()
+        assert goes_on.wait(60), "nothing else was answered"
+        return encode(text[:8], **fields)
+
+    async with gateway() as served:
+        monkeypatch.setattr(tokenizer(), "encode", waiting)
+        reading = asyncio.create_task(ask(served, path, LONG))
+        await holds(has_begun.is_set)
+        monkeypatch.setattr(tokenizer(), "encode", encode)
+        assert (await served.client.get("/health")).status_code == 200
+        assert (await served.chat(stream=True)).text.endswith("data: [DONE]\n\n")
+        goes_on.set()
+        assert (await reading).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["[]," * 20_000, '{"a":1},' * 10_000, "1," * 1_100_000],
+    ids=["lists", "objects", "numbers"],
+)
+async def test_a_body_of_too_many_values_is_not_parsed(inner: str) -> None:
+    body = f'{{"model":"tiny","prompt":[{inner}1]}}'
+    async with gateway() as served:
+        headers = {"content-type": "application/json"}
+        answer = await served.client.post("/v1/completions", content=body.encode(), headers=headers)
+    assert "The body has more than" in error_of(answer, 400)["message"]
+
+
+def test_what_stands_in_strings_costs_nothing() -> None:
+    text = r"[{,\"[,\\" * 20_000
+    check_cost(f'{{"a": "{text}", "b": "\\\\", "c": []}}'.encode(), GatewayConfig(max_json_containers=2))
+    with pytest.raises(InvalidRequest):
+        check_cost(f'{{"a": "{text}", "b": "\\\\", "c": [[]]}}'.encode(), GatewayConfig(max_json_containers=2))
+
+
+async def test_a_lane_with_too_much_waiting_refuses_more() -> None:
+    lanes, goes_on = WorkLanes(), threading.Event()
+    try:
+        waiting = [asyncio.create_task(lanes.run(10_000, goes_on.wait)) for _ in range(64)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await lanes.run(10_000, goes_on.wait)
+        assert await lanes.run(10_000_000, lambda: "the long lane is another") == "the long lane is another"
+        assert await lanes.run(10, lambda: "short work waits for none") == "short work waits for none"
+    finally:
+        goes_on.set()
+    assert all(await asyncio.gather(*waiting))
+    assert await lanes.run(10_000, lambda: 1) == 1
+    lanes.close()
+
+
+def test_lengths_of_what_is_parsed() -> None:
+    assert rough_length({"a": "x" * 5000, "b": ["y" * 10, 1]}) > 5000
+    assert rough_length([[]] * 1_000_000) < 300_000  # it stops counting

@@ -1,0 +1,88 @@
+"""The Grafana dashboard and the alerts that ship: every metric and label that they read is at /metrics."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from alignedserve.batches.records import BatchTotals
+from alignedserve.gateway.metrics.batch_metrics import batch_metrics
+from alignedserve.gateway.metrics.disk_metrics import Disks
+from tests.gateway.live_samples import BUSY_STATUS
+from tests.gateway.support import gateway
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/alignedserve.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+RULES: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+EXPRESSIONS = {
+    **{f"panel {one['title']}, {target['refId']}": target["expr"] for one in PANELS for target in one["targets"]},
+    **{f"alert {rule['alert']}": rule["expr"] for rule in RULES},
+}
+_METRIC = re.compile(r"(?:vllm:|alignedserve_)\w+(?:\{([^}]*)\})?")
+_LABEL = re.compile(r'(\w+)\s*=~?\s*"')
+_ONLY_WITH_TRACES = "alignedserve_trace_spans_total"
+
+
+async def served_labels(folder: Path) -> dict[str, set[str]]:
+    """Return the names of all samples of a gateway at work with batches, and their labels."""
+    async with gateway() as served:
+        served.backend.set_status(BUSY_STATUS)
+        await served.chat(headers={"x-slo-ttft-ms": "1000"})
+        await served.chat(model="unknown")
+        text = (await served.client.get("/metrics")).text
+    totals = batch_metrics(BatchTotals(num_batches={"in_progress": 1})) + await Disks({"state": folder}).metrics()
+    labels: dict[str, set[str]] = {_ONLY_WITH_TRACES: {"outcome"}}
+    for family in text_string_to_metric_families(text + totals.decode()):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    return labels
+
+
+async def test_every_metric_and_label_that_is_read_is_served(tmp_path: Path) -> None:
+    served = await served_labels(tmp_path)
+    for where, expression in EXPRESSIONS.items():
+        read = list(_METRIC.finditer(expression))
+        assert read, where
+        for metric in read:
+            name = metric.group(0).partition("{")[0]
+            assert name in served, f"{where}: {name}"
+            assert set(_LABEL.findall(metric.group(1) or "")) <= served[name], f"{where}: {metric.group(0)}"
+
+
+async def test_expressions_group_by_labels_that_are_served(tmp_path: Path) -> None:
+    served = await served_labels(tmp_path)
+    known = set().union(*served.values()) | {"instance"}  # Prometheus itself adds the last
+    for where, expression in EXPRESSIONS.items():
+        for grouped in re.findall(r"\bby \(([^)]*)\)", expression):
+            assert {label.strip() for label in grouped.split(",")} <= known, where
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: str(panel["title"]))
+def test_panels_stand_within_the_page_and_none_upon_another(panel: dict[str, Any]) -> None:
+    place = panel["gridPos"]
+    assert 0 <= place["x"] <= place["x"] + place["w"] <= 24
+    for other in PANELS:
+        theirs = other["gridPos"]
+        is_apart = (
+            other is panel
+            or theirs["x"] >= place["x"] + place["w"]
+            or place["x"] >= theirs["x"] + theirs["w"]
+            or theirs["y"] >= place["y"] + place["h"]
+            or place["y"] >= theirs["y"] + theirs["h"]
+        )
+        assert is_apart, f"{panel['title']} and {other['title']}"
+    assert len({one["id"] for one in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: str(rule["alert"]))
+def test_every_alert_says_what_is_wrong_and_is_in_the_documentation(rule: dict[str, Any]) -> None:
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    assert rule["annotations"]["summary"]
+    assert rule["annotations"]["description"]
+    page = (Path(__file__).parents[2] / "docs/observability.md").read_text()
+    assert f"`{rule['alert']}`" in page

@@ -1,0 +1,140 @@
+"""What a gateway keeps of calls is bounded, and a collector that does not answer costs spans alone."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from alignedserve.config.sections import ExplainConfig, TracingConfig
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request, SamplingParams
+from alignedserve.gateway.timelines.exporter import TraceExporter
+from alignedserve.gateway.timelines.timeline import CallFacts, Timeline
+from alignedserve.gateway.timelines.timelines import Timelines
+from alignedserve.gateway.timelines.trace_context import trace_of
+from alignedserve.messages.request_notes import RequestNote, RequestsNoted, Step
+from tests.gateway.support import gateway
+from tests.support.otlp_receiver import collecting
+
+PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-"
+
+
+def _begin(timelines: Timelines, name: str) -> Timeline:
+    request = Request(RequestId(f"{name}-0"), (1, 2), SamplingParams(), "gateway-0", time.monotonic())
+    trace = trace_of({}, 1.0)
+    facts = CallFacts(f"cmpl-{name}", name, None, "us", "tiny", "default", 2, request.arrival_s, time.time(), trace)
+    return timelines.begin(facts, [request])
+
+
+def _whole(timelines: Timelines, name: str) -> Timeline:
+    timeline = _begin(timelines, name)
+    timeline.choice_ended(0, time.monotonic(), num_tokens=1, finish_reason="stop")
+    timelines.end(timeline)
+    return timeline
+
+
+def test_the_oldest_calls_that_ended_make_room_for_new_ones() -> None:
+    timelines = Timelines(ExplainConfig(max_requests=3))
+    first = _begin(timelines, "running")
+    for index in range(5):
+        _whole(timelines, f"ended{index}")
+    assert len(timelines) == 3
+    assert timelines.find("cmpl-running", "us") is first
+    assert timelines.find("cmpl-ended2", "us") is None
+    assert timelines.find("cmpl-ended4", "us") is not None
+
+
+def test_bytes_are_bounded_whatever_is_noted() -> None:
+    timelines = Timelines(ExplainConfig(max_bytes=50_000))
+    for index in range(50):
+        _whole(timelines, f"call{index}")
+        note = RequestNote(RequestId(f"call{index}-0"), Step.WAITING, time.monotonic())
+        timelines.take("decode-0", RequestsNoted((note,) * 1000))
+    _whole(timelines, "last")
+    assert timelines.num_bytes <= 50_000
+    assert timelines.find("cmpl-last", "us") is not None
+
+
+def test_nothing_is_left_once_all_is_forgotten() -> None:
+    timelines = Timelines(ExplainConfig(max_requests=1))
+    for index in range(10):
+        _whole(timelines, f"call{index}")
+    assert (len(timelines), len(timelines._by_request)) == (1, 1)
+    assert {owner for owner, _ in timelines._by_id} == {"us"}
+    assert timelines.num_bytes == timelines.find("cmpl-call9", "us").num_bytes  # type: ignore[union-attr]
+
+
+async def test_asking_for_ten_thousand_unknown_ids_keeps_nothing() -> None:
+    async with gateway() as served:
+        timelines, questions = served.services.timelines, served.services.questions
+        for index in range(10_000):
+            assert await questions.explain(f"chatcmpl-{index}", "anyone") is None
+        assert (len(timelines), timelines.num_bytes, len(questions._open)) == (0, 0, 0)
+        response = await served.client.get("/v1/alignedserve/requests/" + "x" * 500)
+    assert response.status_code == 404
+
+
+@pytest.mark.parametrize("flags", ["00", "02"])
+def test_a_clients_decision_against_a_trace_is_followed(flags: str) -> None:
+    assert trace_of({"traceparent": PARENT + flags}, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    "header", ["", "00-zz", PARENT, "ff" + PARENT[2:] + "01", "00-" + "0" * 32 + PARENT[35:] + "01"]
+)
+def test_a_parent_that_is_none_leaves_the_choice_to_the_ratio(header: str) -> None:
+    assert trace_of({"traceparent": header}, 0.0) is None
+    trace = trace_of({"traceparent": header}, 1.0)
+    assert trace is not None
+    assert trace.parent_id == b""
+
+
+@contextmanager
+def _exporting(url: str, **config: float) -> Iterator[TraceExporter]:
+    exporter = TraceExporter(TracingConfig(endpoint=url, **config), "gateway-0")  # type: ignore[arg-type]
+    try:
+        yield exporter
+    finally:
+        exporter.close(0.0)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        pause.wait(0.005)
+    raise AssertionError("it never came to hold")
+
+
+def test_a_collector_that_hangs_costs_spans_which_are_counted() -> None:
+    timelines = Timelines(ExplainConfig())
+    with collecting() as collector:
+        collector.hangs = threading.Event()
+        with _exporting(collector.url, max_queued_requests=2) as exporter:
+            for index in range(200):  # none of which waits
+                exporter.add(_whole(timelines, f"call{index}"))
+            assert exporter.num_dropped > 0
+
+
+def test_a_busy_collector_is_asked_again_and_a_refusal_is_final() -> None:
+    timelines = Timelines(ExplainConfig())
+    with collecting() as collector, _exporting(collector.url) as exporter:
+        collector.statuses = [503]
+        exporter.add(_whole(timelines, "first"))
+        _until(lambda: exporter.num_exported > 0)
+        collector.statuses = [400]
+        exporter.add(_whole(timelines, "second"))
+        _until(lambda: exporter.num_dropped > 0)
+    assert [one.span.name for one in collector.spans if one.span.kind == one.span.SPAN_KIND_SERVER] == [
+        "text_completion tiny"
+    ]
+
+
+def test_a_dead_collector_ends_nothing() -> None:
+    timelines = Timelines(ExplainConfig())
+    with _exporting("http://127.0.0.1:1") as exporter:
+        exporter.add(_whole(timelines, "call"))
+        _until(lambda: exporter.num_dropped > 0)

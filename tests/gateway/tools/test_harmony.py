@@ -1,0 +1,116 @@
+"""Chat completions of a model that answers in channels, as gpt-oss does."""
+
+from typing import Any
+
+import pytest
+
+from alignedserve.gateway.models.model_card import ModelCard
+from tests.gateway.support import chunks_of, error_of, gateway
+from tests.gateway.tool_support import (
+    HARMONY,
+    USER,
+    accepts,
+    called,
+    function,
+    harmony_model,
+    model_with,
+    prompt_of,
+    result,
+    saying,
+)
+
+NEXT = "<|end|><|start|>assistant"
+THOUGHT = f"<|channel|>analysis<|message|>so it is{NEXT}"
+CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo"}'
+TEMPLATE_CALL = ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Oslo"}'
+FINAL = "<|channel|>final<|message|>hello"
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 100])
+@pytest.mark.parametrize("model", [harmony_model(), model_with(HARMONY)], ids=["tokens", "text"])
+async def test_an_answer_in_channels(model: ModelCard, tokens_per_step: int) -> None:
+    script = saying(model, f"{THOUGHT}{FINAL}", tokens_per_step=tokens_per_step)
+    async with gateway(script, model=model) as served:
+        whole = (await served.chat()).json()
+        chunks = chunks_of(await served.chat(stream=True))
+    message = {"role": "assistant", "content": "hello", "refusal": None, "reasoning_content": "so it is"}
+    assert whole["choices"][0]["message"] == message
+    assert 0 < whole["usage"]["completion_tokens_details"]["reasoning_tokens"] < whole["usage"]["completion_tokens"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "so it is"
+    assert "".join(delta.get("content", "") for delta in deltas) == "hello"
+
+
+async def test_a_call() -> None:
+    model = harmony_model()
+    async with gateway(saying(model, THOUGHT + CALL), model=model) as served:
+        choice = (await served.chat(tools=[function()])).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+
+
+async def test_the_template_shows_thoughts_calls_results_and_effort() -> None:
+    model = harmony_model()
+    asked = called() | {"reasoning_content": "hm"}
+    bare = {"type": "function", "function": {"name": "bare"}}
+    async with gateway(saying(model, FINAL), model=model) as served:
+        await served.chat(messages=[USER, asked, result()], tools=[function(), bare], reasoning_effort="minimal")
+        prompt = prompt_of(model, served.backend.submitted[0])
+        error = error_of(await served.chat(reasoning_effort="none"), 400)
+    assert "Reasoning: low<|end|>// does get_weatherget_weather\n// bare\n<|start|>user" in prompt
+    assert (
+        f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{TEMPLATE_CALL}<|call|><|start|>functions" in prompt
+    )
+    assert error["param"] == "reasoning_effort"
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed", "forbidden"),
+    [
+        (
+            {"tools": [function()]},
+            [FINAL, THOUGHT + FINAL, THOUGHT + CALL, TEMPLATE_CALL, THOUGHT + THOUGHT + CALL,
+             f"{THOUGHT}<|channel|>commentary<|message|>let me see{NEXT}{CALL}"],
+            ["hello", CALL.replace("city", "town"), CALL.replace("get_weather", "other"), CALL + FINAL],
+        ),
+        ({"tools": [function()], "tool_choice": "required"}, [THOUGHT + CALL, CALL], [FINAL, THOUGHT + FINAL]),
+        ({"response_format": SCHEMA}, [f"{THOUGHT}<|channel|>final<|message|>1"], [THOUGHT + FINAL, "1"]),
+        (
+            {"response_format": SCHEMA, "tools": [function()]},
+            ["<|channel|>final<|message|>1", CALL],
+            [FINAL, f"<|channel|>commentary<|message|>let me see{NEXT}{CALL}"],
+        ),
+        ({"thinking_token_budget": 12}, [THOUGHT + FINAL, FINAL], [THOUGHT + THOUGHT + FINAL, "a" * 3 + FINAL]),
+        ({"thinking_token_budget": 2}, [FINAL], [THOUGHT + FINAL]),
+    ],
+)  # fmt: skip
+async def test_answers_are_held_to_tools_and_constraints(
+    fields: dict[str, Any], allowed: list[str], forbidden: list[str]
+) -> None:
+    model = harmony_model()
+    async with gateway(saying(model, FINAL), model=model) as served:
+        response = await served.chat(**fields)
+        assert response.status_code == 200, response.text
+        grammar = served.backend.submitted[0].sampling.grammar
+    assert [text for text in allowed if not accepts(model, grammar, text)] == []
+    assert [text for text in forbidden if accepts(model, grammar, text)] == []
+
+
+async def test_an_answer_that_goes_on_with_the_last_message() -> None:
+    model = harmony_model()
+    messages = [USER, {"role": "assistant", "content": "Once"}]
+    async with gateway(saying(model, " upon"), model=model) as served:
+        fields: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+        choice = (await served.chat(messages=messages, **fields)).json()["choices"][0]
+        assert prompt_of(model, served.backend.submitted[0]).endswith("final<|message|>Once")
+    assert choice["message"]["content"] == " upon"
+
+
+async def test_a_call_cannot_go_on_with_the_last_message() -> None:
+    messages = [USER, {"role": "assistant", "content": "Once"}]
+    fields: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    async with gateway(model=harmony_model()) as served:
+        response = await served.chat(messages=messages, tools=[function()], tool_choice="required", **fields)
+        assert error_of(response, 400)["param"] == "tool_choice"

@@ -1,0 +1,100 @@
+"""Thoughts on chat completions: apart from the answer, turned off, bounded, and outside of its constraints."""
+
+from typing import Any
+
+import pytest
+
+from tests.gateway.support import chunks_of, gateway
+from tests.gateway.tool_support import (
+    CALL,
+    LEVELS,
+    OPENED,
+    THINKING,
+    USER,
+    accepts,
+    function,
+    model_with,
+    prompt_of,
+    saying,
+)
+
+
+async def test_a_thought_stands_apart() -> None:
+    model = model_with(THINKING)
+    async with gateway(saying(model, "<think>\nso it is\n</think>\n\nhello"), model=model) as served:
+        whole = (await served.chat()).json()
+        chunks = chunks_of(await served.chat(stream=True))
+    message = whole["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "hello", "refusal": None, "reasoning_content": "so it is\n"}
+    assert 0 < whole["usage"]["completion_tokens_details"]["reasoning_tokens"] < whole["usage"]["completion_tokens"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "so it is\n"
+    assert "".join(delta.get("content", "") for delta in deltas) == "hello"
+
+
+async def test_a_prompt_that_opens_the_thought_itself() -> None:
+    model = model_with(OPENED)
+    messages = [USER, {"role": "assistant", "content": "hi", "reasoning_content": "old"}, USER]
+    async with gateway(saying(model, "so</think>hello"), model=model) as served:
+        message = (await served.chat(messages=messages)).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("so", "hello")
+
+
+@pytest.mark.parametrize("fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])
+async def test_thinking_is_turned_off(fields: dict[str, Any]) -> None:
+    model = model_with(THINKING)
+    async with gateway(saying(model, "hello"), model=model) as served:
+        message = (await served.chat(**fields)).json()["choices"][0]["message"]
+        assert prompt_of(model, served.backend.submitted[0]).endswith("<think>\n\n</think>\n\n")
+    assert message == {"role": "assistant", "content": "hello", "refusal": None}
+
+
+async def test_templates_that_know_levels_of_effort() -> None:
+    model = model_with(LEVELS)
+    async with gateway(saying(model, "hello"), model=model) as served:
+        await served.chat(reasoning_effort="low")
+        await served.chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "much"})
+        assert [prompt_of(model, request)[-4:].strip(">") for request in served.backend.submitted] == ["low", "much"]
+
+
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "a", "schema": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}},
+}
+
+
+@pytest.mark.parametrize("control_tokens", [(), ("<think>", "</think>")])
+@pytest.mark.parametrize(
+    ("template", "fields", "allowed", "forbidden"),
+    [
+        (THINKING, {"response_format": SCHEMA}, ['<think>so {</think>\n\n{"a": 1}', '{"a": 1}'], ["<think>a</think>b"]),
+        (OPENED, {"response_format": SCHEMA}, ['so {</think>{"a": 1}'], ['{"a": 1}', "so</think>\n\n1"]),
+        (THINKING, {"tools": [function()]}, ["<think>a</think>\n\nhi", f"<think>a</think>\n\n{CALL}", CALL], []),
+        (
+            THINKING,
+            {"tools": [function()], "tool_choice": "required"},
+            [f"<think>a</think>\n\n{CALL}", CALL],
+            ["<think>a</think>\n\nhi", "hi"],
+        ),
+        (OPENED, {"thinking_token_budget": 12}, ["a</think>hi", "</think>hi"], ["0123456789abcdefg</think>hi"]),
+        (OPENED, {"thinking_token_budget": 0}, ["</think>hi"], ["a</think>hi"]),
+        (THINKING, {"thinking_token_budget": 3}, ["<think>123</think>hi"], ["<think>12345</think>hi", "hi"]),
+    ],
+)
+async def test_constraints_begin_after_the_thought(
+    template: str, control_tokens: tuple[str, ...], fields: dict[str, Any], allowed: list[str], forbidden: list[str]
+) -> None:
+    model = model_with(template, *control_tokens)
+    async with gateway(saying(model, "hi"), model=model) as served:
+        response = await served.chat(**fields)
+        assert response.status_code == 200, response.text
+        grammar = served.backend.submitted[0].sampling.grammar
+    assert [text for text in allowed if not accepts(model, grammar, text)] == []
+    assert [text for text in forbidden if accepts(model, grammar, text)] == []
+
+
+async def test_a_plain_chat_has_no_grammar() -> None:
+    model = model_with(THINKING)
+    async with gateway(saying(model, "hi"), model=model) as served:
+        await served.chat()
+        assert served.backend.submitted[0].sampling.grammar == ""

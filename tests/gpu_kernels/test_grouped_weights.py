@@ -1,0 +1,131 @@
+"""Products with weights of 4 and 8 bits in groups, against float64, by the kernel and without it."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import gpu_dispatch
+from kernels.narrow.expert_tiles import expert_tiles
+from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers, SortedLinear
+from tests.support.marks import slow
+
+pytest.importorskip("triton")
+
+# One rounding of the result, relative; Triton's interpreter cuts bfloat16 off where a GPU rounds.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A weight, and what it stands for."""
+
+    weight: GroupedWeight
+    values: Tensor  # float64
+
+
+def sample(numbers: Numbers, group: int, *shape: int) -> Sample:
+    """Draw a weight of `shape` [.., columns, groups]."""
+    scales = torch.rand(shape) / 8
+    zeros = torch.randint(0, 17 if numbers is Numbers.INT4 else 256, shape)
+    if numbers is Numbers.FLOAT8:
+        stored = torch.randint(0, 0x7F, (*shape, group), dtype=torch.uint8)
+        stored |= torch.randint(0, 2, stored.shape, dtype=torch.uint8) << 7
+        values = stored.view(torch.float8_e4m3fn).double() * scales[..., None].double()
+        return Sample(GroupedWeight(numbers, stored.flatten(-2), scales, None), values.flatten(-2))
+    drawn = torch.randint(0, 16 if numbers is Numbers.INT4 else 256, (*shape, group), dtype=torch.uint8)
+    half = group // 2
+    words = drawn[..., :half] | drawn[..., half:] << 4 if numbers is Numbers.INT4 else drawn
+    values = (drawn.double() - zeros[..., None].double()) * scales[..., None].double()
+    weight = GroupedWeight(numbers, words.flatten(-2), scales, zeros.to(torch.uint8))
+    return Sample(weight, values.flatten(-2))
+
+
+def moved(weight: GroupedWeight, device: torch.device) -> GroupedWeight:
+    zeros = None if weight.zeros is None else weight.zeros.to(device)
+    return GroupedWeight(weight.numbers, weight.words.to(device), weight.scales.to(device), zeros)
+
+
+def check(found: Tensor, x: Tensor, values: Tensor, *, has_kernel: bool, added: float | Tensor = 0.0) -> None:
+    """Compare products with those in float64. Roundings are relative to what is added up."""
+    expected = x.double().cpu() @ values.mT + added
+    size = x.double().cpu().abs() @ values.abs().mT
+    dtype = found.dtype
+    unpacking = 0.0 if has_kernel else ROUNDING[dtype] / 2  # each weight by half a unit, all to one side at worst
+    limit = ROUNDING[dtype] * (expected.abs() + 1.0) * 2 + (unpacking + 1e-7) * size
+    assert ((found.double().cpu() - expected).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *slow(torch.float16)])
+@pytest.mark.parametrize(
+    ("num_rows", "group", "groups", "columns"), [(1, 128, 8, 70), (16, 32, 3, 64), (17, 64, 5, 130), (70, 32, 9, 16)]
+)
+@pytest.mark.parametrize("numbers", list(Numbers))
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_products(
+    num_rows: int,
+    group: int,
+    groups: int,
+    columns: int,
+    numbers: Numbers,
+    has_kernel: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: has_kernel)
+    made = sample(numbers, group, columns, groups)
+    bias = torch.randn(columns).to(dtype)
+    x = torch.randn(num_rows, group * groups + 8).to(device, dtype)[:, 4:-4]
+    multiply = GroupedLinear(moved(made.weight, device), bias.to(device), dtype=dtype)
+    assert (multiply.in_width, multiply.out_width) == (group * groups, columns)
+    check(multiply(x), x, made.values, has_kernel=has_kernel, added=bias.double())
+
+
+def test_every_number_of_fp8_is_exact(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: True)
+    stored = torch.arange(256, dtype=torch.uint8)
+    stored[[0x7F, 0xFF]] = 0  # not numbers; files with those are refused
+    rows = torch.zeros(256, 32, dtype=torch.uint8)
+    rows[:, 5] = stored
+    multiply = GroupedLinear(
+        moved(GroupedWeight(Numbers.FLOAT8, rows, torch.ones(256, 1), None), device), dtype=torch.float32
+    )
+    x = torch.zeros(1, 32, device=device)
+    x[0, 5] = 1.0
+    assert torch.equal(multiply(x)[0].cpu(), stored.view(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)])
+@pytest.mark.parametrize("numbers", list(Numbers))
+@pytest.mark.parametrize(("num_rows", "num_experts", "chosen"), [(1, 4, 1), (7, 5, 2), (90, 3, 2)])
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_rows_sorted_by_expert_meet_their_experts(
+    num_rows: int,
+    num_experts: int,
+    chosen: int,
+    numbers: Numbers,
+    has_kernel: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: has_kernel)
+    made = sample(numbers, 32, num_experts, 40, 2)
+    experts = torch.rand(num_rows, num_experts, device=device).argsort(1)[:, :chosen]
+    tiles = expert_tiles(experts, num_experts)
+    x = torch.randn(num_rows * chosen, 64).to(device, dtype)
+    found = SortedLinear(moved(made.weight, device), dtype=dtype)(x, tiles)
+    for row, expert in enumerate(experts.flatten()[tiles.order].tolist()):
+        own = slice(row, row + 1)
+        check(found[own], x[own], made.values[expert], has_kernel=has_kernel)
+
+
+def test_gates_come_after_the_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: True)
+    weight = moved(sample(Numbers.INT4, 32, 64, 2).weight, device)
+    multiply = GroupedLinear(weight, dtype=torch.float32, activation="silu", is_gated=True)
+    x = torch.randn(3, 64, device=device)
+    gates, ups = (x @ multiply.unpacked().T).chunk(2, dim=1)
+    torch.testing.assert_close(multiply(x), gates * torch.sigmoid(gates) * ups, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,61 @@
+"""The self-check of a device through the kernels in Triton's interpreter: it passes, and sees what is wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from alignedserve.runtime.attention import triton_backend
+from alignedserve.runtime.attention.backend import TRITON
+from alignedserve.runtime.device_check.self_check import CheckPlan, Computer, obstacle_of
+from kernels import gpu_dispatch
+from tests.support.tiny_engines import capture_nothing
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do")
+
+INTERPRETED = Computer(torch.device("cpu"), TRITON, capture_nothing)
+SHORT = CheckPlan((40, 9, 3), ((30, 9, 0), (10, 1, 3), (1, 1, 1), (1, 0, 1)), (torch.float32,))
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_dispatch, "_can_launch", {})
+    monkeypatch.setattr(gpu_dispatch, "_reasons", {})
+
+
+def test_kernels_that_compute_what_the_cpu_does_pass() -> None:
+    assert obstacle_of(INTERPRETED, SHORT) is None
+
+
+@pytest.mark.slow
+def test_bfloat16_passes_too() -> None:
+    assert obstacle_of(INTERPRETED, CheckPlan(SHORT.prompts, SHORT.steps, (torch.bfloat16,))) is None
+
+
+@pytest.mark.parametrize("kernel", ["paged_decode", "paged_prefill"])
+def test_a_kernel_that_leaves_out_the_first_tokens_is_seen(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = getattr(triton_backend, kernel)
+
+    def short_sighted(*arguments: Any, window: int | None = None) -> Any:
+        return compute(*arguments, window=8)
+
+    monkeypatch.setattr(triton_backend, kernel, short_sighted)
+    problem = obstacle_of(INTERPRETED, SHORT)
+    assert problem is not None
+    assert problem.startswith("in float32 log-probabilities differ from the CPU's by ")
+
+
+def test_results_that_are_not_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_numbers(queries: Tensor, out: Tensor, *_: Any, **__: Any) -> None:
+        out.fill_(float("nan"))
+
+    monkeypatch.setattr(triton_backend, "paged_decode", no_numbers)
+    assert obstacle_of(INTERPRETED, SHORT) == "in float32 it has no numbers where the CPU has"
+
+
+def test_a_kernel_that_was_replaced_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_dispatch._reasons, "row_norm (torch.float32)", "OSError: no C compiler")
+    assert obstacle_of(INTERPRETED, SHORT) == "row_norm (torch.float32) does not run: OSError: no C compiler"

@@ -1,0 +1,90 @@
+"""`alignedserve status` of a cluster on this host: what its driver answers, as a table and as JSON."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from alignedserve.cli.commands import one_host
+from alignedserve.cluster.deployments.admin_door import AdminDoor
+from alignedserve.cluster.deployments.client import has_cluster
+from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, ShowStatus, StatusReport
+from alignedserve.messages.gateways import ClusterStatus
+
+MIB = 1024 * 1024
+REPORT = StatusReport(
+    "http://127.0.0.1:1",
+    (DeploymentReport("", "chat", "/a", "serving", 2, ("decode-0",), ("router", "decode-0"), "elastic"),),
+    {"": ClusterStatus(num_queued=3, num_decoding=5, num_decode_workers=1, num_worker_blocks=8)},
+    (ProcessReport("router", "up", "", 70 * MIB), ProcessReport("decode-0", "up", "", 500 * MIB)),
+    4096 * MIB,
+    1024 * MIB,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", str(tmp_path))
+    (tmp_path / "cluster").mkdir()
+    return tmp_path / "cluster"
+
+
+@pytest.fixture
+def door(folder: Path) -> Iterator[AdminDoor]:
+    door = AdminDoor(folder)
+    yield door
+    door.close()
+
+
+def shown(door: AdminDoor, report: StatusReport, *, json_output: bool) -> bool:
+    """Return what `status` returns, while a driver answers with this report."""
+
+    def answer() -> None:
+        while not (taken := door.take()):
+            time.sleep(0.001)
+        ((request_id, request),) = taken
+        assert request == ShowStatus()
+        door.answer(request_id, report)
+
+    driver = threading.Thread(target=answer)
+    driver.start()
+    is_whole = one_host.status(None, json_output=json_output)
+    driver.join()
+    return is_whole
+
+
+def test_models_load_and_memory(door: AdminDoor, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(door, REPORT, json_output=False)
+    said = capsys.readouterr().out
+    assert "chat (/a), serving. Load: 3 queued, 0 in prefill, 5 decoding; 1 elastic workers" in said
+    assert "500 MiB" in said
+    assert "Memory of the host: 3072 of 4096 MiB taken" in said
+
+
+def test_as_json(door: AdminDoor, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(door, REPORT, json_output=True)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["is_whole"], document["loads"][""]["num_queued"]) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"loads": {}}, {"processes": (ProcessReport("decode-0", "fails", "no [bold]memory", None),)}],
+)
+def test_what_is_not_whole(door: AdminDoor, capsys: pytest.CaptureFixture[str], changes: dict[str, object]) -> None:
+    assert not shown(door, msgspec.structs.replace(REPORT, **changes), json_output=False)
+    said = capsys.readouterr().out
+    assert ("Load: unknown" in said) is ("loads" in changes)
+    assert ("fails: no [bold]memory" in said) is ("processes" in changes)
+
+
+def test_a_cluster_is_there_while_its_door_is_open(folder: Path) -> None:
+    assert not has_cluster()
+    door = AdminDoor(folder)
+    assert has_cluster()
+    door.close()
+    assert not has_cluster()

@@ -1,0 +1,256 @@
+"""Draining nodes: when one is moved and ended, which may be drained, and what orders are refused. Without Ray."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from ray.exceptions import RayError
+
+from alignedserve.cluster.draining.drain_watch import DrainWatch
+from alignedserve.cluster.draining.drains import MOVING_S, Draining, Drains
+from alignedserve.cluster.hosts import ray_directory
+from alignedserve.cluster.hosts.operations.drain_rules import node_called, require_drainable
+from alignedserve.cluster.hosts.operations.orders import (
+    Answer,
+    DrainNode,
+    Order,
+    ScaleWorkers,
+    UndoDrain,
+    answer_order,
+    give_order,
+    take_orders,
+)
+from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
+from alignedserve.cluster.placement import NodeShare
+from alignedserve.core.errors import PeerLost, ResourceError
+
+NODE = Draining(("prefill-1", "decode-1", "pool-1"), ("gateway-1",), moves_s=60.0)
+NOTHING = dict.fromkeys(NODE.names, 0)
+
+
+def drains() -> Drains:
+    made = Drains()
+    made.begin("node-1", NODE)
+    return made
+
+
+def test_a_drain_ends_when_nothing_is_left() -> None:
+    going_on = drains()
+    assert (going_on.workers, going_on.gateways) == (NODE.workers, NODE.gateways)
+    assert going_on.ended(1.0, NOTHING | {"gateway-1": 2}) == []
+    assert going_on.ended(1.0, NOTHING) == ["node-1"]
+    going_on.end("node-1")
+    assert not going_on.workers
+    assert not going_on.gateways
+
+
+def test_what_has_not_answered_may_hold_something() -> None:
+    assert drains().ended(1.0, {}) == []
+    assert drains().ended(1.0, {name: 0 for name in NODE.names if name != "pool-1"}) == []
+
+
+def test_what_is_left_in_the_end_is_moved_and_then_not_waited_for() -> None:
+    going_on, busy = drains(), dict.fromkeys(NODE.names, 3)
+    assert going_on.moved(59.9) == ()
+    assert going_on.moved(60.0) == NODE.workers
+    assert going_on.ended(60.0, busy) == []
+    assert going_on.ended(60.0 + MOVING_S, busy) == ["node-1"]
+    assert going_on.ended(60.0 + MOVING_S, {}) == ["node-1"]
+
+
+def test_a_drain_can_be_given_another_time() -> None:
+    going_on = drains()
+    going_on.begin("node-1", Draining(NODE.workers, NODE.gateways, moves_s=5.0))
+    assert going_on.moved(5.0) == NODE.workers
+
+
+def test_a_drain_goes_on_with_the_time_that_it_had_left_on_a_host_that_was_started_anew() -> None:
+    going_on = drains()
+    assert going_on.ended(50.0, {}) == []
+    for now in (5.0, 7.0):  # the second time on the same host
+        going_on.resume(now)
+    assert going_on.moved(14.9) == ()
+    assert going_on.moved(15.0) == NODE.workers
+
+
+RECORDS = (
+    NodeRecord("node-0", "a", "10.0.0.1", "head"),
+    NodeRecord("node-1", "b", "10.0.0.2", "twin"),
+    NodeRecord("node-2", "c", "10.0.0.3", "twin", drain=DRAINED),
+    NodeRecord("", "d", "10.0.0.4", "odd", problem="it has another Python"),
+)
+
+
+@pytest.mark.parametrize(("name", "node_id"), [("node-1", "b"), ("head", "a"), ("10.0.0.3", "c"), ("odd", "d")])
+def test_a_node_is_called_by_name_host_or_address(name: str, node_id: str) -> None:
+    assert node_called(RECORDS, name).node_id == node_id
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("twin", "more than one node is called twin"), ("x", "there is no node x")]
+)
+def test_an_unknown_or_ambiguous_name_is_refused_with_those_that_there_are(name: str, problem: str) -> None:
+    with pytest.raises(ResourceError, match=rf"{problem}; there are node-0 \(head, 10.0.0.1\), node-1"):
+        node_called(RECORDS, name)
+
+
+HEAD = NodeShare("node-0", "pool-0", ("prefill-0",), ("decode-0",), is_head=True)
+SHARE = NodeShare("node-1", "pool-1", ("prefill-1",), ("decode-1",))
+BARE = NodeShare("node-2", "pool-2", gateways=(("gateway-2", 8000),))
+
+
+@pytest.mark.parametrize(
+    ("record", "share", "others", "problem"),
+    [
+        (RECORDS[0], HEAD, [SHARE], "node-0 is the head: the router"),
+        (RECORDS[1], SHARE, [BARE], "node-1 has the last decode workers"),
+        (RECORDS[1], SHARE, [NodeShare("node-3", "pool-3", decode=("decode-3",))], "the last prefill workers"),
+        (RECORDS[2], None, [], "node-2 has drained already"),
+        (RECORDS[3], None, [], "odd is not used: it has another Python"),
+    ],
+)
+def test_what_may_not_be_drained_is_refused_by_name(
+    record: NodeRecord, share: NodeShare | None, others: list[NodeShare], problem: str
+) -> None:
+    with pytest.raises(ResourceError, match=problem):
+        require_drainable(record, None if share is None else [share], [[other] for other in others], is_forced=False)
+
+
+def test_the_last_workers_are_drained_by_force_and_the_head_never() -> None:
+    require_drainable(RECORDS[1], [SHARE], [[BARE]], is_forced=True)
+    require_drainable(RECORDS[1], [SHARE], [[HEAD]], is_forced=False)
+    require_drainable(RECORDS[1], [BARE], [], is_forced=False)
+    with pytest.raises(ResourceError, match="is the head"):
+        require_drainable(RECORDS[0], [HEAD], [[SHARE]], is_forced=True)
+
+
+def test_workers_of_another_model_are_no_others() -> None:
+    second = NodeShare("node-1", "pool-1.2", decode=("decode-1.2",), deployment_id="2")
+    require_drainable(RECORDS[1], [SHARE, second], [[HEAD, replace(second, node="node-0")]], is_forced=False)
+    with pytest.raises(ResourceError, match=r"the last decode workers \(decode-1\.2\)"):
+        require_drainable(RECORDS[1], [SHARE, second], [[HEAD]], is_forced=False)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Ray's key-value store, as a dictionary."""
+    found: dict[str, bytes] = {}
+    monkeypatch.setattr(ray_directory, "put", found.__setitem__)
+    monkeypatch.setattr(ray_directory, "get", found.get)
+    monkeypatch.setattr(ray_directory, "delete", lambda key: found.pop(key, None))
+    monkeypatch.setattr(ray_directory, "keys", lambda prefix: sorted(key for key in found if key.startswith(prefix)))
+    return found
+
+
+@pytest.mark.parametrize("order", [DrainNode("node-1", 60.0), UndoDrain("node-1"), ScaleWorkers({"decode": 2})])
+def test_an_order_is_taken_and_answered_once(
+    store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, order: Order
+) -> None:
+    seen: list[Order] = []
+
+    def drive(_: float) -> None:
+        for name, taken in take_orders("c"):
+            seen.append(taken)
+            answer_order("c", name, Answer("done"))
+
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
+    assert give_order("c", order) == Answer("done")
+    assert seen == [order]
+    assert store == {}
+
+
+def test_a_refused_order_raises_its_reason(store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    def drive(_: float) -> None:
+        for name, _order in take_orders("c"):
+            answer_order("c", name, Answer("it is the head", is_refused=True))
+
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
+    with pytest.raises(ResourceError, match="it is the head"):
+        give_order("c", UndoDrain("node-0"))
+
+
+def test_an_order_without_an_answer_is_withdrawn(store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders._ANSWER_S", -1.0)
+    with pytest.raises(PeerLost, match="driver of the cluster has not answered"):
+        give_order("c", UndoDrain("node-0"))
+    assert store == {}
+
+
+@pytest.mark.parametrize("hostile", [b"", b"\xff", b"{}", b'{"type":"os.system"}', b'{"type":"DrainNode","node":7}'])
+def test_an_order_that_cannot_be_read_is_refused_and_gone(store: dict[str, bytes], hostile: bytes) -> None:
+    store["c/order/x"] = hostile
+    assert take_orders("c") == []
+    assert list(store) == ["c/answer/x"]
+    assert msgspec.json.decode(store["c/answer/x"], type=Answer).is_refused
+
+
+class Calls:
+    """An actor in this process: its calls are answered at once, or fail while it is down."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self.is_down = False
+        self.calls: list[tuple[object, ...]] = []
+        self._answer = answer
+        self.drain = SimpleNamespace(remote=self._call)
+
+    def _call(self, *arguments: object) -> Any:
+        if self.is_down:
+            return RayError("it is restarted")
+        self.calls.append(arguments)
+        return self._answer(*arguments)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> tuple[Drains, DrainWatch]:
+    def get(reference: Any) -> Any:
+        if isinstance(reference, RayError):
+            raise reference
+        return reference
+
+    monkeypatch.setattr("alignedserve.cluster.draining.drain_watch.ray.wait", lambda asked, timeout: (asked, []))
+    monkeypatch.setattr("alignedserve.cluster.draining.drain_watch.ray.get", get)
+    going_on = Drains()
+    return going_on, DrainWatch(going_on)
+
+
+def test_router_and_gateways_are_told_until_nothing_drains(watch: tuple[Drains, DrainWatch]) -> None:
+    going_on, watching = watch
+    left = {"decode-1": 2}
+    router = Calls(lambda draining, moved: {name: left.get(name, 0) for name in draining})
+    gateway = Calls(lambda is_draining: 0)
+    actors = {"router": router, "gateway-0": Calls(lambda is_draining: 9), "gateway-1": gateway}
+    assert watching.look(actors) == []
+    assert router.calls == gateway.calls == []
+    going_on.begin("node-1", Draining(("decode-1",), ("gateway-1",), moves_s=float("inf")))
+    for _ in range(3):
+        assert watching.look(actors) == []
+    assert router.calls == [(("decode-1",), ())] * 3
+    assert gateway.calls == [(True,)] * 3
+    router.is_down = True
+    left["decode-1"] = 0
+    assert watching.look(actors) == []
+    assert watching.look(actors) == []
+    router.is_down = False
+    assert watching.look(actors) == []
+    assert watching.look(actors) == ["node-1"]
+    going_on.end("node-1")
+    for _ in range(3):
+        assert watching.look(actors) == []
+    assert router.calls[-1] == ((), ())
+    assert gateway.calls[-1] == (False,)
+    assert router.calls.count(((), ())) == gateway.calls.count((False,)) == 1
+
+
+def test_a_gateway_that_is_gone_is_not_told(watch: tuple[Drains, DrainWatch]) -> None:
+    going_on, watching = watch
+    router = Calls(lambda draining, moved: dict.fromkeys(draining, 0))
+    gateway = Calls(lambda is_draining: 0)
+    going_on.begin("node-1", Draining(("decode-1",), ("gateway-1",), moves_s=float("inf")))
+    watching.look({"router": router, "gateway-1": gateway})
+    assert watching.look({"router": router, "gateway-1": gateway}) == ["node-1"]
+    going_on.end("node-1")
+    assert watching.look({"router": router}) == []
+    assert gateway.calls == [(True,), (True,)]

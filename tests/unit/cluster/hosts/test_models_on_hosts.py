@@ -1,0 +1,319 @@
+"""Several models on several nodes: their plans, their parts of a node, and orders about them. Without Ray."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from alignedserve.cluster.deployments.division import holding_of
+from alignedserve.cluster.deployments.driver import DeploymentsDriver
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, Ordered, Phase, View, Viewed
+from alignedserve.cluster.deployments.orders import AddModel, Done, Models, Refused, Remark, RemoveModel, ShowModels
+from alignedserve.cluster.hosts import ray_directory
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.joining import Joining, needed_first
+from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.models import preparing
+from alignedserve.cluster.hosts.models.hosted import HostedModel
+from alignedserve.cluster.hosts.models.model_orders import ModelOrders
+from alignedserve.cluster.hosts.models.planning import (
+    PlannedModel,
+    models_for_node,
+    plan_models,
+    plan_one_more,
+    planned_again,
+)
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.report import NodeReport
+from alignedserve.cluster.hosts.operations import orders
+from alignedserve.cluster.hosts.operations.orders import answer_model_order, give_model_order, take_orders
+from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources
+from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.placement import NodeCapacity, NodeShare
+from alignedserve.config.sections import MIB
+from alignedserve.config.unset_sizes import from_mapping
+from alignedserve.core.errors import NotEnoughMemory, ResourceError
+from alignedserve.messages.handshake import Role
+from alignedserve.scheduling.factory import resolve_policy
+from tests.unit.cluster.driven_cluster import POCKET
+
+GIB = 1024 * MIB
+
+
+def node(index: int, available: int = 16 * GIB, gpus: tuple[str, ...] = ()) -> NodeResources:
+    capacity = NodeCapacity(f"node-{index}", f"10.0.0.{index}", 4, gpus)
+    return NodeResources(capacity, Machine(available, available // 2, 4, False, gpu_bytes=(8 * GIB,) * len(gpus)))
+
+
+def model(deployment_id: str, nodes: Sequence[NodeResources], **decode: int) -> PlannedModel:
+    config = resolve_policy(from_mapping({"decode": decode}))
+    return PlannedModel(deployment_id, config, POCKET, frozenset(one.capacity.name for one in nodes))
+
+
+def workers(plan: ClusterPlan) -> list[tuple[str, ...]]:
+    return [share.workers for share in plan.shares]
+
+
+def test_models_that_fit_share_every_node_with_names_of_their_own() -> None:
+    nodes = [node(0), node(1)]
+    plans = plan_models([model("", nodes), model("2", nodes)], nodes)
+    assert workers(plans[""]) == [("decode-0",), ("decode-1",)]
+    assert workers(plans["2"]) == [("decode-0.2",), ("decode-1.2",)]
+    assert plans[""].gateways == ("gateway-0", "gateway-1")
+    assert plans["2"].gateways == ()
+    for one in nodes:
+        held = [holding_of(plan.choices[one.capacity.name].config, plan.served, ()) for plan in plans.values()]
+        assert sum(holding.host_bytes for holding in held) <= one.machine.available_bytes
+
+
+def test_models_that_do_not_fit_together_have_nodes_of_their_own() -> None:
+    nodes = [node(0, 4 * GIB), node(1, 4 * GIB)]
+    large = {"kv_cache_bytes": 1200 * MIB, "swap_space_bytes": 0}
+    plans = plan_models([model("", nodes, **large), model("2", nodes, **large)], nodes)
+    assert [workers(plan) for plan in plans.values()] == [[("decode-0",), ()], [(), ("decode-0.2",)]]
+
+
+def test_models_of_one_worker_each_are_on_different_nodes() -> None:
+    nodes = [node(0), node(1)]
+    plans = plan_models([model("", nodes, count=1), model("2", nodes, count=1)], nodes)
+    assert [workers(plan) for plan in plans.values()] == [[("decode-0",), ()], [(), ("decode-0.2",)]]
+
+
+def test_a_model_is_where_its_copies_are() -> None:
+    nodes = [node(0), node(1)]
+    plans = plan_models([model("", nodes), model("2", nodes[:1])], nodes)
+    assert [workers(plan) for plan in plans.values()] == [[("decode-0",), ("decode-1",)], [("decode-0.2",), ()]]
+
+
+def test_gpus_of_a_node_are_divided() -> None:
+    nodes = [node(0, gpus=("cuda:0", "cuda:1"))]
+    config = resolve_policy(from_mapping({"engine": {"device": "cuda"}}))
+    models = [PlannedModel(one, config, POCKET, frozenset(["node-0"])) for one in ("", "2")]
+    plans = plan_models(models, nodes)
+    assert [plan.capacities[0].gpus for plan in plans.values()] == [("cuda:0",), ("cuda:1",)]
+
+
+def test_a_model_for_which_no_node_has_room_is_named() -> None:
+    nodes = [node(0, 4 * GIB)]
+    with pytest.raises(NotEnoughMemory, match=r"no node has room for pocket beside the other models; alone node-0: "):
+        plan_models([model("", nodes), model("2", nodes, kv_cache_bytes=8 * GIB)], nodes)
+
+
+def test_one_more_model_gets_what_is_left() -> None:
+    nodes, large = [node(0), node(1)], {"kv_cache_bytes": 8 * GIB, "swap_space_bytes": 0}
+    wholes = {one.capacity.name: one.machine for one in nodes}
+    first = plan_models([model("", nodes, count=1, **large)], nodes)[""]
+    holdings = {"node-0": [holding_of(first.choices["node-0"].config, first.served, ())]}
+    more = plan_one_more(model("2", nodes, **large), nodes, holdings, {"node-0": 1}, wholes)
+    assert workers(more) == [(), ("decode-0.2",)]
+    holdings["node-1"] = [holding_of(more.choices["node-1"].config, more.served, ())]
+    with pytest.raises(NotEnoughMemory, match=r"node-0: .*; node-1: .* beside the models that are served"):
+        plan_one_more(model("3", nodes, **large), nodes, holdings, {}, wholes)
+    small = plan_one_more(model("3", nodes, kv_cache_bytes=64 * MIB), nodes, holdings, {}, wholes)
+    assert workers(small) == [("decode-0.3",), ("decode-1.3",)]
+
+
+def test_a_node_that_joins_works_first_for_the_model_with_the_fewest_nodes() -> None:
+    nodes, large = [node(0, 4 * GIB), node(1, 4 * GIB), node(2, 4 * GIB)], {"kv_cache_bytes": 1200 * MIB}
+    plans = plan_models([model("", nodes, **large), model("2", nodes, **large)], nodes)
+    assert [sum(map(len, workers(plan))) for plan in plans.values()] == [2, 1]
+    hosted = {one: HostedModel(plan, {}, None) for one, plan in plans.items()}
+    prepared = [_part(plan, index) for plan in plans.values() for index in range(3)]
+    members = [Member(None, one, None) for one in prepared]  # type: ignore[arg-type]
+    assert list(needed_first(hosted, members)) == ["2", ""]
+    planned = [planned_again(one, hosted[one].plan, ["node-3"]) for one in needed_first(hosted, members)]
+    assert [one.deployment_id for one in models_for_node(planned, node(3, 4 * GIB))] == ["2"]
+    assert [one.deployment_id for one in models_for_node(planned, node(3))] == ["2", ""]
+
+
+def _part(plan: ClusterPlan, index: int) -> Any:
+    share = plan.shares[index]
+
+    class Part:
+        pass
+
+    part: Any = Part()
+    part.share = share
+    return part
+
+
+def test_a_node_keeps_its_gateway_when_its_first_model_has_gone() -> None:
+    share = NodeShare("node-0", "pool-0", decode=("decode-0",), gateways=(("gateway-0", 8000),), is_head=True)
+    left = share.without_model()
+    assert (left.workers, left.gateways, left.is_head, left.has_model) == ((), (("gateway-0", 8000),), True, False)
+
+
+# --- orders
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Ray's key-value store."""
+    values: dict[str, bytes] = {}
+    monkeypatch.setattr(ray_directory, "put", values.__setitem__)
+    monkeypatch.setattr(ray_directory, "get", values.get)
+    monkeypatch.setattr(ray_directory, "delete", lambda key: values.pop(key, None))
+    monkeypatch.setattr(ray_directory, "keys", lambda prefix: sorted(one for one in values if one.startswith(prefix)))
+    return values
+
+
+class Nowhere:
+    """A Site without processes."""
+
+    def described(self, deployment_id: str) -> None:
+        return None
+
+    def listeners(self) -> list[Any]:
+        return []
+
+
+def made(logic: DeploymentsLogic | None = None) -> ModelOrders:
+    return ModelOrders("c", "http://x", Nowhere(), logic or DeploymentsLogic({"": "a"}))  # type: ignore[arg-type]
+
+
+def take_all(found: ModelOrders) -> None:
+    for name, order in take_orders("c"):
+        assert isinstance(order, AddModel | RemoveModel | ShowModels)
+        found.take(name, order)
+    found.look()
+
+
+def test_an_order_is_answered_once_with_all_that_was_said(
+    store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def answer(seconds: float) -> None:
+        ((name, order),) = take_orders("c")
+        assert order == RemoveModel("a")
+        for text in ("one", "two"):
+            answer_model_order("c", name, Remark(text))
+        answer_model_order("c", name, Done("gone"))
+
+    monkeypatch.setattr(orders, "time", type("Time", (), {"sleep": answer, "monotonic": lambda: 0.0}))
+    assert give_model_order("c", RemoveModel("a"), said.append) == Done("gone")
+    assert said == ["one", "two"]
+    assert store == {}
+
+
+def test_a_refusal_names_its_reason(store: dict[str, bytes]) -> None:
+    store["c/order/x"] = msgspec.json.encode(RemoveModel("b"))
+    take_all(made())
+    assert msgspec.json.decode(store["c/answer/x"], type=Refused) == Refused("no model is served as b; there are a")
+    assert "c/order/x" not in store
+
+
+def test_what_cannot_be_meant_is_refused(store: dict[str, bytes]) -> None:
+    store["c/order/x"] = msgspec.json.encode(AddModel("/m", settings=("a=b",) * 65))
+    take_all(made())
+    assert "too many settings" in msgspec.json.decode(store["c/answer/x"], type=Refused).reason
+
+
+def test_the_models_are_shown(store: dict[str, bytes]) -> None:
+    store["c/order/x"] = msgspec.json.encode(ShowModels())
+    take_all(made())
+    answer = msgspec.json.decode(store["c/answer/x"], type=Models)
+    assert [(one.name, one.phase) for one in answer.deployments] == [("a", "serving")]
+
+
+def test_the_next_driver_carries_an_order_out_that_the_last_one_had_begun(store: dict[str, bytes]) -> None:
+    store["c/order/x"] = msgspec.json.encode(RemoveModel("b"))
+    logic = DeploymentsLogic({"": "a", "2": "b"})
+    announced: list[DeploymentsDriver] = []
+    found = made(logic)
+    found.driver.announce = lambda: announced.append(found.driver)  # type: ignore[method-assign]
+    take_all(found)
+    assert {one.deployment_id: one.phase for one in logic.standings} == {"": Phase.SERVING, "2": Phase.DRAINING}
+    take_all(found)  # it is known
+    assert "c/order/x" in store
+    following = made(logic)
+    following.driver.announce = lambda: announced.append(following.driver)  # type: ignore[method-assign]
+    following.driver.resume()
+    take_all(following)
+    assert {one.deployment_id: one.phase for one in logic.standings} == {"": Phase.SERVING, "2": Phase.DRAINING}
+    assert "c/answer/x" not in store
+
+
+def test_an_answer_that_ray_s_head_did_not_take_is_given_later(
+    store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store["c/order/x"] = msgspec.json.encode(RemoveModel("b"))
+    found = made()
+
+    def fail(key: str, value: bytes) -> None:
+        raise ResourceError("away")
+
+    with monkeypatch.context() as away:
+        away.setattr(ray_directory, "put", fail)
+        with pytest.raises(ResourceError):
+            take_all(found)
+    take_all(found)
+    assert "c/answer/x" in store
+
+
+# --- nodes that join
+
+
+def test_a_node_that_joins_begins_nothing_for_a_model_that_is_about_to_end(
+    cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joining = cluster._joining
+    joining.logic = DeploymentsLogic({"": "pocket", "2": "other"})
+    joining.models["2"] = joining.models[""]
+    member = cluster._members.pop("id-1")
+    share = replace(member.prepared.share, deployment_id="2", decode=("decode-1.2",), gateways=())
+    member.set_part(replace(member.prepared, share=share))
+    joining.logic.on_event(Ordered("x", RemoveModel("other")), 0.0)
+    joining.logic.on_event(Viewed({"2": View(None, 0)}), 1.0)
+    assert [one.phase for one in joining.logic.standings] == [Phase.SERVING, Phase.ENDING]
+    monkeypatch.setattr(cluster, "add_node", lambda node: cluster._actors.setdefault(node.share.node, {}))
+    cluster._admit(member)
+    assert list(member.models) == [""]
+
+
+def joining_of(nodes: Sequence[NodeResources], *deployment_ids: str) -> Joining:
+    plans = plan_models([model(one, nodes) for one in deployment_ids], nodes)
+    models = {one: HostedModel(plan, {}, "digest") for one, plan in plans.items()}
+    return Joining(models, NodeReport("v", digests=("digest",) * len(models)), "c", len(nodes))
+
+
+def shares_of(joining: Joining, index: int, resources: NodeResources, *able: str) -> list[NodeShare]:
+    """Return the shares of a node of this host that joins, with copies of these models."""
+    host = RayNode(f"id-{index}", f"10.0.0.{index}", f"host-{index}", is_head=False)
+    hosted = {one: joining.models[one] for one in able}
+    return list(joining._take_shares(host, resources, hosted)[1])
+
+
+def test_a_node_that_joins_has_a_gateway_and_workers_of_all_models_that_it_has() -> None:
+    nodes = [node(0), node(1)]
+    shares = shares_of(joining_of(nodes, "", "2"), 2, node(2), "", "2")
+    assert [share.workers for share in shares] == [("decode-2",), ("decode-2.2",)]
+    assert shares[0].gateways == (("gateway-2", 8000),)
+    (first,) = shares_of(joining_of(nodes, "", "2"), 2, node(2), "")
+    assert first.workers == ("decode-2",)
+    bare, other = shares_of(joining_of(nodes, "", "2"), 2, node(2), "2")
+    assert (bare.has_model, bare.workers, len(bare.gateways)) == (False, (), 1)
+    assert other.workers == ("decode-2.2",)
+
+
+def test_a_host_that_comes_back_has_what_it_had_of_the_models_that_are_left() -> None:
+    nodes = [node(0), node(1)]
+    joining = joining_of(nodes, "", "2", "3")
+    former = tuple(one.plan.shares[1] for one in joining.models.values())
+    joining._vacant["host-1", "10.0.0.1"] = [former]
+    del joining.models[""], joining.models["3"]
+    bare, other = shares_of(joining, 1, node(1), "2")
+    assert (bare.node, bare.gateways, bare.workers) == ("node-1", (("gateway-1", 8000),), ())
+    assert other == former[1]
+
+
+def test_workers_of_a_model_that_is_added_load_without_disturbing_others(cluster: ClusterOnHosts) -> None:
+    members = {member.ray_node: member for member in cluster._members.values()}
+    nodes = [node(index) for index in range(len(members))]
+    plan = plan_models([model("", nodes), model("2", nodes)], nodes)["2"]
+    parts = preparing._parts(plan, dict(zip(members, nodes, strict=True)), members)
+    for part in (*parts.values(), *(member.prepared for member in members.values())):
+        specs = [cluster._factory._spec(part, Role.DECODE_WORKER, name) for name in part.share.workers]
+        assert {spec.joins_others for spec in specs} == {part.share.deployment_id == "2"}

@@ -1,0 +1,107 @@
+"""The watch over Ray's processes of one host, with other processes in their place."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from alignedserve.cluster.local_ray import node_watch
+from alignedserve.cluster.local_ray.node_processes import NodeProcesses, kill_all
+from alignedserve.cluster.local_ray.node_watch import NodeWatch
+
+PARENT = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print(flush=True); sys.stdin.read()"
+PATIENCE_S = 60.0
+
+
+class Ray:
+    """A head, a node process with a child, and what the head answers."""
+
+    def __init__(self) -> None:
+        self.head = subprocess.Popen(["sleep", "600"])
+        self.raylet = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.raylet.stdout is not None
+        self.raylet.stdout.readline()  # its child is there
+        self.answer: bool | None = True
+        self.processes = NodeProcesses({"the head": self.head, "the node": self.raylet}, lambda: self.answer)
+
+    def end(self) -> None:
+        kill_all([psutil.Process(one.pid) for one in (self.head, self.raylet) if one.poll() is None])
+        for one in (self.head, self.raylet):
+            one.communicate()
+
+
+@pytest.fixture
+def ray() -> Iterator[Ray]:
+    made = Ray()
+    yield made
+    made.end()
+
+
+def never(problem: str) -> None:
+    raise AssertionError(problem)
+
+
+def test_the_end_of_either_process_is_a_loss_that_says_how(ray: Ray) -> None:
+    watch = NodeWatch(ray.processes, never)
+    assert watch.look() is None
+    ray.head.kill()
+    ray.head.wait()
+    assert watch.look() == watch.problem == "the head has ended by signal 9"
+
+
+def test_what_the_node_process_has_started_is_known_after_its_end(ray: Ray) -> None:
+    watch = NodeWatch(ray.processes, never)
+    watch.look()
+    ray.raylet.kill()
+    ray.raylet.wait()
+    assert watch.look() == "the node has ended by signal 9"
+    (child,) = watch.children
+    assert child.is_running()
+    kill_all(watch.children)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_processes_end_with_all_that_they_have_started_also_stopped_ones(ray: Ray) -> None:
+    parent = psutil.Process(ray.raylet.pid)
+    (child,) = parent.children()
+    parent.suspend()
+    child.suspend()
+    kill_all([parent])
+    ray.raylet.wait()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_silent_head_is_given_up_by_looks_in_a_row_alone(ray: Ray) -> None:
+    watch = NodeWatch(ray.processes, never)
+    for answers in ([None] * 19, [True], [None] * 19):
+        for ray.answer in answers:
+            assert watch.look() is None
+    ray.answer = None
+    assert "gcs_server) has not answered 20 times" in (watch.look() or "")
+
+
+def test_a_node_that_the_head_has_given_up_is_lost(ray: Ray) -> None:
+    watch = NodeWatch(ray.processes, never)
+    ray.answer = False
+    assert "raylet) has not answered for a minute" in (watch.look() or "")
+
+
+def test_a_loss_that_nobody_heeds_is_reported_and_one_that_is_heeded_is_not(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_watch, "_LOOK_S", 0.01)
+    reported = threading.Event()
+    heeded = NodeWatch(ray.processes, never)
+    heeded.start()
+    ray.head.kill()
+    while heeded.problem is None:
+        threading.Event().wait(0.01)
+    heeded.stop()
+    monkeypatch.setattr(node_watch, "_UNHEEDED_S", 0.01)
+    unheeded = NodeWatch(ray.processes, lambda problem: reported.set())
+    unheeded.start()
+    assert reported.wait(PATIENCE_S)
+    unheeded.stop()

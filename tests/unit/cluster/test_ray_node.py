@@ -1,0 +1,32 @@
+"""The Ray of one host: what it would start and where it would listen, changed for one start alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray._private import ray_constants, services, utils
+from ray._private.node import Node
+
+from alignedserve.cluster.local_ray.start import _UNUSED_PROCESSES, _restrained
+
+
+def state() -> list[Any]:
+    methods = [getattr(Node, name) for name in (*_UNUSED_PROCESSES, "_prepare_socket_file")]
+    return [*methods, ray_constants.ENABLE_RAY_CLUSTER, utils.get_dashboard_dependency_error]
+
+
+def fail_to_start(folder: Path) -> None:
+    with _restrained(folder):
+        raise OSError("a process is late")
+
+
+def test_ray_starts_no_unused_process_and_listens_on_loopback_for_one_start(tmp_path: Path) -> None:
+    before = state()
+    with _restrained(tmp_path):
+        assert [getattr(Node, name)(None) for name in _UNUSED_PROCESSES] == [None, None, None]
+        assert services.get_node_ip_address() == "127.0.0.1"  # type: ignore[no-untyped-call]
+        assert vars(Node)["_prepare_socket_file"](None, None, "raylet") == str(tmp_path / "raylet.sock")
+    assert state() == before
+    with pytest.raises(OSError, match="late"):
+        fail_to_start(tmp_path)
+    assert state() == before

@@ -1,0 +1,289 @@
+"""Steps launched before the tokens of the one before are known: the same tokens, whatever happens between."""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import SampledToken, SamplingParams
+from alignedserve.costmodel.iteration_points import Point
+from alignedserve.runtime.device.streams import CheckedEvent, CheckedStream, CheckedStreams
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.iteration_timing import IterationTimer
+from tests.support.marks import many, slow
+from tests.support.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_models import make_tiny_model
+
+SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=100)
+PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=100)
+WITH_LOGPROBS = SamplingParams(temperature=1.0, seed=4, num_logprobs=3, max_tokens=100)
+BAD_WORDS = SamplingParams(temperature=0.0, bad_words=((7, 8), (9,)), max_tokens=100)
+BIASED = SamplingParams(temperature=0.0, logit_bias=((5, 4.0),), min_tokens=50, max_tokens=100)
+SHORT = SamplingParams(temperature=0.0, max_tokens=3)
+KINDS = (GREEDY, SEEDED, PENALISED, WITH_LOGPROBS, BAD_WORDS, BIASED, SHORT)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder: Path = tmp_path_factory.mktemp("llama")
+    make_tiny_model(folder, "llama")
+    return tiny_decoder(folder)
+
+
+def ahead(decoder: Decoder, seed: int = 0, streams: CheckedStreams | None = None, *, num_lent: int = 3) -> TinyEngine:
+    return TinyEngine(decoder, launches_ahead=True, streams=streams or CheckedStreams(seed), num_lent=num_lent)
+
+
+def launched(tiny: TinyEngine) -> list[str] | None:
+    """Return the requests of the step that was launched ahead; None: there is none."""
+    step = tiny.engine._next._launched
+    return None if step is None else [tiny.engine._table.request_ids[row] for row in step.step.rows.tolist()]
+
+
+def alone(decoder: Decoder, prompt: list[int], sampling: SamplingParams, count: int) -> list[SampledToken]:
+    tiny = TinyEngine(decoder)
+    tiny.add("alone", prompt, sampling)
+    return tiny.generate("alone", count)
+
+
+def same(tokens: list[SampledToken], expected: list[SampledToken]) -> bool:
+    return [(token.token_id, token.logprob) for token in tokens] == [(one.token_id, one.logprob) for one in expected]
+
+
+class NotedStreams(CheckedStreams):
+    """Streams that note the order in which the host enqueues work and waits."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.seen: list[str] = []
+
+    def stream(self, name: str) -> CheckedStream:
+        stream = super().stream(name)
+        run, record = stream.run, stream.record
+
+        def noted_run(operation: Callable[[], object]) -> None:
+            self.seen.append("run")
+            run(operation)
+
+        def noted_record() -> CheckedEvent:
+            event = record()
+            wait = event.synchronize
+
+            def noted_wait() -> None:
+                self.seen.append("wait")
+                wait()
+
+            event.synchronize = noted_wait  # type: ignore[method-assign]
+            return event
+
+        stream.run, stream.record = noted_run, noted_record  # type: ignore[method-assign]
+        return stream
+
+
+def test_a_step_is_enqueued_before_the_host_waits_for_the_one_before(decoder: Decoder) -> None:
+    streams = NotedStreams()
+    tiny = ahead(decoder, streams=streams)
+    tiny.add("a", random_tokens(1, 5))
+    tiny.step(a=5)
+    assert streams.seen == ["run", "run", "wait"]
+    tiny.step(a=1)
+    tiny.step(a=1)
+    assert streams.seen[3:] == ["run", "wait"] * 2  # one step of each call, that of the next
+
+
+def test_tokens_are_those_of_every_sequence_alone(decoder: Decoder) -> None:
+    tiny = ahead(decoder)
+    for index, sampling in enumerate(KINDS[:-1]):
+        tiny.add(str(index), random_tokens(index, 5), sampling)
+    names = [str(index) for index in range(len(KINDS) - 1)]
+    found: dict[str, list[SampledToken]] = {name: [] for name in names}
+    for count in (5, *(1,) * 9):
+        for token in tiny.step(**dict.fromkeys(names, count)).sampled:
+            found[token.request_id].append(token)
+    for index, name in enumerate(names):
+        assert same(found[name], alone(decoder, random_tokens(index, 5), KINDS[index], 10)), KINDS[index]
+
+
+def test_a_sequence_that_stops_leaves_the_others_their_step(decoder: Decoder) -> None:
+    tiny = ahead(decoder)
+    for name in "abc":
+        tiny.add(name, random_tokens(ord(name), 5))
+    tiny.step(a=5, b=5, c=5)
+    assert sorted(launched(tiny) or []) == ["a", "b", "c"]
+    tiny.engine.remove_sequence(RequestId("b"))
+    tiny.add("d", random_tokens(4, 6))  # in b's row
+    builds: list[Any] = []
+    build = tiny.engine._builder.build
+    tiny.engine._builder.build = lambda *slices: builds.append(slices) or build(*slices)  # type: ignore[method-assign,func-returns-value]
+    output = tiny.step(a=1, c=1, d=6)
+    assert [slices[0] for slices in builds] == [[RequestId("d")]]  # the others had been launched
+    assert sorted(token.request_id for token in output.sampled) == ["a", "c", "d"]
+    assert sorted(launched(tiny) or []) == ["a", "c", "d"]  # behind both parts of the step
+    tiny.step(a=1, c=1, d=1)
+    assert len(builds) == 1
+    for name, seed, count in (("a", ord("a"), 3), ("c", ord("c"), 3), ("d", 4, 2)):
+        prompt = random_tokens(seed, 6 if name == "d" else 5)
+        assert tiny.tokens(name)[len(prompt) :] == [t.token_id for t in alone(decoder, prompt, GREEDY, count)]
+
+
+def test_sequences_with_all_their_tokens_are_left_out(decoder: Decoder) -> None:
+    tiny = ahead(decoder)
+    tiny.add("a", random_tokens(1, 5), SamplingParams(temperature=0.0, max_tokens=1))
+    tiny.add("b", random_tokens(2, 5))
+    tiny.step(a=5, b=5)
+    assert launched(tiny) == ["b"]
+
+
+def test_what_needs_the_token_on_the_host_is_not_launched_ahead(decoder: Decoder) -> None:
+    tiny = ahead(decoder)
+    tiny.add("a", random_tokens(1, 5), BAD_WORDS)
+    tiny.step(a=5)
+    assert launched(tiny) is None
+
+
+def test_without_room_or_a_block_to_lend_nothing_is_launched(decoder: Decoder) -> None:
+    tiny = ahead(decoder, num_lent=1)
+    for name in "ab":
+        tiny.add(name, random_tokens(ord(name), 8), spare_tokens=0)  # two whole blocks of four
+    tiny.step(a=8, b=8)
+    assert launched(tiny) is None
+    for name in "ab":
+        tiny.make_room(name, 1)
+    tiny.step(a=1, b=1)
+    assert sorted(launched(tiny) or []) == ["a", "b"]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED])
+def test_sequences_without_room_are_launched_ahead_with_blocks_of_the_engine(
+    decoder: Decoder, sampling: SamplingParams
+) -> None:
+    """They are given the real blocks only when the step is asked for, as schedulers do."""
+    tiny, names = ahead(decoder, num_lent=3), ("a", "b", "c")
+    for name in names:
+        tiny.add(name, random_tokens(ord(name), 8), sampling, spare_tokens=0)
+    num_ahead = 0
+    for count in (8, *(1,) * 12):
+        for name in names:
+            tiny.make_room(name, count)
+        num_ahead += launched(tiny) is not None
+        tiny.step(**dict.fromkeys(names, count))
+    assert num_ahead == 12
+    for name in names:
+        prompt = random_tokens(ord(name), 8)
+        assert tiny.tokens(name)[8:] == [one.token_id for one in alone(decoder, prompt, sampling, 13)]
+
+
+def test_a_lent_block_is_the_next_ones_when_its_sequence_stops(decoder: Decoder) -> None:
+    tiny = ahead(decoder, num_lent=1)
+    tiny.add("a", random_tokens(1, 8), spare_tokens=0)
+    tiny.step(a=8)
+    assert launched(tiny) == ["a"]
+    tiny.engine.remove_sequence(RequestId("a"))
+    tiny.add("b", random_tokens(2, 8), spare_tokens=0)
+    tiny.step(b=8)
+    assert launched(tiny) == ["b"]
+    for _ in range(6):
+        tiny.make_room("b", 1)
+        tiny.step(b=1)
+    assert tiny.tokens("b")[8:] == [one.token_id for one in alone(decoder, random_tokens(2, 8), GREEDY, 7)]
+
+
+def test_nothing_is_launched_ahead_while_another_model_wants_the_device(decoder: Decoder) -> None:
+    tiny = ahead(decoder)
+    tiny.add("a", random_tokens(1, 5))
+    tiny.engine.execute([(RequestId("a"), 5)], may_go_on=False)
+    assert launched(tiny) is None
+    tiny.engine.execute([(RequestId("a"), 1)], may_go_on=True)
+    assert launched(tiny) == ["a"]
+    tiny.engine.execute([(RequestId("a"), 1)], may_go_on=False)  # the step that had been launched
+    assert launched(tiny) is None
+    assert tiny.tokens("a")[5:] == [one.token_id for one in alone(decoder, random_tokens(1, 5), GREEDY, 3)]
+
+
+def test_a_block_that_is_replaced_drops_the_step_that_reads_it(decoder: Decoder) -> None:
+    tiny = ahead(decoder)
+    tiny.add("a", random_tokens(1, 9))
+    tiny.step(a=9)
+    (block,) = tiny.take_blocks(1)
+    tiny.storage.bytes[block] = tiny.storage.bytes[tiny.blocks["a"][0]]
+    tiny.engine.replace_block(RequestId("a"), 0, block)
+    assert launched(tiny) is None
+    tiny.storage.bytes[tiny.blocks["a"][0]] = 0xFF
+    tiny.step(a=1)
+    assert tiny.tokens("a")[9:] == [token.token_id for token in alone(decoder, random_tokens(1, 9), GREEDY, 2)]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_logits_that_are_not_numbers_fail_their_sequence_alone(decoder: Decoder) -> None:
+    tiny = ahead(decoder)
+    for name in ("good", "bad"):
+        tiny.add(name, random_tokens(len(name), 6))
+    tiny.step(good=6, bad=6)
+    tiny.engine._next.drop()
+    tiny.storage.blocks[:, 0, 0][tiny.blocks["bad"][0]] = float("nan")
+    output = tiny.step(good=1, bad=1)
+    assert output.failed == [RequestId("bad")]
+    tiny.engine.remove_sequence(RequestId("bad"))
+    assert [token.request_id for token in tiny.step(good=1).sampled] == ["good"]
+    assert tiny.tokens("good")[6:] == [t.token_id for t in alone(decoder, random_tokens(4, 6), GREEDY, 3)]
+
+
+@pytest.mark.parametrize("num_histories", [12, *slow(many(300))])
+def test_random_histories(decoder: Decoder, num_histories: int) -> None:
+    """Sequences of every kind come, wait, stop, are cancelled and resumed; blocks go from one to another at once."""
+    num_tokens = 0
+    for seed in range(num_histories):
+        num_tokens += _history(decoder, seed)
+    assert num_tokens > 20 * num_histories
+
+
+def _history(decoder: Decoder, seed: int) -> int:
+    rng, tiny = random.Random(seed), ahead(decoder, seed)
+    left: dict[str, int] = {}  # tokens to compute
+    made: dict[str, tuple[list[int], SamplingParams, list[SampledToken]]] = {}
+    for step in range(16):
+        if len(left) < 5 and rng.random() < 0.5:
+            name, prompt = f"r{step}", random_tokens(rng.randrange(9), rng.randrange(1, 12))
+            made[name] = (prompt, KINDS[rng.randrange(len(KINDS))], [])
+            tiny.add(name, prompt, made[name][1], spare_tokens=0)
+            left[name] = len(prompt)
+        slices = {name: rng.randrange(1, count + 1) for name, count in left.items() if rng.random() < 0.9}
+        if not slices:
+            continue
+        for name, count in slices.items():
+            tiny.make_room(name, count)
+        for token in tiny.step(**slices).sampled:
+            made[token.request_id][2].append(token)
+        left = {name: max(1, count - slices.get(name, 0)) for name, count in left.items()}
+        for name in list(left):
+            tokens, most = made[name][2], made[name][1].max_tokens
+            is_stopped = len(tokens) >= most or (tokens and tokens[-1].token_id % 17 == 0) or rng.random() < 0.05
+            if is_stopped:
+                tiny.engine.remove_sequence(RequestId(name))
+                tiny.free_blocks = [*tiny.free_blocks, *tiny.blocks.pop(name)]  # the next to be taken
+                del left[name]
+    for name, (prompt, sampling, tokens) in made.items():
+        if tokens:
+            assert same(tokens, alone(decoder, prompt, sampling, len(tokens))), (seed, name, sampling)
+    return sum(len(tokens) for _, _, tokens in made.values())
+
+
+def test_a_cpu_waits_for_its_tokens(decoder: Decoder) -> None:
+    tiny = TinyEngine(decoder)
+    tiny.add("a", random_tokens(1, 5))
+    tiny.step(a=5)
+    assert launched(tiny) is None
+
+
+def test_a_measurement_leaves_no_step_behind_that_the_next_would_wait_for(decoder: Decoder) -> None:
+    streams = NotedStreams()
+    tiny = ahead(decoder, streams=streams)
+    timer = IterationTimer(tiny.engine, block_ids=range(64), clock=time.perf_counter)
+    assert timer.measure(Point("decodes", contexts=(9, 12)), 1) > 0.0
+    assert launched(tiny) is None
+    last_run = len(streams.seen) - 1 - streams.seen[::-1].index("run")
+    assert streams.seen[last_run:].count("wait") == 2, "for the tokens of the step, then for all that was launched"

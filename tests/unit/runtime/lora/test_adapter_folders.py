@@ -1,0 +1,267 @@
+"""PEFT folders as they come: what is refused, and how that is said; what the adapters of a worker's memory do."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from alignedserve.config.sections import LoraConfig
+from alignedserve.core.errors import AdapterError
+from alignedserve.core.request import LoraAdapter
+from alignedserve.runtime.lora.adapter_cache import AdapterCache
+from alignedserve.runtime.lora.adapter_folders import find_adapter, read_adapter
+from alignedserve.runtime.lora.adapter_weights import load_adapter
+from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.model_files import read_config
+from kernels.addend_layout import ProductShape
+from kernels.lora import AdapterMatrices
+from tests.support.lora_folders import write_adapter
+from tests.support.tiny_models import make_tiny_model
+
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    write_adapter(folder / "adapter", make_tiny_model(folder, "llama"), rank=4)
+    return folder
+
+
+@pytest.fixture
+def model(model_folder: Path) -> ModelConfig:
+    return read_config(model_folder)
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the adapter, to be changed."""
+    for path in (model_folder / "adapter").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def find(folder: Path, model: ModelConfig, **options: Any) -> LoraAdapter:
+    return find_adapter("mine", str(folder), LoraConfig(allowed_folder=str(folder), **options), model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"peft_type": "IA3"}, "peft_type must be LORA"),
+        ({"use_dora": True}, "DoRA is not supported"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is not supported"),
+        ({"bias": "all"}, "bias must be none"),
+        ({"init_lora_weights": "pissa_niter_16"}, "changes the model's own weights"),
+        ({"init_lora_weights": ["eva"]}, "changes the model's own weights"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"r": 0}, "r must be between"),
+        ({"r": 100}, "above lora.max_rank"),
+        ({"r": "4"}, "r must be a whole number"),
+        ({"r": 5}, r"lora_A of .* has shape \[4, .*expected \[5, "),
+        ({"lora_alpha": 1e300}, "lora_alpha must be between"),
+        ({"lora_alpha": None}, "lora_alpha is missing"),
+        ({"target_modules": None}, "target_modules is missing"),
+        ({"target_modules": ["q_proj"]}, "which target_modules does not name"),
+        ({"target_modules": "(" * 100}, "is not a regular expression"),
+        ({"target_modules": "(?=q).*"}, "no look-around"),
+        ({"target_modules": 7}, "must be a list"),
+        ({"layers_to_transform": [0]}, "which target_modules does not name"),
+        ({"rank_pattern": {"q_proj": 9}}, "has shape"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern must be an object"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern must be a number"),
+    ],
+)
+def test_a_config_that_is_not_supported_is_refused_by_name(
+    fields: dict[str, Any], problem: str, folder: Path, model: ModelConfig
+) -> None:
+    change_config(folder, **fields)
+    with pytest.raises(AdapterError, match=problem):
+        find(folder, model)
+
+
+def test_expressions_that_take_other_engines_for_ever_are_matched_at_once(folder: Path, model: ModelConfig) -> None:
+    change_config(folder, target_modules="(([a-z_.0-9])*)*!", exclude_modules=None)
+    with pytest.raises(AdapterError, match="does not name"):
+        find(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        (f"{Q_PROJ}.lora_A.weight", None, "only one of the two"),
+        (f"{Q_PROJ}.lora_A.weight", torch.zeros(4, 63), "expected"),
+        (f"{Q_PROJ}.lora_A.weight", torch.zeros(4, 64, dtype=torch.int32), "must be a float"),
+        (f"{Q_PROJ}.lora_magnitude_vector", torch.zeros(4), "is not a LoRA matrix"),
+        ("base_model.model.lm_head.lora_A.weight", torch.zeros(4, 64), "lm_head is not a projection"),
+        ("base_model.model.model.layers.9.mlp.up_proj.lora_A.weight", torch.zeros(4, 64), "is not a projection"),
+        ("a\nb\x1b[31m", torch.zeros(1), "with a strange name"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    name: str, tensor: torch.Tensor | None, problem: str, folder: Path, model: ModelConfig
+) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors.pop(name, None)
+    save_file(tensors if tensor is None else {**tensors, name: tensor}, path)
+    with pytest.raises(AdapterError, match=problem):
+        find(folder, model)
+
+
+def test_numbers_that_are_not_finite_are_refused_when_they_are_read(folder: Path, model: ModelConfig) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{Q_PROJ}.lora_B.weight"][0, 0] = torch.inf
+    save_file(tensors, path)
+    config = LoraConfig(allowed_folder=str(folder))
+    files = read_adapter(find(folder, model), config)
+    with pytest.raises(AdapterError, match="not finite"):
+        load_adapter(files, model, torch.float32, torch.device("cpu"), max_rank=64)
+
+
+@pytest.mark.parametrize("length", [0, 7, 100, -1])
+def test_truncated_files_and_pickles_are_refused(length: int, folder: Path, model: ModelConfig) -> None:
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(AdapterError, match="truncated"):
+        find(folder, model)
+    path.rename(folder / "adapter_model.bin")
+    with pytest.raises(AdapterError, match="pickle"):
+        find(folder, model)
+
+
+def test_only_allowed_folders_are_read(folder: Path, model: ModelConfig, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"lora\.allowed_folder is set"):
+        find_adapter("mine", str(folder), LoraConfig(), model)
+    inner = tmp_path / "allowed"
+    inner.mkdir()
+    (inner / "link").symlink_to(folder)
+    for path in (folder, inner / "..", inner / "link"):
+        with pytest.raises(AdapterError, match="not inside"):
+            find_adapter("mine", str(path), LoraConfig(allowed_folder=str(inner)), model)
+    assert find_adapter("mine", str(folder), LoraConfig(adapters={"other": str(folder)}), model).name == "mine"
+    with pytest.raises(AdapterError, match="larger than"):
+        find(folder, model, memory_bytes=1000)
+
+
+def test_paths_that_lead_nowhere_are_refused(folder: Path, model: ModelConfig) -> None:
+    (folder / "a").symlink_to(folder / "b")
+    (folder / "b").symlink_to(folder / "a")
+    for name in ("a", "a\0b", "n" * 300):
+        with pytest.raises(AdapterError, match=r"leads nowhere|cannot be read"):
+            find_adapter("mine", f"{folder}/{name}", LoraConfig(allowed_folder=str(folder)), model)
+
+
+def test_files_that_have_changed_are_another_adapter(folder: Path, model: ModelConfig) -> None:
+    config = LoraConfig(allowed_folder=str(folder))
+    found = find(folder, model)
+    assert read_adapter(found, config).digest == found.digest == find(folder, model).digest
+    change_config(folder, lora_alpha=3.0)
+    with pytest.raises(AdapterError, match="have changed"):
+        read_adapter(found, config)
+    assert find(folder, model).digest != found.digest
+
+
+def adapter(number: int) -> LoraAdapter:
+    return LoraAdapter(str(number), "/nowhere", bytes([number]) * 16)
+
+
+def matrices() -> AdapterMatrices:
+    return AdapterMatrices([ProductShape(4, 4)], 1, torch.float32, torch.device("cpu"))
+
+
+def cache(load: Any = lambda _: matrices(), max_adapters: int = 2) -> AdapterCache:
+    return AdapterCache(load, max_adapters=max_adapters, max_bytes=1 << 20)
+
+
+def test_the_least_recently_used_adapter_leaves_but_none_that_is_used() -> None:
+    loads: list[str] = []
+
+    def load(asked: LoraAdapter) -> AdapterMatrices:
+        loads.append(asked.name)
+        return matrices()
+
+    own = cache(load)
+    for number in (1, 2, 1, 3, 1):
+        waiting = own.prepare(adapter(number))
+        if waiting is not None:
+            waiting.result(10)
+    assert loads == ["1", "2", "3"]
+    own.acquire(adapter(1))
+    own.acquire(adapter(3))
+    waiting = own.prepare(adapter(4))
+    assert waiting is not None
+    assert not waiting.done()
+    assert own.prepare(adapter(3)) is None
+    own.release(adapter(1))
+    waiting.result(10)
+    assert loads[-1] == "4"
+    assert own.num_loaded == 2
+    own.close()
+
+
+def test_a_sequence_gets_an_adapter_that_has_left_and_a_failure_is_told() -> None:
+    own = cache(max_adapters=1)
+    for number in (1, 2):
+        own.acquire(adapter(number))
+    assert own.num_loaded == 2
+    own.release(adapter(1))
+    assert own.num_loaded == 1
+
+    def fail(_: LoraAdapter) -> AdapterMatrices:
+        raise AdapterError("it is gone")
+
+    failing = cache(fail)
+    waiting = failing.prepare(adapter(1))
+    assert waiting is not None
+    waiting.result(10)
+    with pytest.raises(AdapterError, match="it is gone"):
+        failing.acquire(adapter(1))
+    own.close()
+    failing.close()
+
+
+def test_nobody_waits_while_an_adapter_is_loaded_but_its_own_requests() -> None:
+    may_go_on = threading.Event()
+
+    def load(asked: LoraAdapter) -> AdapterMatrices:
+        if asked.name == "2":
+            may_go_on.wait(20)
+        return matrices()
+
+    own = cache(load)
+    first = own.prepare(adapter(1))
+    assert first is not None
+    first.result(10)
+    slow, same = own.prepare(adapter(2)), own.prepare(adapter(2))
+    assert own.prepare(adapter(1)) is None
+    own.acquire(adapter(1))
+    assert slow is not None
+    assert same is not None
+    assert not slow.done()
+    may_go_on.set()
+    slow.result(10)
+    same.result(10)
+    own.close()
+
+
+def test_a_request_from_another_worker_waits_for_its_adapter_but_not_for_room() -> None:
+    own = cache(max_adapters=1)
+    own.acquire(adapter(1))
+    waiting = own.prepare_at_once(adapter(2))
+    assert waiting is not None
+    waiting.result(10)
+    assert own.prepare_at_once(adapter(2)) is None
+    own.acquire(adapter(2))
+    assert own.num_loaded == 2
+    own.close()

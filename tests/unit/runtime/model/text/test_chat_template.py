@@ -1,0 +1,80 @@
+"""What chat templates are found to know, what clients may give them, and control tokens in the text of answers."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
+from alignedserve.runtime.model.text.chat_template import CallForm, ChatTemplate
+from alignedserve.runtime.model.text.tokenizer import Tokenizer, control_mark
+from tests.gateway.support import EOS, tokenizer, write_tokenizer
+from tests.gateway.tool_support import HERMES, TEXT_ARGUMENTS
+
+NOW = datetime(2026, 3, 4, 5, 6, 7)
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "r", "tool_call_id": "a", "name": "f"},
+]
+
+
+def test_the_variables_of_a_template() -> None:
+    template = ChatTemplate("{% if tools %}{{ enable_thinking }}{% endif %}{% set mine = 1 %}{{ mine }}", {})
+    assert template.knows_tools
+    assert "enable_thinking" in template.variables
+    assert "mine" not in template.variables
+
+
+def test_variables_never_replace_the_conversation() -> None:
+    template = ChatTemplate("{{ messages[0].content }}{{ bos_token }}{{ x }}", {"bos_token": "B"})
+    assert template.reserved >= {"messages", "tools", "bos_token", "add_generation_prompt", "raise_exception"}
+    assert (
+        template.render(ChatPrompt(MESSAGES[:1], variables={"messages": [], "bos_token": "evil", "x": 5}), now=NOW)
+        == "hiB5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        (HERMES, CallForm(has_text_arguments=False, has_null_content=False)),
+        (TEXT_ARGUMENTS, CallForm(has_text_arguments=True, has_null_content=True)),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
+    ],
+)
+def test_the_form_in_which_calls_are_shown(source: str, form: CallForm | None) -> None:
+    assert ChatTemplate(source, {}).call_form == form
+
+
+def test_calls_that_a_template_does_not_show_are_refused() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    with pytest.raises(InvalidRequest, match="does not show tool calls"):
+        template.render(ChatPrompt(MESSAGES), now=NOW)
+
+
+def test_a_template_of_its_own_for_conversations_with_tools(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.render_chat(ChatPrompt(MESSAGES[:1]), now=NOW) == "plain"
+    assert loaded.render_chat(ChatPrompt(MESSAGES[:1], [{"type": "function"}]), now=NOW) == "1"
+    assert Tokenizer.load(tmp_path, chat_template="other").render_chat(ChatPrompt(MESSAGES[:1]), now=NOW) == "other"
+
+
+def test_shown_control_tokens_are_marked_and_others_have_no_text() -> None:
+    loaded = tokenizer()
+    (bos,) = loaded.control_token_ids("<|bos|>")
+    text = loaded.encode("ab", add_special_tokens=False)
+    assert loaded.stream({bos}).push([*text, bos, EOS, *text]) == f"ab{control_mark('<|bos|>')}ab"
+    assert loaded.stream().push([*text, bos, *text]) == "abab"
+
+
+def test_a_text_is_split_at_its_control_tokens() -> None:
+    assert tokenizer().split_control("a<|end|>b") == [("a", None), ("<|end|>", EOS), ("b", None)]
+    assert tokenizer().marked("a<|end|>") == f"a{control_mark('<|end|>')}"
