@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo cluster-demo chat eval test test-all test-clients faults check check-types check-style format bench install install-dev clean
+.PHONY: serve demo cluster-demo chat eval test test-all test-histories test-clients faults check check-types check-style format bench install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -32,12 +32,15 @@ eval: install  ## the pocket model's accuracy per skill, through the running sys
 	@$(BIN)/alignedserve eval pocket
 
 test: install-dev  ## the default tests: about four minutes on two cores, no GPU, no network
-	@$(BIN)/python -m pytest
+	@scripts/run_tests.sh $(BIN)/python
 
 test-all: install-dev  ## the longer ones as well; clusters first, as their time-outs are real
-	@$(BIN)/python -m pytest -m "alone" -n 0 tests/cluster
-	@$(BIN)/python -m pytest -m "slow and not gpu and not alone" -n 2 tests/cluster
-	@$(BIN)/python -m pytest -m "slow and not gpu" --ignore=tests/cluster
+	@scripts/run_tests.sh $(BIN)/python -m "alone" -n 0 tests/cluster
+	@scripts/run_tests.sh $(BIN)/python -m "slow and not gpu and not alone" -n 2 tests/cluster
+	@scripts/run_tests.sh $(BIN)/python -m "slow and not gpu" --ignore=tests/cluster
+
+test-histories: install-dev  ## every random history; test-all plays a quarter of them
+	@ALIGNEDSERVE_ALL_HISTORIES=1 $(BIN)/python -m pytest -m slow -n auto tests/property tests/unit/runtime
 
 test-clients: install-dev  ## clients of the field against a served model, in environments of their own (registries)
 	@$(BIN)/python -m pytest -m clients -n 0 tests/clients
