@@ -67,13 +67,16 @@ install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
 # Reinstalled only when the list of dependencies or a native kernel changes.
-$(VENV)/.installed: pyproject.toml constraints.txt scripts/install.sh setup.py $(wildcard kernels/csrc/* kernels/csrc/*/*)
+INSTALLED_FROM := pyproject.toml constraints.txt scripts/install.sh setup.py $(wildcard kernels/csrc/* kernels/csrc/*/*)
+
+$(VENV)/.installed: $(INSTALLED_FROM)
 	@scripts/install.sh "$(PYTHON)" $(VENV) .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+# Not after the one above, which would compile the kernels twice.
+$(VENV)/.installed-dev: $(INSTALLED_FROM)
 	@scripts/install.sh "$(PYTHON)" $(VENV) ".[dev]"
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 bench: install-dev  ## benchmarks that take minutes each, one after the other; results under benchmarks/results
 	@for name in serving.startup engine.iteration_gap engine.iteration_log scheduling.schedule scheduling.decisions serving.transfer kernels.attention scheduling.alignment serving.gateway_streams engine.overhead engine.vs_transformers; do \

@@ -3,9 +3,14 @@
 They are optional: without a C++ compiler the installation succeeds, and plain PyTorch computes.
 """
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 try:
     import nanobind
@@ -88,6 +93,8 @@ HEADERS = (
     "lora/lora",
 )
 
+MOST_AT_A_TIME = 16  # 0.3 GB each
+
 
 def native() -> Extension:
     """One module for all processors: each level is compiled for its instructions and chosen when it is loaded."""
@@ -119,4 +126,20 @@ def native() -> Extension:
     )
 
 
-setup(ext_modules=[native()] if nanobind is not None else [])
+class ParallelBuild(build_ext):
+    """Compiles as many sources at a time as there are cores; setuptools takes one after the other."""
+
+    def build_extensions(self) -> None:
+        """Build all extensions. Raises CompileError for the first source that does not compile."""
+        compile_serially = self.compiler.compile
+
+        def compile_all(sources: Sequence[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_AT_A_TIME)) as pool:
+                made = pool.map(lambda source: compile_serially([source], **options), sources)
+                return [path for paths in made for path in paths]
+
+        self.compiler.compile = compile_all
+        super().build_extensions()
+
+
+setup(cmdclass={"build_ext": ParallelBuild}, ext_modules=[native()] if nanobind is not None else [])
