@@ -6,7 +6,12 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
+
+from alignedserve.runtime.device.cores import num_cores
+
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -14,7 +19,7 @@ def describe_machine() -> dict[str, Any]:
     loaded, can use them. Plain JSON."""
     machine = {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cores(),
         "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -62,6 +67,9 @@ def _version_of(package: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    try:
+        lines = _CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.native import load_native
+from kernels.cpu.unnamed_files import unnamed_file
 
 _native = load_native("RankExchange")
 
@@ -29,7 +30,7 @@ def has_rank_exchange() -> bool:
 
 def make_exchange_memory(size: int, slot_bytes: int = _SLOT_BYTES) -> int:
     """Return the descriptor of anonymous memory for so many ranks, which the caller closes once all have mapped it."""
-    descriptor = os.memfd_create("rank-exchange", os.MFD_CLOEXEC)
+    descriptor = unnamed_file("rank-exchange")
     os.ftruncate(descriptor, _native.rank_exchange_bytes(size, slot_bytes))
     return descriptor
 

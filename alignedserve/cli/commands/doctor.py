@@ -17,7 +17,7 @@ from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.attention.backend import TORCH
 from alignedserve.runtime.attention.libraries import FLASH_2, FLASH_4
 from alignedserve.runtime.attention.registry import measure_gpu_attention
-from alignedserve.runtime.device.cores import threads_per_worker
+from alignedserve.runtime.device.cores import num_cores, threads_per_worker
 from alignedserve.runtime.device.devices import AUTO, CPU, cuda_obstacle, describe_gpus
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device_check.choice import choose_device
@@ -59,7 +59,7 @@ def _machine() -> list[Finding]:
     memory = psutil.virtual_memory()
     return [
         Finding("Python", platform.python_version()),
-        Finding("Cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}; {_instruction_sets()}"),
+        Finding("Cores", f"{num_cores()} usable of {os.cpu_count()}; {_instruction_sets()}"),
         Finding(
             "Memory",
             f"{memory.available / _GIB:.1f} GiB available of {memory.total / _GIB:.1f} GiB",

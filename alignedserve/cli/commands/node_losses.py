@@ -18,7 +18,7 @@ from alignedserve.core.errors import NodeLost
 _MAX_LOSSES = 5  # in a row
 _SETTLED_S = 120.0  # after which one has served, and the next loss is a first one again
 _FIRST_PAUSE_S = 1.0
-_OPEN_FILES = Path("/proc/self/fd")
+_OPEN_FILES = Path("/dev/fd")  # on Linux a link to /proc/self/fd
 
 
 class NodeLosses:

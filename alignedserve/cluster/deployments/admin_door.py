@@ -28,6 +28,8 @@ _MAX_ANSWERS = 1024  # that a client may leave unread
 _REQUEST_S = 10.0
 _CLOSING_S = 0.1  # that a door takes at most to see that it is closed
 _PEER = struct.Struct("3i")  # process, user, group
+_MACOS_LEVEL, _MACOS_PEER_OPTION = 0, 1  # SOL_LOCAL, LOCAL_PEERCRED
+_MACOS_PEER = struct.Struct("2Ih16I")  # version, user, number of groups, groups
 
 
 class AdminDoor:
@@ -146,8 +148,11 @@ def _put_last(answers: "queue.Queue[Answer | None]", answer: Answer | None) -> N
 
 def _user_of(connection: socket.socket) -> int:
     """Return the user whose process has connected."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return int(_PEER.unpack(packed)[1])
+    if hasattr(socket, "SO_PEERCRED"):
+        packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        return int(_PEER.unpack(packed)[1])
+    packed = connection.getsockopt(_MACOS_LEVEL, _MACOS_PEER_OPTION, _MACOS_PEER.size)
+    return int(_MACOS_PEER.unpack(packed)[1])
 
 
 def _decoded(line: bytes) -> AdminRequest | Refused:

@@ -7,8 +7,10 @@ _CORES_PER_COPYING_THREAD = 8
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of cores that this process may use; all of them where the system has no such limit (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def threads_per_worker(num_workers: int) -> int:

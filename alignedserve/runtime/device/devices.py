@@ -1,7 +1,6 @@
 """The devices of this machine: the choice for each worker, and reasons why no GPU is available."""
 
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import psutil
 import torch
 
 from alignedserve.core.errors import ConfigError, DeviceLost
+from alignedserve.runtime.device.cores import num_cores
 
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 _LONGEST_REASON = 300
@@ -61,7 +61,7 @@ def check_ranks(name: str, size: int) -> None:
     if size == 1:
         return
     if not name.startswith(CUDA):
-        cores = len(os.sched_getaffinity(0))
+        cores = num_cores()
         if size > cores:
             raise ConfigError(f"engine.tensor_parallel is {size}, but this machine has {cores} cores; set it lower")
         return

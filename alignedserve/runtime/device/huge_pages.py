@@ -4,7 +4,7 @@ import contextlib
 import errno
 import mmap
 
-_MADV_POPULATE_WRITE = 23  # of Linux; Python has no name for it yet
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # of Linux; others refuse them, with EINVAL
 
 
 def huge_pages(size: int, *, populates: bool) -> mmap.mmap:
@@ -14,7 +14,7 @@ def huge_pages(size: int, *, populates: bool) -> mmap.mmap:
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(_MADV_HUGEPAGE)
     if populates:
         try:
             memory.madvise(_MADV_POPULATE_WRITE)

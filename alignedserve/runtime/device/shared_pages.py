@@ -16,13 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from alignedserve.runtime.device.cores import num_cores
+from kernels.cpu.unnamed_files import take_space
 
 HUGE_PAGE = 2 << 20
 _PAGE = 4096
 _SLICE_BYTES = 64 << 20  # taken by a thread at a time
 _MOST_THREADS = 4
 _MAP_FIXED, _PROT_NONE = 0x10, 0  # Python has no names for them
-_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25  # of Linux; others refuse them
 _FAILED = ctypes.c_void_p(-1).value
 _BUSY_TRIES = 3
 
@@ -68,7 +69,7 @@ def take_pages(file_descriptor: int, content: Any, size: int, *, num_threads: in
     Raises OSError when there is not enough.
     """
     num_huge = _collapsed(file_descriptor, ctypes.addressof(content), size, num_threads or _threads(size))
-    os.posix_fallocate(file_descriptor, 0, size)
+    take_space(file_descriptor, 0, size)
     return num_huge
 
 
@@ -84,13 +85,13 @@ def _collapsed(file_descriptor: int, at: int, size: int, num_threads: int) -> in
     def take(part: tuple[int, int]) -> int:
         first, count = part
         for page in range(first, first + count, HUGE_PAGE):
-            os.posix_fallocate(file_descriptor, page, _PAGE)  # a range without any page is not collapsed
+            take_space(file_descriptor, page, _PAGE)  # a range without any page is not collapsed
         return count if _advised(at + first, count, _MADV_COLLAPSE) else 0
 
     if not slices:
         return 0
     if not take(slices[0]):
-        _LIBC.madvise(at, end, mmap.MADV_HUGEPAGE)  # a kernel before 6.1 may be set to give them on request
+        _LIBC.madvise(at, end, _MADV_HUGEPAGE)  # a kernel before 6.1 may be set to give them on request
         return 0
     return slices[0][1] + sum(_by_threads(take, slices[1:], num_threads))
 

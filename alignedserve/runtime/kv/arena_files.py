@@ -5,20 +5,26 @@ Needs nothing but the standard library, for the small process that sweeps a node
 
 import fcntl
 import os
+import tempfile
 from pathlib import Path
 
 from alignedserve.core.errors import NotEnoughMemory
 
 ARENA_PREFIX = "alignedserve-"
 ARENA_SUFFIX = ".arena"
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (a memory file system, files made with O_EXCL and mode 0600)
 
 
 def arena_folder() -> Path:
-    """Return the folder of arenas: the machine's memory file system."""
-    shared_memory = Path("/dev/shm")  # noqa: S108  (a memory file system, files made with O_EXCL and mode 0600)
-    if not os.access(shared_memory, os.W_OK):
-        raise NotEnoughMemory(f"{shared_memory} is not writable; the KV pool keeps its blocks there")
-    return shared_memory
+    """Return the folder of arenas: the machine's memory file system; of temporary files where it has none (macOS).
+
+    Files that processes map are shared memory there as well, but the system also writes them to a disk by and by.
+    """
+    if not _SHARED_MEMORY.is_dir():
+        return Path(tempfile.gettempdir())
+    if not os.access(_SHARED_MEMORY, os.W_OK):
+        raise NotEnoughMemory(f"{_SHARED_MEMORY} is not writable; the KV pool keeps its blocks there")
+    return _SHARED_MEMORY
 
 
 def arena_path(cluster_id: str, name: str) -> Path:

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import logging
 import os
+import platform
 import struct
 import weakref
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
@@ -187,7 +189,15 @@ class Arena:
 
 def _identify(file_descriptor: int) -> str:
     stats = os.fstat(file_descriptor)
-    return f"{_BOOT_ID.read_text().strip()}/{stats.st_dev}/{stats.st_ino}"
+    return f"{_boot_id()}/{stats.st_dev}/{stats.st_ino}"
+
+
+def _boot_id() -> str:
+    """Return what no other machine has, and this one until it is started anew."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:  # not Linux
+        return f"{platform.node()}-{psutil.boot_time():.0f}"
 
 
 def _blocks_offset(num_blocks: int) -> int:

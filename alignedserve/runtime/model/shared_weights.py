@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kernels.cpu.packed_linear import weight_memories
+from kernels.cpu.unnamed_files import take_space
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def _append(file: int, weight: "ctypes.Array[ctypes.c_char]", offset: int) -> bo
     """Write a weight behind all others; False: there is no room."""
     num_bytes = ctypes.sizeof(weight)
     try:
-        os.posix_fallocate(file, offset, num_bytes)  # else a page that has no room is a signal, not an error
+        take_space(file, offset, num_bytes)  # else a page that has no room is a signal, not an error
         written = 0
         while written < num_bytes:
             written += os.pwrite(file, memoryview(weight)[written:], offset + written)

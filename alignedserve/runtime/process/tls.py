@@ -8,6 +8,7 @@ specification, and are valid on clocks that are some hours apart.
 import datetime
 import os
 import ssl
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,11 +45,7 @@ class Credentials:
         context.check_hostname = False  # a certificate has the name of a process, which may move to another host
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self.authority.decode())
-        # OpenSSL reads certificates and keys from files alone: this one is in memory and has no name in any folder.
-        with open(os.memfd_create("credentials"), "wb") as file:
-            file.write(self.private_key + self.certificate)
-            file.flush()
-            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        _load_chain(context, self.private_key + self.certificate)
         return context
 
 
@@ -130,3 +127,17 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
+
+
+def _load_chain(context: ssl.SSLContext, pem: bytes) -> None:
+    """Load a key and its certificate, which OpenSSL reads from files alone."""
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("credentials"), "wb") as in_memory:  # without a name in any folder
+            in_memory.write(pem)
+            in_memory.flush()
+            context.load_cert_chain(f"/proc/self/fd/{in_memory.fileno()}")
+    else:  # macOS: this user's alone, for this moment
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(pem)
+            file.flush()
+            context.load_cert_chain(file.name)

@@ -29,6 +29,7 @@ from alignedserve.runtime.engine.ranks.group_copies import GroupCopies
 from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec, join
 from alignedserve.runtime.engine.ranks.told_ranks import ToldRanks
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange, make_exchange_memory
+from kernels.cpu.unnamed_files import unnamed_file
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def make_block_memory(num_bytes: int) -> int:
     message = f"KV blocks of all ranks need {num_bytes} bytes"
     if num_bytes > psutil.virtual_memory().available:
         raise NotEnoughMemory(f"{message}, more than is available; lower the number of blocks.")
-    descriptor = os.memfd_create("kv-blocks", os.MFD_CLOEXEC)
+    descriptor = unnamed_file("kv-blocks")
     try:
         os.ftruncate(descriptor, num_bytes)
         take_pages(descriptor, map_file(descriptor, num_bytes), num_bytes)
