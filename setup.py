@@ -1,6 +1,7 @@
 """The native kernels. Everything else about the package stands in pyproject.toml.
 
-They are optional: without a C++ compiler the installation succeeds, and plain PyTorch computes.
+They are optional: without a C++ compiler the installation succeeds, and plain PyTorch computes. So it does on systems
+other than Linux, whose compilers lack OpenMP, and with ALIGNEDSERVE_PLAIN=1, for a wheel that every system takes.
 """
 
 import os
@@ -142,4 +143,5 @@ class ParallelBuild(build_ext):
         super().build_extensions()
 
 
-setup(cmdclass={"build_ext": ParallelBuild}, ext_modules=[native()] if nanobind is not None else [])
+has_kernels = nanobind is not None and sys.platform == "linux" and os.environ.get("ALIGNEDSERVE_PLAIN") != "1"
+setup(cmdclass={"build_ext": ParallelBuild}, ext_modules=[native()] if has_kernels else [])

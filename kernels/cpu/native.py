@@ -1,13 +1,44 @@
-"""Loads the native kernels, where they were built."""
+"""Loads the native kernels, where they were built.
 
+They are linked with GCC's OpenMP by its plain name, libgomp.so.1, which PyTorch's own copy has as well. So a process
+has one OpenMP, with one set of threads, whichever of the two it loads first. Processes without PyTorch (gateway,
+router, pool) take the system's, or PyTorch's where that has none: no wheel needs a third.
+"""
+
+import ctypes
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import Any
+
+_OPENMP = "libgomp.so.1"
 
 
 def load_native(name: str) -> Any:
     """Return the extension module if it is built and has `name`, which older builds may lack; else None."""
     try:
-        native = importlib.import_module("kernels._native")
+        native = _imported()
     except ImportError:
         return None
     return native if hasattr(native, name) else None
+
+
+def _imported() -> Any:
+    try:
+        return importlib.import_module("kernels._native")
+    except ImportError as error:
+        if _OPENMP not in str(error) or not _load_openmp_of_torch():
+            raise
+    return importlib.import_module("kernels._native")
+
+
+def _load_openmp_of_torch() -> bool:
+    """Load PyTorch's OpenMP without PyTorch, and return whether it is there."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    library = Path(torch.origin).parent / "lib" / _OPENMP
+    if not library.is_file():
+        return False
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    return True
