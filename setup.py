@@ -5,6 +5,7 @@ other than Linux, whose compilers lack OpenMP, and with ALIGNEDSERVE_PLAIN=1, fo
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
