@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from alignedserve.cluster.deployments.logic import DeploymentsLogic, Phase
 from alignedserve.cluster.draining.drains import Drains
 from alignedserve.cluster.hosts.admission import (
+    NODE_ANSWER_S,
     Admission,
     Keeper,
     create_keeper,
@@ -42,8 +43,6 @@ from alignedserve.cluster.placement import NodeShare
 from alignedserve.core.errors import PeerLost, ResourceError
 
 logger = logging.getLogger(__name__)
-
-_ANSWER_S = 420.0  # of a node that loads PyTorch from a cold disk and compiles kernels for the self-check
 
 Steps = Generator[Sequence[Any], Sequence[Any], Member]  # from Ray's references to what they refer to
 
@@ -215,7 +214,7 @@ class Preparation:
         self._answers = answers or _answers
         self._clock = clock
         self._asked = next(steps)
-        self._ends_s = clock() + _ANSWER_S
+        self._ends_s = clock() + NODE_ANSWER_S
 
     def advance(self) -> Member | None:
         """Go on as far as the answers have come; return the member when it is ready.
@@ -235,7 +234,7 @@ class Preparation:
         except StopIteration as ended:
             member: Member = ended.value
             return member
-        self._ends_s = self._clock() + _ANSWER_S
+        self._ends_s = self._clock() + NODE_ANSWER_S
         return None
 
     def close(self) -> None:
