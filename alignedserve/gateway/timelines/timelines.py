@@ -86,8 +86,7 @@ class Timelines:
     def find(self, wanted: str, owner: str) -> Timeline | None:
         """Return the call of this id, if it is this owner's."""
         timeline = self._by_id.get((owner, wanted)) if self._config.enabled else None
-        is_old = timeline is not None and timeline.ended_s is not None and self._is_old(timeline, time.monotonic())
-        return None if is_old else timeline
+        return None if timeline is None or self._is_old(timeline, time.monotonic()) else timeline
 
     def _add(self, source: str, note: RequestNote) -> None:
         known = self._by_request.get(note.request_id)
