@@ -146,8 +146,6 @@ class Timeline:
 
 
 def _choice_of(request: Request, received_s: float) -> ChoiceTimeline:
-    slo = request.slo
-    named = (("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("deadline", slo.deadline_s))
     return ChoiceTimeline(
         request.request_id,
         request.prompt_len,
@@ -155,5 +153,5 @@ def _choice_of(request: Request, received_s: float) -> ChoiceTimeline:
         received_s,
         request.request_class.value,
         request.priority,
-        tuple((name, target_s) for name, target_s in named if target_s is not None),
+        request.slo.targets,
     )
