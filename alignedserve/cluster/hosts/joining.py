@@ -40,6 +40,7 @@ from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.hosts.plan import NodePart, NodeResources, node_config, plan_joining
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeShare
+from alignedserve.cluster.ray_polls import have_all_ended
 from alignedserve.core.errors import PeerLost, ResourceError
 
 logger = logging.getLogger(__name__)
@@ -256,5 +257,4 @@ def _placed(node: RayNode, group: NodeGroup) -> Generator[Sequence[Any], Sequenc
 
 
 def _answers(asked: Sequence[Any]) -> Sequence[Any] | None:
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
-    return ray.get(list(asked)) if len(answered) == len(asked) else None
+    return ray.get(list(asked)) if have_all_ended(asked) else None
