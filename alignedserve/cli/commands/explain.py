@@ -53,6 +53,8 @@ def show(request: ExplainedRequest, console: Console) -> None:
         lines.append(f"the client's own id: {request.client_request_id}")
     if request.trace_id is not None:
         lines.append(f"trace: {request.trace_id}")
+    if request.state == "ended" and not request.complete:
+        lines.append("It has just ended: its last steps may be missing for a second.")
     _print(console, "\n".join(lines))
     for choice in request.choices:
         _show_choice(choice, console, is_alone=len(request.choices) == 1)

@@ -11,6 +11,7 @@ from alignedserve.messages.request_notes import Cause, RequestNote, Step
 
 GATEWAY = ""  # as the source of its own notes
 _MAX_NOTES = 256  # of a choice; later ones are counted, but for those of its end
+LAST_NOTES_S = 1.0  # after the end of a call, in which the last notes of every process come, each at its own next tick
 _LAST_STEPS = (Step.FINISHED, Step.ENDED)
 # Measured with tracemalloc, and rounded up (tests/gateway/timelines/test_timelines.py).
 _FACTS_BYTES, _NOTE_BYTES = 3072, 512
@@ -111,6 +112,10 @@ class Timeline:
         """The ids by which a client may ask for it."""
         ids = {self.facts.response_id, self.facts.http_id, self.facts.client_id or self.facts.http_id}
         return ids | {choice.request_id for choice in self.choices}
+
+    def is_complete(self, now: float) -> bool:
+        """Return whether it has ended, and every process has had the time to tell its part."""
+        return self.ended_s is not None and now - self.ended_s >= LAST_NOTES_S
 
     def add(self, choice: ChoiceTimeline, source: str, note: RequestNote) -> int:
         """Add another process's note to one of its choices; return the bytes that it takes."""

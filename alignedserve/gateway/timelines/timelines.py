@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from alignedserve.config.sections import ExplainConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
-from alignedserve.gateway.timelines.timeline import GATEWAY, CallFacts, ChoiceTimeline, Timeline
+from alignedserve.gateway.timelines.timeline import GATEWAY, LAST_NOTES_S, CallFacts, ChoiceTimeline, Timeline
 from alignedserve.gateway.timelines.trace_context import TraceContext, trace_of
 from alignedserve.messages.request_notes import RequestNote, RequestsNoted, Step
-
-LAST_NOTES_S = 1.0  # after the end of a call, in which its workers' last notes come
 
 
 class Timelines:
