@@ -77,7 +77,8 @@ class RollingRestart:
                 return Over(f"{self._current} does not serve again; the others were left as they are", has_failed=True)
             return None
         if not self._waiting:
-            return Over(f"{self._num_workers} workers were restarted, one after the other.")
+            several = f"{self._num_workers} workers were restarted, one after the other."
+            return Over(several if self._num_workers > 1 else "1 worker was restarted.")
         self._current = self._waiting.pop(0)
         self._step, self._began_s = Step.DRAINING, now
         self._workers.begin_drain(self._current, self._within_s(self._current))
