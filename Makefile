@@ -39,7 +39,7 @@ test-all: install-dev  ## the longer ones as well; clusters first, as their time
 	@scripts/run_tests.sh $(BIN)/python -m "slow and not gpu and not alone" -n 2 tests/cluster
 	@scripts/run_tests.sh $(BIN)/python -m "slow and not gpu" --ignore=tests/cluster
 
-test-histories: install-dev  ## every random history; test-all plays a quarter of them
+test-histories: install-dev  ## every random history; test-all plays a tenth
 	@ALIGNEDSERVE_ALL_HISTORIES=1 $(BIN)/python -m pytest -m slow -n auto tests/property tests/unit/runtime
 
 test-clients: install-dev  ## clients of the field against a served model, in environments of their own (registries)

@@ -47,9 +47,8 @@ class Placement:
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a free slot
         self.prefixes = PrefixIndex()
         self.adapters = AdapterIndex()
-        self._draining: frozenset[str] = frozenset()  # workers and pools, registered or not; membership only
         self.links = LearnedLinks()  # to decode workers from pools of other nodes
-        self._standbys = Standbys(self._nodes, lambda: self._draining, self._note_rest)
+        self._standbys = Standbys(self._nodes, self._rank)
         self._refused: dict[str, WorkerRecord] = {}  # perhaps more than have `refused_kinds`
         self._batch_requests = BatchRequests(
             pools=self.pools,
@@ -71,7 +70,7 @@ class Placement:
             self._num_registrations += 1
             registered = msgspec.structs.replace(message, decoding=())
             record = WorkerRecord(peer, registered, registration=self._num_registrations)
-            record.is_standby = registered.num_active > 0 and registered.can_decode and not message.decoding
+            self._standbys.add(record, is_decoding=bool(message.decoding))
             self._add_worker(record)
             self._standbys.settle(registered.pool_name)
             return None
@@ -90,7 +89,6 @@ class Placement:
 
     def _add_worker(self, worker: WorkerRecord) -> None:
         registered = worker.registered
-        worker.is_draining = worker.is_standby or worker.name in self._draining
         self.workers[worker.name] = worker
         self._nodes.setdefault(registered.pool_name, {})[worker.name] = worker
         if registered.can_decode:
@@ -100,11 +98,9 @@ class Placement:
     def remove(self, peer: str) -> None:
         """Remove a worker or pool."""
         self.links.forget(peer)
-        worker = self.workers.pop(peer, None)
-        if worker is not None:
+        if (worker := self.workers.pop(peer, None)) is not None:
             self._remove_worker(worker)
-        pool = self.pools.pop(peer, None)
-        if pool is None:
+        if (pool := self.pools.pop(peer, None)) is None:
             return
         self.prefixes.forget(peer)
         self._num_pooled -= pool.num_pooled
@@ -155,18 +151,7 @@ class Placement:
 
     def set_draining(self, names: Collection[str]) -> None:
         """Give these workers nothing new, and no others; of pools that are named, see `is_leaving`."""
-        self._draining = frozenset(names)
-        for worker in self.workers.values():
-            self._note_rest(worker)
-        for node in tuple(self._nodes):
-            self._standbys.settle(node)
-
-    def _note_rest(self, worker: WorkerRecord) -> None:
-        """Let a worker have work, or none, by whether it drains or stands by."""
-        rests = worker.is_standby or worker.name in self._draining
-        if worker.is_draining != rests:
-            worker.is_draining = rests
-            self._rank(worker)
+        self._standbys.set_draining(names, self.workers)
 
     def is_leaving(self, tracked: TrackedRequest, moved: Collection[str]) -> bool:
         """Return True if the request has to go elsewhere: what it needs next will not take it any more.
@@ -176,9 +161,9 @@ class Placement:
         if any(self.depends_on(tracked, name) for name in moved):
             return True
         if tracked.stage is Stage.POOLED:
-            return tracked.holder in self._draining and tracked.destination is None
+            return self._standbys.is_draining(tracked.holder) and tracked.destination is None
         pool = self.pool_of(tracked.holder or "") if tracked.stage is Stage.PREFILLING else None
-        return pool is not None and pool.name in self._draining and tracked.destination is None
+        return pool is not None and self._standbys.is_draining(pool.name) and tracked.destination is None
 
     # --- reports
 

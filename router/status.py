@@ -103,6 +103,11 @@ def _num_at_risk(real_time: Iterable[TrackedRequest], queue: QueueForecast) -> i
     return sum(request.arrival_s + first_token_s(request) < through_s for request in waiting)
 
 
+def _is_poolless(worker: WorkerRecord, placement: Placement) -> bool:
+    """Return whether what the worker computes goes to a pool that is not registered."""
+    return not worker.registered.can_decode and worker.registered.pool_name not in placement.pools
+
+
 def _num_by_stage(requests: Iterable[TrackedRequest]) -> dict[Stage, int]:
     """Count requests; a list counts identical members ten times as fast as a Counter hashes them."""
     stages = [tracked.stage for tracked in requests]
@@ -160,4 +165,5 @@ def status_of(
         num_prompt_tokens=counters.num_prompt_tokens,
         num_tokens=counters.num_tokens,
         block_size=max((one.registered.block_size for one in workers), default=0),
+        num_poolless_workers=sum(_is_poolless(worker, placement) for worker in workers),
     )

@@ -1,6 +1,7 @@
 """Terminal output that the commands share: results on stdout, all else on stderr."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from alignedserve.core.errors import AlignedServeError, ConfigError, NodeLost
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
-NODE_LOST = 75  # EX_TEMPFAIL: another try may help
 _TABLE_WIDTH = 120  # when the output is a file, where rich would assume 80 columns
 
 
@@ -34,7 +34,7 @@ def print_error(error: AlignedServeError | str) -> None:
 def exit_code(error: AlignedServeError) -> int:
     """Return 2 for errors of the command line or the configuration, 75 when Ray was lost, 1 for all others."""
     if isinstance(error, NodeLost):
-        return NODE_LOST
+        return os.EX_TEMPFAIL  # by which supervisors know that another try may help
     return USAGE_ERROR if isinstance(error, ConfigError) else FAILURE
 
 

@@ -35,7 +35,6 @@ from alignedserve.runtime.process.loading_progress import Progress, read_progres
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0  # without progress
-NODE_LOST_CODE = 75  # exit code when Ray is lost: EX_TEMPFAIL, by which supervisors know that another try may help
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 5.0
 _RAY_EXIT_S = 3.0
@@ -268,7 +267,7 @@ class RunningCluster:
         """End all after a loss that nobody has heeded: whoever drives this cluster waits for an answer of Ray's."""
         logger.critical("%s, and a call of Ray's hangs; everything is ended", problem)
         self._end_without_ray()
-        os._exit(NODE_LOST_CODE)
+        os._exit(os.EX_TEMPFAIL)
 
     def _end_without_ray(self) -> None:
         """Kill what is left of a cluster whose Ray is lost: its actors serve on, and Ray's calls may never return."""

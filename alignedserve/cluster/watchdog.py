@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from alignedserve.cluster.process_health import Health, ProcessState
+from alignedserve.cluster.ray_polls import has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,7 @@ class Watchdog:
 
     def _has_answered(self, name: str, watched: _WatchedActor) -> bool:
         """Note its answer; one that hangs is restarted, and False is for one that may have time."""
-        answered, _ = ray.wait([watched.ping], timeout=0)
-        if answered:
+        if has_ended(watched.ping):
             watched.health = _health_of(watched.ping)
             return True
         if not watched.is_answering or watched.num_checks <= self._max_checks:

@@ -105,6 +105,12 @@ class Slo:
     tpot_s: float | None = None
     deadline_s: float | None = None  # from arrival to the last token
 
+    @property
+    def targets(self) -> tuple[tuple[str, float], ...]:
+        """The objectives that there are, by the names under which they are counted and told."""
+        named = (("ttft", self.ttft_s), ("tpot", self.tpot_s), ("deadline", self.deadline_s))
+        return tuple((name, target_s) for name, target_s in named if target_s is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:

@@ -25,8 +25,9 @@ _CLUSTER_NAME = "alignedserve-rehearsal"
 _RAY_UP_S = 400.0
 _NUM_UPS = 3
 _ANSWER_S = 5.0
-_USED_AGAIN_S = 240.0
+_USED_AGAIN_S = 480.0  # Ray tries to start a host again about once a minute
 _POLL_S = 0.5
+_NUM_LOG_LINES = 40
 _ANSWERS = re.compile(r'^alignedserve_answers_total{[^}]*worker="([^"]+)"} (\S+)$', re.MULTILINE)
 _STAMP = "2026-01-31 12:00:00,000"  # as logs begin
 _RAY_WAS_SLOW = "timed out during startup"
@@ -158,12 +159,14 @@ class Rehearsal:
         """Wait until the cluster has the host and its gateway answers. Raises ResourceError when that does not come."""
         ends_s = time.monotonic() + _USED_AGAIN_S
         while time.monotonic() < ends_s:
-            if any(node["hostname"] == host.name and node["actors"] for node in self.status()["nodes"]):
-                ready = f"{_url(host)}/ready"
-                with contextlib.suppress(OSError), urllib.request.urlopen(ready, timeout=_ANSWER_S):  # noqa: S310
-                    return
+            # The gateway first: the status is a command's, which takes a core that the start of a host could use.
+            if _is_ready(host) and any(
+                node["hostname"] == host.name and node["actors"] for node in self.status()["nodes"]
+            ):
+                return
             time.sleep(_POLL_S)
-        raise ResourceError(f"{host} is not used again after {_USED_AGAIN_S:.0f} s")
+        said = self.on_host(0, f"tail -n {_NUM_LOG_LINES} /tmp/ray/session_latest/logs/monitor.*")
+        raise ResourceError(f"{host} is not used again after {_USED_AGAIN_S:.0f} s; Ray's autoscaler said:\n{said}")
 
     def clients(self) -> list[OpenAiClient]:
         """Return a client of each gateway of the hosts that are up."""
@@ -172,6 +175,12 @@ class Rehearsal:
     def urls(self) -> list[str]:
         """Return the addresses of the gateways of the hosts that are up."""
         return [_url(host) for host in self.hosts.hosts if host.process is not None]
+
+
+def _is_ready(host: NamespaceHost) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{_url(host)}/ready", timeout=_ANSWER_S):  # noqa: S310
+        return True
+    return False
 
 
 def _url(host: NamespaceHost) -> str:

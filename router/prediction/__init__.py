@@ -10,7 +10,7 @@ from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from router.prediction.encoders import HashedNgrams, PromptEncoder
 from router.prediction.journal import LearntLengths
-from router.prediction.predictor import LengthPredictor
+from router.prediction.predictor import LengthPredictor, PredictorConfig
 from router.prediction.sentence_encoder import SentenceEncoder
 from router.prediction.token_embeddings import TokenEmbeddings
 
@@ -29,7 +29,7 @@ def make_length_predictor(config: RouterConfig, served: ServedModel) -> LengthPr
     if name not in ENCODERS:
         known = ", ".join(sorted((*ENCODERS, CLASS_MEAN)))
         raise ConfigError(f"router.length_predictor: unknown predictor {name!r}; known: {known}")
-    return LengthPredictor(ENCODERS[name](config, served))
+    return LengthPredictor(ENCODERS[name](config, served), PredictorConfig(max_bytes=config.max_learnt_bytes))
 
 
 def learnt_lengths(

@@ -30,10 +30,12 @@ class LengthMlp:
         num_features: int,
         num_hidden: int = 32,
         memory: int = 8192,
+        max_bytes: int = 1 << 40,
         seed: int = 0,
         allow_native: bool = True,
     ) -> None:
-        """`allow_native`: by a native kernel where it is built, five times as fast, the same but for rounding."""
+        """`max_bytes`: of those requests. `allow_native`: by a native kernel where it is built, five times as fast,
+        the same but for rounding."""
         self._rng = np.random.default_rng(seed)
         scale = (2.0 / num_features) ** 0.5
         parts = (
@@ -41,12 +43,18 @@ class LengthMlp:
             np.zeros(2 * num_hidden + 1, np.float32),
         )
         parameters = np.concatenate(parts)
+        memory = max(1, min(memory, max_bytes // (4 * num_features + 4)))
         self._adam = AdamState(parameters, np.zeros_like(parameters), np.zeros_like(parameters))
         self._weights, self._moments, self._squares = (_views(part, num_features, num_hidden) for part in self._adam)
         self._inputs: Array = np.zeros((memory, num_features), np.float32)
         self._targets: Array = np.zeros(memory, np.float32)
         self._is_native = allow_native and can_descend(num_hidden, _NUM_REPEATED + 1)
         self.num_learnt = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the earlier requests, as they will be when all are there."""
+        return self._inputs.nbytes + self._targets.nbytes
 
     def predict(self, features: Vector) -> float:
         """Return the expected number of output tokens."""

@@ -14,7 +14,7 @@ from alignedserve.core.request import Request, RequestClass
 from router.prediction.encoders import PromptCode, PromptEncoder, Vector
 from router.prediction.mlp import LengthMlp
 from router.prediction.prior import LengthPrior
-from router.prediction.store import FinishedRequests
+from router.prediction.store import REQUEST_BYTES, FinishedRequests
 
 
 class PredictionSource(enum.Enum):
@@ -38,6 +38,7 @@ class PredictorConfig:
 
     num_neighbours: int = 8  # k
     capacity: int = 100_000  # finished requests that are kept
+    max_bytes: int = 192 << 20  # of those and of what the MLP repeats, which takes a quarter at most
     fewest_learnt: int = 64  # requests before the MLP is used
     seed: int = 0
 
@@ -48,9 +49,16 @@ class LengthPredictor:
     def __init__(self, encoder: PromptEncoder, config: PredictorConfig | None = None) -> None:
         self._config = config or PredictorConfig()
         self._encoder = encoder
-        self._finished = FinishedRequests(capacity=self._config.capacity, seed=self._config.seed)
-        self._mlp = LengthMlp(num_features=encoder.num_features + _NUM_FACTS, seed=self._config.seed)
+        max_bytes, seed = self._config.max_bytes, self._config.seed
+        self._mlp = LengthMlp(num_features=encoder.num_features + _NUM_FACTS, max_bytes=max_bytes // 4, seed=seed)
+        num_kept = max(1, (max_bytes - self._mlp.num_bytes) // REQUEST_BYTES)
+        self._finished = FinishedRequests(capacity=min(self._config.capacity, num_kept), seed=seed)
         self._prior = LengthPrior()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what it has learnt from."""
+        return self._mlp.num_bytes + self._finished.num_bytes
 
     @property
     def num_features(self) -> int:

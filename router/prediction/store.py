@@ -18,6 +18,10 @@ _NUM_PROBES = 6  # cells that are searched
 _SAMPLES_PER_CELL = 16
 _NUM_ROUNDS = 3  # of k-means
 _CHUNK = 8192  # keys compared with the centroids at a time, to bound memory
+_FEWEST_ROWS = 4  # that a cell grows by
+_KEY_BYTES = 4 * KEY_LEN + 8  # a key and its slot
+# At the most: a cell has up to twice the rows that it needs, and all keys are there once more while cells are made.
+REQUEST_BYTES = 3 * _KEY_BYTES + 20
 
 Matrix = npt.NDArray[np.float32]
 Places = npt.NDArray[np.int64]
@@ -47,6 +51,13 @@ class FinishedRequests:
 
     def __len__(self) -> int:
         return min(self._num_added, self._capacity)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays."""
+        own = (self._centroids, self._output_lens, self._cell_of, self._row_of)
+        cells = (array for cell in self._cells for array in (cell.keys, cell.slots))
+        return sum(array.nbytes for array in (*own, *cells))
 
     def add(self, key: Vector, output_len: float) -> None:
         """Add a finished request."""
@@ -93,6 +104,7 @@ class FinishedRequests:
     def _make_cells(self) -> None:
         keys = np.concatenate([cell.keys[: cell.count] for cell in self._cells])
         slots = np.concatenate([cell.slots[: cell.count] for cell in self._cells])
+        self._cells = []  # before the next copy of their keys
         self._num_until_made = len(keys)
         num_cells = int(_CELLS_PER_ROOT * len(keys) ** 0.5)
         sampled = self._rng.choice(len(keys), min(len(keys), num_cells * _SAMPLES_PER_CELL), replace=False)
@@ -100,7 +112,6 @@ class FinishedRequests:
         nearest = _nearest(keys, self._centroids)
         by_cell = np.argsort(nearest, kind="stable")
         bounds = np.searchsorted(nearest[by_cell], np.arange(num_cells + 1))
-        self._cells = []
         for cell in range(num_cells):
             members = by_cell[bounds[cell] : bounds[cell + 1]]
             self._cells.append(_Cell.of(keys[members], slots[members]))
@@ -128,9 +139,7 @@ class _Cell:
     def append(self, key: Vector, slot: int) -> int:
         """Add a key and return its row."""
         if self.count == len(self.keys):
-            num_more = max(4, self.count // 2)
-            self.keys = np.concatenate((self.keys, np.zeros((num_more, len(key)), np.float32)))
-            self.slots = np.concatenate((self.slots, np.zeros(num_more, np.int64)))
+            self._resize(self.count + max(_FEWEST_ROWS, self.count // 2))
         row = self.count
         self.keys[row], self.slots[row] = key, slot
         self.count += 1
@@ -140,7 +149,15 @@ class _Cell:
         """Replace the row by the last one; return the slot of the moved row."""
         self.count -= 1
         self.keys[row], self.slots[row] = self.keys[self.count], self.slots[self.count]
-        return int(self.slots[row])
+        moved = int(self.slots[row])
+        if len(self.keys) > 2 * (self.count + _FEWEST_ROWS):
+            self._resize(self.count + max(_FEWEST_ROWS, self.count // 2))
+        return moved
+
+    def _resize(self, num_rows: int) -> None:
+        keys, slots = np.zeros((num_rows, KEY_LEN), np.float32), np.zeros(num_rows, np.int64)
+        keys[: self.count], slots[: self.count] = self.keys[: self.count], self.slots[: self.count]
+        self.keys, self.slots = keys, slots
 
 
 def _centroids_of(sample: Matrix, num_cells: int) -> Matrix:

@@ -48,7 +48,7 @@ async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_cop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])  # shm: the clusters of all other tests
 async def test_evicted_requests_come_back_unchanged(
     undisturbed: list[str], tmp_path: Path, random_model: Path, transport: str
 ) -> None:

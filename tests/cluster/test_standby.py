@@ -28,10 +28,8 @@ def process_of(cluster: Serving, worker: str) -> psutil.Process:
     return next(one for one in processes if any(file.path.endswith(f"/{worker}.log") for file in one.open_files()))
 
 
-@pytest.mark.parametrize("topology", ["elastic", "colocated"])
-async def test_it_takes_over_what_a_killed_worker_had(tmp_path: Path, random_model: Path, topology: str) -> None:
-    options = (*STANDBY, "--set", f"topology={topology}")
-    with serving(tmp_path / "run", str(random_model), *options) as cluster:
+async def test_it_takes_over_what_a_killed_worker_had(tmp_path: Path, random_model: Path) -> None:
+    with serving(tmp_path / "run", str(random_model), *STANDBY) as cluster:
         cluster.wait_ready()
         prompts = token_prompts(8, max_len=40)
         right = await stream_all(cluster.url, prompts, NUM_TOKENS)

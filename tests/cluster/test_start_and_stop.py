@@ -1,5 +1,6 @@
 """Starting, stopping and killing `alignedserve serve`: exit codes, and nothing left behind."""
 
+import asyncio
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from tests.cluster.serving import Serving, serving
+from tests.cluster.streams import Stream, make_client, stream_one
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -96,13 +98,23 @@ def test_a_second_one_beside_the_first_is_killed_and_the_next_one_cleans_up_behi
     assert first.complete()[0] == 200
 
 
-def test_an_end_while_serving_even_an_impatient_one(first: Serving) -> None:
-    first.send_signal(signal.SIGTERM)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
-        time.sleep(0.3)
-        first.send_signal(number)
-    code, out, err = first.finish()
-    sizes, *rest = err.splitlines()
-    assert (code, sizes.partition(":")[0], rest) == (0, "Sizes", ["Stopping …"])
+async def test_a_second_signal_ends_what_runs_and_more_of_them_do_no_harm(first: Serving) -> None:
+    stream = Stream()
+    async with make_client(first.url) as client:
+        reading = asyncio.create_task(stream_one(client, [5, 6, 7], 2000, stream))
+        await stream.started.wait()
+        first.actor("ColocatedWorker").suspend()  # so that it cannot end by itself
+        first.send_signal(signal.SIGTERM)
+        while (await client.get("/ready")).status_code == 200:  # noqa: ASYNC110  (another process closes the door)
+            await asyncio.sleep(0.02)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            first.send_signal(number)
+            await asyncio.sleep(0.3)
+        code, out, err = await asyncio.to_thread(first.finish)
+        await reading
+    sizes, draining, *rest = err.splitlines()
+    assert (code, sizes.partition(":")[0], draining.partition(":")[0]) == (0, "Sizes", "Draining")
+    assert rest == ["Stopping …"]
     assert "ready in" in out
     assert first.leftovers() == []
+    assert not stream.is_done

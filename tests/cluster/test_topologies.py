@@ -53,12 +53,12 @@ def test_elastic(separate_cluster: Serving, cluster: Serving) -> None:
     cluster.wait_idle()
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("opt", "float32"), ("qwen3", "bfloat16"), ("mistral", "float16")])
-def test_another_model(tmp_path: Path, family: str, dtype: str) -> None:
+def test_another_model(tmp_path: Path) -> None:
+    """Of another family and in another type; all others are compared with transformers in one process."""
     model = tmp_path / "model"
-    make_tiny_model(model, family, vocab_size=400)  # as many as the tokenizer may have
+    make_tiny_model(model, "qwen3", vocab_size=400)  # as many as the tokenizer may have
     write_tokenizer(model)
-    settings = ("--set", "topology=disaggregated", "--set", f"model.dtype={dtype}")
+    settings = ("--set", "topology=disaggregated", "--set", "model.dtype=bfloat16")
     with serving(tmp_path / "run", str(model), *settings) as cluster:
         cluster.wait_ready()
         status, answer = cluster.complete([5, 6, 7, 8], max_tokens=20, ignore_eos=True)

@@ -15,14 +15,14 @@ PARENT = {"traceparent": "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01", "tracestate
 
 
 async def _whole(cluster: Explained, wanted: str, **fields: Any) -> dict[str, Any]:
-    """Return the explanation once the last notes of its worker have come."""
+    """Return the explanation once it says that it is complete."""
     found: dict[str, Any] = {}
 
     async def is_whole() -> bool:
         response = await cluster.explain(wanted, **fields)
         assert response.status_code == 200, response.text
         found.update(response.json())
-        return "finished" in [event["step"] for event in found["choices"][0]["events"]]
+        return bool(found["complete"])
 
     await holds_async(is_whole)
     return found

@@ -47,17 +47,21 @@ def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def key_and_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with a key and a certificate of 127.0.0.1 that it signs itself."""
+    return _write_certificate(tmp_path_factory.mktemp("tls") / "redis.pem", datetime.timedelta(0))
+
+
+def _write_certificate(path: Path, age: datetime.timedelta) -> Path:
+    """Write a key and a certificate that is valid for a day, and was made so long ago."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "redis")])
-    now = datetime.datetime.now(datetime.UTC)
+    made_at = datetime.datetime.now(datetime.UTC) - age
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    builder = builder.not_valid_before(made_at).not_valid_after(made_at + datetime.timedelta(days=1))
     address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
     builder = builder.add_extension(address, critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
     made = builder.sign(key, hashes.SHA256())
     pem = serialization.Encoding.PEM
-    path = tmp_path_factory.mktemp("tls") / "redis.pem"
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     path.write_bytes(private + made.public_bytes(pem))
     return path
@@ -120,6 +124,14 @@ async def test_what_is_wrong_is_said_at_the_start(
             await records.read(["a"])
         await records.close()
     assert check_redis(RedisLocation(url(1))) is None  # nothing listens: it may be started later
+
+
+async def test_an_expired_certificate_is_named_at_the_start(redis_socket: Path, tmp_path: Path) -> None:
+    expired = _write_certificate(tmp_path / "expired.pem", datetime.timedelta(days=2))
+    async with behind_tls(redis_socket, expired) as port:
+        problem = await asyncio.to_thread(check_redis, RedisLocation(url(port), expired.read_text()))
+    assert problem is not None
+    assert "certificate has expired" in problem
 
 
 def test_the_password_is_in_no_text() -> None:

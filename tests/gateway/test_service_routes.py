@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from alignedserve.core.quotas import OwnShare
 from alignedserve.gateway.backend.scripted import IDLE_STATUS, Script
@@ -95,6 +96,20 @@ async def test_ready_only_after_a_token_came_through() -> None:
         assert "draining" in error_of(await served.client.get("/ready"), 503)["message"]
         assert (await served.client.get("/v1/models")).status_code == 200  # what comes all the same is served
         served.services.readiness.is_draining = False
+        assert (await served.client.get("/ready")).status_code == 200
+        canary.cancel()
+        await asyncio.gather(canary, return_exceptions=True)
+
+
+async def test_not_ready_while_separate_workers_have_no_pool() -> None:
+    async with gateway(lambda _: Script((5, EOS))) as served:
+        canary = asyncio.create_task(probe_of(served).run(pause_s=0.01))
+        await holds(lambda: probe_of(served).missing() is None)
+        served.backend.set_status(replace(IDLE_STATUS, num_poolless_workers=1))
+        assert "no KV pool" in error_of(await served.client.get("/ready"), 503)["message"]
+        await holds(lambda: "since the cluster changed" in (probe_of(served)._problem or ""))
+        served.backend.set_status(replace(IDLE_STATUS, num_prefill_workers=2, num_poolless_workers=1))
+        await holds(lambda: probe_of(served).missing() is None)  # another node has its pool
         assert (await served.client.get("/ready")).status_code == 200
         canary.cancel()
         await asyncio.gather(canary, return_exceptions=True)

@@ -13,9 +13,9 @@ def slow(*values: object) -> list[pytest.ParameterSet]:
 
 
 def many(count: int) -> int:
-    """Return how many random histories a slow test plays: a quarter of `count`; all if ALIGNEDSERVE_ALL_HISTORIES is 1.
+    """Return how many random histories a slow test plays: a tenth of `count`; all if ALIGNEDSERVE_ALL_HISTORIES is 1.
 
     The default tests find every deliberate fault (tests/faults) with far fewer; more histories are for faults that
     nobody has thought of, and `make test-histories` plays all.
     """
-    return count if os.environ.get(_ALL_HISTORIES) == "1" else max(1, count // 4)
+    return count if os.environ.get(_ALL_HISTORIES) == "1" else max(1, count // 10)

@@ -1,6 +1,7 @@
-"""Waiting for what happens on this event loop."""
+"""Waiting for what happens on this event loop, or in other processes."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 
@@ -16,3 +17,13 @@ async def holds_async(condition: Callable[[], Awaitable[bool]], timeout_s: float
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110  (as above)
             await asyncio.sleep(0.01)
+
+
+def wait_until(
+    condition: Callable[[], bool], timeout_s: float, seen: Callable[[], object], poll_s: float = 1.0
+) -> None:
+    """Block until it holds; fail with `seen` where it does not come to."""
+    ends_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends_s, seen()
+        time.sleep(poll_s)

@@ -17,16 +17,15 @@ from alignedserve.cli.commands.explained_request import (
 from alignedserve.cli.console import print_json, printable, results
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import ConfigError, ProtocolError
+from alignedserve.gateway.timelines.request_ids import plain_request_id
 from alignedserve.loadgen.client import OpenAiClient
 
-_MAX_ID_LEN = 128
 _BAR_WIDTH = 24
-_ALLOWED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
 
 
 def explain(request_id: str, url: str, *, json_output: bool) -> None:
     """Print the course of a request. Raises ConfigError, PeerError."""
-    if not 0 < len(request_id) <= _MAX_ID_LEN or not _ALLOWED.issuperset(request_id):
+    if plain_request_id(request_id) is None:
         raise ConfigError(f"{printable(request_id)[:40]!r} is no id of a request: a response's `id`, or x-request-id")
     document = asyncio.run(_fetch(request_id, url))
     if json_output:
@@ -54,6 +53,8 @@ def show(request: ExplainedRequest, console: Console) -> None:
         lines.append(f"the client's own id: {request.client_request_id}")
     if request.trace_id is not None:
         lines.append(f"trace: {request.trace_id}")
+    if request.state == "ended" and not request.complete:
+        lines.append("It has just ended: its last steps may be missing for a second.")
     _print(console, "\n".join(lines))
     for choice in request.choices:
         _show_choice(choice, console, is_alone=len(request.choices) == 1)

@@ -65,3 +65,4 @@ class ExplainedRequest(msgspec.Struct, frozen=True):
     prompt_tokens: int
     trace_id: str | None
     choices: list[ExplainedChoice]
+    complete: bool = True  # False: steps may still come

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from alignedserve.cli.console import NODE_LOST, notes, print_error
+from alignedserve.cli.console import notes, print_error
 from alignedserve.config.environment import NODE_LOSSES_VARIABLE, node_losses
 from alignedserve.core.errors import NodeLost
 
@@ -43,7 +43,7 @@ class NodeLosses:
         num_losses = 1 if has_served else self._num_before + 1
         if not is_wanted or num_losses > _MAX_LOSSES:
             print_error(error)
-            _end(NODE_LOST)
+            _end(os.EX_TEMPFAIL)
         notes().print(f"{error}. Starting again …", markup=False, soft_wrap=True)
         self._become_successor(num_losses)
 

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, StatusReport
 from alignedserve.cluster.process_health import Health, ProcessState
+from alignedserve.cluster.ray_polls import has_ended, have_all_ended
 
 _PATIENCE_S = 2.0
 _STATES = {ProcessState.UP: "up", ProcessState.STARTING: "starting", ProcessState.ENDED: "starting again"}
@@ -28,9 +29,7 @@ class StatusQuestion:
 
     def is_over(self, now: float) -> bool:
         """Return whether all have answered, or their time is over."""
-        asked = [self._loads, *self._memory.values()]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
-        return len(answered) == len(asked) or now >= self._ends_s
+        return have_all_ended([self._loads, *self._memory.values()]) or now >= self._ends_s
 
     def report(self, url: str, healths: Mapping[str, Health], reports: tuple[DeploymentReport, ...]) -> StatusReport:
         """Return what is known. `reports`: of the deployments."""
@@ -54,7 +53,6 @@ class StatusQuestion:
 def _answer(asked: Any) -> Any:
     """Return an answer; None for one that has not come, or of a process that is lost."""
     try:
-        answered, _ = ray.wait([asked], timeout=0)
-        return ray.get(asked) if answered else None
+        return ray.get(asked) if has_ended(asked) else None
     except RayError:
         return None

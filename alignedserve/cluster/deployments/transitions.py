@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.ray_polls import have_all_ended
 from alignedserve.cluster.running_cluster import START_TIMEOUT_S, start_failure
 from alignedserve.cluster.start_observer import LoggingObserver, Patience
 from alignedserve.core.errors import ResourceError
@@ -67,8 +68,7 @@ class Ending:
     def look(self) -> bool:
         """Return whether it is over."""
         if self._kills_s is not None:
-            answered, _ = ray.wait(self._stops, num_returns=len(self._stops), timeout=0) if self._stops else ([], [])
-            if len(answered) < len(self._stops) and time.monotonic() < self._kills_s:
+            if not have_all_ended(self._stops) and time.monotonic() < self._kills_s:
                 return False
             self._kill()
             return False

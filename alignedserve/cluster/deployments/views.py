@@ -8,6 +8,7 @@ import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.deployments.logic import View
+from alignedserve.cluster.ray_polls import have_all_ended
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,7 @@ class Views:
                 self._ask()
             return None
         told, asked = self._round
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
-        if len(answered) < len(asked):
+        if not have_all_ended(asked):
             return None
         self._round = None
         self._next_s = self._clock() + _PAUSE_S

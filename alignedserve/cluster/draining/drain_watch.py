@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.draining.drains import Drains
+from alignedserve.cluster.ray_polls import has_ended
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.process.addresses import is_router, router_of
 
@@ -48,8 +49,7 @@ class DrainWatch:
     def _take(self, name: str) -> None:
         reference, draining = self._asked[name]
         try:
-            answered, _ = ray.wait([reference], timeout=0)
-            if not answered:
+            if not has_ended(reference):
                 return
             left = ray.get(reference)
         except (RayError, AlignedServeError, TimeoutError, ValueError) as error:  # it is restarted, and asked again

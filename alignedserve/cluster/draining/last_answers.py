@@ -8,6 +8,7 @@ import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import BATCHES
+from alignedserve.cluster.ray_polls import has_ended
 from alignedserve.runtime.process.addresses import is_gateway
 
 
@@ -40,8 +41,7 @@ class LastAnswers:
 
     def _take(self, name: str) -> bool:
         """Return whether a process has answered; one that died has nothing open any more."""
-        answered, _ = ray.wait([self._asked[name]], timeout=0)
-        if not answered:
+        if not has_ended(self._asked[name]):
             return False
         try:
             self._open[name] = ray.get(self._asked[name]) or 0

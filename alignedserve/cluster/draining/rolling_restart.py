@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.ray_polls import has_ended
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.process.addresses import router_of
 
@@ -34,7 +35,7 @@ class Workers(Protocol):
 
 
 class Step(Enum):
-    """What the worker whose turn it is does."""
+    """How far the current worker has come in its restart."""
 
     DRAINING = auto()
     RETURNING = auto()
@@ -76,7 +77,8 @@ class RollingRestart:
                 return Over(f"{self._current} does not serve again; the others were left as they are", has_failed=True)
             return None
         if not self._waiting:
-            return Over(f"{self._num_workers} workers were restarted, one after the other.")
+            several = f"{self._num_workers} workers were restarted, one after the other."
+            return Over(several if self._num_workers > 1 else "1 worker was restarted.")
         self._current = self._waiting.pop(0)
         self._step, self._began_s = Step.DRAINING, now
         self._workers.begin_drain(self._current, self._within_s(self._current))
@@ -115,8 +117,7 @@ class Registrations:
         return self._known.get(router, {}).get(worker)
 
     def _take(self, router: str) -> None:
-        answered, _ = ray.wait([self._asked[router]], timeout=0)
-        if not answered:
+        if not has_ended(self._asked[router]):
             return
         try:
             self._known[router] = ray.get(self._asked.pop(router))

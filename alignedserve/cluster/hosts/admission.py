@@ -27,7 +27,7 @@ from alignedserve.runtime.process.addresses import AddressBook
 logger = logging.getLogger(__name__)
 
 _CLOCKS_APART_S = 30.0
-_REPORT_S = 420.0  # of a node that loads PyTorch from a cold disk and compiles kernels for the self-check
+NODE_ANSWER_S = 420.0  # of a node that loads PyTorch from a cold disk and compiles kernels for the self-check
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Admission:
         asked_s = time.time()
         asked = {node: self.ask_report(node, device, models) for node in self._surveyors}
         reports: dict[RayNode, NodeReport] = {
-            node: answer_of(node, reference, _REPORT_S) for node, reference in asked.items()
+            node: answer_of(node, reference, NODE_ANSWER_S) for node, reference in asked.items()
         }
         warn_of_clocks(reports, asked_s, time.time())
         return reports
@@ -77,7 +77,7 @@ class Admission:
         reports: dict[RayNode, NodeReport] = {}
         for node, reference in asked.items():
             try:
-                reports[node] = answer_of(node, reference, _REPORT_S)
+                reports[node] = answer_of(node, reference, NODE_ANSWER_S)
             except PeerLost as error:
                 logger.warning("%s", error)
         return reports
@@ -85,7 +85,7 @@ class Admission:
     def apart(self) -> dict[RayNode, str]:
         """Let all nodes connect to each other; return why for those that cannot. Raises PeerLost."""
         asked = {node: surveyor.open_port.remote(node.address) for node, surveyor in self._surveyors.items()}
-        ports = {node: answer_of(node, reference, _REPORT_S) for node, reference in asked.items()}
+        ports = {node: answer_of(node, reference, NODE_ANSWER_S) for node, reference in asked.items()}
         refused = {node: str(port) for node, port in ports.items() if not isinstance(port, int)}
         places = {node: (node.address, port) for node, port in ports.items() if isinstance(port, int)}
         tries = {
@@ -95,7 +95,7 @@ class Admission:
             for node in places
         }
         return refused | apart(
-            places, {node: answer_of(node, reference, _REPORT_S) for node, reference in tries.items()}
+            places, {node: answer_of(node, reference, NODE_ANSWER_S) for node, reference in tries.items()}
         )
 
     def ask_check(self, node: RayNode, prepared: PreparedNode, served: ServedModel) -> Any:
@@ -111,7 +111,7 @@ class Admission:
             if prepared.share.num_workers
         ]
         for node, reference in asked:
-            require(node, answer_of(node, reference, _REPORT_S))
+            require(node, answer_of(node, reference, NODE_ANSWER_S))
 
 
 def apart(nodes: Mapping[RayNode, Place], problems: Mapping[RayNode, Mapping[str, str]]) -> dict[RayNode, str]:
@@ -206,8 +206,10 @@ def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: L
     keepers = {}
     try:
         for node, actor in actors.items():
-            require(node, answer_of(node, actor.failure.remote(), _REPORT_S))
-            keepers[node] = keeper_of(node, actor, answer_of(node, actor.folder.remote(), _REPORT_S), cluster_id, links)
+            require(node, answer_of(node, actor.failure.remote(), NODE_ANSWER_S))
+            keepers[node] = keeper_of(
+                node, actor, answer_of(node, actor.folder.remote(), NODE_ANSWER_S), cluster_id, links
+            )
     except BaseException:
         end_keepers(actors.values())
         raise

@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from alignedserve.cluster.deployments.logic import DeploymentsLogic, Phase
 from alignedserve.cluster.draining.drains import Drains
 from alignedserve.cluster.hosts.admission import (
+    NODE_ANSWER_S,
     Admission,
     Keeper,
     create_keeper,
@@ -39,11 +40,10 @@ from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.hosts.plan import NodePart, NodeResources, node_config, plan_joining
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeShare
+from alignedserve.cluster.ray_polls import have_all_ended
 from alignedserve.core.errors import PeerLost, ResourceError
 
 logger = logging.getLogger(__name__)
-
-_ANSWER_S = 420.0  # of a node that loads PyTorch from a cold disk and compiles kernels for the self-check
 
 Steps = Generator[Sequence[Any], Sequence[Any], Member]  # from Ray's references to what they refer to
 
@@ -215,7 +215,7 @@ class Preparation:
         self._answers = answers or _answers
         self._clock = clock
         self._asked = next(steps)
-        self._ends_s = clock() + _ANSWER_S
+        self._ends_s = clock() + NODE_ANSWER_S
 
     def advance(self) -> Member | None:
         """Go on as far as the answers have come; return the member when it is ready.
@@ -235,7 +235,7 @@ class Preparation:
         except StopIteration as ended:
             member: Member = ended.value
             return member
-        self._ends_s = self._clock() + _ANSWER_S
+        self._ends_s = self._clock() + NODE_ANSWER_S
         return None
 
     def close(self) -> None:
@@ -257,5 +257,4 @@ def _placed(node: RayNode, group: NodeGroup) -> Generator[Sequence[Any], Sequenc
 
 
 def _answers(asked: Sequence[Any]) -> Sequence[Any] | None:
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
-    return ray.get(list(asked)) if len(answered) == len(asked) else None
+    return ray.get(list(asked)) if have_all_ended(asked) else None

@@ -9,7 +9,6 @@ from alignedserve.core.errors import ProtocolError
 DRAINING, DRAINED = "draining", "drained"
 _RECORD_KEY = "cluster"
 _STOP_KEY = "stop"
-_AT_ONCE = " at once"
 
 
 class ActorRecord(msgspec.Struct, frozen=True):
@@ -131,14 +130,18 @@ def ask_to_stop(cluster_id: str, *, at_once: bool = False) -> None:
 
     Raises PeerLost when Ray's head does not answer.
     """
-    ray_directory.put(_STOP_KEY, f"{cluster_id}{_AT_ONCE if at_once else ''}".encode())
+    ray_directory.put(_STOP_KEY, _at_once(cluster_id) if at_once else cluster_id.encode())
 
 
 def is_asked_to_stop(cluster_id: str) -> bool:
     """Return whether this cluster is to stop. Raises PeerLost when Ray's head does not answer."""
-    return ray_directory.get(_STOP_KEY) == cluster_id.encode() or is_asked_to_stop_at_once(cluster_id)
+    return ray_directory.get(_STOP_KEY) in (cluster_id.encode(), _at_once(cluster_id))
 
 
 def is_asked_to_stop_at_once(cluster_id: str) -> bool:
     """Return whether this cluster is to stop without waiting for anything. Raises as `is_asked_to_stop`."""
-    return ray_directory.get(_STOP_KEY) == f"{cluster_id}{_AT_ONCE}".encode()
+    return ray_directory.get(_STOP_KEY) == _at_once(cluster_id)
+
+
+def _at_once(cluster_id: str) -> bytes:
+    return f"{cluster_id} at once".encode()

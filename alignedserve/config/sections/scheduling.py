@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from alignedserve.config.sections.base import Section
+from alignedserve.config.sections.base import MIB, Section
 
 
 class RouterConfig(Section, frozen=True):
@@ -20,11 +20,13 @@ class RouterConfig(Section, frozen=True):
     max_candidate_requests: int = 16
     max_retries: int = 3  # after that a request fails
     length_predictor: str = "hashed_ngrams"  # a name in router/prediction
+    max_learnt_bytes: int = 192 * MIB  # of the finished requests that it learns from; the oldest make room
     sentence_encoder: str | None = None  # folder of a BERT-like encoder, for the length predictor of that name
 
     def __post_init__(self) -> None:
         self._require_positive("max_queued_requests", "max_queued_tokens", "max_prefill_tokens_per_worker")
         self._require_positive("max_candidate_requests")
+        self._require(self.max_learnt_bytes >= MIB, "max_learnt_bytes", f"must be at least {MIB}")
         self._require(self.max_retries >= 0, "max_retries", "must be at least 0")
 
 

@@ -24,6 +24,19 @@ class ReadinessProbe:
 
     def missing(self) -> str | None:
         """Return the reason why the system is not ready; None when it is."""
+        return self._missing_peer() or self._problem
+
+    async def run(self, pause_s: float = _PAUSE_S) -> None:
+        """Generate a token whenever the system is not known to be ready."""
+        while True:
+            if self._missing_peer() is not None:
+                self._problem = "no canary token has come through since the cluster changed"
+            elif self._problem is not None:
+                self._problem = await self._probe()
+            await asyncio.sleep(pause_s)
+
+    def _missing_peer(self) -> str | None:
+        """Return what no request can be served without; None: all of it is there."""
         status = self._backend.status()
         if status is None:
             return "the router is not connected"
@@ -31,20 +44,9 @@ class ReadinessProbe:
             return "no worker that decodes is registered"
         if status.num_prefill_workers == 0:
             return "no worker for prompts is registered"
-        return self._problem
-
-    async def run(self, pause_s: float = _PAUSE_S) -> None:
-        """Generate a token whenever the system is not known to be ready."""
-        while True:
-            if self._is_cluster_incomplete():
-                self._problem = "no canary token has come through since the cluster changed"
-            elif self._problem is not None:
-                self._problem = await self._probe()
-            await asyncio.sleep(pause_s)
-
-    def _is_cluster_incomplete(self) -> bool:
-        status = self._backend.status()
-        return status is None or status.num_decode_workers == 0 or status.num_prefill_workers == 0
+        if status.num_poolless_workers == status.num_prefill_workers:
+            return "no KV pool is registered to which workers for prompts could give what they compute"
+        return None
 
     async def _probe(self) -> str | None:
         request = Request(

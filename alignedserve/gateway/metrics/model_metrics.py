@@ -101,19 +101,14 @@ class ModelMetrics:
 
     def count_objectives(self, request: Request, ttft_s: float, tpot_s: float, end_to_end_s: float) -> None:
         """Count the objectives of a choice that has ended: none where its client named none."""
-        slo = request.slo
-        for objective, measured_s, target_s in (
-            ("ttft", ttft_s, slo.ttft_s),
-            ("tpot", tpot_s, slo.tpot_s),
-            ("deadline", end_to_end_s, slo.deadline_s),
-        ):
-            if target_s is not None:
-                outcome = "held" if measured_s <= target_s else "missed"
-                counted = (_TIERS[request.request_class], objective, outcome)
-                self._objectives[counted] = self._objectives.get(counted, 0) + 1
-                for known in ("held", "missed"):  # both, so that a share can be told before there is one of the other
-                    counter = self._families.objectives.labels(self._model_name, *counted[:2], known)
-                    counter.inc(known == outcome)
+        measured_s = {"ttft": ttft_s, "tpot": tpot_s, "deadline": end_to_end_s}
+        for objective, target_s in request.slo.targets:
+            outcome = "held" if measured_s[objective] <= target_s else "missed"
+            counted = (_TIERS[request.request_class], objective, outcome)
+            self._objectives[counted] = self._objectives.get(counted, 0) + 1
+            for known in ("held", "missed"):  # both, so that a share can be told before there is one of the other
+                counter = self._families.objectives.labels(self._model_name, *counted[:2], known)
+                counter.inc(known == outcome)
 
     def objectives(self) -> list[tuple[str, str, str, int]]:
         """Return how often which objective was held or missed: tier, objective, outcome, count."""

@@ -38,6 +38,7 @@ def explanation(timeline: Timeline, gateway: str, now: float) -> dict[str, Any]:
         "service_tier": facts.service_tier,
         "gateway": gateway,
         "state": "running" if timeline.ended_s is None else "ended",
+        "complete": timeline.is_complete(now),
         "prompt_tokens": facts.num_prompt_tokens,
         "trace_id": facts.trace.trace_id.hex() if facts.trace is not None else None,
         "choices": [_choice_view(index, choice, gateway, now) for index, choice in enumerate(timeline.choices)],

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 
 from alignedserve.config.sections import TracingConfig
 from alignedserve.gateway.timelines.phases import end_of, num_spans
-from alignedserve.gateway.timelines.timeline import Timeline
-from alignedserve.gateway.timelines.timelines import LAST_NOTES_S
+from alignedserve.gateway.timelines.timeline import LAST_NOTES_S, Timeline
 
 logger = logging.getLogger(__name__)
 

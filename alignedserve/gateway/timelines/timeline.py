@@ -11,6 +11,7 @@ from alignedserve.messages.request_notes import Cause, RequestNote, Step
 
 GATEWAY = ""  # as the source of its own notes
 _MAX_NOTES = 256  # of a choice; later ones are counted, but for those of its end
+LAST_NOTES_S = 1.0  # after the end of a call, in which the last notes of every process come, each at its own next tick
 _LAST_STEPS = (Step.FINISHED, Step.ENDED)
 # Measured with tracemalloc, and rounded up (tests/gateway/timelines/test_timelines.py).
 _FACTS_BYTES, _NOTE_BYTES = 3072, 512
@@ -112,6 +113,10 @@ class Timeline:
         ids = {self.facts.response_id, self.facts.http_id, self.facts.client_id or self.facts.http_id}
         return ids | {choice.request_id for choice in self.choices}
 
+    def is_complete(self, now: float) -> bool:
+        """Return whether it has ended, and every process has had the time to tell its part."""
+        return self.ended_s is not None and now - self.ended_s >= LAST_NOTES_S
+
     def add(self, choice: ChoiceTimeline, source: str, note: RequestNote) -> int:
         """Add another process's note to one of its choices; return the bytes that it takes."""
         num_bytes = _NOTE_BYTES if choice.add(source, note) else 0
@@ -146,8 +151,6 @@ class Timeline:
 
 
 def _choice_of(request: Request, received_s: float) -> ChoiceTimeline:
-    slo = request.slo
-    named = (("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("deadline", slo.deadline_s))
     return ChoiceTimeline(
         request.request_id,
         request.prompt_len,
@@ -155,5 +158,5 @@ def _choice_of(request: Request, received_s: float) -> ChoiceTimeline:
         received_s,
         request.request_class.value,
         request.priority,
-        tuple((name, target_s) for name, target_s in named if target_s is not None),
+        request.slo.targets,
     )

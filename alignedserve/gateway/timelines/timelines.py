@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from alignedserve.config.sections import ExplainConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
-from alignedserve.gateway.timelines.timeline import GATEWAY, CallFacts, ChoiceTimeline, Timeline
+from alignedserve.gateway.timelines.timeline import GATEWAY, LAST_NOTES_S, CallFacts, ChoiceTimeline, Timeline
 from alignedserve.gateway.timelines.trace_context import TraceContext, trace_of
 from alignedserve.messages.request_notes import RequestNote, RequestsNoted, Step
-
-LAST_NOTES_S = 1.0  # after the end of a call, in which its workers' last notes come
 
 
 class Timelines:
@@ -86,8 +84,7 @@ class Timelines:
     def find(self, wanted: str, owner: str) -> Timeline | None:
         """Return the call of this id, if it is this owner's."""
         timeline = self._by_id.get((owner, wanted)) if self._config.enabled else None
-        is_old = timeline is not None and timeline.ended_s is not None and self._is_old(timeline, time.monotonic())
-        return None if is_old else timeline
+        return None if timeline is None or self._is_old(timeline, time.monotonic()) else timeline
 
     def _add(self, source: str, note: RequestNote) -> None:
         known = self._by_request.get(note.request_id)

@@ -1,20 +1,16 @@
-"""A cluster of two hosts of namespaces: `ray up`, answers across hosts, the loss of one, its return, `ray down`."""
+"""Two hosts of namespaces: answers across hosts, what they listen on, a bad network, one that is cut off."""
 
 import argparse
 import asyncio
 import json
-import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from alignedserve.evaluation.cluster_demo import Verdict, chat_with_another_host, replay_with_fault
-from alignedserve.evaluation.namespace_hosts import NamespaceHosts, obstacle
+from alignedserve.evaluation.namespace_hosts import obstacle
 from alignedserve.evaluation.port_scan import (
     GATEWAY,
     LINKS,
@@ -25,32 +21,20 @@ from alignedserve.evaluation.port_scan import (
     probe,
     purpose_of,
 )
-from alignedserve.evaluation.rehearsal import PORT, SETTINGS, Rehearsal
+from alignedserve.evaluation.rehearsal import PORT, Rehearsal
 from tests.support.batch_samples import chat_lines
+from tests.support.waiting import wait_until
 
 REASON = obstacle()
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.timeout(900),
     pytest.mark.skipif(REASON is not None, reason=f"no hosts can be made: {REASON}"),
 ]
 
-# Ray's own processes wait for a head that is gone, which is 60 s by default.
-SOON = {"RAY_gcs_rpc_server_reconnect_timeout_s": "15"}
 FAULT_S = 6.0
-
-
-@pytest.fixture(scope="module")
-def rehearsal(hosts_folder: Path) -> Iterator[Rehearsal]:
-    """Two hosts with a worker each."""
-    hosts = NamespaceHosts(2, hosts_folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
-    settings = (*SETTINGS, "batches.enabled=true", f"batches.folder={hosts_folder / 'state'}")
-    made = Rehearsal(hosts, settings, SOON)
-    made.prepare()
-    with hosts:
-        made.up()
-        yield made
 
 
 def complete(url: str, api_key: str) -> str:
@@ -72,13 +56,6 @@ def ask(url: str, api_key: str, body: bytes | None = None, kind: str = "applicat
     return content
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float, seen: object = "it never came to hold") -> None:
-    ends_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < ends_s, seen
-        time.sleep(1.0)
-
-
 def hurt(rehearsal: Rehearsal, fault: str, heal_after: float) -> Verdict:
     options = argparse.Namespace(fault=fault, fault_at=1.0, heal_after=heal_after, duration=9.0, rate=1.0)
     return replay_with_fault(rehearsal, options).verdict
@@ -89,7 +66,7 @@ def test_hosts_serve_together(rehearsal: Rehearsal) -> None:
     assert complete(first, rehearsal.api_key) == complete(second, rehearsal.api_key) == "o t t e r"
     found = rehearsal.status()
     assert [node["hostname"] for node in found["nodes"]] == ["host0", "host1"]
-    assert found["load"]["num_decode_workers"] == 2
+    assert [one["load"]["num_decode_workers"] for one in found["models"]] == [2, 2]
     assert "gateway gateway-1 serves" in rehearsal.on_host(0, "alignedserve logs gateway-1")
     asyncio.run(chat_with_another_host(rehearsal))
 
@@ -111,7 +88,7 @@ def test_files_and_batches_are_the_same_behind_every_gateway(rehearsal: Rehearsa
         batch.update(json.loads(ask(f"{second}/v1/batches/{batch['id']}", key)))
         return bool(batch["status"] == "completed")
 
-    wait_until(is_completed, 60.0, batch)
+    wait_until(is_completed, 60.0, lambda: batch)
     results = [ask(f"{url}/v1/files/{batch['output_file_id']}/content", key) for url in (first, second)]
     assert results[0] == results[1]
     assert len(results[0].splitlines()) == 5
@@ -149,22 +126,10 @@ def test_answers_arrive_whole_over_a_bad_network(rehearsal: Rehearsal, fault: st
     rehearsal.wait_until_used(rehearsal.hosts.hosts[1])
 
 
-def test_a_host_that_was_cut_off_and_one_that_was_killed_are_used_again(rehearsal: Rehearsal) -> None:
-    for fault, heal_after in (("cut", 8.0), ("kill", 0.0)):
-        verdict = hurt(rehearsal, fault, heal_after)
-        assert verdict.is_passed, (fault, verdict)
-        rehearsal.wait_until_used(rehearsal.hosts.hosts[1])
-        assert [node["name"] for node in rehearsal.status()["nodes"]] == ["node-0", "node-1"]
-        assert complete(rehearsal.urls()[1], rehearsal.api_key) == "o t t e r"
-
-
-def test_nothing_is_left_of_it(rehearsal: Rehearsal) -> None:
-    rehearsal.ray("down")
-    left: list[str] = []
-
-    def nothing_is_left() -> bool:
-        left[:] = [line for host in rehearsal.hosts.hosts for line in host.processes()]
-        left.extend(line for host in rehearsal.hosts.hosts for line in host.run("ls", "/dev/shm").stdout.split())
-        return not left
-
-    wait_until(nothing_is_left, 120.0, left)
+def test_a_host_that_was_cut_off_is_used_again(rehearsal: Rehearsal) -> None:
+    """One that is killed is: test_models_on_hosts.py."""
+    verdict = hurt(rehearsal, "cut", 8.0)
+    assert verdict.is_passed, verdict
+    rehearsal.wait_until_used(rehearsal.hosts.hosts[1])
+    assert [node["name"] for node in rehearsal.status()["nodes"]] == ["node-0", "node-1"]
+    assert complete(rehearsal.urls()[1], rehearsal.api_key) == "o t t e r"

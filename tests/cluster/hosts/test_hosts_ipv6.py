@@ -20,6 +20,7 @@ START = "ray start --object-store-memory=83886080 --disable-usage-stats --includ
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.timeout(300),
     pytest.mark.skipif(REASON is not None, reason=f"no hosts can be made: {REASON}"),
 ]

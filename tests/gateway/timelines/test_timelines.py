@@ -10,6 +10,7 @@ import pytest
 from alignedserve.config.sections import ExplainConfig, TracingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
+from alignedserve.gateway.timelines.explanation import explanation
 from alignedserve.gateway.timelines.exporter import TraceExporter
 from alignedserve.gateway.timelines.timeline import CallFacts, Timeline
 from alignedserve.gateway.timelines.timelines import Timelines
@@ -64,6 +65,19 @@ def test_nothing_is_left_once_all_is_forgotten() -> None:
     assert (len(timelines), len(timelines._by_request)) == (1, 1)
     assert {owner for owner, _ in timelines._by_id} == {"us"}
     assert timelines.num_bytes == timelines.find("cmpl-call9", "us").num_bytes  # type: ignore[union-attr]
+
+
+def test_an_explanation_says_whether_steps_may_still_come() -> None:
+    timelines = Timelines(ExplainConfig())
+    running, ended = _begin(timelines, "running"), _whole(timelines, "ended")
+    assert ended.ended_s is not None
+    note = RequestNote(RequestId("ended-0"), Step.HANDED_OVER, ended.ended_s - 0.1)
+    just_ended = explanation(ended, "gateway-0", ended.ended_s + 0.2)
+    timelines.take("prefill-0", RequestsNoted((note,)))  # by its own tick, after the decode worker's
+    later = explanation(ended, "gateway-0", ended.ended_s + 1.5)
+    assert [one["complete"] for one in (just_ended, later)] == [False, True]
+    assert "handed over" in [event["step"] for event in later["choices"][0]["events"]]
+    assert explanation(running, "gateway-0", running.facts.received_s + 60.0)["complete"] is False
 
 
 async def test_asking_for_ten_thousand_unknown_ids_keeps_nothing() -> None:

@@ -4,10 +4,10 @@ from msgspec.structs import replace
 
 from alignedserve.messages.gateways import ClusterStatus, Demand, PrefixTotals
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.pools import PoolLoad
+from alignedserve.messages.pools import PoolLoad, PoolRegistered
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad
-from tests.harnesses.router import decoding
+from tests.harnesses.router import colocated_router, decoding
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, epoch, request
 
 
@@ -61,3 +61,16 @@ def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
     assert (first.peer, second.peer) == (GATEWAY, "gateway-1")
     assert first.message == second.message
     assert without_view(first.message) == status
+
+
+def test_workers_for_prompts_whose_pool_is_gone_are_counted() -> None:
+    made = decoding()
+    assert made.status().num_poolless_workers == 0
+    made.lose(POOL)
+    assert (made.status().num_prefill_workers, made.status().num_poolless_workers) == (1, 1)
+    made.hear(POOL, PoolRegistered(100))
+    assert made.status().num_poolless_workers == 0
+
+
+def test_workers_that_decode_what_they_prefill_need_no_pool() -> None:
+    assert colocated_router().status().num_poolless_workers == 0

@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.scaling.autoscaler import Autoscaler, ask_for, find_autoscaler, most_nodes
 from alignedserve.cluster.hosts.scaling.logic import AskForNodes, GiveBack, ScaledNode, ScalingLogic, TakeAgain
+from alignedserve.cluster.ray_polls import has_ended
 from alignedserve.config.sections import ClusterConfig, ScalingConfig
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import ConfigError, PeerLost
@@ -74,8 +75,7 @@ class NodeScaler:
 
     def _look_at_answer(self, gateways: Sequence[Any]) -> None:
         if self._asked is not None:
-            answered, _ = ray.wait([self._asked], timeout=0)
-            if not answered:
+            if not has_ended(self._asked):
                 if time.monotonic() - self._asked_s > _SILENT_S:
                     self._statuses = {}
                 return

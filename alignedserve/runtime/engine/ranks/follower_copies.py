@@ -6,11 +6,9 @@ import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.caches import ArenaOffered
-from alignedserve.runtime.device.cores import threads_per_copy
 from alignedserve.runtime.device.devices import use_device, working
 from alignedserve.runtime.engine.ranks.copy_commands import (
     CloseBlocks,
@@ -22,9 +20,8 @@ from alignedserve.runtime.engine.ranks.copy_commands import (
 )
 from alignedserve.runtime.engine.ranks.frames import decode, encode, receive_frame, send_frame
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.ranked_transfer import Checksums
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, open_shm_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +108,7 @@ class FollowerCopies:
 
     def _open(self, peer: str, offered: ArenaOffered) -> None:
         self._transfers.pop(peer, None)
-        part, lanes = self._storage.part, self._storage.lanes
         try:
-            arena = Arena.attach(Path(offered.path), part.whole(self._storage.layout), part)
-            if offered.file_id and arena.file_id != offered.file_id:
-                raise HandoffRejected("the file at its path is another one")
+            self._transfers[peer] = open_shm_transfer(offered, self._storage)
         except HandoffRejected as error:
             logger.error("the blocks of %s cannot be reached: %s", peer, error)
-            return
-        self._transfers[peer] = ShmTransfer(self._storage, arena, num_threads=threads_per_copy(), lanes=lanes)

@@ -2,19 +2,16 @@
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from alignedserve.core.errors import HandoffRejected, PeerLost, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
-from alignedserve.runtime.device.cores import threads_per_copy
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
+from alignedserve.runtime.kv.transfers.shm_transfer import open_shm_transfer
 from alignedserve.runtime.process.links import Identity
 
 logger = logging.getLogger(__name__)
@@ -84,12 +81,7 @@ def _obstacle(name: str, offered: ArenaOffered, storage: BlockStorage) -> str | 
 
 
 def _open_shm(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> KVTransfer:
-    part = storage.part
-    arena = Arena.attach(Path(offered.path), part.whole(storage.layout), part)
-    if offered.file_id and arena.file_id != offered.file_id:
-        arena.close()
-        raise HandoffRejected("the file at its path is another one, of another host or container")
-    return ShmTransfer(storage, arena, stamps=stamps, num_threads=threads_per_copy(), lanes=storage.lanes)
+    return open_shm_transfer(offered, storage, stamps=stamps)
 
 
 def _open_channel(name: str) -> _Opener:

@@ -1,5 +1,10 @@
 """KVTransfer over an arena in shared memory."""
 
+from pathlib import Path
+
+from alignedserve.core.errors import HandoffRejected
+from alignedserve.messages.caches import ArenaOffered
+from alignedserve.runtime.device.cores import threads_per_copy
 from alignedserve.runtime.kv.block_runs import BlockIds, Ints
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
@@ -52,3 +57,16 @@ class ShmTransfer(LocalTransfer):
             with self._lanes.direct() as copies:
                 return copies.copy_in(HostSide(there), self._storage.bytes, self._storage.settled(block_ids))
         return copy_to_pieces(there, self._storage.pieces_to_write(block_ids), num_threads=self.num_threads)
+
+
+def open_shm_transfer(offered: ArenaOffered, storage: BlockStorage, *, stamps: bool = False) -> ShmTransfer:
+    """Map the arena that is offered, or the storage's part of it. `stamps`: as in ShmTransfer.
+
+    Raises HandoffRejected when its path leads elsewhere, as on another host, or its blocks are of another layout.
+    """
+    part = storage.part
+    arena = Arena.attach(Path(offered.path), part.whole(storage.layout), part)
+    if offered.file_id and arena.file_id != offered.file_id:
+        arena.close()
+        raise HandoffRejected("the file at its path is another one, of another host or container")
+    return ShmTransfer(storage, arena, stamps=stamps, num_threads=threads_per_copy(), lanes=storage.lanes)

@@ -1,48 +1,31 @@
 """Two models on two hosts of namespaces: changed while requests run, with adapters, and with a host that is lost."""
 
 import json
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from alignedserve.config.sections import ModelSectionConfig
-from alignedserve.evaluation.namespace_hosts import NamespaceHosts, obstacle
-from alignedserve.evaluation.rehearsal import SETTINGS, Rehearsal
-from alignedserve.runtime.model.served_model import resolve_model
-from tests.support.lora_folders import write_adapter
+from alignedserve.evaluation.namespace_hosts import obstacle
+from alignedserve.evaluation.rehearsal import Rehearsal
+from tests.support.waiting import wait_until
 
 REASON = obstacle()
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.timeout(900),
     pytest.mark.skipif(REASON is not None, reason=f"no hosts can be made: {REASON}"),
 ]
 
 _ORDER_S = 240.0
 _KNOWN_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def rehearsal(hosts_folder: Path) -> Iterator[Rehearsal]:
-    """Two hosts, each with a worker of both models."""
-    hosts = NamespaceHosts(2, hosts_folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
-    adapters = hosts_folder / "adapters"
-    write_adapter(adapters / "terse", resolve_model(ModelSectionConfig()).decoder)
-    settings = (*SETTINGS, "decode.max_running_requests=8", f"lora.allowed_folder={adapters}")
-    made = Rehearsal(hosts, settings, {}, ("a=pocket", "b=pocket"))
-    made.prepare()
-    with hosts:
-        made.up()
-        yield made
 
 
 def post(rehearsal: Rehearsal, index: int, path: str, body: dict[str, object]) -> tuple[int, bytes]:
@@ -98,27 +81,27 @@ class Load:
 
 def test_both_models_answer_behind_both_gateways(rehearsal: Rehearsal) -> None:
     for index in range(2):
-        for model in ("a", "b"):
+        for model in ("pocket", "b"):
             assert chat(rehearsal, index, model) == (200, "o t t e r")
-    assert workers(rehearsal) == {"a": ["decode-0", "decode-1"], "b": ["decode-0.2", "decode-1.2"]}
+    assert workers(rehearsal) == {"pocket": ["decode-0", "decode-1"], "b": ["decode-0.2", "decode-1.2"]}
     named = [one["name"] for one in json.loads(order(rehearsal, 1, "models status --json"))["deployments"]]
-    assert named == ["a", "b"]
+    assert named == ["pocket", "b"]
 
 
 def test_models_are_replaced_added_and_removed_from_any_host_and_no_request_is_lost(rehearsal: Rehearsal) -> None:
-    with Load(rehearsal, (0, 1), "a") as load:
-        assert "the old a has ended" in order(rehearsal, 1, "models replace a pocket")
+    with Load(rehearsal, (0, 1), "pocket") as load:
+        assert "the old pocket has ended" in order(rehearsal, 1, "models replace pocket pocket")
         assert "c is served" in order(rehearsal, 1, "models add pocket --name c")
         assert chat(rehearsal, 0, "c") == chat(rehearsal, 1, "c") == (200, "o t t e r")
         assert "b is removed" in order(rehearsal, 0, "models remove b")
     assert set(load.answers) == {(200, "o t t e r")}
     assert chat(rehearsal, 0, "b")[0] == chat(rehearsal, 1, "b")[0] == 404
-    assert workers(rehearsal) == {"a": ["decode-0.3", "decode-1.3"], "c": ["decode-0.4", "decode-1.4"]}
+    assert workers(rehearsal) == {"pocket": ["decode-0.3", "decode-1.3"], "c": ["decode-0.4", "decode-1.4"]}
 
 
 def test_an_adapter_that_one_host_has_loaded_is_known_on_the_other(rehearsal: Rehearsal) -> None:
     adapter = {"lora_name": "terse", "lora_path": str(rehearsal.hosts.base / "adapters" / "terse")}
-    status, content = post(rehearsal, 1, "/v1/load_lora_adapter", {**adapter, "base_model_name": "a"})
+    status, content = post(rehearsal, 1, "/v1/load_lora_adapter", {**adapter, "base_model_name": "pocket"})
     assert status == 200, content
     ends_s = time.monotonic() + _KNOWN_S
     while chat(rehearsal, 0, "terse")[0] != 200:
@@ -132,13 +115,13 @@ def test_an_adapter_that_one_host_has_loaded_is_known_on_the_other(rehearsal: Re
 
 
 def test_workers_of_one_model_are_scaled(rehearsal: Rehearsal) -> None:
-    assert "several models are served (a, c)" in order(rehearsal, 0, "scale decode=3")
+    assert "several models are served (pocket, c)" in order(rehearsal, 0, "scale decode=3")
     assert "decode-2.4 starts on node-" in order(rehearsal, 1, "scale decode=3 --model c")
 
 
 def test_a_host_that_is_lost_is_missed_by_no_model_and_has_them_again(rehearsal: Rehearsal) -> None:
     lost = rehearsal.hosts.hosts[1]
-    with Load(rehearsal, (0,), "a", "c") as load:
+    with Load(rehearsal, (0,), "pocket", "c") as load:
         time.sleep(1.0)
         rehearsal.hosts.kill(lost)
         wait_for(rehearsal, lambda found: len(found["nodes"]) == 1)
@@ -147,13 +130,10 @@ def test_a_host_that_is_lost_is_missed_by_no_model_and_has_them_again(rehearsal:
     rehearsal.hosts.boot(lost)  # Ray's head starts it again over SSH
     rehearsal.wait_until_used(lost)
     wait_for(rehearsal, lambda found: all(len(one["workers"]) >= 2 for one in found["models"]))
-    for model in ("a", "c"):
+    for model in ("pocket", "c"):
         assert chat(rehearsal, 1, model) == (200, "o t t e r")
 
 
-def wait_for(rehearsal: Rehearsal, holds: Any) -> None:
+def wait_for(rehearsal: Rehearsal, holds: Callable[[dict[str, Any]], bool]) -> None:
     """Wait until the status is as wanted."""
-    ends_s = time.monotonic() + _ORDER_S
-    while not holds(found := rehearsal.status()):
-        assert time.monotonic() < ends_s, found
-        time.sleep(1.0)
+    wait_until(lambda: holds(rehearsal.status()), _ORDER_S, rehearsal.status, poll_s=2.0)

@@ -1,0 +1,43 @@
+"""Two hosts of namespaces with a cluster on them, which the tests of this folder share: `ray up` takes a minute."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.evaluation.namespace_hosts import NamespaceHosts
+from alignedserve.evaluation.rehearsal import SETTINGS, Rehearsal
+from alignedserve.runtime.model.served_model import resolve_model
+from tests.support.lora_folders import write_adapter
+from tests.support.waiting import wait_until
+
+# Ray's own processes wait for a head that is gone, which is 60 s by default.
+SOON = {"RAY_gcs_rpc_server_reconnect_timeout_s": "15"}
+MODELS = ("pocket", "b=pocket")
+
+
+@pytest.fixture(scope="session")
+def rehearsal() -> Iterator[Rehearsal]:
+    """Two hosts, each with a worker of both models, batches, and an adapter to load. Their end is a test too."""
+    with tempfile.TemporaryDirectory(dir="/run", prefix="alignedserve-", ignore_cleanup_errors=True) as made_folder:
+        folder = Path(made_folder)
+        write_adapter(folder / "adapters" / "terse", resolve_model(ModelSectionConfig()).decoder)
+        own = ("batches.enabled=true", f"batches.folder={folder / 'state'}", "decode.max_running_requests=8")
+        settings = (*SETTINGS, *own, f"lora.allowed_folder={folder / 'adapters'}")
+        hosts = NamespaceHosts(2, folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
+        made = Rehearsal(hosts, settings, SOON, MODELS)
+        made.prepare()
+        with hosts:
+            made.up()
+            yield made
+            made.ray("down")
+            wait_until(lambda: not _left(hosts), 120.0, lambda: _left(hosts))
+
+
+def _left(hosts: NamespaceHosts) -> list[str]:
+    """Return the processes and the shared memory that outlive the cluster."""
+    left = [line for host in hosts.hosts for line in host.processes()]
+    return left + [line for host in hosts.hosts for line in host.run("ls", "/dev/shm").stdout.split()]
