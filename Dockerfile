@@ -1,4 +1,4 @@
-# An image that serves on a CPU, or with `--build-arg VARIANT=cuda` on NVIDIA GPUs. docs/containers.md has the commands.
+# An image that serves on a CPU, or with `--build-arg VARIANT=cuda` on NVIDIA GPUs. docs/install.md has the commands.
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim-bookworm AS build

@@ -5,8 +5,9 @@ PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS_VENV := .venv-docs
 
-.PHONY: serve demo cluster-demo chat eval test test-all test-histories test-clients faults check check-types check-style format bench install install-dev clean
+.PHONY: serve demo cluster-demo chat eval test test-all test-histories test-clients faults check check-types check-style format bench docs install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -63,6 +64,17 @@ format: install-dev
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+docs: $(DOCS_VENV)/.installed  ## the documentation as a site in build/site; a link that leads nowhere fails
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo "build/site/index.html"
+
+# Not beside the package: it needs neither PyTorch nor Ray.
+$(DOCS_VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS_VENV)/needed.txt
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(DOCS_VENV)/needed.txt
+	@touch $@
+
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
@@ -83,4 +95,4 @@ bench: install-dev  ## benchmarks that take minutes each, one after the other; r
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) build *.egg-info
