@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,23 @@ def test_the_image_is_built_from_all_packages_and_nothing_that_is_missing() -> N
     packages = {name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert packages <= copied()
     assert [name for name in copied() if not (ROOT / name).exists()] == []
+
+
+def test_every_step_is_a_command_that_the_shell_can_read() -> None:
+    for step in steps("RUN"):
+        assert subprocess.run(["sh", "-n", "-c", step], capture_output=True, text=True, check=False).stderr == ""
+
+
+def test_the_step_that_lists_what_is_needed_lists_the_projects_dependencies() -> None:
+    (step,) = [step for step in steps("RUN") if "tomllib" in step]
+    listed = subprocess.run(
+        ["sh", "-c", step.partition(">")[0].replace("python", sys.executable, 1)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert listed.stdout.splitlines() == PROJECT["project"]["dependencies"]
 
 
 def test_the_build_sees_what_it_copies_and_nothing_else() -> None:
