@@ -74,9 +74,8 @@ def problems(schedule: ChaosSchedule, outcome: Outcome) -> list[str]:
     """Return what was not promised; empty: the schedule was survived."""
     allowed = {ending.value for ending in promised_endings(schedule.faults)}
     found = [f"{count} x {ending}" for ending, count in outcome.endings.items() if ending not in allowed]
-    for name in ("lines_lost", "lines_doubled", "lines_wrong", "arenas_left"):
-        if getattr(outcome, name):
-            found.append(f"{name}: {getattr(outcome, name)}")
+    counts = ("lines_lost", "lines_doubled", "lines_wrong", "arenas_left")
+    found += [f"{name}: {getattr(outcome, name)}" for name in counts if getattr(outcome, name)]
     if outcome.batch_status != "completed":
         found.append(f"batch: {outcome.batch_status}")
     if outcome.recovered_s is None or outcome.recovered_s > RECOVERS_S:

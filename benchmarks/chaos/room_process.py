@@ -118,7 +118,7 @@ class RoomProcess:
 def run_room(plan: RoomPlan, is_restarted: bool, orders: Connection) -> None:
     """Be this process: build the actor without Ray, and do what is ordered until the other end of the pipe closes."""
     _shift_clock(plan)
-    context = SimpleNamespace(was_current_actor_reconstructed=is_restarted)
+    context: Any = SimpleNamespace(was_current_actor_reconstructed=is_restarted)
     ray.get_runtime_context = lambda: context
     actor_class = getattr(importlib.import_module(plan.module), plan.class_name)
     actor = actor_class.__ray_metadata__.modified_class(*plan.arguments, plan.spec)

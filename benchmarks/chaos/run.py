@@ -57,9 +57,7 @@ class Stage:
             "is_survived": not found,
             "problems": found,
             "took_s": round(time.monotonic() - began_s, 2),
-            "faults": [
-                {**_plain(fault), **hit} for fault, hit in zip(schedule.faults, hits, strict=True)
-            ],
+            "faults": [{**_plain(fault), **hit} for fault, hit in zip(schedule.faults, hits, strict=True)],
             "outcome": outcome.as_json(),
         }
         if found:

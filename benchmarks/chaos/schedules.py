@@ -146,11 +146,13 @@ def _covering_faults(rng: random.Random) -> list[ChaosFault]:
 
 
 def _with_pair(rng: random.Random, pair: Pair) -> ChaosFault:
+    """Draw a fault with this pair in it."""
     while True:
-        target, hit, phase = (
-            next((one for one in pair if isinstance(one, kind)), None) or rng.choice(list(kind))
-            for kind in (Target, Hit, Phase)
-        )
+        target, hit, phase = rng.choice(list(Target)), rng.choice(list(Hit)), rng.choice(list(Phase))
+        for one in pair:
+            target = one if isinstance(one, Target) else target
+            hit = one if isinstance(one, Hit) else hit
+            phase = one if isinstance(one, Phase) else phase
         if is_possible(target, hit):
             return _timed(rng, target, hit, phase)
 
@@ -170,9 +172,7 @@ def shrink(schedule: ChaosSchedule, fails: Callable[[ChaosSchedule], bool]) -> C
     return shortest
 
 
-def _fewest(
-    faults: tuple[ChaosFault, ...], fails: Callable[[tuple[ChaosFault, ...]], bool]
-) -> tuple[ChaosFault, ...]:
+def _fewest(faults: tuple[ChaosFault, ...], fails: Callable[[tuple[ChaosFault, ...]], bool]) -> tuple[ChaosFault, ...]:
     """Delta debugging: leave out ever smaller parts for as long as the rest fails."""
     size = max(len(faults) // 2, 1)
     while len(faults) > 1:

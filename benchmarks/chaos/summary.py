@@ -25,7 +25,10 @@ def summary_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "lines_doubled": sum(record["outcome"]["lines_doubled"] for record in records),
         "lines_wrong": sum(record["outcome"]["lines_wrong"] for record in records),
         "endings": dict(endings),
-        "recovered_s": {"median": recoveries[len(recoveries) // 2] if recoveries else None, "longest": recoveries[:_LONGEST]},
+        "recovered_s": {
+            "median": recoveries[len(recoveries) // 2] if recoveries else None,
+            "longest": recoveries[:_LONGEST],
+        },
         "by_fault": _rows(faults),
         "by_phase": dict(Counter(fault["phase"] for _, fault in faults)),
         "phases_hit": dict(Counter(name for _, fault in faults for name in fault["phases_hit"])),
