@@ -2,6 +2,7 @@
 
     python -m benchmarks.chaos --seeds 0:2000                    # rooms: real processes and sockets, without Ray
     python -m benchmarks.chaos --covering 40                     # so many that cover every pair
+    python -m benchmarks.chaos --stage cluster --seeds 0:20      # `alignedserve serve`, whose restarts take long
     python -m benchmarks.chaos --seeds 17 --shrink               # the shortest part of it that fails
 
 Every schedule is bursts of streams and a batch, with one to three faults meanwhile. Records are appended to the output
@@ -18,17 +19,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.rooms import mount_small
+from benchmarks.chaos.ray_cluster import RayCluster
+from benchmarks.chaos.rooms import Rooms, mount_small
 from benchmarks.chaos.run import Stage, run_all
 from benchmarks.chaos.schedules import ChaosSchedule, covering, make_schedule, shrink
+from benchmarks.chaos.site import Site
 from benchmarks.chaos.summary import summary_of
 from benchmarks.support.recording import RESULTS, write_result
 
-_NAME = "chaos_rooms"
 _IN_NAMESPACE = "CHAOS_HAS_SMALL_DISKS"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_SIZE = "64m"
@@ -41,15 +44,16 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the rooms are ended
     has_small_disks = os.environ.get(_IN_NAMESPACE) == "1" and mount_small(_SHARED_MEMORY, _SHARED_SIZE)
     schedules = covering(arguments.covering) if arguments.covering else tuple(map(make_schedule, arguments.seeds))
-    output: Path = arguments.output
+    output: Path = arguments.output or RESULTS / f"chaos_{arguments.stage}.jsonl"
+    make = RayCluster if arguments.stage == "cluster" else partial(Rooms, has_small_disks=has_small_disks)
     if arguments.shrink:
         for schedule in schedules:
-            print(_shortest(schedule, has_small_disks=has_small_disks), flush=True)
+            print(_shortest(make, schedule), flush=True)
         return
     known = _recorded(output)
     deadline_s = time.monotonic() + arguments.stop_after if arguments.stop_after else None
     missing = _until(deadline_s, (one for one in schedules if one.seed not in known))
-    run_all(missing, has_small_disks=has_small_disks, recorded=lambda record: _record(output, record))
+    run_all(make, missing, lambda record: _record(output, record))
     wanted = {one.seed for one in schedules}
     figures = summary_of([record for seed, record in sorted(_recorded(output).items()) if seed in wanted])
     if arguments.name:
@@ -63,9 +67,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=_seeds, default=range(40), help="A:B, or one")
     parser.add_argument("--covering", type=int, default=0, help="so many that cover every pair, in place of seeds")
+    parser.add_argument("--stage", choices=("rooms", "cluster"), default="rooms", help="cluster: with Ray, and slow")
     parser.add_argument("--shrink", action="store_true", help="cut failing schedules down to their shortest part")
     parser.add_argument("--stop-after", type=float, default=0.0, help="seconds; begin no schedule later")
-    parser.add_argument("--output", type=Path, default=RESULTS / f"{_NAME}.jsonl", help="records, one a line")
+    parser.add_argument("--output", type=Path, help="records, one a line; by default among the results")
     parser.add_argument("--name", default="", help="of the result in which all is summed up; empty: none")
     return parser.parse_args()
 
@@ -108,8 +113,8 @@ def _recorded(output: Path) -> dict[int, dict[str, Any]]:
     return {record["seed"]: record for record in records}
 
 
-def _shortest(schedule: ChaosSchedule, *, has_small_disks: bool) -> ChaosSchedule | str:
-    stage = Stage(has_small_disks=has_small_disks)
+def _shortest(make: Callable[[Path], Site], schedule: ChaosSchedule) -> ChaosSchedule | str:
+    stage = Stage(make)
 
     def fails(tried: ChaosSchedule) -> bool:
         record = stage.run(tried)

@@ -1,4 +1,4 @@
-"""Faults of one process of the rooms, each for as long as its schedule says, and undone whatever happens."""
+"""Faults of one process of a site, each for as long as its schedule says, and undone whatever happens."""
 
 import contextlib
 import ctypes
@@ -14,8 +14,9 @@ from threading import Event, Thread
 
 from alignedserve.runtime.kv.arena_files import arena_folder
 from benchmarks.chaos.room_process import when_true
-from benchmarks.chaos.rooms import Rooms, fill
+from benchmarks.chaos.rooms import fill
 from benchmarks.chaos.schedules import ChaosFault, Hit, Target
+from benchmarks.chaos.site import Site
 
 _HOUR_S = 3600.0
 _STARTS_S = 10.0  # a process that is missing is waited for
@@ -25,25 +26,25 @@ _PIDFD_GETFD = 438  # Linux's system call, the same number on every architecture
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def inflict(rooms: Rooms, fault: ChaosFault) -> bool:
+def inflict(site: Site, fault: ChaosFault) -> bool:
     """Bring a fault about and undo it, which takes its duration. False: there was no such process, or no right to."""
-    if not when_true(lambda: rooms.pid(fault.target) is not None, _STARTS_S):
+    if not when_true(lambda: site.pid(fault.target) is not None, _STARTS_S):
         return False
-    with contextlib.suppress(ProcessLookupError), _FAULTS[fault.hit](rooms, fault.target) as is_there:
+    with contextlib.suppress(ProcessLookupError), _FAULTS[fault.hit](site, fault.target) as is_there:
         time.sleep(fault.duration_s if is_there else 0.0)
         return is_there
     return True  # it ended meanwhile
 
 
-def kill_and_wait(rooms: Rooms, target: Target) -> None:
+def kill_and_wait(site: Site, target: Target) -> None:
     """Kill the process of this role, and return as soon as the next one has begun to start."""
-    former = rooms.pid(target)
-    with contextlib.suppress(ProcessLookupError), _killed(rooms, target):
-        when_true(lambda: rooms.pid(target) not in (None, former), _STARTS_S, 0.005)
+    former = site.pid(target)
+    with contextlib.suppress(ProcessLookupError), _killed(site, target):
+        when_true(lambda: site.pid(target) not in (None, former), _STARTS_S, 0.005)
 
 
-def _signalled(rooms: Rooms, target: Target, number: signal.Signals) -> int:
-    pid = rooms.pid(target)
+def _signalled(site: Site, target: Target, number: signal.Signals) -> int:
+    pid = site.pid(target)
     if pid is None:
         raise ProcessLookupError
     os.kill(pid, number)
@@ -51,14 +52,14 @@ def _signalled(rooms: Rooms, target: Target, number: signal.Signals) -> int:
 
 
 @contextlib.contextmanager
-def _killed(rooms: Rooms, target: Target) -> Iterator[bool]:
-    _signalled(rooms, target, signal.SIGKILL)
+def _killed(site: Site, target: Target) -> Iterator[bool]:
+    _signalled(site, target, signal.SIGKILL)
     yield True
 
 
 @contextlib.contextmanager
-def _stopped(rooms: Rooms, target: Target) -> Iterator[bool]:
-    pid = _signalled(rooms, target, signal.SIGSTOP)
+def _stopped(site: Site, target: Target) -> Iterator[bool]:
+    pid = _signalled(site, target, signal.SIGSTOP)
     try:
         yield True
     finally:
@@ -66,8 +67,8 @@ def _stopped(rooms: Rooms, target: Target) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _slow(rooms: Rooms, target: Target) -> Iterator[bool]:
-    pid = rooms.pid(target)
+def _slow(site: Site, target: Target) -> Iterator[bool]:
+    pid = site.pid(target)
 
     def turn() -> None:
         if pid is not None:
@@ -80,17 +81,17 @@ def _slow(rooms: Rooms, target: Target) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _cut(rooms: Rooms, target: Target) -> Iterator[bool]:
+def _cut(site: Site, target: Target) -> Iterator[bool]:
     """Shut down every link of the process again and again; nobody finds its socket meanwhile."""
-    pid, path = rooms.pid(target), rooms.socket_path(target)
+    pid, path = site.pid(target), site.socket_path(target)
     hidden = path.with_suffix(".hidden")
     with contextlib.suppress(FileNotFoundError):
         path.rename(hidden)
     try:
-        if pid is None or not shut_links(pid, rooms.run_folder):
+        if pid is None or not shut_links(pid, site.run_folder):
             yield False
             return
-        with _repeated(lambda: shut_links(pid, rooms.run_folder), _CUT_AGAIN_S):
+        with _repeated(lambda: shut_links(pid, site.run_folder), _CUT_AGAIN_S):
             yield True
     finally:
         if hidden.exists() and not path.exists():
@@ -131,8 +132,8 @@ def _ends_of(link: socket.socket) -> tuple[object, object]:
 
 
 @contextlib.contextmanager
-def _no_files(rooms: Rooms, target: Target) -> Iterator[bool]:
-    pid = rooms.pid(target)
+def _no_files(site: Site, target: Target) -> Iterator[bool]:
+    pid = site.pid(target)
     if pid is None:
         raise ProcessLookupError
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -144,18 +145,18 @@ def _no_files(rooms: Rooms, target: Target) -> Iterator[bool]:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def _full(folder_of: Callable[[Rooms], Path]) -> Callable[[Rooms, Target], AbstractContextManager[bool]]:
+def _full(folder_of: Callable[[Site], Path]) -> Callable[[Site, Target], AbstractContextManager[bool]]:
     """Return the fault of a full file system, in which the process is killed and has to start."""
 
     @contextlib.contextmanager
-    def inflicted(rooms: Rooms, target: Target) -> Iterator[bool]:
-        folder = folder_of(rooms)
-        if not os.path.ismount(folder) or not rooms.has_small_disks:
+    def inflicted(site: Site, target: Target) -> Iterator[bool]:
+        folder = folder_of(site)
+        if not os.path.ismount(folder) or not site.has_small_disks:
             yield False
             return
         ballast = fill(folder)
         try:
-            _signalled(rooms, target, signal.SIGKILL)
+            _signalled(site, target, signal.SIGKILL)
             yield True
         finally:
             ballast.unlink(missing_ok=True)
@@ -163,10 +164,13 @@ def _full(folder_of: Callable[[Rooms], Path]) -> Callable[[Rooms, Target], Abstr
     return inflicted
 
 
-def _clock(shift_s: float) -> Callable[[Rooms, Target], AbstractContextManager[bool]]:
+def _clock(shift_s: float) -> Callable[[Site, Target], AbstractContextManager[bool]]:
     @contextlib.contextmanager
-    def inflicted(rooms: Rooms, target: Target) -> Iterator[bool]:
-        path = rooms.clock_path(target)
+    def inflicted(site: Site, target: Target) -> Iterator[bool]:
+        path = site.clock_path(target)
+        if path is None:
+            yield False
+            return
         path.write_text(str(shift_s))
         try:
             yield True
@@ -196,15 +200,15 @@ def _repeated(turn: Callable[[], object], pause_s: float) -> Iterator[None]:
         thread.join()
 
 
-_FAULTS: dict[Hit, Callable[[Rooms, Target], AbstractContextManager[bool]]] = {
+_FAULTS: dict[Hit, Callable[[Site, Target], AbstractContextManager[bool]]] = {
     Hit.KILL: _killed,
     Hit.STOP: _stopped,
     Hit.LONG_STOP: _stopped,
     Hit.SLOW: _slow,
     Hit.CUT: _cut,
-    Hit.STATE_FULL: _full(lambda rooms: rooms.state_folder),
-    Hit.LOGS_FULL: _full(lambda rooms: rooms.log_folder),
-    Hit.MEMORY_FULL: _full(lambda rooms: arena_folder()),
+    Hit.STATE_FULL: _full(lambda site: site.state_folder),
+    Hit.LOGS_FULL: _full(lambda site: site.log_folder),
+    Hit.MEMORY_FULL: _full(lambda site: arena_folder()),
     Hit.NO_FILES: _no_files,
     Hit.CLOCK_FORWARD: _clock(_HOUR_S),
     Hit.CLOCK_BACK: _clock(-_HOUR_S),

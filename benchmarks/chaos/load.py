@@ -1,4 +1,4 @@
-"""What is asked of the rooms while they are hurt: bursts of streams and a batch, each answer known beforehand."""
+"""What is asked of a site while it is hurt: bursts of streams and a batch, each answer known beforehand."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks.chaos.judge import Ending, Outcome, ending_of
-from benchmarks.chaos.rooms import MODEL, Rooms
+from benchmarks.chaos.site import Site, ask
 from benchmarks.support.batch_client import BatchHttpClient
 
 _ENDPOINT = "/v1/completions"
@@ -28,10 +28,10 @@ class Question(NamedTuple):
     prompt: tuple[int, ...]
     max_tokens: int
 
-    def body(self) -> dict[str, Any]:
-        """Return the request."""
+    def body(self, model: str) -> dict[str, Any]:
+        """Return the request to this model."""
         return {
-            "model": MODEL,
+            "model": model,
             "prompt": list(self.prompt),
             "max_tokens": self.max_tokens,
             "temperature": 0,
@@ -48,11 +48,11 @@ def questions(count: int = _NUM_QUESTIONS, seed: int = 0) -> tuple[Question, ...
     )
 
 
-def undisturbed(rooms: Rooms, asked: Sequence[Question]) -> dict[Question, str]:
+def undisturbed(site: Site, asked: Sequence[Question]) -> dict[Question, str]:
     """Return every answer as it is when nothing is hurt."""
     answers = {}
     for question in asked:
-        status, text = rooms.ask(_ENDPOINT, question.body(), timeout_s=60.0)
+        status, text = ask(site, _ENDPOINT, question.body(site.model), timeout_s=60.0)
         assert status == 200, f"no undisturbed answer: {status} {text}"
         answers[question] = str(json.loads(text)["choices"][0]["text"])
     return answers
@@ -72,13 +72,13 @@ class Stream:
     error: str | None = None  # JSON: of an event; else of the connection
 
 
-async def ask_stream(client: httpx.AsyncClient, stream: Stream) -> None:
+async def ask_stream(client: httpx.AsyncClient, stream: Stream, model: str) -> None:
     """Ask, and read to the end. Never raises for what the server does."""
     headers = {"x-request-id": stream.client_id}
     stream.sent_s = time.monotonic()
     try:
         async with client.stream(
-            "POST", _ENDPOINT, json=stream.question.body() | {"stream": True}, headers=headers
+            "POST", _ENDPOINT, json=stream.question.body(model) | {"stream": True}, headers=headers
         ) as response:
             stream.status = response.status_code
             if response.status_code != 200:
@@ -106,14 +106,14 @@ def _read(event: str, stream: Stream) -> None:
 class Load:
     """Streams of one schedule, on one event loop. Every answer is judged at the end."""
 
-    def __init__(self, rooms: Rooms, answers: dict[Question, str], label: str) -> None:
+    def __init__(self, site: Site, answers: dict[Question, str], label: str) -> None:
         self.streams: list[Stream] = []
-        self._rooms = rooms
+        self._site = site
         self._answers = answers
         self._label = label
         self._tasks: list[asyncio.Task[None]] = []
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._client = httpx.AsyncClient(base_url=rooms.url, timeout=_ANSWER_S, limits=limits)
+        self._client = httpx.AsyncClient(base_url=site.url, timeout=_ANSWER_S, limits=limits)
 
     def burst(self, count: int = 4) -> list[Stream]:
         """Ask so many questions at once."""
@@ -122,7 +122,7 @@ class Load:
         for number in range(began, began + count):
             stream = Stream(asked[number % len(asked)], f"{self._label}-{number}")
             self.streams.append(stream)
-            self._tasks.append(asyncio.create_task(ask_stream(self._client, stream)))
+            self._tasks.append(asyncio.create_task(ask_stream(self._client, stream, self._site.model)))
         return self.streams[began:]
 
     async def settle(self, timeout_s: float = _ANSWER_S) -> None:
@@ -148,15 +148,15 @@ class Load:
         """Return the phases in which open requests were at this time, as far as the gateway knows their courses."""
         found: Counter[str] = Counter()
         for stream in self.streams:
-            for name, start_s, end_s in course_of(self._rooms, stream):
+            for name, start_s, end_s in course_of(self._site, stream):
                 if start_s <= at_s < end_s:
                     found[name] += 1
         return sorted(found)
 
 
-def course_of(rooms: Rooms, stream: Stream) -> list[tuple[str, float, float]]:
+def course_of(site: Site, stream: Stream) -> list[tuple[str, float, float]]:
     """Return the phases of a request with their monotonic times; empty where no gateway knows of it."""
-    status, text = rooms.ask(f"/v1/alignedserve/requests/{stream.client_id}")
+    status, text = ask(site, f"/v1/alignedserve/requests/{stream.client_id}")
     if status != 200:
         return []
     course = []
@@ -170,15 +170,16 @@ def course_of(rooms: Rooms, stream: Stream) -> list[tuple[str, float, float]]:
 class BatchLoad:
     """One batch, and its judgement."""
 
-    def __init__(self, rooms: Rooms, answers: dict[Question, str]) -> None:
-        self._client = BatchHttpClient(rooms.url, _BATCH_S)
+    def __init__(self, site: Site, answers: dict[Question, str]) -> None:
+        self._client = BatchHttpClient(site.url, _BATCH_S)
+        self._model = site.model
         self._lines = {f"line-{number}": question for number, question in enumerate(list(answers)[:_NUM_LINES])}
         self._answers = answers
 
     def run(self, outcome: Outcome) -> None:
         """Submit it, wait for its end, and add what came of it."""
         lines = [
-            {"custom_id": custom_id, "method": "POST", "url": _ENDPOINT, "body": question.body()}
+            {"custom_id": custom_id, "method": "POST", "url": _ENDPOINT, "body": question.body(self._model)}
             for custom_id, question in self._lines.items()
         ]
         content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)

@@ -1,16 +1,12 @@
 """The rooms of one cluster as processes of their own, without Ray: real sockets, real signals, quick restarts."""
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -41,8 +37,10 @@ from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.process_spec import POOL
 from alignedserve.scheduling.factory import resolve_policy
+from benchmarks.chaos.ray_cluster import tail_of
 from benchmarks.chaos.room_process import RoomPlan, RoomProcess, forking, when_true
 from benchmarks.chaos.schedules import Target
+from benchmarks.chaos.site import ask
 from benchmarks.serving.startup import free_port
 
 MODEL = "model"
@@ -57,12 +55,6 @@ _NAMES = {
     Target.DECODE: "decode-0",
     Target.POOL: POOL,
 }
-_ZEROS = (
-    "alignedserve_pool_blocks_used",
-    "alignedserve_worker_blocks_used",
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-)
 _OF_MODEL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -105,7 +97,9 @@ def rooms_config(model: Path, port: int) -> ClusterConfig:
 
 
 class Rooms:
-    """Router, pool, workers, gateway, batch driver and Redis. Call `start` once and `stop` once."""
+    """A Site: router, pool, workers, gateway, batch driver and Redis."""
+
+    model = MODEL
 
     def __init__(self, folder: Path, *, has_small_disks: bool = False) -> None:
         """`folder`: for sockets, logs and state; short, as Unix sockets have short names.
@@ -129,7 +123,6 @@ class Rooms:
             socket_path=self.run_folder / "redis.sock",
             log_path=self.log_folder / "redis.log",
         )
-        self._num_arenas = 0
 
     def start(self) -> None:
         """Start everything; return when it is ready."""
@@ -149,7 +142,6 @@ class Rooms:
             process.start()
         if not when_true(self.is_ready, _START_S):
             raise TimeoutError(f"the rooms were not ready in time; logs: {self.tail()}")
-        self._num_arenas = len(self.arenas())
 
     def stop(self) -> None:
         """End everything."""
@@ -185,7 +177,7 @@ class Rooms:
         """Return where the process of this role listens, if it does."""
         return self.run_folder / f"{self.name(target)}.sock"
 
-    def clock_path(self, target: Target) -> Path:
+    def clock_path(self, target: Target) -> Path | None:
         """Return the file that says how far the clock of this process is from the true one."""
         return self.run_folder / f"{self.name(target)}.clock"
 
@@ -200,51 +192,15 @@ class Rooms:
 
     def is_ready(self) -> bool:
         """Return whether /ready says so."""
-        return self.ask("/ready")[0] == 200
-
-    def ask(self, path: str, body: Any = None, timeout_s: float = 5.0) -> tuple[int, str]:
-        """Return status and body of one answer; status 0 without one."""
-        content = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, content, {"content-type": "application/json", "connection": "close"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-        except (OSError, urllib.error.URLError):
-            return 0, ""
-
-    def held(self) -> dict[str, float]:
-        """Return what is in use though nothing runs: blocks and requests by metric; empty where nothing is."""
-        status, text = self.ask("/metrics")
-        if status != 200:
-            return {"no metrics": float(status)}
-        values: dict[str, float] = {}
-        for line in text.splitlines():
-            name = line.partition("{")[0].partition(" ")[0]
-            if name in _ZEROS:
-                values[name] = values.get(name, 0.0) + float(line.rpartition(" ")[2])
-        missing = {name: -1.0 for name in _ZEROS if name not in values}
-        return {name: value for name, value in (values | missing).items() if value}
+        return ask(self, "/ready")[0] == 200
 
     def arenas(self) -> list[Path]:
         """Return this cluster's files in shared memory."""
         return sorted(arena_folder().glob(f"alignedserve-{self.run_folder.name}-*"))
 
-    def num_arenas_left(self) -> int:
-        """Return how many arenas there are beyond those of its start."""
-        return max(len(self.arenas()) - self._num_arenas, 0)
-
     def tail(self) -> str:
-        """Return the last lines of every log."""
-        lines = []
-        for path in sorted(self.log_folder.glob("*.log")):
-            lines.append(f"--- {path.name}")
-            lines += path.read_text(errors="replace").splitlines()[-6:]
-        return "\n".join(lines)
+        """See Site."""
+        return tail_of(self.log_folder)
 
 
 def _write_model(folder: Path) -> Path:

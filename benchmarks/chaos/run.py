@@ -1,11 +1,11 @@
-"""Runs schedules on one set of rooms after the other; a set whose schedule failed is not used again."""
+"""Runs schedules on one site after the other; a site whose schedule failed is not used again."""
 
 import asyncio
 import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from benchmarks.chaos.faults import inflict, kill_and_wait
 from benchmarks.chaos.judge import RECOVERS_S, Outcome, problems
 from benchmarks.chaos.load import BatchLoad, Load, Question, course_of, questions, undisturbed
 from benchmarks.chaos.room_process import when_true
-from benchmarks.chaos.rooms import Rooms
 from benchmarks.chaos.schedules import ChaosFault, ChaosSchedule, Phase
+from benchmarks.chaos.site import Site, ask, held_by
 
 # Phases of a request as its course names them, for each that a schedule may wait for.
 _NAMES = {
@@ -25,32 +25,48 @@ _NAMES = {
 }
 _LONGEST_WAIT_S = 3.0  # for a phase
 _SETTLES_S = 10.0
-_SCHEDULES_PER_ROOMS = 100
+_SCHEDULES_PER_SITE = 100
 _LEAD_S = 0.002  # a fault is begun so much before its moment, which is what a signal takes
 
 Windows = dict[Phase, list[tuple[float, float]]]  # seconds since a burst
 
 
-class Stage:
-    """Rooms that are up, with the answers and the course of an undisturbed load."""
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """A site and its load with nothing hurt."""
 
-    def __init__(self, *, has_small_disks: bool) -> None:
-        self._has_small_disks = has_small_disks
+    answers: dict[Question, str]
+    windows: Windows
+    num_arenas: int
+
+    @classmethod
+    def of(cls, site: Site) -> "Calm":
+        """Look at a site that has just started."""
+        answers = undisturbed(site, questions())
+        return cls(answers, asyncio.run(_undisturbed_windows(site, answers)), len(site.arenas()))
+
+
+class Stage:
+    """A site that is up, and is made anew after a schedule that failed."""
+
+    def __init__(self, make: Callable[[Path], Site]) -> None:
+        """`make`: a site that keeps its files in this folder."""
+        self._make = make
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._rooms: Rooms | None = None
-        self._answers: dict[Question, str] = {}
-        self._windows: Windows = {}
+        self._site: Site | None = None
+        self._calm: Calm | None = None
         self._num_run = 0
 
     def run(self, schedule: ChaosSchedule) -> dict[str, Any]:
-        """Run one schedule and return its record; its rooms are used again unless it failed."""
-        if self._rooms is None or self._num_run >= _SCHEDULES_PER_ROOMS:
+        """Run one schedule and return its record."""
+        if self._site is None or self._num_run >= _SCHEDULES_PER_SITE:
             self._open()
-        rooms = self._rooms
-        assert rooms is not None, "rooms that were opened"
+        site, calm = self._site, self._calm
+        assert site is not None, "a site that was opened"
+        assert calm is not None, "an opened site was looked at"
         self._num_run += 1
         began_s = time.monotonic()
-        outcome, hits = asyncio.run(_Run(rooms, schedule, self._answers, self._windows, self._num_run).run())
+        outcome, hits = asyncio.run(_Run(site, calm, schedule, f"chaos-{self._num_run}-{schedule.seed}").run())
         found = problems(schedule, outcome)
         record = {
             "seed": schedule.seed,
@@ -61,46 +77,43 @@ class Stage:
             "outcome": outcome.as_json(),
         }
         if found:
-            record["logs"] = rooms.tail()
+            record["logs"] = site.tail()
             self.close()
         return record
 
     def close(self) -> None:
-        """End the rooms. May be repeated."""
-        rooms, self._rooms = self._rooms, None
+        """End the site. May be repeated."""
+        site, self._site = self._site, None
         folder, self._folder = self._folder, None
-        if rooms is not None:
-            rooms.stop()
+        if site is not None:
+            site.stop()
         if folder is not None:
             folder.cleanup()
 
     def _open(self) -> None:
         self.close()
         self._folder = tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True)
-        self._rooms = Rooms(Path(self._folder.name), has_small_disks=self._has_small_disks)
-        self._rooms.start()
+        self._site = self._make(Path(self._folder.name))
+        self._site.start()
         self._num_run = 0
-        self._answers = undisturbed(self._rooms, questions())
-        self._windows = asyncio.run(_undisturbed_windows(self._rooms, self._answers))
+        self._calm = Calm.of(self._site)
 
 
 class _Run:
-    """One schedule on rooms that are up."""
+    """One schedule on a site that is up."""
 
-    def __init__(
-        self, rooms: Rooms, schedule: ChaosSchedule, answers: dict[Question, str], windows: Windows, number: int
-    ) -> None:
-        self._rooms = rooms
+    def __init__(self, site: Site, calm: Calm, schedule: ChaosSchedule, label: str) -> None:
+        """`label`: what the ids of its requests begin with."""
+        self._site = site
+        self._calm = calm
         self._schedule = schedule
-        self._answers = answers
-        self._windows = windows
         self._rng = random.Random(f"run/{schedule.seed}")
-        self._load = Load(rooms, answers, f"chaos-{number}-{schedule.seed}")
+        self._load = Load(site, calm.answers, label)
 
     async def run(self) -> tuple[Outcome, list[dict[str, Any]]]:
         """Return what came of it, and of every fault whether it happened and in which phases requests were then."""
         outcome = Outcome()
-        batch = asyncio.create_task(asyncio.to_thread(BatchLoad(self._rooms, self._answers).run, outcome))
+        batch = asyncio.create_task(asyncio.to_thread(BatchLoad(self._site, self._calm.answers).run, outcome))
         if self._schedule.faults[0].phase is not Phase.IDLE:
             self._load.burst()
         begun = [await self._fault(fault) for fault in self._schedule.faults]
@@ -121,13 +134,13 @@ class _Run:
         drains = fault.phase is Phase.DRAINING
         await self._until(fault)
         at_s = time.monotonic()
-        happening = asyncio.create_task(asyncio.to_thread(inflict, self._rooms, fault))
+        happening = asyncio.create_task(asyncio.to_thread(inflict, self._site, fault))
         if fault.phase in (Phase.IDLE, Phase.STARTING):
             await asyncio.sleep(0.02)
             self._load.burst(2)
         was_there = await happening
         if drains:
-            self._rooms.drain(fault.target, begins=False)
+            self._site.drain(fault.target, begins=False)
         return at_s, was_there
 
     async def _until(self, fault: ChaosFault) -> None:
@@ -136,10 +149,10 @@ class _Run:
             await self._load.settle(_LONGEST_WAIT_S)
         elif fault.phase is Phase.STARTING:
             self._load.burst(2)
-            await asyncio.to_thread(kill_and_wait, self._rooms, fault.target)
+            await asyncio.to_thread(kill_and_wait, self._site, fault.target)
             await asyncio.sleep(self._rng.uniform(0.0, 0.3))
         elif fault.phase is Phase.DRAINING:
-            self._rooms.drain(fault.target, begins=True)
+            self._site.drain(fault.target, begins=True)
             self._load.burst(2)
             await asyncio.sleep(0.05)
         else:
@@ -161,36 +174,40 @@ class _Run:
 
     def _moment(self, phase: Phase) -> float:
         """Return a moment after a burst at which some request is in this phase, if nothing delays it."""
-        windows = self._windows.get(phase) or [(0.0, 0.03)]
+        windows = self._calm.windows.get(phase) or [(0.0, 0.03)]
         start_s, end_s = self._rng.choice(windows)
         return self._rng.uniform(start_s, end_s)
 
     def _recovers(self) -> float | None:
         """Return how long after the last fault a new request has its exact answer; None: too long, or a wrong one."""
-        question = next(iter(self._answers))
+        question = next(iter(self._calm.answers))
         began_s = time.monotonic()
         while time.monotonic() - began_s < RECOVERS_S:
-            status, text = self._rooms.ask("/v1/completions", question.body(), timeout_s=RECOVERS_S)
+            status, text = ask(self._site, "/v1/completions", question.body(self._site.model), timeout_s=RECOVERS_S)
             if status == 200:
-                return round(time.monotonic() - began_s, 2) if self._answers[question] in text else None
+                return round(time.monotonic() - began_s, 2) if self._calm.answers[question] in text else None
             time.sleep(0.02)
         return None
 
     def _look_behind(self, outcome: Outcome) -> None:
-        rooms = self._rooms
-        when_true(lambda: not rooms.held() and not rooms.num_arenas_left(), _SETTLES_S, 0.05)
-        outcome.held, outcome.arenas_left = rooms.held(), rooms.num_arenas_left()
+        site = self._site
+
+        def num_left() -> int:
+            return max(len(site.arenas()) - self._calm.num_arenas, 0)
+
+        when_true(lambda: not held_by(site) and not num_left(), _SETTLES_S, 0.05)
+        outcome.held, outcome.arenas_left = held_by(site), num_left()
 
 
-async def _undisturbed_windows(rooms: Rooms, answers: dict[Question, str]) -> Windows:
+async def _undisturbed_windows(site: Site, answers: dict[Question, str]) -> Windows:
     """Return when after a burst its requests are in which phase, with nothing hurt."""
-    load = Load(rooms, answers, "undisturbed")
+    load = Load(site, answers, "undisturbed")
     burst = load.burst()
     await load.settle()
     await asyncio.sleep(0.6)  # notes come with the ticks of the workers
     windows: Windows = {}
     for stream in burst:
-        for name, start_s, end_s in course_of(rooms, stream):
+        for name, start_s, end_s in course_of(site, stream):
             for phase in (phase for phase, names in _NAMES.items() if name in names):
                 windows.setdefault(phase, []).append((start_s - burst[0].sent_s, end_s - burst[0].sent_s))
     await load.judge(Outcome())
@@ -203,10 +220,10 @@ def _plain(fault: ChaosFault) -> dict[str, Any]:
 
 
 def run_all(
-    schedules: Iterable[ChaosSchedule], *, has_small_disks: bool, recorded: Callable[[dict[str, Any]], None]
+    make: Callable[[Path], Site], schedules: Iterable[ChaosSchedule], recorded: Callable[[dict[str, Any]], None]
 ) -> None:
     """Run schedules one after the other; `recorded` is called with each record."""
-    stage = Stage(has_small_disks=has_small_disks)
+    stage = Stage(make)
     try:
         for schedule in schedules:
             recorded(stage.run(schedule))
