@@ -21,6 +21,7 @@ from benchmarks.chaos.site import Site
 _HOUR_S = 3600.0
 _STARTS_S = 10.0  # a process that is missing is waited for
 _CUT_AGAIN_S = 0.02
+_FILL_AGAIN_S = 0.002
 _STOPPED_S, _RUNNING_S = 0.04, 0.01  # of a slow process, in turn
 _PIDFD_GETFD = 438  # Linux's system call, the same number on every architecture
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -88,9 +89,8 @@ def _cut(site: Site, target: Target) -> Iterator[bool]:
     with contextlib.suppress(FileNotFoundError):
         path.rename(hidden)
     try:
-        if pid is None or not shut_links(pid, site.run_folder):
-            yield False
-            return
+        if pid is None:
+            raise ProcessLookupError
         with _repeated(lambda: shut_links(pid, site.run_folder), _CUT_AGAIN_S):
             yield True
     finally:
@@ -154,10 +154,12 @@ def _full(folder_of: Callable[[Site], Path]) -> Callable[[Site, Target], Abstrac
         if not os.path.ismount(folder) or not site.has_small_disks:
             yield False
             return
-        ballast = fill(folder)
+        ballast = folder / f"ballast-{time.monotonic_ns()}"
+        fill(ballast)
         try:
             _signalled(site, target, signal.SIGKILL)
-            yield True
+            with _repeated(lambda: fill(ballast), _FILL_AGAIN_S):  # also what the process leaves, or removes
+                yield True
         finally:
             ballast.unlink(missing_ok=True)
 

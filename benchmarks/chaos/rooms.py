@@ -1,11 +1,9 @@
 """The rooms of one cluster as processes of their own, without Ray: real sockets, real signals, quick restarts."""
 
 import contextlib
-import os
 import secrets
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
@@ -47,6 +45,7 @@ MODEL = "model"
 PEER_TIMEOUT_S = 1.5
 _START_S = 90.0
 _DISK = "48m"
+_BALLAST = bytes(4096)
 _NAMES = {
     Target.GATEWAY: "gateway-0",
     Target.DRIVER: BATCHES,
@@ -220,10 +219,8 @@ def mount_small(folder: Path, size: str) -> bool:
     return False
 
 
-def fill(folder: Path) -> Path:
-    """Fill the file system of a folder to its last byte; return the file that does."""
-    ballast = folder / f"ballast-{os.getpid()}-{time.monotonic_ns()}"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+def fill(ballast: Path) -> None:
+    """Let this file grow until its file system is full to the last byte."""
+    with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
         while True:
-            file.write(b"\0" * 4096)
-    return ballast
+            file.write(_BALLAST)
