@@ -10,7 +10,7 @@ from pathlib import Path
 from alignedserve.batches.interfaces import BlobReader, BlobWriter
 from alignedserve.batches.records import FileId, parsed_file_id
 from alignedserve.batches.stores.disk import disk_errors, sync_folder, write_all
-from alignedserve.core.errors import StorageDamaged
+from alignedserve.core.errors import StorageDamaged, StorageError
 
 CHUNK_BYTES = 256 * 1024
 _PARTIAL = ".partial"
@@ -114,9 +114,12 @@ class _DiskWriter:
 class _DiskReader:
     def __init__(self, path: Path) -> None:
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StorageDamaged(f"the content of {path.name} is not there") from error
+            with disk_errors("a file"):  # such as no more file descriptors: the content may be there
+                self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise StorageDamaged(f"the content of {path.name} is not there") from error
+            raise
 
     def read_at(self, offset: int, length: int) -> bytes:
         """See BlobReader."""

@@ -5,6 +5,7 @@ when the decode worker connects and removed when it disconnects, so that late wr
 that is valid. The decode worker decides on its content (AlignedServe, section 3.4).
 """
 
+import contextlib
 import logging
 import secrets
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.messages.caches import ArenaOffered
-from alignedserve.runtime.kv.arena_files import arena_path
+from alignedserve.runtime.kv.arena_files import ARENA_SUFFIX, arena_path, remove_stale_arenas
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.lent_rows import LentRows
@@ -61,6 +62,8 @@ class CandidateMemory:
         self._lent: LentRows | None = None
         if self._lanes is not None:
             self._lent = LentRows(self._lanes.accelerator, budget.num_blocks, layout.block_bytes)
+        else:
+            self._remove_former()
 
     def open_for(self, peer: str) -> OpenedBuffer | None:
         """Create a new buffer in place of any earlier one; None when there is no memory for it, which is logged."""
@@ -101,6 +104,12 @@ class CandidateMemory:
         """Release all buffers."""
         for peer in list(self._opened):
             self.close_for(peer)
+
+    def _remove_former(self) -> None:
+        """Remove the buffers of a former process of this name that was killed: none that is made now replaces them."""
+        with contextlib.suppress(NotEnoughMemory):  # no folder for arenas, which `open_for` logs
+            path = arena_path(self._process_spec.cluster_id, f"{self._process_spec.name}-for-")
+            remove_stale_arenas(path.parent, path.name.removesuffix(ARENA_SUFFIX))
 
     @property
     def _beyond_node(self) -> tuple[str, ...]:

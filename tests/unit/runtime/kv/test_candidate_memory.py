@@ -50,6 +50,17 @@ def memory(tmp_path: Path) -> Iterator[CandidateMemory]:
     made.close()
 
 
+def test_what_a_killed_process_lent_is_removed_when_it_starts_again(tmp_path: Path) -> None:
+    alive = memory_of(tmp_path)
+    kept = alive.open_for(DECODE)
+    assert kept is not None
+    left = arena_folder() / f"alignedserve-{tmp_path.name}-{PREFILL}-for-{DECODE}-7.arena"
+    left.write_bytes(b"0")  # no process holds its lock
+    memory_of(tmp_path)
+    assert files(tmp_path) == [Path(kept.offered.path)]
+    alive.close()
+
+
 def test_a_buffer_is_made_as_it_is_offered(memory: CandidateMemory) -> None:
     opened = memory.open_for(DECODE)
     assert opened is not None

@@ -1,0 +1,131 @@
+"""Faults against every process of a cluster, by seeded schedules: is an answer or a line lost, doubled or wrong?
+
+    python -m benchmarks.chaos --seeds 0:2000                    # rooms: real processes and sockets, without Ray
+    python -m benchmarks.chaos --covering 40                     # so many that cover every pair
+    python -m benchmarks.chaos --stage cluster --seeds 0:20      # `alignedserve serve`, whose restarts take long
+    python -m benchmarks.chaos --seeds 17 --shrink               # the shortest part of it that fails
+
+Every schedule is bursts of streams and a batch, with one to three faults meanwhile. Records are appended to the output
+as they come, and seeds that it has already are left out, so a run that was ended goes on. The disks of state, logs and
+shared memory are filled only where the program may mount small ones in a namespace of its own. Target: every schedule
+survived.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.ray_cluster import RayCluster
+from benchmarks.chaos.rooms import Rooms, mount_small
+from benchmarks.chaos.run import Stage, run_all
+from benchmarks.chaos.schedules import ChaosSchedule, covering, make_schedule, shrink
+from benchmarks.chaos.site import Site
+from benchmarks.chaos.summary import summary_of
+from benchmarks.support.recording import RESULTS, write_result
+
+_IN_NAMESPACE = "CHAOS_HAS_SMALL_DISKS"
+_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_SIZE = "64m"
+
+
+def main() -> None:
+    """Run, and record."""
+    arguments = _arguments()
+    _enter_namespace()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the rooms are ended
+    has_small_disks = os.environ.get(_IN_NAMESPACE) == "1" and mount_small(_SHARED_MEMORY, _SHARED_SIZE)
+    schedules = covering(arguments.covering) if arguments.covering else tuple(map(make_schedule, arguments.seeds))
+    output: Path = arguments.output or RESULTS / f"chaos_{arguments.stage}.jsonl"
+    make = RayCluster if arguments.stage == "cluster" else partial(Rooms, has_small_disks=has_small_disks)
+    if arguments.shrink:
+        for schedule in schedules:
+            print(_shortest(make, schedule), flush=True)
+        return
+    known = _recorded(output)
+    deadline_s = time.monotonic() + arguments.stop_after if arguments.stop_after else None
+    missing = _until(deadline_s, (one for one in schedules if one.seed not in known))
+    run_all(make, missing, lambda record: _record(output, record))
+    wanted = {one.seed for one in schedules}
+    figures = summary_of([record for seed, record in sorted(_recorded(output).items()) if seed in wanted])
+    if arguments.name:
+        write_result(arguments.name, figures)
+    print(json.dumps({name: value for name, value in figures.items() if not isinstance(value, dict | list)}))
+    if figures["num_not_survived"]:
+        raise SystemExit(1)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=_seeds, default=range(40), help="A:B, or one")
+    parser.add_argument("--covering", type=int, default=0, help="so many that cover every pair, in place of seeds")
+    parser.add_argument("--stage", choices=("rooms", "cluster"), default="rooms", help="cluster: with Ray, and slow")
+    parser.add_argument("--shrink", action="store_true", help="cut failing schedules down to their shortest part")
+    parser.add_argument("--stop-after", type=float, default=0.0, help="seconds; begin no schedule later")
+    parser.add_argument("--output", type=Path, help="records, one a line; by default among the results")
+    parser.add_argument("--name", default="", help="of the result in which all is summed up; empty: none")
+    return parser.parse_args()
+
+
+def _seeds(text: str) -> range:
+    first, _, end = text.partition(":")
+    return range(int(first), int(end) if end else int(first) + 1)
+
+
+def _enter_namespace() -> None:
+    """Start this program again with mounts of its own, where it may."""
+    unshare = shutil.which("unshare")
+    if _IN_NAMESPACE in os.environ or unshare is None:
+        return
+    own = [unshare, "--mount", *(() if os.getuid() == 0 else ("--user", "--map-root-user"))]
+    may = subprocess.run([*own, "true"], capture_output=True, check=False).returncode == 0
+    os.environ[_IN_NAMESPACE] = "1" if may else "0"
+    if may:
+        os.execv(unshare, [*own, sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]])
+
+
+def _until(deadline_s: float | None, schedules: Iterable[ChaosSchedule]) -> Iterable[ChaosSchedule]:
+    for schedule in schedules:
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            return
+        yield schedule
+
+
+def _record(output: Path, record: dict[str, Any]) -> None:
+    with output.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    faults = ", ".join(f"{fault['target']} {fault['hit']} ({fault['phase']})" for fault in record["faults"])
+    said = "ok" if record["is_survived"] else "; ".join(record["problems"])
+    print(f"{record['seed']:>5} {record['took_s']:6.2f} s  {faults}: {said}", flush=True)
+
+
+def _recorded(output: Path) -> dict[int, dict[str, Any]]:
+    lines = output.read_text().splitlines() if output.exists() else []
+    records = (json.loads(line) for line in lines if line.endswith("}"))
+    return {record["seed"]: record for record in records}
+
+
+def _shortest(make: Callable[[Path], Site], schedule: ChaosSchedule) -> ChaosSchedule | str:
+    stage = Stage(make)
+
+    def fails(tried: ChaosSchedule) -> bool:
+        record = stage.run(tried)
+        print(f"  tried {len(tried.faults)} faults: {record['problems']}", flush=True)
+        return not record["is_survived"]
+
+    try:
+        return shrink(schedule, fails) if fails(schedule) else f"{schedule.seed} is survived"
+    finally:
+        stage.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The rooms of one cluster as processes of their own, without Ray: real sockets, real signals, quick restarts."""
+
+import contextlib
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from alignedserve.batch_worker.actor import BatchActor
+from alignedserve.batches.location import BatchLocation, SharedState
+from alignedserve.cluster.actor_factory import BATCHES, ActorClasses, ActorFactory, PreparedNode
+from alignedserve.cluster.placement import NodeCapacity, NodeShare
+from alignedserve.cluster.private_redis import PrivateRedis
+from alignedserve.config.sections import (
+    MIB,
+    BatchingConfig,
+    ClusterConfig,
+    DecodeWorkerConfig,
+    EngineConfig,
+    GatewayConfig,
+    LinksConfig,
+    ModelSectionConfig,
+    PoolConfig,
+    PrefillWorkerConfig,
+    PrefixCacheConfig,
+    RouterConfig,
+    Topology,
+)
+from alignedserve.gateway.actor import GatewayActor
+from alignedserve.runtime.kv.arena_files import arena_folder
+from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.process.addresses import ROUTER, AddressBook
+from alignedserve.runtime.process.process_spec import POOL
+from alignedserve.scheduling.factory import resolve_policy
+from benchmarks.chaos.ray_cluster import tail_of
+from benchmarks.chaos.room_process import RoomPlan, RoomProcess, forking, when_true
+from benchmarks.chaos.schedules import Target
+from benchmarks.chaos.site import ask
+from benchmarks.serving.startup import free_port
+
+MODEL = "model"
+PEER_TIMEOUT_S = 1.5
+_START_S = 90.0
+_DISK = "48m"
+_BALLAST = bytes(4096)
+_NAMES = {
+    Target.GATEWAY: "gateway-0",
+    Target.DRIVER: BATCHES,
+    Target.ROUTER: ROUTER,
+    Target.PREFILL: "prefill-0",
+    Target.DECODE: "decode-0",
+    Target.POOL: POOL,
+}
+_OF_MODEL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+class _Rooms(ActorFactory):
+    """Plans the same processes as a cluster has, for a host without Ray."""
+
+    def plans(self, node: PreparedNode, state: SharedState) -> list[RoomPlan]:
+        """Return what each process is made of."""
+        planned = self._processes(node, state, drives_batches=True)
+        return [
+            RoomPlan(
+                one.actor_class.__ray_metadata__.modified_class.__module__,
+                one.actor_class.__ray_metadata__.class_name.rpartition(".")[2],
+                one.arguments,
+                self._spec(node, one.role, one.name),
+            )
+            for one in planned
+        ]
+
+
+def rooms_config(model: Path, port: int) -> ClusterConfig:
+    """Configure one process of each kind, small and quick to start. Loops retry for longer than faults last."""
+    return resolve_policy(
+        ClusterConfig(
+            topology=Topology.DISAGGREGATED,
+            model=ModelSectionConfig(path=str(model), random_weights=True, served_model_name=MODEL, dtype="float32"),
+            gateway=GatewayConfig(port=port),
+            router=RouterConfig(max_retries=20),
+            batching=BatchingConfig(min_requests=2, starvation_s=0.2),
+            engine=EngineConfig(device="cpu", threads_per_worker=1, calibration_s=0.0),
+            pool=PoolConfig(memory_bytes=8 * MIB),
+            prefill=PrefillWorkerConfig(
+                kv_cache_bytes=8 * MIB, candidate_buffer_bytes=4 * MIB, max_num_batched_tokens=64
+            ),
+            decode=DecodeWorkerConfig(kv_cache_bytes=8 * MIB, max_running_requests=8, swap_space_bytes=0),
+            links=LinksConfig(peer_timeout_s=PEER_TIMEOUT_S),
+            prefix_cache=PrefixCacheConfig(enabled=False),  # every load is to pass through every phase
+        )
+    )
+
+
+class Rooms:
+    """A Site: router, pool, workers, gateway, batch driver and Redis."""
+
+    model = MODEL
+
+    def __init__(self, folder: Path, *, has_small_disks: bool = False) -> None:
+        """`folder`: for sockets, logs and state; short, as Unix sockets have short names.
+
+        `has_small_disks`: this program has a mount namespace of its own, so its disks may be small and be filled.
+        """
+        self.folder = folder
+        self.has_small_disks = has_small_disks
+        self.state_folder = folder / "state"
+        self.run_folder = folder / f"c{secrets.token_hex(3)}"
+        self.log_folder = self.run_folder / "logs"
+        for one in (self.state_folder, self.run_folder, self.log_folder):
+            one.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if has_small_disks:
+            self.has_small_disks = all(mount_small(one, _DISK) for one in (self.state_folder, self.log_folder))
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._processes: dict[str, RoomProcess] = {}
+        self._redis = PrivateRedis(
+            folder=self.state_folder / "redis",
+            socket_path=self.run_folder / "redis.sock",
+            log_path=self.log_folder / "redis.log",
+        )
+
+    def start(self) -> None:
+        """Start everything; return when it is ready."""
+        self._redis.start()
+        config = rooms_config(_write_model(self.folder / "served"), self.port)
+        served = resolve_model(config.model, kv_cache_dtype=config.engine.kv_cache_dtype)
+        share = NodeShare(
+            "node-0", POOL, ("prefill-0",), ("decode-0",), gateways=(("gateway-0", self.port),), is_head=True
+        )
+        node = PreparedNode(share, NodeCapacity("node-0", "", 1), config, AddressBook(self.run_folder))
+        location = BatchLocation(config.batches, self.state_folder, self._redis.location)
+        factory = _Rooms(served, ActorClasses(GatewayActor, BatchActor))
+        context = forking()
+        for plan in factory.plans(node, SharedState(location, ("gateway-0",))):
+            self._processes[plan.spec.name] = RoomProcess(context, plan)
+        for process in self._processes.values():
+            process.start()
+        if not when_true(self.is_ready, _START_S):
+            raise TimeoutError(f"the rooms were not ready in time; logs: {self.tail()}")
+
+    def stop(self) -> None:
+        """End everything."""
+        for process in self._processes.values():
+            process.stop()
+        self._redis.stop()
+        for path in self.arenas():
+            path.unlink(missing_ok=True)
+        for folder in (self.state_folder, self.log_folder) if self.has_small_disks else ():
+            subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
+
+    # --- processes
+
+    def room(self, target: Target) -> RoomProcess | None:
+        """Return the process of this role; None: Redis, which is started by a supervisor of its own."""
+        return self._processes.get(_NAMES[target]) if target in _NAMES else None
+
+    def pid(self, target: Target) -> int | None:
+        """Return the id of the process of this role; None while there is none."""
+        room = self.room(target)
+        if room is not None:
+            return room.pid
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((self.state_folder / "redis" / "redis.pid").read_text())
+            return pid if psutil.pid_exists(pid) else None
+        return None
+
+    def name(self, target: Target) -> str:
+        """Return the name of the process of this role."""
+        return _NAMES.get(target, "redis")
+
+    def socket_path(self, target: Target) -> Path:
+        """Return where the process of this role listens, if it does."""
+        return self.run_folder / f"{self.name(target)}.sock"
+
+    def clock_path(self, target: Target) -> Path | None:
+        """Return the file that says how far the clock of this process is from the true one."""
+        return self.run_folder / f"{self.name(target)}.clock"
+
+    def drain(self, target: Target, *, begins: bool) -> None:
+        """Let the process of this role drain, or no more: workers by their router, all else by the gateway's door."""
+        if target in (Target.PREFILL, Target.DECODE, Target.POOL):
+            self._processes[ROUTER].order("drain", [self.name(target)] if begins else [], [])
+        else:
+            self._processes["gateway-0"].order("drain", begins)
+
+    # --- what is seen from outside
+
+    def is_ready(self) -> bool:
+        """Return whether /ready says so."""
+        return ask(self, "/ready")[0] == 200
+
+    def arenas(self) -> list[Path]:
+        """Return this cluster's files in shared memory."""
+        return sorted(arena_folder().glob(f"alignedserve-{self.run_folder.name}-*"))
+
+    def tail(self) -> str:
+        """See Site."""
+        return tail_of(self.log_folder)
+
+
+def _write_model(folder: Path) -> Path:
+    """Write a folder with the shipped model's config and tokenizer, to be served with random weights."""
+    folder.mkdir(exist_ok=True)
+    for name in _OF_MODEL:
+        shutil.copy(pocket_folder() / name, folder / name)
+    return folder
+
+
+def mount_small(folder: Path, size: str) -> bool:
+    """Mount a small file system in memory there; False where this process may not."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(folder)]
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    return False
+
+
+def fill(ballast: Path) -> None:
+    """Let this file grow until its file system is full to the last byte."""
+    with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
+        while True:
+            file.write(_BALLAST)
