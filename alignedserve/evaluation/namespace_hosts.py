@@ -26,6 +26,9 @@ _TOOLS = ("ip", "unshare", "nsenter", "mount", "sshd", "ssh", "ssh-keygen", "rsy
 _UP_S = 10.0
 _NETWORK = "10.77"
 BRIDGE = "alsv"
+# A bridge without an address of its own takes the lowest of its ports', and another when that host is lost: the others
+# would go on sending to the former one for up to a minute, as to a host that is there.
+_BRIDGE_ADDRESS = "02:61:6c:73:76:01"
 _TURN = Path("/run/alsv.lock")  # one set of hosts at a time: all have the same bridge and addresses
 
 # Inside the new namespaces, as the first process of the host. $KEPT: folders under /tmp or home that it must still see.
@@ -113,7 +116,7 @@ class NamespaceHosts:
                 call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.base / name))
             (self.base / "sshd_config").write_text(_SSHD_CONFIG.format(base=self.base), encoding="ascii")
             self._remove_network()
-            call("ip", "link", "add", BRIDGE, "type", "bridge")
+            call("ip", "link", "add", BRIDGE, "address", _BRIDGE_ADDRESS, "type", "bridge")
             call("ip", "address", "add", f"{_NETWORK}.0.254/24", "dev", BRIDGE)
             call("ip", "link", "set", BRIDGE, "up")
             for host in self.hosts:
