@@ -58,7 +58,7 @@ def main() -> None:
     wanted = {one.seed for one in schedules}
     figures = summary_of([record for seed, record in sorted(_recorded(output).items()) if seed in wanted])
     if arguments.name:
-        write_result(arguments.name, figures)
+        write_result(arguments.name, figures, command=_repeated(arguments))
     print(json.dumps({name: value for name, value in figures.items() if not isinstance(value, dict | list)}))
     if figures["num_not_survived"]:
         raise SystemExit(1)
@@ -80,6 +80,13 @@ def _arguments() -> argparse.Namespace:
 def _seeds(text: str) -> range:
     first, _, end = text.partition(":")
     return range(int(first), int(end) if end else int(first) + 1)
+
+
+def _repeated(arguments: argparse.Namespace) -> str:
+    """Return the command that runs the same schedules, all of them."""
+    seeds: range = arguments.seeds
+    chosen = f"--covering {arguments.covering}" if arguments.covering else f"--seeds {seeds.start}:{seeds.stop}"
+    return f"python -m benchmarks.chaos --stage {arguments.stage} {chosen}"
 
 
 def _part(text: str) -> slice:
