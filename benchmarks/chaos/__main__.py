@@ -44,6 +44,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the rooms are ended
     has_small_disks = os.environ.get(_IN_NAMESPACE) == "1" and mount_small(_SHARED_MEMORY, _SHARED_SIZE)
     schedules = covering(arguments.covering) if arguments.covering else tuple(map(make_schedule, arguments.seeds))
+    schedules = schedules[arguments.part]
     output: Path = arguments.output or RESULTS / f"chaos_{arguments.stage}.jsonl"
     make = RayCluster if arguments.stage == "cluster" else partial(Rooms, has_small_disks=has_small_disks)
     if arguments.shrink:
@@ -57,7 +58,7 @@ def main() -> None:
     wanted = {one.seed for one in schedules}
     figures = summary_of([record for seed, record in sorted(_recorded(output).items()) if seed in wanted])
     if arguments.name:
-        write_result(arguments.name, figures)
+        write_result(arguments.name, figures, command=_repeated(arguments))
     print(json.dumps({name: value for name, value in figures.items() if not isinstance(value, dict | list)}))
     if figures["num_not_survived"]:
         raise SystemExit(1)
@@ -69,6 +70,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--covering", type=int, default=0, help="so many that cover every pair, in place of seeds")
     parser.add_argument("--stage", choices=("rooms", "cluster"), default="rooms", help="cluster: with Ray, and slow")
     parser.add_argument("--shrink", action="store_true", help="cut failing schedules down to their shortest part")
+    parser.add_argument("--part", type=_part, default=slice(None), help="I/N: every N-th schedule from the I-th on")
     parser.add_argument("--stop-after", type=float, default=0.0, help="seconds; begin no schedule later")
     parser.add_argument("--output", type=Path, help="records, one a line; by default among the results")
     parser.add_argument("--name", default="", help="of the result in which all is summed up; empty: none")
@@ -78,6 +80,18 @@ def _arguments() -> argparse.Namespace:
 def _seeds(text: str) -> range:
     first, _, end = text.partition(":")
     return range(int(first), int(end) if end else int(first) + 1)
+
+
+def _repeated(arguments: argparse.Namespace) -> str:
+    """Return the command that runs the same schedules, all of them."""
+    seeds: range = arguments.seeds
+    chosen = f"--covering {arguments.covering}" if arguments.covering else f"--seeds {seeds.start}:{seeds.stop}"
+    return f"python -m benchmarks.chaos --stage {arguments.stage} {chosen}"
+
+
+def _part(text: str) -> slice:
+    first, _, count = text.partition("/")
+    return slice(int(first) - 1, None, int(count))
 
 
 def _enter_namespace() -> None:

@@ -85,11 +85,12 @@ class RoomProcess:
     def stop(self) -> None:
         """End it for good."""
         self._is_stopping.set()
-        process = self._process
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        self._watcher.join()
+        while self._watcher.is_alive():  # it may be starting the next one at this moment
+            process = self._process
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            self._watcher.join(_AGAIN_S)
 
     def _launch(self) -> None:
         ours, theirs = self._context.Pipe()
