@@ -24,7 +24,7 @@ from alignedserve.cli.commands.options import (
 )
 from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
 from alignedserve.cli.models.app import models_app
-from alignedserve.cli.options import JsonFlag, UrlOption, current_option, takes_options
+from alignedserve.cli.options import ClusterOption, JsonFlag, UrlOption, current_option, takes_options
 from alignedserve.config.environment import limit_thread_spinning, ray_address
 from alignedserve.core.errors import AlignedServeError, ConfigError
 from alignedserve.core.own_packages import require_own_kernels
@@ -63,6 +63,13 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _is_here(cluster: str | None) -> bool:
+    """Return whether a command is about a cluster that serves on this host alone, rather than one of `up`."""
+    from alignedserve.cluster.deployments.client import has_cluster
+
+    return cluster is not None or (ray_address() is None and has_cluster())
+
+
 @app.callback()
 def _root(
     version: Annotated[
@@ -92,15 +99,11 @@ def up(options: ServeOptions) -> None:
 
 @app.command()
 def status(
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="ID", help="Its run folder's name, where several serve here.")
-    ] = None,
+    cluster: ClusterOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Show the running cluster, on this host or of `up`: processes, load, memory (exit code 1 when it is not whole)."""
-    from alignedserve.cluster.deployments.client import has_cluster
-
-    if cluster is not None or (ray_address() is None and has_cluster()):
+    if _is_here(cluster):
         from alignedserve.cli.commands.one_host import status as run_here
 
         raise typer.Exit(0 if run_here(cluster, json_output=json_output) else FAILURE)
@@ -132,8 +135,14 @@ def top(
 def logs(
     actor: Annotated[str | None, typer.Argument(help="Process, such as decode-0; without one: their names.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what it writes.")] = False,
+    cluster: ClusterOption = None,
 ) -> None:
-    """Print the end of the log of a process of the cluster that `up` started, on whichever node it runs."""
+    """Print the end of the log of a process, on this host or of the cluster of `up`, on whichever node it runs."""
+    if _is_here(cluster):
+        from alignedserve.cli.commands.one_host import logs as run_here
+
+        run_here(cluster, actor, follow=follow)
+        return
     from alignedserve.cli.commands.hosts import logs as run
 
     run(actor, follow=follow)

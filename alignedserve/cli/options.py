@@ -11,6 +11,9 @@ import typer
 
 from alignedserve.cli.console import notes
 
+ClusterOption = Annotated[
+    str | None, typer.Option("--cluster", metavar="ID", help="Its run folder's name, where several serve here.")
+]
 UrlOption = Annotated[
     str, typer.Option("--url", help="Address of the server. Its key is read from ALIGNEDSERVE_API_KEY.")
 ]

@@ -106,7 +106,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         is_too_large = path.stat().st_size > MAX_CONFIG_BYTES
         values = yaml.safe_load(path.read_text(encoding="utf-8")) if not is_too_large else None
-    except (OSError, *_YAML_ERRORS) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except _YAML_ERRORS as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     if is_too_large:
         raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes")

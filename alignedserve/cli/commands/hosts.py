@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.commands.load_line import load_line
+from alignedserve.cli.commands.shown_log import TAIL_BYTES, show_log
 from alignedserve.cli.console import notes, print_json, printable, results
 from alignedserve.cluster.deployments.orders import DeploymentReport
 from alignedserve.cluster.draining.drains import MOVING_S
@@ -30,7 +31,6 @@ from alignedserve.core.errors import PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.process.addresses import is_gateway
 
-_TAIL_BYTES = 4096
 _NUM_LAST_LINES = 6  # of a process that does not serve
 _FOLLOW_S = 0.5
 _STOP_S = 60.0  # for a driver to stop its cluster
@@ -71,17 +71,8 @@ def logs(actor: str | None, *, follow: bool) -> None:
             for node in record.nodes:
                 results().print(f"{node.hostname}: {', '.join(one.name for one in node.actors)}")
             return
-        keeper, offset = node_of(record, actor).keeper, -_TAIL_BYTES
-        while True:
-            part = call_actor(keeper, "read_log", actor, offset)
-            if part is None:
-                raise ResourceError(f"{actor} has not written a log yet")
-            print(part.text, end="", flush=True)
-            offset = part.offset
-            if not part.text:
-                if not follow:
-                    return
-                time.sleep(_FOLLOW_S)
+        keeper = node_of(record, actor).keeper
+        show_log(actor, lambda offset: call_actor(keeper, "read_log", actor, offset), follow=follow)
 
 
 def stop(*, at_once: bool) -> None:
@@ -208,7 +199,7 @@ def _last_words(record: ClusterRecord) -> dict[str, list[str]]:
     for node in record.nodes:
         for actor in node.failing:
             try:
-                part = call_actor(node.keeper, "read_log", actor.name, -_TAIL_BYTES)
+                part = call_actor(node.keeper, "read_log", actor.name, -TAIL_BYTES)
             except PeerLost as error:
                 found[actor.name] = [str(error)]
                 continue

@@ -1,15 +1,17 @@
-"""`alignedserve status` of a cluster that serves on this host alone."""
+"""`alignedserve status` and `logs` of a cluster that serves on this host alone."""
 
 import msgspec
 from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.commands.load_line import load_line
+from alignedserve.cli.commands.shown_log import show_log
 from alignedserve.cli.console import print_json, printable, results
 from alignedserve.cluster.deployments.client import find_cluster, show_status
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, StatusReport
 from alignedserve.config.sections import MIB
 from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.runtime.process.log_files import log_names, read_log
 
 
 def status(cluster: str | None, *, json_output: bool) -> bool:
@@ -26,6 +28,18 @@ def status(cluster: str | None, *, json_output: bool) -> bool:
     taken = report.total_bytes - report.available_bytes
     results().print(f"Memory of the host: {taken // MIB} of {report.total_bytes // MIB} MiB taken")
     return report.is_whole
+
+
+def logs(cluster: str | None, name: str | None, *, follow: bool) -> None:
+    """Print the end of a process's log, or the names of those that have one; with `follow` also what comes.
+
+    Raises ResourceError.
+    """
+    folder = find_cluster(cluster).parent
+    if name is None:
+        results().print(", ".join(log_names(folder)), markup=False)
+        return
+    show_log(name, lambda offset: read_log(folder, name, offset), follow=follow)
 
 
 def _counts(load: ClusterStatus) -> dict[str, object]:

@@ -13,6 +13,7 @@ from alignedserve.cli.commands import one_host
 from alignedserve.cluster.deployments.admin_door import AdminDoor
 from alignedserve.cluster.deployments.client import has_cluster
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, ShowStatus, StatusReport
+from alignedserve.core.errors import ResourceError
 from alignedserve.messages.gateways import ClusterStatus
 
 MIB = 1024 * 1024
@@ -88,3 +89,17 @@ def test_a_cluster_is_there_while_its_door_is_open(folder: Path) -> None:
     assert has_cluster()
     door.close()
     assert not has_cluster()
+
+
+def test_the_log_of_a_process_here_is_shown_without_ray(
+    folder: Path, door: AdminDoor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "logs").mkdir()
+    (folder / "logs" / "decode-0.log").write_text("first\nlast\n")
+    one_host.logs(None, "decode-0", follow=False)
+    assert capsys.readouterr().out == "first\nlast\n"
+    one_host.logs(None, None, follow=False)
+    assert capsys.readouterr().out == "decode-0\n"
+    for name in ("nobody", "../admin"):
+        with pytest.raises(ResourceError, match="has not written a log yet"):
+            one_host.logs(None, name, follow=False)

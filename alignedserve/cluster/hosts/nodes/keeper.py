@@ -21,18 +21,11 @@ from alignedserve.core.errors import AdapterError, AlignedServeError
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.lora.loaded_file import AdapterChange, exchange, loaded_file
 from alignedserve.runtime.process.loading_progress import PROGRESS_SUFFIX, Progress, read_progress
+from alignedserve.runtime.process.log_files import LogPart, read_log
 
-_MAX_READ_BYTES = 1 << 20
 _WATCH_S = 1.0
 _END_S = 3.0
 _UNUSED_S = 600.0  # for a driver that examines slow nodes before it hands over what it knows
-
-
-class LogPart(NamedTuple):
-    """A part of a log, and where the next one begins."""
-
-    text: str
-    offset: int
 
 
 class KeptState(NamedTuple):
@@ -72,20 +65,9 @@ class NodeKeeper:
     def _recordings(self) -> Path:
         return recorded_parts.parts_folder(self._folder)
 
-    def log_names(self) -> list[str]:
-        """Return the processes that have a log here."""
-        return sorted(path.stem for path in (self._folder / "logs").glob("*.log"))
-
     def read_log(self, name: str, offset: int) -> LogPart | None:
-        """Return what a process wrote from this byte on (from the end, where it is negative); None: it has no log."""
-        if name not in self.log_names():
-            return None
-        with open(self._folder / "logs" / f"{name}.log", "rb") as log:
-            size = os.fstat(log.fileno()).st_size
-            begin = max(size + offset, 0) if offset < 0 else min(offset, size)
-            log.seek(begin)
-            text = log.read(_MAX_READ_BYTES)
-        return LogPart(text.decode(errors="replace"), begin + len(text))
+        """See `log_files.read_log`."""
+        return read_log(self._folder, name, offset)
 
     def recordings(self) -> dict[str, int]:
         """Return the bytes of each recording of this node's processes."""

@@ -1,0 +1,32 @@
+"""The logs of a cluster's processes on one host, read in parts by those who look at them while they grow."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+_FOLDER = "logs"  # in the run folder of a cluster
+_MAX_READ_BYTES = 1 << 20
+
+
+class LogPart(NamedTuple):
+    """A part of a log, and where the next one begins."""
+
+    text: str
+    offset: int
+
+
+def log_names(run_folder: Path) -> list[str]:
+    """Return the processes that have a log in this run folder."""
+    return sorted(path.stem for path in (run_folder / _FOLDER).glob("*.log"))
+
+
+def read_log(run_folder: Path, name: str, offset: int) -> LogPart | None:
+    """Return what a process wrote from this byte on (from the end, where it is negative); None: it has no log."""
+    if name not in log_names(run_folder):
+        return None
+    with open(run_folder / _FOLDER / f"{name}.log", "rb") as log:
+        size = os.fstat(log.fileno()).st_size
+        begin = max(size + offset, 0) if offset < 0 else min(offset, size)
+        log.seek(begin)
+        text = log.read(_MAX_READ_BYTES)
+    return LogPart(text.decode(errors="replace"), begin + len(text))
