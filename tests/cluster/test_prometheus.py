@@ -116,7 +116,11 @@ def ask(served: Serving) -> None:
     """Ask for an answer with objectives that are held, for one at best effort, and for what is refused."""
     body = {"model": "pocket", "prompt": [5, 6, 7] * 20, "max_tokens": 4}
     objectives = {"x-slo-ttft-ms": "3600000", "x-slo-tpot-ms": "3600000"}
-    asked = ((objectives, {}, 200), ({}, {"service_tier": "flex"}, 200), ({}, {"model": "nobody"}, 404))
+    asked: tuple[tuple[dict[str, str], dict[str, str], int], ...] = (
+        (objectives, {}, 200),
+        ({}, {"service_tier": "flex"}, 200),
+        ({}, {"model": "nobody"}, 404),
+    )
     for headers, extra, status in asked:
         url = f"{served.url}/v1/completions"
         assert httpx.post(url, json={**body, **extra}, headers=headers, timeout=60.0).status_code == status
