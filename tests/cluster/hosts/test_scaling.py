@@ -15,7 +15,7 @@ from tests.cluster.fake_cloud import fake_cloud
 from tests.cluster.serving import COMMAND, Serving, serving
 from tests.cluster.warm_command import WarmCommand
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 NUM_CLIENTS = 6
 Status = Callable[[], dict[str, Any]]
