@@ -22,6 +22,7 @@ from tests.cluster.warm_command import WarmCommand
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 _START_S = 180.0
+_UP_S = 480.0
 _POLL_S = 0.1
 _STATUS_POLL_S = 0.5  # as a command takes half a second of a core
 _KILLED = "--- killed\n"
@@ -122,7 +123,7 @@ class RayNodes:
     def up(self, *options: str) -> float:
         """Start the cluster, or go on with it; return the seconds until it answered."""
         began_s = time.monotonic()
-        done = self.command("up", *options)
+        done = self.command("up", *options, timeout_s=_UP_S)
         assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.driver_log()}"
         return time.monotonic() - began_s
 

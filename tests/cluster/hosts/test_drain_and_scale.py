@@ -16,7 +16,7 @@ from tests.cluster.ray_nodes import RayNodes
 from tests.cluster.serving import EXACT, free_port
 from tests.cluster.streams import Stream, make_client, stream_all, stream_one
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 PROMPTS = [(5, 6, 7 + number) for number in range(3)]
 NUM_TOKENS = 600

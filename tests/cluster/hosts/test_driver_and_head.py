@@ -17,7 +17,7 @@ from tests.cluster.ray_nodes import RayNodes
 from tests.cluster.serving import EXACT, free_port
 from tests.cluster.streams import Stream, all_started, check_whole, stream_all, streams_through
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 PROMPTS = [(5, 6, 7 + number) for number in range(3)]
 NUM_TOKENS = 600

@@ -24,7 +24,7 @@ from tests.cluster.ray_nodes import RayNodes
 from tests.cluster.serving import FLOAT32, free_port
 from tests.cluster.streams import Stream, all_started, check_whole, make_client, stream_all, stream_one, streams_through
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 PROMPTS = [(5, 6, 7 + number) for number in range(3)]
 NUM_TOKENS = 600
