@@ -1,6 +1,5 @@
 """One served cluster that the tests of this folder share: starting one takes ten seconds, more on a busy machine."""
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,10 +50,3 @@ def separate_cluster(shared_separate_cluster: Serving) -> Serving:
     shared_separate_cluster.wait_ready()
     shared_separate_cluster.wait_idle()
     return shared_separate_cluster
-
-
-@pytest.fixture(scope="module")
-def hosts_folder() -> Iterator[Path]:
-    """The folder of a set of hosts, which have a /tmp of their own each."""
-    with tempfile.TemporaryDirectory(dir="/run", prefix="alignedserve-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)

@@ -1,5 +1,6 @@
 """Two hosts of namespaces with a cluster on them, which the tests of this folder share: `ray up` takes a minute."""
 
+import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,11 +20,23 @@ SOON = {"RAY_gcs_rpc_server_reconnect_timeout_s": "15"}
 MODELS = ("pocket", "b=pocket")
 
 
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/run", prefix="alignedserve-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def hosts_folder() -> Iterator[Path]:
+    """The folder of a set of hosts, which have a /tmp of their own each."""
+    with _folder() as folder:
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def rehearsal() -> Iterator[Rehearsal]:
     """Two hosts, each with a worker of both models, batches, and an adapter to load. Their end is a test too."""
-    with tempfile.TemporaryDirectory(dir="/run", prefix="alignedserve-", ignore_cleanup_errors=True) as made_folder:
-        folder = Path(made_folder)
+    with _folder() as folder:
         write_adapter(folder / "adapters" / "terse", resolve_model(ModelSectionConfig()).decoder)
         own = ("batches.enabled=true", f"batches.folder={folder / 'state'}", "decode.max_running_requests=8")
         settings = (*SETTINGS, *own, f"lora.allowed_folder={folder / 'adapters'}")
