@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     atexit.register(gc.unfreeze)
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Collect no garbage while a failure is written down, or its name may be lost with the whole run.
+
+    A finalizer that fails is written down within it, and Python before 3.11.8 cannot parse source within such parsing:
+    "AST constructor recursion depth mismatch" (CPython issue 106905).
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
