@@ -2,7 +2,7 @@
 
 A gateway over a scripted backend whose tokens come every 20 ms runs in this process; a second one reads streams and
 measures, a third sends bodies of 4 MB, one kind after the other, from four connections.
-Run: python -m benchmarks.serving.gateway_bodies [--streams 64] [--tokens 400] [--context 131072]
+Run: python -m benchmarks.serving.gateway_bodies [--streams 64] [--tokens 400] [--context 131072] [--kind KIND]
 """
 
 import argparse
@@ -11,7 +11,8 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
@@ -81,9 +82,10 @@ def read_streams(port: int, streams: int, max_tokens: int, results: "multiproces
     results.put(uvloop.run(run()))
 
 
-def send_bodies(port: int, results: "multiprocessing.Queue[tuple[str, int, float]]") -> None:
-    """Send bodies until the process ends; put the kind of each, its status and how long the answer took."""
-    kinds = {kind: _request(*sent) for kind, sent in bodies().items()}
+def send_bodies(port: int, names: Sequence[str], results: "multiprocessing.Queue[tuple[str, int, float]]") -> None:
+    """Send bodies of these kinds until the process ends; put the kind of each, its status and its answer's time."""
+    known = bodies()
+    kinds = {kind: _request(*known[kind]) for kind in names}
 
     async def send(first: int) -> None:
         for place in islice(count(), first, None):
@@ -102,8 +104,10 @@ def send_bodies(port: int, results: "multiprocessing.Queue[tuple[str, int, float
 
 
 @contextmanager
-def _sending(port: int, results: "multiprocessing.Queue[tuple[str, int, float]]") -> Iterator[None]:
-    sender = multiprocessing.get_context("spawn").Process(target=send_bodies, args=(port, results))
+def _sending(
+    port: int, names: Sequence[str], results: "multiprocessing.Queue[tuple[str, int, float]]"
+) -> Iterator[None]:
+    sender = multiprocessing.get_context("spawn").Process(target=send_bodies, args=(port, names, results))
     sender.start()
     try:
         yield
@@ -129,8 +133,8 @@ async def _measured(port: int, streams: int, max_tokens: int) -> dict[str, float
     }
 
 
-async def measure(streams: int, max_tokens: int, context_len: int) -> dict[str, Any]:
-    """Measure without bodies, then with them."""
+async def measure(streams: int, max_tokens: int, context_len: int, names: Sequence[str]) -> dict[str, Any]:
+    """Measure without bodies, then with bodies of these kinds."""
     tokenizer = Tokenizer.load(pocket_folder())
     word = tokenizer.encode(" the", add_special_tokens=False)[0]
     backend = ScriptedBackend(lambda request: Script((word,) * request.sampling.max_tokens, token_delay_s=_TOKEN_S))
@@ -140,15 +144,20 @@ async def measure(streams: int, max_tokens: int, context_len: int) -> dict[str, 
     await server.start()
     answers: multiprocessing.Queue[tuple[str, int, float]] = multiprocessing.get_context("spawn").Queue()
     alone = await _measured(server.port, streams, max_tokens)
-    with _sending(server.port, answers):
+    with _sending(server.port, names, answers):
         await asyncio.to_thread(answers.get)  # the sender has begun
         beside = await _measured(server.port, streams, max_tokens)
     await server.stop()
-    answered: dict[str, list[Any]] = {}
+    answered: dict[str, list[tuple[int, float]]] = {}
     while not answers.empty():
         kind, status, answer_s = answers.get()
-        answered.setdefault(kind, []).append([status, round(answer_s, 2)])
-    return {"alone": alone, "beside_bodies": beside, "answers": answered}
+        answered.setdefault(kind, []).append((status, answer_s))
+    return {"alone": alone, "beside_bodies": beside, "answers": {kind: _told(of) for kind, of in answered.items()}}
+
+
+def _told(answers: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    median_s = statistics.median(answer_s for _, answer_s in answers)
+    return {"statuses": Counter(status for status, _ in answers), "median_s": round(median_s, 2)}
 
 
 def main() -> None:
@@ -157,10 +166,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--context", type=int, default=131_072)
+    parser.add_argument("--kind", action="append", choices=list(bodies()), help="may be repeated; default: all")
     parser.add_argument("--name", default="gateway_bodies")
     arguments = parser.parse_args()
     favour_the_loop()
-    measured = uvloop.run(measure(arguments.streams, arguments.tokens, arguments.context))
+    names = arguments.kind or list(bodies())
+    measured = uvloop.run(measure(arguments.streams, arguments.tokens, arguments.context, names))
     print(json.dumps(measured, indent=1))
     write_result(arguments.name, {"streams": arguments.streams, "context": arguments.context, **measured})
 

@@ -1,22 +1,14 @@
 """A process that tries grammars one after the other, and the queue before it, in which tenants take turns."""
 
-import subprocess
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Lock, Timer
-from typing import IO
+from threading import Lock
 
-import msgspec
-
-from alignedserve.runtime.grammar.trial_process import read_frame, write_frame
-from alignedserve.runtime.grammar.vocabulary import TokenTable
+from alignedserve.runtime.process.child_process import ChildProcess
 
 _MAX_WALL_S = 30.0  # where cores are busy with other things, or the process is stopped
-_START = "import sys; sys.path[:] = sys.argv[1:-1]; from alignedserve.runtime.grammar.trial_process import main; main()"
 
 
 @dataclass(slots=True, eq=False)
@@ -32,9 +24,9 @@ class TrialLane:
     """A process, and the trials that wait for it: the first of each tenant in turn, so that a tenant waits for one
     trial of every other at most, however many they have."""
 
-    def __init__(self, max_cpu_s: float, attempt: "Callable[[str, TrialProcess], None]") -> None:
+    def __init__(self, attempt: Callable[[str, ChildProcess], None]) -> None:
         """`attempt`: tries a grammar in the process, on the lane's thread; what it raises is the trial's error."""
-        self.process = TrialProcess(max_cpu_s)
+        self.process = ChildProcess("alignedserve.runtime.grammar.trial_process", _MAX_WALL_S)
         self._attempt = attempt
         self._thread = ThreadPoolExecutor(1, "trials")
         self._waiting: OrderedDict[str, deque[Trial]] = OrderedDict()  # the tenant whose turn is next first
@@ -75,55 +67,3 @@ class TrialLane:
             trial.result.set_exception(error)
         else:
             trial.result.set_result(None)
-
-
-class TrialProcess:
-    """The process, while it runs. Used by one thread at a time."""
-
-    def __init__(self, max_cpu_s: float) -> None:
-        self._max_cpu_s = max_cpu_s
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, load_table: Callable[[], TokenTable]) -> None:
-        """Start it, unless it runs. Raises ModelError as `load_table` does."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        self.end()
-        table = msgspec.msgpack.encode(load_table())
-        command = [sys.executable, "-c", _START, *sys.path, str(self._max_cpu_s)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
-        with suppress(OSError):  # the first answer will tell
-            write_frame(self._stream(self._process.stdin), table)
-
-    def answer(self, grammar: bytes) -> bytes | None:
-        """Return the answer; None: the process has ended over this grammar."""
-        assert self._process is not None, "a process that was started"
-        timer = Timer(_MAX_WALL_S, self._process.kill)
-        timer.start()
-        try:
-            write_frame(self._stream(self._process.stdin), grammar)
-            return read_frame(self._stream(self._process.stdout))
-        except OSError:
-            return None
-        finally:
-            timer.cancel()
-
-    def kill(self) -> None:
-        """Kill it, if it runs: what waits for an answer has none. From any thread."""
-        process = self._process
-        if process is not None:
-            process.kill()
-
-    def end(self) -> None:
-        """End it, if it runs."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        with suppress(OSError), process:  # closes the pipes, and waits
-            pass
-
-    @staticmethod
-    def _stream(pipe: IO[bytes] | None) -> IO[bytes]:
-        assert pipe is not None, "a process with pipes"
-        return pipe

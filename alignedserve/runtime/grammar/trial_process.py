@@ -3,15 +3,13 @@
 Native code cannot be interrupted, and no count of its steps bounds its time: a thousand repetitions in one pattern
 multiply what a step takes. So the operating system bounds the time of a core, and the memory.
 
-Reads frames: the token table, then grammars. Writes a frame for each grammar: empty, or the reason why it is refused.
-A frame is its length (4 bytes, little-endian) and so many bytes.
+Reads frames: a Setup, then grammars. Writes a frame for each grammar: empty, or the reason why it is refused.
 """
 
 import math
 import resource
 import sys
 import time
-from typing import IO
 
 import msgspec
 from llguidance import LLTokenizer
@@ -19,45 +17,36 @@ from llguidance import LLTokenizer
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.runtime.grammar.compiler import GrammarError, compile_now, unsupported_model
 from alignedserve.runtime.grammar.vocabulary import TokenTable
+from alignedserve.runtime.process.frames import read_frame, write_frame
 
-_LEN_BYTES = 4
 _MAX_MEMORY_BYTES = 4 << 30  # of addresses, half of which are other things than memory in use
 
 
-def write_frame(stream: IO[bytes], content: bytes) -> None:
-    """Write one frame. Raises OSError if nobody reads."""
-    stream.write(len(content).to_bytes(_LEN_BYTES, "little") + content)
-    stream.flush()
+class Setup(msgspec.Struct, frozen=True):
+    """The first frame."""
 
-
-def read_frame(stream: IO[bytes]) -> bytes | None:
-    """Read one frame; None: the stream has ended."""
-    header = stream.read(_LEN_BYTES)
-    if len(header) < _LEN_BYTES:
-        return None
-    count = int.from_bytes(header, "little")
-    content = stream.read(count)
-    return content if len(content) == count else None
+    max_cpu_s: float  # of a core, that each grammar may take
+    table: TokenTable
 
 
 def main() -> None:
-    """Compile grammars until the input ends. Argument: the seconds of a core that each may take."""
-    max_cpu_s = float(sys.argv[-1])
+    """Compile grammars until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     source, target = sys.stdin.buffer, sys.stdout.buffer
     described = read_frame(source)
     if described is None:
         return
-    vocabulary = _load(described)
+    setup = msgspec.msgpack.decode(described, type=Setup)
+    vocabulary = _load(setup.table)
     while (grammar := read_frame(source)) is not None:
-        _bound_time(max_cpu_s)
+        _bound_time(setup.max_cpu_s)
         write_frame(target, _refusal(vocabulary, grammar.decode()).encode())
 
 
-def _load(described: bytes) -> LLTokenizer | GrammarError:
+def _load(table: TokenTable) -> LLTokenizer | GrammarError:
     try:
-        return msgspec.msgpack.decode(described, type=TokenTable).vocabulary()
+        return table.vocabulary()
     except UnsupportedModel as error:
         return unsupported_model(error)
 

@@ -9,11 +9,15 @@ from functools import partial
 from hashlib import blake2b
 from threading import Lock
 
+import msgspec
+
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.grammar.compiler import GrammarError, unsupported_model
 from alignedserve.runtime.grammar.plain_schemas import is_plain
-from alignedserve.runtime.grammar.trial_lane import Trial, TrialLane, TrialProcess
+from alignedserve.runtime.grammar.trial_lane import Trial, TrialLane
+from alignedserve.runtime.grammar.trial_process import Setup
 from alignedserve.runtime.grammar.vocabulary import TokenTable
+from alignedserve.runtime.process.child_process import ChildProcess
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +36,8 @@ class GrammarTrials:
 
     def __init__(self, load_table: Callable[[], TokenTable], *, max_cpu_s: float = MAX_CPU_S) -> None:
         """`load_table`: called on a thread, when the first grammar comes; may raise ModelError."""
-        attempt = partial(_attempt, load_table)
-        self._plain, self._others = TrialLane(max_cpu_s, attempt), TrialLane(max_cpu_s, attempt)
+        attempt = partial(_attempt, load_table, max_cpu_s)
+        self._plain, self._others = TrialLane(attempt), TrialLane(attempt)
         self._trials: OrderedDict[bytes, Trial] = OrderedDict()
         self._lock = Lock()
         for lane in (self._plain, self._others):
@@ -60,11 +64,14 @@ class GrammarTrials:
             lane.close()
 
 
-def _attempt(load_table: Callable[[], TokenTable], grammar: str, process: TrialProcess) -> None:
-    try:
-        process.start(load_table)
-    except ModelError as error:
-        raise unsupported_model(error) from error
+def _attempt(load_table: Callable[[], TokenTable], max_cpu_s: float, grammar: str, process: ChildProcess) -> None:
+    if not process.is_running:
+        try:
+            table = load_table()
+        except ModelError as error:
+            raise unsupported_model(error) from error
+        process.start()
+        process.send(msgspec.msgpack.encode(Setup(max_cpu_s, table)))
     answer = process.answer(grammar.encode())
     if answer is None:
         process.end()
