@@ -25,7 +25,10 @@ from alignedserve.gateway.timelines.questions import TimelineQuestions
 from alignedserve.gateway.timelines.timelines import Timelines
 from alignedserve.gateway.timelines.tracing import make_exporter, make_timelines
 from alignedserve.gateway.work_lanes import WorkLanes
+from alignedserve.gateway.work_process import WorkProcess
 from alignedserve.runtime.model.text.tokenizer import Tokenizer
+
+_READING = "alignedserve.gateway.long_bodies.process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Services:
     metrics: GatewayMetrics
     limiter: RequestLimiter
     lanes: WorkLanes
+    work_process: WorkProcess  # that reads long bodies
     intake: Intake
     models: ModelRegistry
     readiness: Readiness
@@ -49,7 +53,8 @@ class Services:
     disks: Disks = field(default_factory=Disks)  # whose space /metrics tells
 
     def close(self) -> None:
-        """Send the traces that wait, for a moment."""
+        """Send the traces that wait, for a moment, and end the process for long bodies."""
+        self.work_process.close()
         if self.exporter is not None:
             self.exporter.close()
 
@@ -125,6 +130,7 @@ def build_services(
         metrics=metrics,
         limiter=RequestLimiter(config.max_concurrent_requests),
         lanes=WorkLanes(),
+        work_process=WorkProcess(_READING),
         intake=intake,
         models=models,
         readiness=readiness,

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from alignedserve.gateway.errors import Overloaded
 
 SHORT_LEN = 2048  # characters or bytes; work on less takes the loop less than a millisecond
-_LONG_LEN = 262_144
+LONG_LEN = 262_144
 _MAX_WAITING = 64  # of a lane, each with up to a whole body
 _SWITCH_INTERVAL_S = 0.0005
 _RETRY_AFTER_S = 1.0
@@ -29,8 +29,8 @@ class WorkLanes:
     """
 
     def __init__(self) -> None:
-        self._middle = _Lane("middle", num_threads=2)
-        self._long = _Lane("long", num_threads=1)
+        self._middle = Lane("middle", num_threads=2)
+        self._long = Lane("long", num_threads=1)
 
     async def run(self, length: int, work: Callable[[], ResultT]) -> ResultT:
         """Return the result of work on this many characters or bytes; short work is done at once, on the loop.
@@ -39,7 +39,7 @@ class WorkLanes:
         """
         if length <= SHORT_LEN:
             return work()
-        return await (self._middle if length <= _LONG_LEN else self._long).run(work)
+        return await (self._middle if length <= LONG_LEN else self._long).run(work)
 
     def close(self) -> None:
         """Let the threads end after the work that they do now. May be repeated."""
@@ -47,7 +47,9 @@ class WorkLanes:
         self._long.close()
 
 
-class _Lane:
+class Lane:
+    """Threads, and the work that waits for one of them: only so much."""
+
     def __init__(self, name: str, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, f"work-{name}")
         self._num_open = 0
@@ -63,9 +65,9 @@ class _Lane:
         future.add_done_callback(self._leave)  # not when the waiting ends: work of a client that left goes on
         return await asyncio.wrap_future(future)
 
-    def close(self) -> None:
-        """See WorkLanes."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def close(self, *, waits: bool = False) -> None:
+        """See WorkLanes. `waits`: until its threads have ended."""
+        self._threads.shutdown(wait=waits, cancel_futures=True)
 
     def _leave(self, _: object) -> None:
         with self._lock:
@@ -75,7 +77,7 @@ class _Lane:
 def rough_length(value: Any) -> int:
     """Return about how long work on parsed JSON or on schemas is, in characters; of what is long not more than that."""
     length, rest = 0, [value]
-    while rest and length <= _LONG_LEN:
+    while rest and length <= LONG_LEN:
         item = rest.pop()
         if isinstance(item, str):
             length += len(item)

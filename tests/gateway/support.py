@@ -123,8 +123,11 @@ async def gateway(
     backend = ScriptedBackend(script or saying("hello world"))
     services = services_for(backend, GatewayConfig(**config), api_keys, prefix_hasher, model)
     app = build_app(services)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        yield Gateway(client, backend, services, app)
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            yield Gateway(client, backend, services, app)
+    finally:
+        services.close()
 
 
 def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:

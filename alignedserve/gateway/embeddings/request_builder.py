@@ -9,8 +9,9 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, PromptFields
 from alignedserve.gateway.embeddings.text_prompts import encode_pairs, encode_texts, first_prompt, prompt_named
+from alignedserve.gateway.models.chat_model import PromptServices
 from alignedserve.gateway.models.model_services import ModelServices
-from alignedserve.gateway.openai.prompt_encoding import Prompt
+from alignedserve.gateway.openai.prompt_encoding import Prompt, Prompts
 from alignedserve.gateway.openai.request_builder import SERVICE_TIERS, Arrival, GenerationRequest
 from alignedserve.gateway.openai.slo_headers import parse_slo
 from alignedserve.runtime.model.encoder.encoder_config import EmbeddingConfig, EncoderConfig
@@ -28,16 +29,21 @@ class PairSides(NamedTuple):
 
 
 async def build_embedding_request(
-    asked: EmbeddingRequest, arrival: Arrival, services: ModelServices
+    asked: EmbeddingRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
 ) -> GenerationRequest:
-    """Return the requests of a call of /v1/embeddings. Raises InvalidRequest."""
+    """Return the requests of a call of /v1/embeddings. `prompts`: None: they are made here. Raises InvalidRequest."""
+    return _built(asked, prompts or await embedding_prompts(asked, services), arrival, services)
+
+
+async def embedding_prompts(asked: EmbeddingRequest, services: PromptServices) -> Prompts:
+    """Return the prompts of a call of /v1/embeddings, of one that its model can answer. Raises InvalidRequest."""
     embedding = _embedding_of(services)
     check_dimensions(asked.dimensions, services.model.encoder)
     prompt = prompt_named(embedding, asked.prompt_name)
     prompts = await encode_texts(
         asked.input, services, param="input", prompt=prompt, truncate_to=asked.truncate_prompt_tokens
     )
-    return _built(asked, prompts, arrival, services)
+    return tuple(prompts)
 
 
 async def build_score_request(
@@ -77,7 +83,7 @@ def check_dimensions(dimensions: int | None, encoder: EncoderConfig | None) -> N
         raise InvalidRequest(f"dimensions must be {known}.", param="dimensions")
 
 
-def _embedding_of(services: ModelServices) -> EmbeddingConfig | None:
+def _embedding_of(services: PromptServices) -> EmbeddingConfig | None:
     """Return how the model makes vectors of texts; None: as decoders do. Raises InvalidRequest if it makes none."""
     encoder = services.model.encoder
     if encoder is None:

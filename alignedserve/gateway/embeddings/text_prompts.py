@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
-from alignedserve.gateway.models.model_services import ModelServices
+from alignedserve.gateway.models.chat_model import PromptServices
 from alignedserve.gateway.openai.prompt_encoding import Prompt, encode_prompts
 from alignedserve.gateway.openai.schemas.requests import PromptForms
 from alignedserve.runtime.model.encoder.encoder_config import EmbeddingConfig
@@ -18,7 +18,7 @@ DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 async def encode_texts(
     texts: PromptForms,
-    services: ModelServices,
+    services: PromptServices,
     *,
     param: str,
     prompt: str = "",
@@ -42,7 +42,7 @@ async def encode_texts(
 async def encode_pairs(
     first: Sequence[str],
     second: Sequence[str],
-    services: ModelServices,
+    services: PromptServices,
     *,
     param: str,
     truncate_to: int | None = None,
@@ -104,7 +104,7 @@ def _prefixed(texts: PromptForms, prompt: str) -> PromptForms:
     return [prompt + text for text in texts] if isinstance(texts[0], str) else texts
 
 
-async def _beginning(prompt: Prompt, limit: int, services: ModelServices, *, is_text: bool) -> Prompt:
+async def _beginning(prompt: Prompt, limit: int, services: PromptServices, *, is_text: bool) -> Prompt:
     if len(prompt.token_ids) <= limit:
         return prompt
     if not is_text:
@@ -114,7 +114,7 @@ async def _beginning(prompt: Prompt, limit: int, services: ModelServices, *, is_
     return Prompt(tuple(token_ids), prompt.text)
 
 
-def _checked(prompts: list[Prompt], services: ModelServices, param: str) -> list[Prompt]:
+def _checked(prompts: list[Prompt], services: PromptServices, param: str) -> list[Prompt]:
     longest, limit = max(len(prompt.token_ids) for prompt in prompts), services.model.max_context_len
     if longest > limit:
         raise ContextTooLong(

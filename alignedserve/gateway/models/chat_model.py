@@ -1,8 +1,10 @@
-"""Protocols of a model that answers conversations, in a gateway or without one."""
+"""Protocols of a model whose prompts are made, and that answers conversations, in a gateway or without one."""
 
 from typing import Protocol
 
+from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.models.model_card import ModelCard
+from alignedserve.gateway.work_lanes import WorkLanes
 from alignedserve.runtime.model.text.tokenizer import Tokenizer
 
 
@@ -13,8 +15,8 @@ class GrammarCheck(Protocol):
         """Return once the grammar is known to work; tenants take turns. Raises InvalidRequest."""
 
 
-class ChatModel(Protocol):
-    """A model that answers conversations."""
+class PromptModel(Protocol):
+    """A model for which prompts are made."""
 
     @property
     def model(self) -> ModelCard:
@@ -23,6 +25,22 @@ class ChatModel(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """Return its tokenizer, which has its chat template."""
+
+
+class PromptServices(PromptModel, Protocol):
+    """What encodes the prompts of a model within the limits of a gateway: of ModelServices, the part for that."""
+
+    @property
+    def config(self) -> GatewayConfig:
+        """Return the limits."""
+
+    @property
+    def lanes(self) -> WorkLanes:
+        """Return where long prompts are encoded."""
+
+
+class ChatModel(PromptModel, Protocol):
+    """A model that answers conversations."""
 
     @property
     def grammars(self) -> GrammarCheck:

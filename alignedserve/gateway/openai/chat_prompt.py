@@ -6,7 +6,7 @@ from typing import Any
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.harmony.messages import harmony_effort, harmony_messages, harmony_tools
-from alignedserve.gateway.models.chat_model import ChatModel
+from alignedserve.gateway.models.chat_model import PromptModel
 from alignedserve.gateway.openai.conversation import template_messages
 from alignedserve.gateway.openai.output_parser import OutputFormat
 from alignedserve.gateway.openai.schemas.messages import ChatMessage
@@ -25,7 +25,7 @@ _NUM_END_TOKENS = 16  # of a prompt; a mark at its end is a few at most
 _SHORT_ID_LEN = 9  # letters and digits, as Mistral's templates want
 
 
-def chat_prompt(fields: ConversationFields, model: ChatModel) -> ChatPrompt:
+def chat_prompt(fields: ConversationFields, model: PromptModel) -> ChatPrompt:
     """Return the conversation for the model's template. Raises InvalidRequest for what the template cannot show."""
     template = model.tokenizer.chat_template
     if template is None:
@@ -56,7 +56,7 @@ def chat_prompt(fields: ConversationFields, model: ChatModel) -> ChatPrompt:
     return ChatPrompt(shown, tools, _variables(fields, template, is_harmony=is_harmony), *ends)
 
 
-def answer_forms(model: ChatModel) -> tuple[ToolFormat | None, ReasoningFormat | None]:
+def answer_forms(model: PromptModel) -> tuple[ToolFormat | None, ReasoningFormat | None]:
     """Return how the served model writes calls, and how it marks a thought; None: it is not known, or does not."""
     source = _source(model)
     tools = find_tool_format(model.model.tool_format, source)
@@ -66,7 +66,7 @@ def answer_forms(model: ChatModel) -> tuple[ToolFormat | None, ReasoningFormat |
     return tools, reasoning
 
 
-def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], model: ChatModel) -> OutputFormat:
+def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], model: PromptModel) -> OutputFormat:
     """Return what the answer to this prompt may hold beside content."""
     tools, reasoning = answer_forms(model)
     if not chat.tools or chat.tool_choice.mode == "none":
@@ -79,7 +79,7 @@ def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], model
     return OutputFormat(reasoning, start, tools, texts, is_continued=chat.continue_final_message)
 
 
-def _source(model: ChatModel) -> str:
+def _source(model: PromptModel) -> str:
     template = model.tokenizer.chat_template
     return template.source if template is not None else ""
 

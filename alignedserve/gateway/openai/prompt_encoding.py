@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.models.model_services import ModelServices
+from alignedserve.gateway.models.chat_model import PromptServices
 from alignedserve.gateway.openai.chat_prompt import chat_prompt
-from alignedserve.gateway.openai.schemas.requests import ConversationFields, PromptForms
+from alignedserve.gateway.openai.schemas.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ConversationFields,
+    PromptForms,
+)
 from alignedserve.gateway.work_lanes import rough_length
 from alignedserve.runtime.model.text.tokenizer import check_length
 
@@ -24,8 +29,11 @@ class Prompt:
     second_text_at: int = 0  # as in Request
 
 
+Prompts = tuple[Prompt, ...]
+
+
 async def encode_chat(
-    fields: ConversationFields, services: ModelServices, *, is_bounded: bool = False
+    fields: ConversationFields, services: PromptServices, *, is_bounded: bool = False
 ) -> tuple[int, ...]:
     """Return the token ids of a conversation that was checked. Raises InvalidRequest.
 
@@ -41,8 +49,25 @@ async def encode_chat(
     return await services.lanes.run(rough_length((fields.messages, fields.tools)), encode)
 
 
+async def chat_prompts(chat: ChatCompletionRequest, services: PromptServices) -> Prompts:
+    """Return the one prompt of a chat completion. Raises InvalidRequest."""
+    return (Prompt(await encode_chat(chat, services, is_bounded=chat.truncate_prompt_tokens is None)),)
+
+
+async def completion_prompts(completion: CompletionRequest, services: PromptServices) -> Prompts:
+    """Return the prompts of a completion. Raises InvalidRequest."""
+    services.model.require_generation("prompt")
+    prompts = await encode_prompts(
+        completion.prompt,
+        services,
+        add_special_tokens=completion.add_special_tokens,
+        is_bounded=completion.truncate_prompt_tokens is None,
+    )
+    return tuple(prompts)
+
+
 async def encode_text(
-    text: str, services: ModelServices, *, add_special_tokens: bool = True, param: str | None = None
+    text: str, services: PromptServices, *, add_special_tokens: bool = True, param: str | None = None
 ) -> tuple[int, ...]:
     """Return the token ids of a text.
 
@@ -58,7 +83,7 @@ async def encode_text(
     return await services.lanes.run(len(text), encode)
 
 
-async def decode_text(token_ids: list[int], services: ModelServices) -> str:
+async def decode_text(token_ids: list[int], services: PromptServices) -> str:
     """Return the text of token ids, special tokens included. Raises InvalidRequest."""
 
     def decode() -> str:
@@ -70,7 +95,7 @@ async def decode_text(token_ids: list[int], services: ModelServices) -> str:
 
 async def encode_prompts(
     prompt: PromptForms,
-    services: ModelServices,
+    services: PromptServices,
     *,
     param: str = "prompt",
     add_special_tokens: bool = True,
@@ -98,7 +123,7 @@ async def encode_prompts(
     return prompts
 
 
-def check_token_ids(token_ids: Sequence[int], services: ModelServices, *, param: str = "prompt") -> tuple[int, ...]:
+def check_token_ids(token_ids: Sequence[int], services: PromptServices, *, param: str = "prompt") -> tuple[int, ...]:
     """Return these ids if the vocabulary has all of them. Raises InvalidRequest."""
     known_ids = range(services.tokenizer.vocab_size)
     if any(token_id not in known_ids for token_id in token_ids):
@@ -107,7 +132,7 @@ def check_token_ids(token_ids: Sequence[int], services: ModelServices, *, param:
 
 
 async def _text_prompt(
-    text: str, services: ModelServices, param: str, add_special_tokens: bool, *, is_bounded: bool
+    text: str, services: PromptServices, param: str, add_special_tokens: bool, *, is_bounded: bool
 ) -> Prompt:
     bounded_param = param if is_bounded else None
     token_ids = await encode_text(text, services, add_special_tokens=add_special_tokens, param=bounded_param)
@@ -118,7 +143,7 @@ async def _text_prompt(
     return Prompt(token_ids, text)
 
 
-async def _token_prompt(token_ids: list[int], services: ModelServices, param: str, *, is_bounded: bool) -> Prompt:
+async def _token_prompt(token_ids: list[int], services: PromptServices, param: str, *, is_bounded: bool) -> Prompt:
     if is_bounded:
         check_length(len(token_ids), services.model.max_context_len, param=param)
 

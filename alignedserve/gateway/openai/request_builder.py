@@ -16,7 +16,13 @@ from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.chat_grammar import chat_grammar
 from alignedserve.gateway.openai.chat_prompt import chat_output_format
 from alignedserve.gateway.openai.output_parser import OutputFormat
-from alignedserve.gateway.openai.prompt_encoding import Prompt, check_token_ids, encode_chat, encode_prompts
+from alignedserve.gateway.openai.prompt_encoding import (
+    Prompt,
+    Prompts,
+    chat_prompts,
+    check_token_ids,
+    completion_prompts,
+)
 from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
 from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER, TPOT_HEADER, TTFT_HEADER, parse_slo
 from alignedserve.gateway.openai.structured_output import answer_grammar
@@ -97,10 +103,10 @@ class _OutputFields(NamedTuple):
 
 
 async def build_chat_request(
-    chat: ChatCompletionRequest, arrival: Arrival, services: ModelServices
+    chat: ChatCompletionRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
 ) -> GenerationRequest:
-    """Return the requests of a chat completion. Raises InvalidRequest."""
-    prompt = Prompt(await encode_chat(chat, services, is_bounded=chat.truncate_prompt_tokens is None))
+    """Return the requests of a chat completion. `prompts`: None: they are made here. Raises InvalidRequest."""
+    (prompt,) = prompts or await chat_prompts(chat, services)
     if chat.top_logprobs is not None and not chat.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
@@ -116,16 +122,10 @@ async def build_chat_request(
 
 
 async def build_completion_request(
-    completion: CompletionRequest, arrival: Arrival, services: ModelServices
+    completion: CompletionRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
 ) -> GenerationRequest:
-    """Return the requests of a completion. Raises InvalidRequest."""
-    services.model.require_generation("prompt")
-    prompts = await encode_prompts(
-        completion.prompt,
-        services,
-        add_special_tokens=completion.add_special_tokens,
-        is_bounded=completion.truncate_prompt_tokens is None,
-    )
+    """Return the requests of a completion. `prompts`: None: they are made here. Raises InvalidRequest."""
+    prompts = prompts or await completion_prompts(completion, services)
     if completion.max_tokens == 0 and not completion.echo and completion.prompt_logprobs is None:
         raise InvalidRequest("max_tokens must be at least 1, or echo must be true.", param="max_tokens")
     num_prompt_logprobs = completion.logprobs if completion.echo else None

@@ -17,7 +17,8 @@ from alignedserve.gateway.responses.schemas import (
     CreateItemsRequest,
     UpdateConversationRequest,
 )
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services, read_body
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, rate_limited_services
+from alignedserve.gateway.routes.request_bodies import read_body
 from alignedserve.gateway.routes.request_parameters import item_page
 from alignedserve.gateway.services import Services
 

@@ -1,20 +1,14 @@
 """Functions that routes call first: find the app's services and count the request against its key's quota."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import HTTPConnection, Request
 
-from alignedserve.gateway.connections.content_encoding import check_encoding, decoded
 from alignedserve.gateway.errors import NotFound
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.models.model_services import ModelServices
-from alignedserve.gateway.openai.parsing import parse_json, read_raw
 from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.services import Services
-from alignedserve.gateway.work_lanes import SHORT_LEN
-
-BodyT = TypeVar("BodyT")
 
 
 def services_of(connection: HTTPConnection) -> Services:
@@ -30,18 +24,6 @@ async def rate_limited_services(http: Request) -> Services:
     services = services_of(http)
     await services.quotas.count(http.state.key_number)
     return services
-
-
-async def read_body(http: Request, services: Services, parse: Callable[[dict[str, Any]], BodyT]) -> BodyT:
-    """Return the body, parsed by `parse`: a long one beside the loop. Raises InvalidRequest, Overloaded."""
-    config, encoding = services.config, http.headers.get("content-encoding", "")
-    check_encoding(encoding)
-    raw = await read_raw(http, config)
-
-    def parsed() -> BodyT:
-        return parse(parse_json(decoded(raw, encoding, config.max_body_bytes), config))
-
-    return await services.lanes.run(SHORT_LEN + 1 if encoding else len(raw), parsed)
 
 
 def model_of(http: Request, name: str | None) -> ModelServices:

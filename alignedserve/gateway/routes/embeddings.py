@@ -17,12 +17,14 @@ from alignedserve.gateway.embeddings.response_format import (
 from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from alignedserve.gateway.embeddings.text_prompts import DOCUMENT_PROMPTS, QUERY_PROMPTS
 from alignedserve.gateway.embeddings.vectors import computed_scores, cosines
+from alignedserve.gateway.long_bodies.messages import Kind
 from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.parsing import parse
 from alignedserve.gateway.openai.streaming import BodyResponse
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services, read_body
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of
+from alignedserve.gateway.routes.request_bodies import read_body, read_prompts
 
 router = APIRouter()
 
@@ -32,9 +34,11 @@ async def create_embeddings(http: Request) -> Response:
     """Return a vector per text."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    asked = await read_body(http, services, partial(parse, EmbeddingRequest, ignored=ignored_fields_of(http)))
+    ignored = ignored_fields_of(http)
+    check = partial(parse, EmbeddingRequest, ignored=ignored)
+    asked, prompts = await read_prompts(http, Kind.EMBEDDING, services, check, ignored)
     model = model_of(http, asked.model)
-    request = await build_embedding_request(asked, arrival, model)
+    request = await build_embedding_request(asked, arrival, model, prompts)
     make_formatter = partial(EmbeddingFormatter, encoding_format=asked.encoding_format, dimensions=asked.dimensions)
     return BodyResponse(Generation(request, model), make_formatter)
 

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from alignedserve.gateway.long_bodies.messages import Kind
 from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.parsing import parse_chat, parse_completion
@@ -17,7 +18,8 @@ from alignedserve.gateway.openai.request_builder import (
 )
 from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter
 from alignedserve.gateway.openai.streaming import BodyResponse, EventStreamResponse
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services, read_body
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
+from alignedserve.gateway.routes.request_bodies import read_prompts
 from alignedserve.gateway.services import Services
 
 router = APIRouter()
@@ -28,9 +30,10 @@ async def create_chat_completion(http: Request) -> Response:
     """Answer a conversation."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    chat = await read_body(http, services, partial(parse_chat, ignored=ignored_fields_of(http)))
+    ignored = ignored_fields_of(http)
+    chat, prompts = await read_prompts(http, Kind.CHAT, services, partial(parse_chat, ignored=ignored), ignored)
     model = model_of(http, chat.model)
-    return respond(await build_chat_request(chat, arrival, model), model, ChatFormatter)
+    return respond(await build_chat_request(chat, arrival, model, prompts), model, ChatFormatter)
 
 
 @router.post("/v1/completions", response_model=None)
@@ -38,9 +41,11 @@ async def create_completion(http: Request) -> Response:
     """Continue one prompt or several."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    completion = await read_body(http, services, partial(parse_completion, ignored=ignored_fields_of(http)))
+    ignored = ignored_fields_of(http)
+    parse = partial(parse_completion, ignored=ignored)
+    completion, prompts = await read_prompts(http, Kind.COMPLETION, services, parse, ignored)
     model = model_of(http, completion.model)
-    return respond(await build_completion_request(completion, arrival, model), model, CompletionFormatter)
+    return respond(await build_completion_request(completion, arrival, model, prompts), model, CompletionFormatter)
 
 
 def arrival_of(http: Request, services: Services) -> Arrival:

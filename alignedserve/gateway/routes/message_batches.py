@@ -13,7 +13,8 @@ from alignedserve.gateway.anthropic.message_batches import CreateMessageBatch, M
 from alignedserve.gateway.files.submission import api_owner
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.parsing import parse
-from alignedserve.gateway.routes.dependencies import files_api_of, ignored_fields_of, read_body, services_of
+from alignedserve.gateway.routes.dependencies import files_api_of, ignored_fields_of, services_of
+from alignedserve.gateway.routes.request_bodies import read_body
 from alignedserve.gateway.routes.request_parameters import positive
 
 router = APIRouter()

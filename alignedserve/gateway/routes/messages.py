@@ -7,12 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.gateway.anthropic.message_format import MessageFormatter
-from alignedserve.gateway.anthropic.message_request import build_message_request, count_input_tokens
+from alignedserve.gateway.anthropic.message_request import build_message_request, count_answer
 from alignedserve.gateway.anthropic.parsing import BodyParser
 from alignedserve.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services, read_body
+from alignedserve.gateway.long_bodies.messages import Kind
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of, respond
+from alignedserve.gateway.routes.request_bodies import answer_to_long, parsed, read_prompts, receive
 
 router = APIRouter()
 
@@ -22,10 +24,12 @@ async def create_message(http: Request) -> Response:
     """Answer a conversation."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    parser = BodyParser(ignored_fields_of(http))
-    asked = await read_body(http, services, partial(parser.fields, MessagesRequest))
+    ignored = ignored_fields_of(http)
+    parser = BodyParser(ignored)
+    parse = partial(parser.fields, MessagesRequest)
+    asked, prompts = await read_prompts(http, Kind.MESSAGE, services, parse, ignored)
     model = model_of(http, asked.model)
-    request = await build_message_request(asked, parser, arrival, model)
+    request = await build_message_request(asked, parser, arrival, model, prompts)
     return respond(request, model, partial(MessageFormatter, asked=asked))
 
 
@@ -33,7 +37,10 @@ async def create_message(http: Request) -> Response:
 async def count_tokens(http: Request) -> Response:
     """Count the tokens of a prompt without answering it."""
     services = await rate_limited_services(http)
-    parser = BodyParser(ignored_fields_of(http))
-    asked = await read_body(http, services, partial(parser.fields, CountTokensRequest))
-    num_tokens = await count_input_tokens(asked, parser, model_of(http, asked.model))
-    return JsonResponse({"input_tokens": num_tokens})
+    ignored, raw = ignored_fields_of(http), await receive(http, services)
+    answer = await answer_to_long(raw, Kind.MESSAGE_COUNT, services, ignored)
+    if answer is None:
+        parser = BodyParser(ignored)
+        asked = await parsed(raw, services, partial(parser.fields, CountTokensRequest))
+        answer = await count_answer(asked, parser, model_of(http, asked.model))
+    return JsonResponse(answer)

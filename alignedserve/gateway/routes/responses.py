@@ -21,8 +21,9 @@ from alignedserve.gateway.responses.request_builder import build_response_reques
 from alignedserve.gateway.responses.responses_api import ResponsesApi, Turn
 from alignedserve.gateway.responses.schemas import CreateResponseRequest
 from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
-from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services, read_body
+from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of
+from alignedserve.gateway.routes.request_bodies import read_body
 from alignedserve.gateway.routes.request_parameters import item_page, number, one_of
 from alignedserve.gateway.services import Services
 

@@ -1,0 +1,120 @@
+"""What the gateway and the process that reads long bodies say to each other: an Order and a body, then an Outcome."""
+
+import enum
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import ContextTooLong, InvalidRequest
+from alignedserve.gateway.models.model_card import ModelCard
+from alignedserve.gateway.openai.prompt_encoding import Prompt, Prompts
+
+
+class Kind(enum.Enum):
+    """What is asked for in a body."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+    EMBEDDING = "embedding"
+    MESSAGE = "message"
+    MESSAGE_COUNT = "message count"
+    TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
+
+
+class Order(msgspec.Struct, frozen=True):
+    """How the body that follows is to be read."""
+
+    kind: Kind
+    config: GatewayConfig
+    cards: tuple[ModelCard, ...]  # of models whose tokenizers are loaded; the first one serves those that name none
+    names: dict[str, int]  # the card's place for each name that a body may have, adapters' among them
+
+
+class EncodedPrompt(msgspec.Struct, frozen=True):
+    """A prompt on its way."""
+
+    token_ids: bytes  # each as an unsigned int of this machine
+    text: str
+    second_text_at: int
+
+    @classmethod
+    def of(cls, prompt: Prompt, *, keeps_text: bool) -> "EncodedPrompt":
+        """Pack a prompt; `keeps_text`: it will be repeated."""
+        return cls(array("I", prompt.token_ids).tobytes(), prompt.text if keeps_text else "", prompt.second_text_at)
+
+    def unpacked(self) -> Prompt:
+        """Return the prompt."""
+        return Prompt(tuple(array("I", self.token_ids)), self.text, self.second_text_at)
+
+
+class ReadBody(msgspec.Struct, frozen=True, tag=True):
+    """A body whose prompts are encoded."""
+
+    body: bytes  # JSON: the body, with something short for a prompt
+    prompts: tuple[EncodedPrompt, ...]
+    ignored: tuple[str, ...]  # names of ignored fields
+
+    def unpacked(self) -> Prompts:
+        """Return the prompts."""
+        return tuple(prompt.unpacked() for prompt in self.prompts)
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The whole answer to a body that asks for no more than reading."""
+
+    answer: bytes  # JSON
+    ignored: tuple[str, ...]
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """A body that is refused."""
+
+    message: str
+    param: str | None
+    code: str | None
+    is_too_long: bool
+    num_tokens: int | None = None
+
+    @classmethod
+    def of(cls, error: InvalidRequest) -> "Refusal":
+        """Return what tells this error."""
+        num_tokens = error.num_tokens if isinstance(error, ContextTooLong) else None
+        return cls(str(error), error.param, error.code, isinstance(error, ContextTooLong), num_tokens)
+
+    def error(self) -> InvalidRequest:
+        """Return the error."""
+        if self.is_too_long:
+            return ContextTooLong(self.message, param=self.param, code=self.code, num_tokens=self.num_tokens)
+        return InvalidRequest(self.message, param=self.param, code=self.code)
+
+
+class NotRead(msgspec.Struct, frozen=True, tag=True):
+    """A body that only the gateway itself can read."""
+
+
+Outcome = ReadBody | Answer | Refusal | NotRead
+_OUTCOMES: msgspec.msgpack.Decoder[Outcome] = msgspec.msgpack.Decoder(Outcome)
+
+
+def encode(message: Order | Outcome) -> bytes:
+    """Return the message as bytes."""
+    return msgspec.msgpack.encode(message, enc_hook=str)  # paths are the only ones it does not know
+
+
+def decode_order(raw: bytes) -> Order:
+    """Return the order. Raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(raw, type=Order, dec_hook=_path)
+
+
+def decode_outcome(raw: bytes) -> Outcome:
+    """Return the outcome. Raises msgspec.DecodeError."""
+    return _OUTCOMES.decode(raw)
+
+
+def _path(kind: type, value: Any) -> Any:
+    assert kind is Path, "a path"
+    return Path(value)

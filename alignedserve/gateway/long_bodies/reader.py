@@ -1,0 +1,20 @@
+"""Has long bodies read by the process for them."""
+
+from alignedserve.gateway.long_bodies.messages import Answer, Kind, NotRead, Order, ReadBody, Refusal, decode_outcome
+from alignedserve.gateway.long_bodies.messages import encode as encoded
+from alignedserve.gateway.services import Services
+
+
+async def read_long(kind: Kind, raw: bytes, services: Services) -> ReadBody | Answer | None:
+    """Return what was read; None: only this process can read it. Raises InvalidRequest, Overloaded."""
+    outcome = decode_outcome(await services.work_process.answer(encoded(_order(kind, services)), raw))
+    if isinstance(outcome, Refusal):
+        raise outcome.error()
+    return None if isinstance(outcome, NotRead) else outcome
+
+
+def _order(kind: Kind, services: Services) -> Order:
+    models = [model for model in services.models.all if model.services is not None]
+    places = enumerate([(model.card, *model.adapter_cards()) for model in models])
+    names = {card.name: place for place, cards in reversed(list(places)) for card in cards}
+    return Order(kind, services.config, tuple(model.card for model in models), names)

@@ -1,0 +1,74 @@
+"""Reads the bodies of requests: short ones here, longer ones on threads, the longest in a process of their own."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from alignedserve.gateway.connections.content_encoding import check_encoding, decoded
+from alignedserve.gateway.long_bodies.messages import Answer, Kind, ReadBody
+from alignedserve.gateway.long_bodies.reader import read_long
+from alignedserve.gateway.openai.parsing import parse_json, read_raw
+from alignedserve.gateway.openai.prompt_encoding import Prompts
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.gateway.services import Services
+from alignedserve.gateway.work_lanes import LONG_LEN, SHORT_LEN
+
+BodyT = TypeVar("BodyT")
+
+
+async def read_body(http: Request, services: Services, parse: Callable[[dict[str, Any]], BodyT]) -> BodyT:
+    """Return the body, parsed by `parse`: a long one beside the loop. Raises InvalidRequest, Overloaded."""
+    return await parsed(await receive(http, services), services, parse)
+
+
+async def read_prompts(
+    http: Request,
+    kind: Kind,
+    services: Services,
+    parse: Callable[[dict[str, Any]], BodyT],
+    ignored: IgnoredFields | None,
+) -> tuple[BodyT, Prompts | None]:
+    """Return the body, and its prompts if it was so long that another process has read it.
+
+    Then something short stands in the body for the prompts. Raises InvalidRequest, Overloaded.
+    """
+    raw = await receive(http, services)
+    read = await read_long(kind, raw, services) if len(raw) > LONG_LEN else None
+    if not isinstance(read, ReadBody):
+        return await parsed(raw, services, parse), None
+    _add_names(ignored, read.ignored)
+    return await parsed(read.body, services, parse), read.unpacked()
+
+
+async def answer_to_long(raw: bytes, kind: Kind, services: Services, ignored: IgnoredFields | None) -> bytes | None:
+    """Return the answer to a body so long that another process reads and answers it; None: to be answered here.
+
+    Raises InvalidRequest, Overloaded.
+    """
+    read = await read_long(kind, raw, services) if len(raw) > LONG_LEN else None
+    if not isinstance(read, Answer):
+        return None
+    _add_names(ignored, read.ignored)
+    return read.answer
+
+
+async def receive(http: Request, services: Services) -> bytes:
+    """Return the body as JSON, decompressed. Raises InvalidRequest, Overloaded."""
+    config, encoding = services.config, http.headers.get("content-encoding", "")
+    check_encoding(encoding)
+    raw = await read_raw(http, config)
+    if not encoding:
+        return raw
+    return await services.lanes.run(SHORT_LEN + 1, lambda: decoded(raw, encoding, config.max_body_bytes))
+
+
+async def parsed(raw: bytes, services: Services, parse: Callable[[dict[str, Any]], BodyT]) -> BodyT:
+    """Return the body, parsed by `parse`: a long one on a thread. Raises InvalidRequest, Overloaded."""
+    return await services.lanes.run(len(raw), lambda: parse(parse_json(raw, services.config)))
+
+
+def _add_names(ignored: IgnoredFields | None, names: tuple[str, ...]) -> None:
+    if ignored is not None:
+        for name in names:
+            ignored.add(name)
