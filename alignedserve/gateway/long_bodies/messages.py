@@ -21,6 +21,8 @@ class Kind(enum.Enum):
     EMBEDDING = "embedding"
     MESSAGE = "message"
     MESSAGE_COUNT = "message count"
+    RESPONSE = "response"
+    RESPONSE_COUNT = "response count"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
 

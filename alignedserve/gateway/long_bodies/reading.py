@@ -20,6 +20,11 @@ from alignedserve.gateway.openai.prompt_encoding import Prompts, chat_prompts, c
 from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.openai.schemas.requests import DetokenizeRequest
 from alignedserve.gateway.openai.token_answers import parse_tokenize, text_answer, tokens_answer
+from alignedserve.gateway.responses.items import Item, parse_items
+from alignedserve.gateway.responses.parsing import parse_input_tokens, parse_response
+from alignedserve.gateway.responses.request_builder import check_prompt, new_response_id
+from alignedserve.gateway.responses.request_builder import count_answer as response_count_answer
+from alignedserve.gateway.responses.schemas import PromptFields as ResponseFields
 from alignedserve.gateway.work_lanes import WorkLanes
 from alignedserve.runtime.model.text.tokenizer import Tokenizer
 
@@ -68,6 +73,10 @@ class BodyReading:
         match self._kind:
             case Kind.MESSAGE_COUNT:
                 return self._answer(await self._count(body))
+            case Kind.RESPONSE:
+                return await self._response(body)
+            case Kind.RESPONSE_COUNT:
+                return self._answer(await self._response_count(body))
             case Kind.TOKENIZE:
                 asked = parse_tokenize(body, self._ignored)
                 return self._answer(await tokens_answer(asked, self._find(asked.model)))
@@ -104,6 +113,24 @@ class BodyReading:
             raise _Unreadable  # its messages tell which of its tools may be called
         prompts = await message_prompts(asked, parser, self._find(asked.model))
         return prompts, {"messages": [{"role": "user", "content": _SHORT}], "system": None}
+
+    async def _response(self, body: Body) -> NotRead:
+        """Refuse a response whose prompt alone is wrong; the gateway itself needs, and may store, all others."""
+        asked = parse_response(body, self._ignored)
+        if asked.truncation != "auto":
+            await check_prompt(asked, self._items(asked), self._find(asked.model))
+        return NotRead()
+
+    async def _response_count(self, body: Body) -> bytes:
+        asked = parse_input_tokens(body, self._ignored)
+        return await response_count_answer(asked, self._items(asked), self._find(asked.model))
+
+    def _items(self, asked: ResponseFields) -> list[Item]:
+        items = parse_items(asked.input, new_response_id(), self._ignored)
+        is_whole = asked.previous_response_id is None and asked.conversation_id is None
+        if not is_whole or any(item["type"] == "item_reference" for item in items):
+            raise _Unreadable  # others of its items are stored
+        return items
 
     async def _count(self, body: Body) -> bytes:
         parser = BodyParser(self._ignored)

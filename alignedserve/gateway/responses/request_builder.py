@@ -5,11 +5,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import orjson
+
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.models.chat_model import PromptServices
 from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.parsing import parse_chat
-from alignedserve.gateway.openai.prompt_encoding import encode_chat
+from alignedserve.gateway.openai.prompt_encoding import chat_prompts, encode_chat
 from alignedserve.gateway.openai.request_builder import Arrival, GenerationRequest, build_chat_request
+from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest
 from alignedserve.gateway.responses.chat_body import chat_body, name_as_asked
 from alignedserve.gateway.responses.items import Item
 from alignedserve.gateway.responses.schemas import CreateResponseRequest, PromptFields
@@ -28,8 +32,7 @@ async def build_response_request(
     """Return the request for a response to these items, earlier turns first. Raises InvalidRequest."""
 
     async def build(kept: Sequence[Item]) -> GenerationRequest:
-        chat = await services.lanes.run(rough_length(kept), lambda: parse_chat(chat_body(asked, kept)))
-        return await build_chat_request(chat, arrival, services)
+        return await build_chat_request(await _translated(asked, kept, services), arrival, services)
 
     with _named_as_asked():
         is_truncated = asked.truncation == "auto"
@@ -37,12 +40,22 @@ async def build_response_request(
     return replace(request, response_id=response_id)
 
 
-async def count_input_tokens(asked: PromptFields, items: Sequence[Item], services: ModelServices) -> int:
-    """Return the length of the prompt in tokens. Raises InvalidRequest."""
+async def check_prompt(asked: CreateResponseRequest, items: Sequence[Item], services: PromptServices) -> None:
+    """Raise InvalidRequest as `build_response_request` does for the prompt of these items alone."""
     with _named_as_asked():
-        model = {"model": services.model.name}
-        chat = await services.lanes.run(rough_length(items), lambda: parse_chat(chat_body(asked, items) | model))
-        return len(await encode_chat(chat, services))
+        await chat_prompts(await _translated(asked, items, services), services)
+
+
+async def count_answer(asked: PromptFields, items: Sequence[Item], services: PromptServices) -> bytes:
+    """Return the answer that has the length of the prompt in tokens. Raises InvalidRequest."""
+    with _named_as_asked():
+        token_ids = await encode_chat(await _translated(asked, items, services), services)
+    return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+
+
+async def _translated(asked: PromptFields, items: Sequence[Item], services: PromptServices) -> ChatCompletionRequest:
+    model = {"model": services.model.name}
+    return await services.lanes.run(rough_length(items), lambda: parse_chat(chat_body(asked, items) | model))
 
 
 @contextmanager

@@ -53,6 +53,15 @@ async def answer_to_long(raw: bytes, kind: Kind, services: Services, ignored: Ig
     return read.answer
 
 
+async def check_long(raw: bytes, kind: Kind, services: Services) -> None:
+    """Have a body of which the gateway needs all checked elsewhere, if it is long: what is refused is not read here.
+
+    Raises InvalidRequest, Overloaded.
+    """
+    if len(raw) > LONG_LEN:
+        await read_long(kind, raw, services)
+
+
 async def receive(http: Request, services: Services) -> bytes:
     """Return the body as JSON, decompressed. Raises InvalidRequest, Overloaded."""
     config, encoding = services.config, http.headers.get("content-encoding", "")

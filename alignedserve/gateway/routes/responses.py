@@ -11,19 +11,20 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Slo
 from alignedserve.gateway.files.views import list_view
 from alignedserve.gateway.json_response import JsonResponse
+from alignedserve.gateway.long_bodies.messages import Kind
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.request_builder import GenerationRequest
 from alignedserve.gateway.responses.answering import ResponseBody, ResponseEvents
 from alignedserve.gateway.responses.formatter import ResponsesFormatter, new_response
 from alignedserve.gateway.responses.item_pages import page_of
 from alignedserve.gateway.responses.parsing import parse_input_tokens, parse_response
-from alignedserve.gateway.responses.request_builder import build_response_request, count_input_tokens
+from alignedserve.gateway.responses.request_builder import build_response_request, count_answer
 from alignedserve.gateway.responses.responses_api import ResponsesApi, Turn
 from alignedserve.gateway.responses.schemas import CreateResponseRequest
 from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of
-from alignedserve.gateway.routes.request_bodies import read_body
+from alignedserve.gateway.routes.request_bodies import answer_to_long, check_long, parsed, receive
 from alignedserve.gateway.routes.request_parameters import item_page, number, one_of
 from alignedserve.gateway.services import Services
 
@@ -35,8 +36,9 @@ async def create_response(http: Request) -> Response:
     """Answer items, streamed if the client asked for that, or later in the background."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    ignored = ignored_fields_of(http)
-    asked = await read_body(http, services, partial(parse_response, ignored=ignored))
+    ignored, raw = ignored_fields_of(http), await receive(http, services)
+    await check_long(raw, Kind.RESPONSE, services)
+    asked = await parsed(raw, services, partial(parse_response, ignored=ignored))
     model = model_of(http, asked.model)
     api = ResponsesApi.of(services, arrival.tenant)
     turn = await api.begin(asked, ignored)
@@ -53,12 +55,14 @@ async def create_response(http: Request) -> Response:
 async def count_tokens(http: Request) -> Response:
     """Count the tokens of the prompt that a response would have."""
     services = await rate_limited_services(http)
-    ignored = ignored_fields_of(http)
-    asked = await read_body(http, services, partial(parse_input_tokens, ignored=ignored))
-    model = model_of(http, asked.model)
-    turn = await _api(http, services).begin(asked, ignored)
-    num_tokens = await count_input_tokens(asked, turn.all_items, model)
-    return JsonResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
+    ignored, raw = ignored_fields_of(http), await receive(http, services)
+    answer = await answer_to_long(raw, Kind.RESPONSE_COUNT, services, ignored)
+    if answer is None:
+        asked = await parsed(raw, services, partial(parse_input_tokens, ignored=ignored))
+        model = model_of(http, asked.model)
+        turn = await _api(http, services).begin(asked, ignored)
+        answer = await count_answer(asked, turn.all_items, model)
+    return JsonResponse(answer)
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)
