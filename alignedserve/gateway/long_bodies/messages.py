@@ -79,13 +79,14 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     param: str | None
     code: str | None
     is_too_long: bool
-    num_tokens: int | None = None
+    num_tokens: int | None
+    ignored: tuple[str, ...]
 
     @classmethod
-    def of(cls, error: InvalidRequest) -> "Refusal":
+    def of(cls, error: InvalidRequest, ignored: tuple[str, ...]) -> "Refusal":
         """Return what tells this error."""
         num_tokens = error.num_tokens if isinstance(error, ContextTooLong) else None
-        return cls(str(error), error.param, error.code, isinstance(error, ContextTooLong), num_tokens)
+        return cls(str(error), error.param, error.code, isinstance(error, ContextTooLong), num_tokens, ignored)
 
     def error(self) -> InvalidRequest:
         """Return the error."""
@@ -96,6 +97,8 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 class NotRead(msgspec.Struct, frozen=True, tag=True):
     """A body that only the gateway itself can read."""
+
+    ignored: tuple[str, ...] = ()
 
 
 Outcome = ReadBody | Answer | Refusal | NotRead

@@ -2,12 +2,21 @@
 
 from alignedserve.gateway.long_bodies.messages import Answer, Kind, NotRead, Order, ReadBody, Refusal, decode_outcome
 from alignedserve.gateway.long_bodies.messages import encode as encoded
+from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.services import Services
 
 
-async def read_long(kind: Kind, raw: bytes, services: Services) -> ReadBody | Answer | None:
-    """Return what was read; None: only this process can read it. Raises InvalidRequest, Overloaded."""
+async def read_long(
+    kind: Kind, raw: bytes, services: Services, ignored: IgnoredFields | None
+) -> ReadBody | Answer | None:
+    """Return what was read; None: only this process can read it. Raises InvalidRequest, Overloaded.
+
+    `ignored`: gets the fields that are ignored; None: they are refused.
+    """
     outcome = decode_outcome(await services.work_process.answer(encoded(_order(kind, services)), raw))
+    if ignored is not None:
+        for name in outcome.ignored:
+            ignored.add(name)
     if isinstance(outcome, Refusal):
         raise outcome.error()
     return None if isinstance(outcome, NotRead) else outcome

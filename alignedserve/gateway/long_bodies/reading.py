@@ -65,7 +65,7 @@ class BodyReading:
         try:
             return await self._read(parse_json(raw, self._config))
         except InvalidRequest as error:
-            return Refusal.of(error)
+            return Refusal.of(error, self._ignored_names)
         except _Unreadable:
             return NotRead()
 

@@ -34,10 +34,9 @@ async def read_prompts(
     Then something short stands in the body for the prompts. Raises InvalidRequest, Overloaded.
     """
     raw = await receive(http, services)
-    read = await read_long(kind, raw, services) if len(raw) > LONG_LEN else None
+    read = await read_long(kind, raw, services, ignored) if len(raw) > LONG_LEN else None
     if not isinstance(read, ReadBody):
         return await parsed(raw, services, parse), None
-    _add_names(ignored, read.ignored)
     return await parsed(read.body, services, parse), read.unpacked()
 
 
@@ -46,20 +45,17 @@ async def answer_to_long(raw: bytes, kind: Kind, services: Services, ignored: Ig
 
     Raises InvalidRequest, Overloaded.
     """
-    read = await read_long(kind, raw, services) if len(raw) > LONG_LEN else None
-    if not isinstance(read, Answer):
-        return None
-    _add_names(ignored, read.ignored)
-    return read.answer
+    read = await read_long(kind, raw, services, ignored) if len(raw) > LONG_LEN else None
+    return read.answer if isinstance(read, Answer) else None
 
 
-async def check_long(raw: bytes, kind: Kind, services: Services) -> None:
+async def check_long(raw: bytes, kind: Kind, services: Services, ignored: IgnoredFields | None) -> None:
     """Have a body of which the gateway needs all checked elsewhere, if it is long: what is refused is not read here.
 
     Raises InvalidRequest, Overloaded.
     """
     if len(raw) > LONG_LEN:
-        await read_long(kind, raw, services)
+        await read_long(kind, raw, services, ignored)
 
 
 async def receive(http: Request, services: Services) -> bytes:
@@ -75,9 +71,3 @@ async def receive(http: Request, services: Services) -> bytes:
 async def parsed(raw: bytes, services: Services, parse: Callable[[dict[str, Any]], BodyT]) -> BodyT:
     """Return the body, parsed by `parse`: a long one on a thread. Raises InvalidRequest, Overloaded."""
     return await services.lanes.run(len(raw), lambda: parse(parse_json(raw, services.config)))
-
-
-def _add_names(ignored: IgnoredFields | None, names: tuple[str, ...]) -> None:
-    if ignored is not None:
-        for name in names:
-            ignored.add(name)

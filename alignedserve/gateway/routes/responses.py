@@ -37,7 +37,7 @@ async def create_response(http: Request) -> Response:
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
     ignored, raw = ignored_fields_of(http), await receive(http, services)
-    await check_long(raw, Kind.RESPONSE, services)
+    await check_long(raw, Kind.RESPONSE, services, ignored)
     asked = await parsed(raw, services, partial(parse_response, ignored=ignored))
     model = model_of(http, asked.model)
     api = ResponsesApi.of(services, arrival.tenant)
