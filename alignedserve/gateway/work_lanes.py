@@ -1,4 +1,4 @@
-"""Work on long bodies and prompts, off the event loop: what streams wait for is never behind it."""
+"""Work on bodies and prompts that are not short, off the event loop: what streams wait for is never behind it."""
 
 import asyncio
 import sys
