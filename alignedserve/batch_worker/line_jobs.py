@@ -40,6 +40,7 @@ from alignedserve.gateway.responses.parsing import parse_response
 from alignedserve.gateway.responses.request_builder import build_response_request, new_response_id
 from alignedserve.gateway.responses.schemas import CreateResponseRequest
 from alignedserve.gateway.services import Services
+from alignedserve.gateway.timelines.request_ids import REQUEST_ID_HEADER
 
 _SERVICE_TIER = "flex"  # best effort
 _ALLOWED_SERVICE_TIERS = ("auto", "default", "standard_only", _SERVICE_TIER)
@@ -71,6 +72,7 @@ async def build_job(line: LineRequest, services: Services, held: ExitStack) -> L
     """
     check_shape(line.body, services.config.max_json_depth)
     headers = {} if line.deadline_s is None else {DEADLINE_HEADER: f"{line.deadline_s * 1000.0:.3f}"}
+    headers |= {REQUEST_ID_HEADER: line.line_id} if line.line_id else {}
     arrival = Arrival(line.request_id, headers, client_of(line.owner))
     ignored = None if services.config.strict else IgnoredFields()
     job = await _JobBuilder(line, services, held, arrival, ignored).build()

@@ -114,6 +114,7 @@ class LineRequest:
     body: dict[str, Any] = field(repr=False)  # the line's `body`; the runner may change it
     owner: str  # of the batch: the client whose key it was created with
     deadline_s: float | None = None  # from now
+    line_id: str = ""  # by which its owner may ask for an explanation; empty: none
 
 
 @dataclass(frozen=True, slots=True)

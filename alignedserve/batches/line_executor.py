@@ -94,7 +94,14 @@ class LineExecutor:
         request_id = f"{batch_id.removeprefix('batch_')}{line:06x}-{secrets.token_hex(6)}"
         custom_id, body = self._input_file.line(line)
         model = self._context.runner.model_of(str(body.get("model", "")))
-        request = LineRequest(self._record.endpoint, request_id, body, self._record.owner, self._deadline_s(model))
+        request = LineRequest(
+            self._record.endpoint,
+            request_id,
+            body,
+            self._record.owner,
+            self._deadline_s(model),
+            results.line_id(batch_id, line),
+        )
         try:
             response = await self._context.runner.run(request)
         except LineRejected as rejection:

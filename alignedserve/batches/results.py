@@ -44,6 +44,11 @@ def cancelled_record(batch_id: BatchKey, line: int, custom_id: str) -> ResultRec
     return _error_record(batch_id, line, custom_id, LineOutcome.CANCELLED, *_CANCELLED)
 
 
+def line_id(batch_id: BatchKey, line: int) -> str:
+    """Return the id of a line in its results."""
+    return f"batch_req_{batch_id.removeprefix('batch_')}{line:06x}"
+
+
 def _error_record(
     batch_id: BatchKey, line: int, custom_id: str, outcome: LineOutcome, code: str, message: str
 ) -> ResultRecord:
@@ -53,7 +58,7 @@ def _error_record(
 
 def _payload(batch_id: BatchKey, line: int, custom_id: str, response: object, error: object) -> bytes:
     result = {
-        "id": f"batch_req_{batch_id.removeprefix('batch_')}{line:06x}",
+        "id": line_id(batch_id, line),
         "custom_id": custom_id,
         "response": response,
         "error": error,

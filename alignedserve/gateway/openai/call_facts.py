@@ -5,7 +5,7 @@ import time
 from alignedserve.gateway.errors import Overloaded
 from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.request_builder import GenerationRequest
-from alignedserve.gateway.timelines.request_ids import plain_request_id
+from alignedserve.gateway.timelines.request_ids import REQUEST_ID_HEADER, plain_request_id
 from alignedserve.gateway.timelines.timeline import CallFacts
 from alignedserve.messages.request_notes import Cause
 
@@ -16,7 +16,7 @@ def call_facts(request: GenerationRequest, services: ModelServices) -> CallFacts
     return CallFacts(
         response_id=request.response_id,
         http_id=arrival.request_id,
-        client_id=plain_request_id(arrival.headers.get("x-request-id")),
+        client_id=plain_request_id(arrival.headers.get(REQUEST_ID_HEADER)),
         owner=arrival.tenant,
         model=request.model,
         service_tier=request.service_tier,

@@ -2,6 +2,8 @@
 
 import re
 
+REQUEST_ID_HEADER = "x-request-id"
+
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 
 
