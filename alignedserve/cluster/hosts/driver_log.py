@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 from alignedserve.cluster.hosts.members import DRIVER
+from alignedserve.runtime.process.log_files import LogFileHandler
 
 
 class DriverLog:
@@ -12,8 +13,7 @@ class DriverLog:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         self._package = logging.getLogger("alignedserve")
-        self._handler = logging.FileHandler(folder / f"{DRIVER}.log")
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._handler = LogFileHandler(folder / f"{DRIVER}.log")
         self._package.addHandler(self._handler)
         self._package.setLevel(logging.INFO)
 

@@ -19,6 +19,7 @@ import uvloop
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.process.heap import settle_heap
 from alignedserve.runtime.process.loading_progress import read_progress
+from alignedserve.runtime.process.log_files import LogFileHandler
 from alignedserve.runtime.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
@@ -107,9 +108,4 @@ def _result(built: "Future[HostedService]", process_spec: ProcessSpec) -> Hosted
 
 def _log_to_file(folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(
-        filename=folder / f"{name}.log",
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
+    logging.basicConfig(handlers=[LogFileHandler(folder / f"{name}.log")], level=logging.INFO, force=True)

@@ -1,11 +1,29 @@
-"""The logs of a cluster's processes on one host, read in parts by those who look at them while they grow."""
+"""The logs of a cluster's processes on one host: written, and read in parts by those who look while they grow."""
 
+import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 _FOLDER = "logs"  # in the run folder of a cluster
 _MAX_READ_BYTES = 1 << 20
+
+
+class LogFileHandler(logging.FileHandler):
+    """Loses what the disk cannot take: Python would write a traceback to the terminal for each line."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Say nothing: metrics tell how full the disk is."""
+
+    def close(self) -> None:
+        """Write no more, and lose what cannot be written any more either."""
+        with suppress(OSError):
+            super().close()
 
 
 class LogPart(NamedTuple):
