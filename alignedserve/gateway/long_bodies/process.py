@@ -9,7 +9,7 @@ from pathlib import Path
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ModelError
 from alignedserve.gateway.long_bodies.messages import NotRead, Order, Outcome, decode_order, encode
-from alignedserve.gateway.long_bodies.reading import BodyReading, PromptModel
+from alignedserve.gateway.long_bodies.reading import BodyReading, LoadedModel
 from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.work_lanes import WorkLanes
 from alignedserve.runtime.model.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 async def _outcome(order: Order, raw: bytes, models: "_Models") -> Outcome:
-    def find(name: str | None) -> PromptModel | None:
+    def find(name: str | None) -> LoadedModel | None:
         place = (0 if order.cards else None) if name is None else order.names.get(name)
         return None if place is None else models.get(order.cards[place], order.config)
 
@@ -50,7 +50,7 @@ class _Models:
         self._tokenizers: dict[tuple[Path, int | None, str | None], Tokenizer] = {}
         self._lanes = WorkLanes()
 
-    def get(self, card: ModelCard, config: GatewayConfig) -> PromptModel | None:
+    def get(self, card: ModelCard, config: GatewayConfig) -> LoadedModel | None:
         """Return the model of a card; None: its tokenizer cannot be loaded."""
         key = (card.folder, card.vocab_size, card.chat_template)
         tokenizer = self._tokenizers.pop(key, None)
@@ -61,4 +61,4 @@ class _Models:
         self._tokenizers[key] = tokenizer
         while len(self._tokenizers) > _MAX_TOKENIZERS:
             del self._tokenizers[next(iter(self._tokenizers))]
-        return PromptModel(card, tokenizer, config, self._lanes)
+        return LoadedModel(card, tokenizer, config, self._lanes)

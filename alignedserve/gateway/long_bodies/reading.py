@@ -34,7 +34,7 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptModel:
+class LoadedModel:
     """A model, as far as prompts need it."""
 
     model: ModelCard
@@ -43,7 +43,7 @@ class PromptModel:
     lanes: WorkLanes
 
 
-FindModel = Callable[[str | None], PromptModel | None]
+FindModel = Callable[[str | None], LoadedModel | None]
 
 
 class _Unreadable(Exception):
@@ -144,7 +144,7 @@ class BodyReading:
     def _answer(self, answer: bytes) -> Answer:
         return Answer(answer, self._ignored_names)
 
-    def _find(self, name: str | None) -> PromptModel:
+    def _find(self, name: str | None) -> LoadedModel:
         model = self._find_model(name)
         if model is None:
             raise _Unreadable
