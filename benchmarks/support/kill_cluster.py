@@ -38,6 +38,12 @@ class KillCluster:
         self._process: subprocess.Popen[bytes] | None = None
         self._known: dict[int, psutil.Process] = {}
 
+    @property
+    def pid(self) -> int:
+        """Return the id of the command's process, below which all others are."""
+        assert self._process is not None, "asked before it was started"
+        return self._process.pid
+
     def start(self) -> None:
         """Start it, or start it again over the state that it left. Returns when it is ready."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ALIGNEDSERVE"))}
