@@ -83,9 +83,13 @@ def _root(
 @takes_options
 def serve(options: ServeOptions) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
+    from alignedserve.config.model_settings import load_models
+
+    settings = load_models(options.config, options.all_overrides, options.named_models)
+    assert settings.configs, "a model"  # a mistake in one is told before what takes seconds is imported
     from alignedserve.cli.commands.serve import serve as run
 
-    run(options)
+    run(options, settings)
 
 
 @app.command()

@@ -23,7 +23,7 @@ from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
 from alignedserve.cluster.signals import ignore_signals
 from alignedserve.config.environment import api_keys
-from alignedserve.config.model_settings import ModelSettings, load_models
+from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AlignedServeError, NodeLost
 from alignedserve.runtime.model.built_in import pocket_folder
@@ -34,9 +34,11 @@ _DRAIN_LOOK_S = 0.1
 _WATCH_S = 0.5  # between looks for an end whose interrupt was dropped
 
 
-def serve(options: ServeOptions) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises an error of the tree, with nothing left running, when it cannot start."""
-    settings = load_models(options.config, options.all_overrides, options.named_models)
+def serve(options: ServeOptions, settings: ModelSettings) -> None:
+    """Serve until Ctrl-C or SIGTERM. Raises an error of the tree, with nothing left running, when it cannot start.
+
+    `settings`: those of the options.
+    """
     ending, losses = _StopSignals(), NodeLosses()
     try:
         _serve(options, settings, ending, losses)

@@ -310,7 +310,7 @@ def test_a_fault_of_the_driver_ends_no_requests(monkeypatch: pytest.MonkeyPatch,
     before = [signal.getsignal(number) for number in numbers]
     try:
         with contextlib.suppress(KeyError, PeerLost):
-            serving.serve(ServeOptions())
+            serving.serve(ServeOptions(), load_models(None, (), ()))
         assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2  # until the process is gone
     finally:
         for number, handler in zip(numbers, before, strict=True):
