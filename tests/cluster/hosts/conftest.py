@@ -26,6 +26,12 @@ def _folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run tests of the shared hosts last: these stay until the end, and a machine has one set of hosts at a time."""
+    items.sort(key=lambda item: "rehearsal" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="module")
 def hosts_folder() -> Iterator[Path]:
     """The folder of a set of hosts, which have a /tmp of their own each."""

@@ -27,7 +27,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def rehearsal(hosts_folder: Path) -> Iterator[Rehearsal]:
+def ipv6(hosts_folder: Path) -> Iterator[Rehearsal]:
     """Two hosts without any IPv4 address but the loopback's."""
     hosts = NamespaceHosts(2, hosts_folder, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
     made = Rehearsal(hosts, SETTINGS)
@@ -56,13 +56,13 @@ async def chat(rehearsal: Rehearsal, url: str) -> str:
         return (await client.complete(CompletionCall(CompletionApi.CHAT, body), CompletionOutcome())).text
 
 
-def test_a_cluster_of_ipv6_alone_answers(rehearsal: Rehearsal) -> None:
+def test_a_cluster_of_ipv6_alone_answers(ipv6: Rehearsal) -> None:
     head = f"{START} --head --port=6379 --include-dashboard=false --node-ip-address={ADDRESSES[0]}"
-    assert "Ray runtime started" in on_host(rehearsal, 0, f"env -u RAY_ADDRESS {head}")
+    assert "Ray runtime started" in on_host(ipv6, 0, f"env -u RAY_ADDRESS {head}")
     worker = f"{START} --address='[{ADDRESSES[0]}]:6379' --node-ip-address={ADDRESSES[1]}"
-    assert "Ray runtime started" in on_host(rehearsal, 1, f"env -u RAY_ADDRESS {worker}")
+    assert "Ray runtime started" in on_host(ipv6, 1, f"env -u RAY_ADDRESS {worker}")
     options = " ".join(f"--set {setting}" for setting in SETTINGS)
-    said = on_host(rehearsal, 0, f"cd {Path.cwd()} && alignedserve up --nodes 2 {options}")
+    said = on_host(ipv6, 0, f"cd {Path.cwd()} && alignedserve up --nodes 2 {options}")
     for address in ADDRESSES:
         assert f"http://[{address}]:{PORT}" in said, said
-        assert asyncio.run(chat(rehearsal, f"http://[{address}]:{PORT}")) == "o t t e r"
+        assert asyncio.run(chat(ipv6, f"http://[{address}]:{PORT}")) == "o t t e r"
