@@ -6,7 +6,9 @@ byte. After a change that is meant to show there: `python -m tests.gateway.batch
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -136,12 +138,15 @@ async def test_the_node_sdk(tmp_path: Path) -> None:
 async def _run(*command: str) -> str | None:
     """Return the output of the command if it failed."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=pipe, stderr=asyncio.subprocess.STDOUT, start_new_session=True
+    )
     try:
         said, _ = await asyncio.wait_for(process.communicate(), 90)
     finally:
-        if process.returncode is None:
-            process.kill()
+        if process.returncode is None:  # it and what it has started, which would keep its output open
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.communicate()
     return None if process.returncode == 0 else said.decode()
 
 
