@@ -1,4 +1,4 @@
-"""What the gateway and the process that reads long bodies say to each other: an Order and a body, then an Outcome."""
+"""Messages between the gateway and the process that reads long bodies: an Order and a body, then an Outcome."""
 
 import enum
 from array import array
@@ -14,7 +14,7 @@ from alignedserve.gateway.openai.prompt_encoding import Prompt, Prompts
 
 
 class Kind(enum.Enum):
-    """What is asked for in a body."""
+    """The kinds of bodies that may be long."""
 
     CHAT = "chat"
     COMPLETION = "completion"
@@ -97,8 +97,6 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 class NotRead(msgspec.Struct, frozen=True, tag=True):
     """A body that only the gateway itself can read."""
-
-    ignored: tuple[str, ...] = ()
 
 
 Outcome = ReadBody | Answer | Refusal | NotRead

@@ -1,4 +1,4 @@
-"""Has long bodies read by the process for them."""
+"""Sends long bodies to the process that reads them."""
 
 from alignedserve.gateway.long_bodies.messages import Answer, Kind, NotRead, Order, ReadBody, Refusal, decode_outcome
 from alignedserve.gateway.long_bodies.messages import encode as encoded
@@ -14,16 +14,20 @@ async def read_long(
     `ignored`: gets the fields that are ignored; None: they are refused.
     """
     outcome = decode_outcome(await services.work_process.answer(encoded(_order(kind, services)), raw))
+    if isinstance(outcome, NotRead):
+        return None
     if ignored is not None:
         for name in outcome.ignored:
             ignored.add(name)
     if isinstance(outcome, Refusal):
         raise outcome.error()
-    return None if isinstance(outcome, NotRead) else outcome
+    return outcome
 
 
 def _order(kind: Kind, services: Services) -> Order:
     models = [model for model in services.models.all if model.services is not None]
-    places = enumerate([(model.card, *model.adapter_cards()) for model in models])
-    names = {card.name: place for place, cards in reversed(list(places)) for card in cards}
+    names = {model.card.name: place for place, model in enumerate(models)}
+    for place, model in enumerate(models):  # as ModelRegistry finds them: models, then adapters of the first model
+        for adapter in model.adapter_cards():
+            names.setdefault(adapter.name, place)
     return Order(kind, services.config, tuple(model.card for model in models), names)
