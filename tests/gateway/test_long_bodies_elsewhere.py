@@ -241,8 +241,8 @@ async def test_a_process_that_hangs_is_ended(find_process: Find, monkeypatch: py
 
 
 @pytest.mark.usefixtures("_all_elsewhere")
-async def test_an_error_of_ours_is_answered_as_one_of_the_gateway(lasting: WorkProcess) -> None:
-    """What the process cannot read is read by the gateway, which tells what is wrong as always."""
+async def test_an_error_of_ours_is_answered_as_one_of_the_gateway() -> None:
+    """The gateway reads what the process cannot."""
     async with gateway() as served:
         gone = served.services.models.all[0].card.folder / "tokenizer.json"
         kept = gone.read_bytes()

@@ -1,6 +1,5 @@
 """Keeps what Ray has to say to its driver, such as that an actor has ended, in a file instead of the terminal."""
 
-import contextlib
 import logging
 from collections.abc import Mapping
 from logging.handlers import RotatingFileHandler
@@ -9,15 +8,14 @@ from typing import Any
 
 from ray._private import worker
 
+from alignedserve.runtime.process.log_files import LossyFileHandler
+
 _MAX_BYTES = 4 << 20
 _logger = logging.getLogger(f"{__name__}.said")  # of its own: it goes nowhere else
 
 
-class _MessageFile(RotatingFileHandler):
-    """A file that loses what it cannot take: on a full disk Python would write a traceback to the terminal for each."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Say nothing."""
+class _MessageFile(LossyFileHandler, RotatingFileHandler):
+    """A file of messages that begins anew when it is large."""
 
 
 def keep_messages(path: Path) -> None:
@@ -27,8 +25,7 @@ def keep_messages(path: Path) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     for former in tuple(_logger.handlers):
         _logger.removeHandler(former)
-        with contextlib.suppress(OSError):  # a full disk
-            former.close()
+        former.close()
     _logger.addHandler(handler)
     _logger.propagate = False
     _logger.setLevel(logging.INFO)

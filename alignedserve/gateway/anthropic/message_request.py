@@ -1,6 +1,7 @@
 """Builds the requests that the cluster serves from a checked body of the Messages API."""
 
 from dataclasses import replace
+from typing import Any
 
 import orjson
 
@@ -29,7 +30,7 @@ async def build_message_request(
 
     `max_tokens` may be more than the context has room for: then the answer ends where the context does.
     """
-    chat_body, chat = await _translated(asked, parser, services)
+    chat_body, chat = await _translated(asked, parser, services, sampling_fields(asked))
     with chat_body.naming_own_fields():
         (prompt,) = prompts = prompts or await _prompts(chat, services)
         try:
@@ -42,28 +43,26 @@ async def build_message_request(
 
 async def message_prompts(asked: MessagesRequest, parser: BodyParser, services: PromptServices) -> Prompts:
     """Return the one prompt of a message. Raises InvalidRequest."""
-    chat_body, chat = await _translated(asked, parser, services)
+    chat_body, chat = await _translated(asked, parser, services, sampling_fields(asked))
     with chat_body.naming_own_fields():
         return await _prompts(chat, services)
 
 
 async def count_answer(asked: PromptFields, parser: BodyParser, services: PromptServices) -> bytes:
     """Return the answer that has the number of tokens of the prompt, however long. Raises InvalidRequest."""
-    length = rough_length(asked)
-    chat_body = await services.lanes.run(length, lambda: chat_body_of(asked, parser))
+    chat_body, chat = await _translated(asked, parser, services, {})
     with chat_body.naming_own_fields():
-        chat = await services.lanes.run(length, lambda: parse_chat(chat_body.fields))
         return orjson.dumps({"input_tokens": len(await encode_chat(chat, services))})
 
 
 async def _translated(
-    asked: MessagesRequest, parser: BodyParser, services: PromptServices
+    asked: PromptFields, parser: BodyParser, services: PromptServices, others: dict[str, Any]
 ) -> tuple[ChatBody, ChatCompletionRequest]:
-    """Return the body as one of a chat completion, and that parsed. Raises InvalidRequest."""
+    """Return the body as one of a chat completion, and that parsed with `others`. Raises InvalidRequest."""
     length = rough_length(asked)
     chat_body = await services.lanes.run(length, lambda: chat_body_of(asked, parser))
     with chat_body.naming_own_fields():
-        chat = await services.lanes.run(length, lambda: parse_chat(chat_body.fields | sampling_fields(asked)))
+        chat = await services.lanes.run(length, lambda: parse_chat(chat_body.fields | others))
     return chat_body, chat
 
 

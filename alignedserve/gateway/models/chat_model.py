@@ -28,7 +28,7 @@ class PromptModel(Protocol):
 
 
 class PromptServices(PromptModel, Protocol):
-    """What encodes the prompts of a model within the limits of a gateway: of ModelServices, the part for that."""
+    """The part of ModelServices that encodes prompts, within the limits of a gateway."""
 
     @property
     def config(self) -> GatewayConfig:

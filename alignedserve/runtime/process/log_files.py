@@ -10,12 +10,8 @@ _FOLDER = "logs"  # in the run folder of a cluster
 _MAX_READ_BYTES = 1 << 20
 
 
-class LogFileHandler(logging.FileHandler):
+class LossyFileHandler(logging.FileHandler):
     """Loses what the disk cannot take: Python would write a traceback to the terminal for each line."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Say nothing: metrics tell how full the disk is."""
@@ -24,6 +20,14 @@ class LogFileHandler(logging.FileHandler):
         """Write no more, and lose what cannot be written any more either."""
         with suppress(OSError):
             super().close()
+
+
+class LogFileHandler(LossyFileHandler):
+    """Writes the log of a process."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
 
 class LogPart(NamedTuple):
