@@ -1,9 +1,19 @@
-"""The example for KubeRay says the same as cluster.yaml and Ray's environment here, and drains before it ends."""
+"""The example for KubeRay is what its operator takes, says the same as cluster.yaml and Ray's environment, and drains.
 
+`raycluster_v1_schema.json.gz` is the schema of `RayCluster` `v1` in KubeRay's own definition
+(github.com/ray-project/kuberay, helm-chart/kuberay-operator/crds, commit feeaf72facab, Apache License 2.0), without
+`status`.
+"""
+
+import copy
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from alignedserve.config.sections.gateway import GatewayConfig
@@ -18,10 +28,44 @@ WORKERS: dict[str, Any] = CLUSTER["workerGroupSpecs"][0]
 PODS: list[dict[str, Any]] = [group["template"]["spec"] for group in (HEAD, WORKERS)]
 
 
+@pytest.fixture(scope="module")
+def operator_schema() -> Draft202012Validator:
+    packed = Path(__file__).with_name("raycluster_v1_schema.json.gz").read_bytes()
+    return Draft202012Validator(closed(json.loads(gzip.decompress(packed))))
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema of Kubernetes that refuses unknown fields, as `kubectl apply --validate=strict` does."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {name: closed(part) for name, part in schema.items()}
+    is_open = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields", False)
+    if schema.get("type") == "object" and "properties" in schema and not is_open:
+        parts["additionalProperties"] = False
+    return parts
+
+
 def container(pod: dict[str, Any]) -> dict[str, Any]:
     (one,) = pod["containers"]
     found: dict[str, Any] = one
     return found
+
+
+def test_the_operators_schema_takes_the_cluster(operator_schema: Draft202012Validator) -> None:
+    assert [error.message for error in operator_schema.iter_errors(PARTS["RayCluster"])] == []
+
+
+@pytest.mark.parametrize(
+    ("group", "field", "value"), [("headGroupSpec", "replica", 1), ("headGroupSpec", "rayStartParams", ["a"])]
+)
+def test_the_operators_schema_refuses_mistakes(
+    operator_schema: Draft202012Validator, group: str, field: str, value: object
+) -> None:
+    mistaken = copy.deepcopy(PARTS["RayCluster"])
+    mistaken["spec"][group][field] = value
+    assert [list(error.path)[:2] for error in operator_schema.iter_errors(mistaken)] == [["spec", group]]
 
 
 def test_ray_has_the_environment_that_it_has_elsewhere() -> None:
