@@ -81,6 +81,25 @@ EMBEDDINGS: list[dict[str, Any]] = [
     {"input": ["hello", ""]},
     {"input": "hello", "dimensions": 2},
 ]
+SCORES: list[dict[str, Any]] = [
+    {"text_1": "hello", "text_2": "world"},
+    {"text_1": "hello", "text_2": ["hello", "world", "a"]},
+    {"text_1": ["hello", "a"], "text_2": ["world", "b"]},
+    {"text_1": ["hello", "a"], "text_2": "world"},
+    {"text_1": "hello", "text_2": ["hello", ""]},
+    {"text_1": "hello", "text_2": ["hello " * 3000]},
+    {"text_1": "hello", "text_2": ["hello " * 3000], "truncate_prompt_tokens": 7},
+    {"text_1": "hello", "text_2": ["a"] * 2000},
+    {"text_1": "hello", "text_2": []},
+]
+RANKINGS: list[dict[str, Any]] = [
+    {"query": "hello", "documents": ["hello", "world", "a"]},
+    {"query": "hello", "documents": ["hello", "world", "a"], "return_documents": False, "top_n": 2, "mood": 1},
+    {"query": "hello", "documents": ["hello " * 3000], "truncate_prompt_tokens": -1},
+    {"query": "hello", "documents": ["hello " * 3000]},
+    {"query": "", "documents": ["hello"]},
+    {"query": "hello", "documents": "hello", "top_n": 0},
+]
 RESPONSES: list[dict[str, Any]] = [
     {"input": "hello"},
     {"input": [{"role": "user", "content": "hello", "mood": 1}], "instructions": "be brief", "mood": 1},
@@ -104,6 +123,8 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "/v1/messages": ({"messages": [USER], "max_tokens": 4}, MESSAGES),
     "/v1/messages/count_tokens": ({"messages": [USER]}, [one for one in MESSAGES if "max_tokens" not in one]),
     "/v1/embeddings": ({}, EMBEDDINGS),
+    "/v1/score": ({}, SCORES),
+    "/v1/rerank": ({}, RANKINGS),
     "/v1/responses": ({"max_output_tokens": 4}, RESPONSES),
     "/v1/responses/input_tokens": ({}, RESPONSES),
     "/tokenize": ({}, TOKENIZE),

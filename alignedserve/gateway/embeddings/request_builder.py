@@ -7,8 +7,15 @@ from typing import NamedTuple
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
-from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, PromptFields
-from alignedserve.gateway.embeddings.text_prompts import encode_pairs, encode_texts, first_prompt, prompt_named
+from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, PromptFields, RerankRequest, ScoreRequest
+from alignedserve.gateway.embeddings.text_prompts import (
+    DOCUMENT_PROMPTS,
+    QUERY_PROMPTS,
+    encode_pairs,
+    encode_texts,
+    first_prompt,
+    prompt_named,
+)
 from alignedserve.gateway.models.chat_model import PromptServices
 from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.prompt_encoding import Prompt, Prompts
@@ -24,8 +31,21 @@ class PairSides(NamedTuple):
 
     first: list[str]
     second: list[str]
+    param: str  # the field that mistakes in them are told of
     first_prompts: Sequence[str] = ()  # names of prompts for models that have such, the best first; none: the default
     second_prompts: Sequence[str] = ()
+
+    @classmethod
+    def of_scores(cls, asked: ScoreRequest) -> "PairSides":
+        """Return the texts of a call of /v1/score. Raises InvalidRequest unless they make pairs."""
+        if len(asked.text_1) not in (1, len(asked.text_2)):
+            raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
+        return cls(asked.text_1, asked.text_2, "text_2")
+
+    @classmethod
+    def of_ranking(cls, asked: RerankRequest) -> "PairSides":
+        """Return the texts of a call of /v1/rerank."""
+        return cls([asked.query], asked.documents, "documents", QUERY_PROMPTS, DOCUMENT_PROMPTS)
 
 
 async def build_embedding_request(
@@ -47,16 +67,20 @@ async def embedding_prompts(asked: EmbeddingRequest, services: PromptServices) -
 
 
 async def build_score_request(
-    asked: PromptFields, sides: PairSides, arrival: Arrival, services: ModelServices, *, param: str
+    asked: PromptFields, sides: PairSides, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
 ) -> GenerationRequest:
-    """Return the requests that compare texts: of a cross-encoder one per pair, else one per text, second ones last.
+    """Return the requests that compare texts. `prompts`: None: they are made here. Raises InvalidRequest."""
+    return _built(asked, prompts or await pair_prompts(asked, sides, services), arrival, services)
 
-    Raises InvalidRequest naming `param`.
+
+async def pair_prompts(asked: PromptFields, sides: PairSides, services: PromptServices) -> Prompts:
+    """Return the prompts that compare texts: a cross-encoder's one per pair, else one per text, second ones last.
+
+    Raises InvalidRequest.
     """
-    encoder, truncate_to = services.model.encoder, asked.truncate_prompt_tokens
+    encoder, truncate_to, param = services.model.encoder, asked.truncate_prompt_tokens, sides.param
     if encoder is not None and encoder.score is not None:
-        pairs = await encode_pairs(sides.first, sides.second, services, param=param, truncate_to=truncate_to)
-        return _built(asked, pairs, arrival, services)
+        return tuple(await encode_pairs(sides.first, sides.second, services, param=param, truncate_to=truncate_to))
     embedding, prompts = _embedding_of(services), list[Prompt]()
     if len(sides.first) + len(sides.second) > services.config.max_concurrent_requests:
         most = services.config.max_concurrent_requests
@@ -64,7 +88,7 @@ async def build_score_request(
     for texts, names in ((sides.first, sides.first_prompts), (sides.second, sides.second_prompts)):
         prompt = first_prompt(embedding, names)
         prompts += await encode_texts(texts, services, param=param, prompt=prompt, truncate_to=truncate_to)
-    return _built(asked, prompts, arrival, services)
+    return tuple(prompts)
 
 
 def check_dimensions(dimensions: int | None, encoder: EncoderConfig | None) -> None:

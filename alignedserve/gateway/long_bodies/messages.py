@@ -19,6 +19,8 @@ class Kind(enum.Enum):
     CHAT = "chat"
     COMPLETION = "completion"
     EMBEDDING = "embedding"
+    SCORE = "score"
+    RANKING = "ranking"
     MESSAGE = "message"
     MESSAGE_COUNT = "message count"
     RESPONSE = "response"

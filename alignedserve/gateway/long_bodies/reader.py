@@ -25,9 +25,8 @@ async def read_long(
 
 
 def _order(kind: Kind, services: Services) -> Order:
-    models = [model for model in services.models.all if model.services is not None]
-    names = {model.card.name: place for place, model in enumerate(models)}
-    for place, model in enumerate(models):  # as ModelRegistry finds them: models, then adapters of the first model
-        for adapter in model.adapter_cards():
-            names.setdefault(adapter.name, place)
-    return Order(kind, services.config, tuple(model.card for model in models), names)
+    models = services.models
+    loaded = tuple(model.card for model in models.all if model.services is not None)
+    places = {card.name: place for place, card in enumerate(loaded)}
+    bases = {card.name: models.base_of(card.name) for card in models.cards}
+    return Order(kind, services.config, loaded, {name: places[base] for name, base in bases.items() if base in places})

@@ -11,8 +11,8 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.anthropic.message_request import count_answer, message_prompts
 from alignedserve.gateway.anthropic.parsing import BodyParser
 from alignedserve.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
-from alignedserve.gateway.embeddings.request_builder import embedding_prompts
-from alignedserve.gateway.embeddings.schemas import EmbeddingRequest
+from alignedserve.gateway.embeddings.request_builder import PairSides, embedding_prompts, pair_prompts
+from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from alignedserve.gateway.long_bodies.messages import Answer, EncodedPrompt, Kind, NotRead, Outcome, ReadBody, Refusal
 from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.openai.parsing import parse, parse_chat, parse_completion, parse_json
@@ -88,6 +88,10 @@ class BodyReading:
                 prompts, short = await self._completion(body)
             case Kind.EMBEDDING:
                 prompts, short = await self._embedding(body)
+            case Kind.SCORE:
+                prompts, short = await self._score(body)
+            case Kind.RANKING:
+                prompts, short = await self._ranking(body)
             case Kind.MESSAGE:
                 prompts, short = await self._message(body)
         packed = tuple(EncodedPrompt.of(prompt, keeps_text=bool(body.get("echo"))) for prompt in prompts)
@@ -105,6 +109,19 @@ class BodyReading:
     async def _embedding(self, body: Body) -> tuple[Prompts, Body]:
         asked = parse(EmbeddingRequest, body, self._ignored)
         return await embedding_prompts(asked, self._find(asked.model)), {"input": _SHORT}
+
+    async def _score(self, body: Body) -> tuple[Prompts, Body]:
+        asked = parse(ScoreRequest, body, self._ignored)
+        sides = PairSides.of_scores(asked)
+        prompts = await pair_prompts(asked, sides, self._find(asked.model))
+        return prompts, {"text_1": [_SHORT] * len(sides.first), "text_2": [_SHORT] * len(sides.second)}
+
+    async def _ranking(self, body: Body) -> tuple[Prompts, Body]:
+        asked = parse(RerankRequest, body, self._ignored)
+        prompts = await pair_prompts(asked, PairSides.of_ranking(asked), self._find(asked.model))
+        if asked.return_documents:
+            return prompts, {"query": _SHORT}  # the answer repeats the documents
+        return prompts, {"query": _SHORT, "documents": [_SHORT] * len(asked.documents)}
 
     async def _message(self, body: Body) -> tuple[Prompts, Body]:
         parser = BodyParser(self._ignored)

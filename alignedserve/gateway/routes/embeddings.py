@@ -6,7 +6,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.embeddings.request_builder import PairSides, build_embedding_request, build_score_request
 from alignedserve.gateway.embeddings.response_format import (
     EmbeddingFormatter,
@@ -15,7 +14,6 @@ from alignedserve.gateway.embeddings.response_format import (
     ScoreReader,
 )
 from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
-from alignedserve.gateway.embeddings.text_prompts import DOCUMENT_PROMPTS, QUERY_PROMPTS
 from alignedserve.gateway.embeddings.vectors import computed_scores, cosines
 from alignedserve.gateway.long_bodies.messages import Kind
 from alignedserve.gateway.models.model_services import ModelServices
@@ -24,7 +22,7 @@ from alignedserve.gateway.openai.parsing import parse
 from alignedserve.gateway.openai.streaming import BodyResponse
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of
-from alignedserve.gateway.routes.request_bodies import read_body, read_prompts
+from alignedserve.gateway.routes.request_bodies import read_prompts
 
 router = APIRouter()
 
@@ -48,12 +46,11 @@ async def create_scores(http: Request) -> Response:
     """Return how alike texts are: a cross-encoder's scores, or the cosines of their vectors."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    asked = await read_body(http, services, partial(parse, ScoreRequest, ignored=ignored_fields_of(http)))
-    sides = PairSides(asked.text_1, asked.text_2)
-    if len(sides.first) not in (1, len(sides.second)):
-        raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
-    model = model_of(http, asked.model)
-    request = await build_score_request(asked, sides, arrival, model, param="text_2")
+    ignored = ignored_fields_of(http)
+    check = partial(parse, ScoreRequest, ignored=ignored)
+    asked, prompts = await read_prompts(http, Kind.SCORE, services, check, ignored)
+    sides, model = PairSides.of_scores(asked), model_of(http, asked.model)
+    request = await build_score_request(asked, sides, arrival, model, prompts)
     return BodyResponse(
         Generation(request, model), partial(ScoreFormatter, read_scores=_score_reader(model, len(sides.second)))
     )
@@ -64,10 +61,11 @@ async def rerank(http: Request) -> Response:
     """Return documents in the order of their scores with a query."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
-    asked = await read_body(http, services, partial(parse, RerankRequest, ignored=ignored_fields_of(http)))
-    model = model_of(http, asked.model)
-    sides = PairSides([asked.query], asked.documents, QUERY_PROMPTS, DOCUMENT_PROMPTS)
-    request = await build_score_request(asked, sides, arrival, model, param="documents")
+    ignored = ignored_fields_of(http)
+    check = partial(parse, RerankRequest, ignored=ignored)
+    asked, prompts = await read_prompts(http, Kind.RANKING, services, check, ignored)
+    sides, model = PairSides.of_ranking(asked), model_of(http, asked.model)
+    request = await build_score_request(asked, sides, arrival, model, prompts)
     make_formatter = partial(RerankFormatter, read_scores=_score_reader(model, len(asked.documents)), asked=asked)
     return BodyResponse(Generation(request, model), make_formatter)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from alignedserve.config.sections import LoraConfig
 from alignedserve.core.request import Request
@@ -14,11 +15,13 @@ from alignedserve.gateway.models.adapter_directory import AdapterDirectory
 from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.models.model_registry import RegisteredModel
 from alignedserve.gateway.prefix_hasher import PrefixHasher
+from alignedserve.gateway.routes import request_bodies
+from alignedserve.gateway.work_lanes import LONG_LEN
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.deployment_support import served_model
-from tests.gateway.support import EOS, error_of, tokenizer, tokens_of, write_tokenizer
+from tests.gateway.support import EOS, error_of, tokenizer, tokenizer_folder, tokens_of, write_tokenizer
 from tests.support.batch_samples import chat_line
 from tests.support.lora_folders import write_adapter
 
@@ -82,6 +85,24 @@ async def test_every_api_takes_an_adapter_for_a_model(tmp_path: Path) -> None:
             assert REASON in failure.text
         assert len(roots) == len({root for _, root in roots}) == 2
         assert error_of(await post("/v1/chat/completions", "nobody"), 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("long_len", [LONG_LEN, -1])
+async def test_a_model_goes_before_an_adapter_of_its_name(
+    tmp_path: Path, long_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the body is read."""
+    monkeypatch.setattr(request_bodies, "LONG_LEN", long_len)
+    async with batch_gateway(tmp_path / "batches", script_of) as served:
+        add_adapted(served, tmp_path)
+        longer = ModelCard("broken", tokenizer_folder(), max_context_len=4096)
+        served.services.add_model(longer, served.backend, tokenizer())
+
+        async def post(model: str) -> httpx.Response:
+            return await served.client.post("/v1/completions", json={"model": model, "prompt": "hello " * 1000})
+
+        assert error_of(await post("terse"), 400)["code"] == "context_length_exceeded"
+        assert (await post("broken")).status_code == 200
 
 
 async def test_lines_of_a_batch_name_adapters(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.models.model_card import ModelCard
+from alignedserve.gateway.routes import request_bodies
 from alignedserve.runtime.model.encoder.encoder_config import (
     EmbeddingConfig,
     EncoderConfig,
@@ -68,6 +69,12 @@ async def post(served: Gateway, path: str, **body: Any) -> httpx.Response:
     return await served.client.post(path, json={"model": "tiny"} | body)
 
 
+@pytest.fixture(params=["read here", "read in another process"])
+def _readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param != "read here":
+        monkeypatch.setattr(request_bodies, "LONG_LEN", -1)
+
+
 async def test_texts_have_special_tokens_around_them() -> None:
     async with gateway(model=card()) as served:
         body = (await post(served, "/v1/embeddings", input=["ab c", "d"])).json()
@@ -112,6 +119,7 @@ async def test_a_long_text_is_refused_or_cut_at_its_end() -> None:
             assert error_of(answer, 400)["param"] == "truncate_prompt_tokens"
 
 
+@pytest.mark.usefixtures("_readers")
 async def test_prompts_of_the_model_are_put_before_texts() -> None:
     async with gateway(model=card_with(prompts=PROMPTS, default_prompt="plain")) as served:
         for fields, expected in (
@@ -142,6 +150,7 @@ async def test_other_lengths_are_refused(embedding: dict[str, Any]) -> None:
         assert error_of(await post(served, "/v1/embeddings", input="abc", dimensions=2), 400)["param"] == "dimensions"
 
 
+@pytest.mark.usefixtures("_readers")
 async def test_a_cross_encoder_reads_pairs() -> None:
     async with gateway(model=card(CROSS_ENCODER)) as served:
         scores = (await post(served, "/v1/score", text_1="a", text_2=["bc", "d"])).json()
