@@ -14,7 +14,7 @@ from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.long_bodies.messages import Kind
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of, respond
-from alignedserve.gateway.routes.request_bodies import answer_to_long, parsed, read_prompts, receive
+from alignedserve.gateway.routes.request_bodies import read_and_answer, read_prompts
 
 router = APIRouter()
 
@@ -37,10 +37,11 @@ async def create_message(http: Request) -> Response:
 async def count_tokens(http: Request) -> Response:
     """Count the tokens of a prompt without answering it."""
     services = await rate_limited_services(http)
-    ignored, raw = ignored_fields_of(http), await receive(http, services)
-    answer = await answer_to_long(raw, Kind.MESSAGE_COUNT, services, ignored)
-    if answer is None:
-        parser = BodyParser(ignored)
-        asked = await parsed(raw, services, partial(parser.fields, CountTokensRequest))
-        answer = await count_answer(asked, parser, model_of(http, asked.model))
-    return JsonResponse(answer)
+    ignored = ignored_fields_of(http)
+    parser = BodyParser(ignored)
+
+    async def answer(asked: CountTokensRequest) -> bytes:
+        return await count_answer(asked, parser, model_of(http, asked.model))
+
+    parse = partial(parser.fields, CountTokensRequest)
+    return JsonResponse(await read_and_answer(http, Kind.MESSAGE_COUNT, services, parse, ignored, answer))

@@ -1,6 +1,6 @@
 """Reads the bodies of requests: short ones here, longer ones on threads, the longest in a process of their own."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -40,13 +40,21 @@ async def read_prompts(
     return await parsed(read.body, services, parse), read.unpacked()
 
 
-async def answer_to_long(raw: bytes, kind: Kind, services: Services, ignored: IgnoredFields | None) -> bytes | None:
-    """Return the answer to a body so long that another process reads and answers it; None: to be answered here.
+async def read_and_answer(
+    http: Request,
+    kind: Kind,
+    services: Services,
+    parse: Callable[[dict[str, Any]], BodyT],
+    ignored: IgnoredFields | None,
+    answer: Callable[[BodyT], Awaitable[bytes]],
+) -> bytes:
+    """Return the answer to a body that asks for no more than reading: that of another process if it is long.
 
     Raises InvalidRequest, Overloaded.
     """
+    raw = await receive(http, services)
     read = await read_long(kind, raw, services, ignored) if len(raw) > LONG_LEN else None
-    return read.answer if isinstance(read, Answer) else None
+    return read.answer if isinstance(read, Answer) else await answer(await parsed(raw, services, parse))
 
 
 async def check_long(raw: bytes, kind: Kind, services: Services, ignored: IgnoredFields | None) -> None:

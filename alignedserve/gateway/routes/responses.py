@@ -20,11 +20,11 @@ from alignedserve.gateway.responses.item_pages import page_of
 from alignedserve.gateway.responses.parsing import parse_input_tokens, parse_response
 from alignedserve.gateway.responses.request_builder import build_response_request, count_answer
 from alignedserve.gateway.responses.responses_api import ResponsesApi, Turn
-from alignedserve.gateway.responses.schemas import CreateResponseRequest
+from alignedserve.gateway.responses.schemas import CreateResponseRequest, InputTokensRequest
 from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of
-from alignedserve.gateway.routes.request_bodies import answer_to_long, check_long, parsed, receive
+from alignedserve.gateway.routes.request_bodies import check_long, parsed, read_and_answer, receive
 from alignedserve.gateway.routes.request_parameters import item_page, number, one_of
 from alignedserve.gateway.services import Services
 
@@ -55,14 +55,15 @@ async def create_response(http: Request) -> Response:
 async def count_tokens(http: Request) -> Response:
     """Count the tokens of the prompt that a response would have."""
     services = await rate_limited_services(http)
-    ignored, raw = ignored_fields_of(http), await receive(http, services)
-    answer = await answer_to_long(raw, Kind.RESPONSE_COUNT, services, ignored)
-    if answer is None:
-        asked = await parsed(raw, services, partial(parse_input_tokens, ignored=ignored))
+    ignored = ignored_fields_of(http)
+
+    async def answer(asked: InputTokensRequest) -> bytes:
         model = model_of(http, asked.model)
         turn = await _api(http, services).begin(asked, ignored)
-        answer = await count_answer(asked, turn.all_items, model)
-    return JsonResponse(answer)
+        return await count_answer(asked, turn.all_items, model)
+
+    check = partial(parse_input_tokens, ignored=ignored)
+    return JsonResponse(await read_and_answer(http, Kind.RESPONSE_COUNT, services, check, ignored, answer))
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)

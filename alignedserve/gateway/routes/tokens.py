@@ -9,10 +9,10 @@ from starlette.responses import Response
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.long_bodies.messages import Kind
 from alignedserve.gateway.openai.parsing import parse
-from alignedserve.gateway.openai.schemas.requests import DetokenizeRequest
+from alignedserve.gateway.openai.schemas.requests import DetokenizeRequest, TokenizeRequest
 from alignedserve.gateway.openai.token_answers import parse_tokenize, text_answer, tokens_answer
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
-from alignedserve.gateway.routes.request_bodies import answer_to_long, parsed, receive
+from alignedserve.gateway.routes.request_bodies import read_and_answer
 
 router = APIRouter()
 
@@ -21,21 +21,23 @@ router = APIRouter()
 async def tokenize(http: Request) -> Response:
     """Return the token ids of a text or a conversation, as generation would use them."""
     services = await rate_limited_services(http)
-    ignored, raw = ignored_fields_of(http), await receive(http, services)
-    answer = await answer_to_long(raw, Kind.TOKENIZE, services, ignored)
-    if answer is None:
-        asked = await parsed(raw, services, partial(parse_tokenize, ignored=ignored))
-        answer = await tokens_answer(asked, model_of(http, asked.model))
-    return JsonResponse(answer)
+    ignored = ignored_fields_of(http)
+
+    async def answer(asked: TokenizeRequest) -> bytes:
+        return await tokens_answer(asked, model_of(http, asked.model))
+
+    check = partial(parse_tokenize, ignored=ignored)
+    return JsonResponse(await read_and_answer(http, Kind.TOKENIZE, services, check, ignored, answer))
 
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(http: Request) -> Response:
     """Return the text of token ids, special tokens included."""
     services = await rate_limited_services(http)
-    ignored, raw = ignored_fields_of(http), await receive(http, services)
-    answer = await answer_to_long(raw, Kind.DETOKENIZE, services, ignored)
-    if answer is None:
-        asked = await parsed(raw, services, partial(parse, DetokenizeRequest, ignored=ignored))
-        answer = await text_answer(asked, model_of(http, asked.model))
-    return JsonResponse(answer)
+    ignored = ignored_fields_of(http)
+
+    async def answer(asked: DetokenizeRequest) -> bytes:
+        return await text_answer(asked, model_of(http, asked.model))
+
+    check = partial(parse, DetokenizeRequest, ignored=ignored)
+    return JsonResponse(await read_and_answer(http, Kind.DETOKENIZE, services, check, ignored, answer))
