@@ -86,7 +86,7 @@ def serve(options: ServeOptions) -> None:
     from alignedserve.config.model_settings import load_models
 
     settings = load_models(options.config, options.all_overrides, options.named_models)
-    assert settings.configs, "a model"  # a mistake in one is told before what takes seconds is imported
+    settings.check()  # a mistake is told before what takes seconds is imported
     from alignedserve.cli.commands.serve import serve as run
 
     run(options, settings)

@@ -39,6 +39,10 @@ class ModelSettings:
         require_adapters_apart(dict(zip(names, configs, strict=True)))
         return configs
 
+    def check(self) -> None:
+        """Raise ConfigError naming the field that is wrong in a model's configuration."""
+        _ = self.configs
+
     def another(
         self, path: str, name: str | None, settings: Sequence[str] = (), like: Mapping[str, Any] | None = None
     ) -> Mapping[str, Any]:
