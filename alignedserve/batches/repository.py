@@ -228,10 +228,18 @@ class BatchRepository:
         raise StoreUnavailable("Too many changes to one batch at once.")
 
     async def save_progress(self, batch_id: BatchKey, progress: Progress, files: Sequence[FileRecord] = ()) -> None:
-        """Store the progress of a batch. `files`: result files that are not empty any more."""
-        changes: list[Change] = [SetValue(f"progress/{batch_id}", encode(progress))]
+        """Store the progress of a batch; one call at a time. `files`: result files that are not empty any more.
+
+        An earlier call that was given up, and which the store does late, never takes the place of this one's.
+        """
+        key = f"progress/{batch_id}"
+        changes: list[Change] = [SetValue(key, encode(progress))]
         changes += [one for record in files for one in _file_changes(record)]
-        await self._store.commit(changes, unchanged={})
+        for _ in range(_MAX_CONFLICTS):
+            raw = (await self._store.read([key]))[0]
+            if await self._store.commit(changes, unchanged={key: raw}):
+                return
+        raise StoreUnavailable("Too many changes to the progress of one batch at once.")
 
     async def oldest_over(self, limit: int) -> list[BatchSnapshot]:
         """List batches that are over, the earliest first, without those whose record is damaged."""

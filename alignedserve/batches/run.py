@@ -28,7 +28,7 @@ from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.log.disk_log import DiskLog, RecoveredLog
 from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.logic import AllLinesRecorded, BatchEvent, WindowExpired, advance
-from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, FileRecord, Progress, ResultKind
+from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.result_writer import ResultWriter
 from alignedserve.core.errors import StorageError, StoreUnavailable
@@ -55,6 +55,8 @@ class BatchRun:
         self._lines: LineExecutor | None = None  # from the opening of the log on
         self._changed = asyncio.Event()
         self._is_dirty = False
+        self._saving = asyncio.Lock()
+        self._listed = {file.file_id for file in results.result_files(snapshot.record, snapshot.progress, None)}
 
     # --- called by the driver
 
@@ -144,17 +146,19 @@ class BatchRun:
 
     async def save(self) -> None:
         """Store the progress if it has changed. Raises StoreUnavailable."""
-        if not self._is_dirty:
-            return
-        self._is_dirty = False
-        before, self.progress = self.progress, self._current_progress()
-        try:
-            files = self._new_files(before)
-            await self._context.stores.repository.save_progress(self.record.batch_id, self.progress, files)
-        except StoreUnavailable:
-            self.progress = msgspec.structs.replace(before, paused=self.progress.paused)
-            self._is_dirty = True
-            raise
+        async with self._saving:
+            if not self._is_dirty:
+                return
+            self._is_dirty = False
+            self.progress = self._current_progress()
+            files = results.result_files(self.record, self.progress, None)
+            new = [file for file in files if file.file_id not in self._listed]
+            try:
+                await self._context.stores.repository.save_progress(self.record.batch_id, self.progress, new)
+            except StoreUnavailable:
+                self._is_dirty = True
+                raise
+            self._listed |= {file.file_id for file in new}
 
     def close(self) -> None:
         """Cancel running lines and close files; the batch can be resumed."""
@@ -267,11 +271,6 @@ class BatchRun:
                 await asyncio.sleep(_STORE_RETRY_S)
 
     # --- progress
-
-    def _new_files(self, before: Progress) -> list[FileRecord]:
-        """Return records of result files that were empty before."""
-        known = {file.file_id for file in results.result_files(self.record, before, None)}
-        return [file for file in results.result_files(self.record, self.progress, None) if file.file_id not in known]
 
     def _current_progress(self) -> Progress:
         if self._lines is None:

@@ -129,9 +129,10 @@ async def batch_gateway(
     max_in_flight: int = 8,
     gateway_config: GatewayConfig | None = None,
     model: ModelCard | None = None,
+    records: MemoryRecords | None = None,
     **config: Any,
 ) -> AsyncIterator[BatchGateway]:
-    records = MemoryRecords()
+    records = records or MemoryRecords()
     stores = stores_in(folder, records)
     backend = ScriptedBackend(script or saying("hello world"))
     batches = BatchesConfig(**config)
