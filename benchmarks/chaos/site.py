@@ -1,5 +1,6 @@
 """What schedules are run against: processes by role, and what is seen of them from outside."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -74,7 +75,7 @@ def ask(site: Site, path: str, body: Any = None, timeout_s: float = 5.0) -> tupl
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
-    except (OSError, urllib.error.URLError):
+    except (OSError, http.client.HTTPException):
         return 0, ""
 
 

@@ -1,5 +1,6 @@
 """A client of files and batches that does not give up while the cluster is being hurt."""
 
+import http.client
 import json
 import time
 import urllib.error
@@ -78,7 +79,7 @@ class BatchHttpClient:
         while True:
             try:
                 return ask()
-            except (OSError, urllib.error.URLError, ValueError) as error:
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 with_answer = isinstance(error, urllib.error.HTTPError) and error.code < 500
                 if with_answer or time.monotonic() > deadline_s:
                     raise
