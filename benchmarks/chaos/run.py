@@ -195,8 +195,12 @@ class _Run:
         def num_left() -> int:
             return max(len(site.arenas()) - self._calm.num_arenas, 0)
 
-        when_true(lambda: not held_by(site) and not num_left(), _SETTLES_S, 0.05)
-        outcome.held, outcome.arenas_left = held_by(site), num_left()
+        def is_clean() -> bool:
+            outcome.held, outcome.arenas_left = held_by(site), num_left()
+            return not outcome.held and not outcome.arenas_left
+
+        # Once is enough: counts may be a second old, but what stays is there for the next schedule to see.
+        when_true(is_clean, _SETTLES_S, 0.05)
 
 
 async def _undisturbed_windows(site: Site, answers: dict[Question, str]) -> Windows:
