@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
 
+import psutil
 import uvloop
 
 from alignedserve.config.sections import GatewayConfig
@@ -121,6 +122,7 @@ async def _measured(port: int, streams: int, max_tokens: int) -> dict[str, float
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[list[float]] = context.Queue()
     reader = context.Process(target=read_streams, args=(port, streams, max_tokens, results))
+    stolen_s = _stolen_s()
     reader.start()
     gaps = await asyncio.to_thread(results.get)
     await asyncio.to_thread(reader.join)
@@ -131,7 +133,13 @@ async def _measured(port: int, streams: int, max_tokens: int) -> dict[str, float
         "added_p99_ms": round(added[989], 2),
         "added_p999_ms": round(added[998], 2),
         "longest_gap_ms": round(max(gaps) * 1e3, 1),
+        "stolen_ms": round((_stolen_s() - stolen_s) * 1e3),
     }
+
+
+def _stolen_s() -> float:
+    """Return how long this machine's processors have been another's, where it shares them and its system says so."""
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 async def measure(streams: int, max_tokens: int, context_len: int, names: Sequence[str]) -> dict[str, Any]:
