@@ -34,7 +34,7 @@ async def read_prompts(
     Then something short stands in the body for the prompts. Raises InvalidRequest, Overloaded.
     """
     raw = await receive(http, services)
-    read = await read_long(kind, raw, services, ignored) if len(raw) > LONG_LEN else None
+    read = await read_if_long(raw, kind, services, ignored)
     if not isinstance(read, ReadBody):
         return await parsed(raw, services, parse), None
     return await parsed(read.body, services, parse), read.unpacked()
@@ -53,17 +53,18 @@ async def read_and_answer(
     Raises InvalidRequest, Overloaded.
     """
     raw = await receive(http, services)
-    read = await read_long(kind, raw, services, ignored) if len(raw) > LONG_LEN else None
+    read = await read_if_long(raw, kind, services, ignored)
     return read.answer if isinstance(read, Answer) else await answer(await parsed(raw, services, parse))
 
 
-async def check_long(raw: bytes, kind: Kind, services: Services, ignored: IgnoredFields | None) -> None:
-    """Have a body of which the gateway needs all checked elsewhere, if it is long: what is refused is not read here.
+async def read_if_long(
+    raw: bytes, kind: Kind, services: Services, ignored: IgnoredFields | None
+) -> ReadBody | Answer | None:
+    """Return what another process has read of a long body; None: it is short, or this process is to read it.
 
     Raises InvalidRequest, Overloaded.
     """
-    if len(raw) > LONG_LEN:
-        await read_long(kind, raw, services, ignored)
+    return await read_long(kind, raw, services, ignored) if len(raw) > LONG_LEN else None
 
 
 async def receive(http: Request, services: Services) -> bytes:

@@ -24,7 +24,7 @@ from alignedserve.gateway.responses.schemas import CreateResponseRequest, InputT
 from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of
-from alignedserve.gateway.routes.request_bodies import check_long, parsed, read_and_answer, receive
+from alignedserve.gateway.routes.request_bodies import parsed, read_and_answer, read_if_long, receive
 from alignedserve.gateway.routes.request_parameters import item_page, number, one_of
 from alignedserve.gateway.services import Services
 
@@ -37,7 +37,7 @@ async def create_response(http: Request) -> Response:
     services = await rate_limited_services(http)
     arrival = arrival_of(http, services)
     ignored, raw = ignored_fields_of(http), await receive(http, services)
-    await check_long(raw, Kind.RESPONSE, services, ignored)
+    await read_if_long(raw, Kind.RESPONSE, services, ignored)  # what is refused there is not read here
     asked = await parsed(raw, services, partial(parse_response, ignored=ignored))
     model = model_of(http, asked.model)
     api = ResponsesApi.of(services, arrival.tenant)
