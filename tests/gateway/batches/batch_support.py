@@ -21,10 +21,15 @@ from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.services import Services
-from tests.gateway.support import saying, services_for
+from tests.gateway.support import EOS, saying, services_for, tokens_of
 from tests.support.batch_samples import chat_lines
 
 OVER = ("completed", "failed", "expired", "cancelled")
+
+
+def slowly(request: Request) -> Script:
+    """Say hello after a twentieth of a second."""
+    return Script((*tokens_of("hello"), EOS), first_token_delay_s=0.05)
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:

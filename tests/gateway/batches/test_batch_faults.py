@@ -1,5 +1,6 @@
 """Batches and files when what is stored cannot be read for a while, or the store's answer is lost."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ import pytest
 
 from alignedserve.batches import driver
 from alignedserve.batches.records import FileId
+from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.messages.state import Change, SetValue
-from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
 
@@ -56,6 +58,51 @@ async def test_an_upload_whose_record_may_be_kept_keeps_its_content(
         monkeypatch.undo()
         listed: dict[str, Any] = (await served.client.get("/v1/files")).json()
         assert [await served.results(file["id"]) for file in listed["data"]] == [chat_lines(1).decode().splitlines()]
+
+
+class SilentRecords(MemoryRecords):
+    """Silent for a time: the first progress then is given up by its caller, and stored when all else has been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_silent = False
+        self.gives_up, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.given_up: list[tuple[Sequence[Change], Mapping[str, bytes | None]]] = []
+
+    async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
+        """See RecordStore."""
+        is_progress = any(isinstance(change, SetValue) and change.key.startswith("progress/") for change in changes)
+        if self.is_silent and is_progress and not self.given_up:
+            self.given_up.append((changes, unchanged))
+            await self.gives_up.wait()
+            raise StoreUnavailable("It is not known whether the change was made.")
+        if self.given_up:
+            await self.goes_on.wait()
+        return await super().commit(changes, unchanged=unchanged)
+
+
+async def test_no_result_is_lost_while_the_store_is_silent(tmp_path: Path) -> None:
+    records = SilentRecords()
+    async with batch_gateway(tmp_path, slowly, max_in_flight=1, records=records) as served:
+        batch = await served.submit(chat_lines(40))
+        await served.wait_for_lines(batch["id"], 1)
+        records.is_silent = True
+        log = tmp_path / "results" / f"{batch['id']}.log"
+
+        async def is_whole() -> bool:
+            return bool(records.given_up) and len(log.read_bytes().splitlines()) == 41
+
+        await eventually(is_whole)
+        await asyncio.sleep(0.5)  # the end of the batch is being stored
+        records.gives_up.set()
+        await asyncio.sleep(0.1)
+        records.goes_on.set()
+        await served.wait_for(batch["id"])
+        for changes, unchanged in records.given_up:
+            await records.commit(changes, unchanged=unchanged)
+        done = await served.batch(batch["id"])
+        assert len(await served.results(done["output_file_id"])) == 40
+    assert done["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
 
 
 async def damage(served: BatchGateway, key: str) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +10,11 @@ from typing import Any
 import pytest
 
 from alignedserve.batches import run
-from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.core.errors import StoreUnavailable
 from alignedserve.core.request import FinishReason, Request, RequestClass
 from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.errors import GenerationFailed, Overloaded, Unavailable
-from alignedserve.messages.state import Change, SetValue
-from tests.gateway.batches.batch_support import batch_gateway, eventually
+from tests.gateway.batches.batch_support import batch_gateway, eventually, slowly
 from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
 from tests.support.batch_samples import chat_line, chat_lines
 
@@ -119,10 +115,6 @@ async def test_a_file_that_fails_validation(tmp_path: Path, content: bytes, code
         assert [(one["code"], one["line"]) for one in done["errors"]["data"]] == codes
         assert done["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
         assert not served.backend.submitted
-
-
-def slowly(request: Request) -> Script:
-    return Script((*tokens_of("hello"), EOS), first_token_delay_s=0.05)
 
 
 async def test_partial_results_while_it_runs(tmp_path: Path) -> None:
@@ -257,51 +249,6 @@ async def test_running_work_goes_on_while_the_store_is_away(tmp_path: Path) -> N
         await eventually(is_whole)
         served.records.is_down = False
         done = await served.wait_for(batch["id"])
-    assert done["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
-
-
-class SilentRecords(MemoryRecords):
-    """Silent for a time: the first progress then is given up by its caller, and stored when all else has been."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_silent = False
-        self.gives_up, self.goes_on = asyncio.Event(), asyncio.Event()
-        self.given_up: list[tuple[Sequence[Change], Mapping[str, bytes | None]]] = []
-
-    async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
-        """See RecordStore."""
-        is_progress = any(isinstance(change, SetValue) and change.key.startswith("progress/") for change in changes)
-        if self.is_silent and is_progress and not self.given_up:
-            self.given_up.append((changes, unchanged))
-            await self.gives_up.wait()
-            raise StoreUnavailable("It is not known whether the change was made.")
-        if self.given_up:
-            await self.goes_on.wait()
-        return await super().commit(changes, unchanged=unchanged)
-
-
-async def test_no_result_is_lost_while_the_store_is_silent(tmp_path: Path) -> None:
-    records = SilentRecords()
-    async with batch_gateway(tmp_path, slowly, max_in_flight=1, records=records) as served:
-        batch = await served.submit(chat_lines(40))
-        await served.wait_for_lines(batch["id"], 1)
-        records.is_silent = True
-        log = tmp_path / "results" / f"{batch['id']}.log"
-
-        async def is_whole() -> bool:
-            return bool(records.given_up) and len(log.read_bytes().splitlines()) == 41
-
-        await eventually(is_whole)
-        await asyncio.sleep(0.5)  # the end of the batch is being stored
-        records.gives_up.set()
-        await asyncio.sleep(0.1)
-        records.goes_on.set()
-        await served.wait_for(batch["id"])
-        for changes, unchanged in records.given_up:
-            await records.commit(changes, unchanged=unchanged)
-        done = await served.batch(batch["id"])
-        assert len(await served.results(done["output_file_id"])) == 40
     assert done["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
 
 
