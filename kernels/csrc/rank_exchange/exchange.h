@@ -5,8 +5,9 @@
 // the call in between, so they have read it. Sums are added from rank 0 to the last, so they are the same on every rank
 // and do not depend on what else is in a call.
 //
-// A rank that waits looks for the others for a while, then sleeps until it is woken: a core on which others compute as
-// well goes to whoever has something to do, and who has slept is soon given it back.
+// A rank that waits looks for the others for longer than ranks that compute alike are apart, as a core that sleeps is not
+// given back at once, least of all by the host of a virtual machine. Then it sleeps until it is woken, and never offers
+// its core in between: who has slept is soon given it back, who has offered it is not.
 //
 // A rank that does not come breaks the exchange for all: waits end and results mean nothing from then on.
 #pragma once
@@ -27,7 +28,8 @@
 namespace rank_exchange {
 
 constexpr int64_t kLine = 64;
-constexpr int kSpins = 2000;               // looks, some ten to a hundred microseconds, before a rank sleeps
+constexpr int kSpins = 200;                 // looks between two looks at the clock, some microseconds
+constexpr int64_t kLongestSpinNs = 2000000;  // before a rank sleeps
 constexpr long kLongestSleepNs = 20000000;  // between two looks at the clock, and at whether the exchange is broken
 constexpr int kMostRanks = 64;
 
@@ -83,6 +85,8 @@ class Exchange {
     const char* of(int rank) const { return slot(rank); }
 
    private:
+    using Clock = std::chrono::steady_clock;
+
     std::atomic<uint64_t>& word(int64_t line) const {
         return *reinterpret_cast<std::atomic<uint64_t>*>(memory_ + line * kLine);
     }
@@ -95,19 +99,26 @@ class Exchange {
     }
 
     bool wait(int other, uint64_t number) {
-        const std::atomic<uint64_t>& counter = written(other);
-        for (int spins = 0; spins < kSpins; ++spins) {
-            if (counter.load(std::memory_order_acquire) >= number) return true;
-            pause();
-        }
+        const Clock::time_point began = Clock::now();
+        do {
+            if (has_come_within_spins(other, number)) return true;
+        } while (Clock::now() - began < std::chrono::nanoseconds(kLongestSpinNs));
         sleepers(other).fetch_add(1);
         const bool has_come = sleep(other, number);
         sleepers(other).fetch_sub(1);
         return has_come;
     }
 
+    bool has_come_within_spins(int other, uint64_t number) const {
+        const std::atomic<uint64_t>& counter = written(other);
+        for (int spins = 0; spins < kSpins; ++spins) {
+            if (counter.load(std::memory_order_acquire) >= number) return true;
+            pause();
+        }
+        return false;
+    }
+
     bool sleep(int other, uint64_t number) {
-        using Clock = std::chrono::steady_clock;
         const Clock::time_point began = Clock::now();
         for (;;) {
             const uint64_t seen = written(other).load();
