@@ -64,7 +64,8 @@ def main() -> None:
     times: dict[str, list[dict[str, float]]] = {}
     with engines(spec, num_cores()) as by_kind:
         for turn in range(options.rounds + 1):
-            for kind, (engine, num_threads) in by_kind.items():
+            for kind in list(by_kind)[:: 1 if turn % 2 else -1]:  # none always comes after the same one
+                engine, num_threads = by_kind[kind]
                 found = timed(engine, num_threads, spec)
                 print(kind, found, flush=True)
                 if turn:  # the first warms up
