@@ -1,7 +1,9 @@
 """Ranks as processes: the same tokens as one rank, and what happens when a rank dies or hangs."""
 
+import math
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +119,36 @@ def test_a_rank_that_hangs_is_noticed(ranks: Started) -> None:
     ranks.group.kill()
     ranks.group.close()
     assert not psutil.pid_exists(ranks.group.process_ids[0])
+
+
+class Reached:
+    """An event of a device that comes to it after so many seconds, or never."""
+
+    def __init__(self, after_s: float) -> None:
+        self._at_s = time.monotonic() + after_s
+
+    def is_done(self) -> bool:
+        return time.monotonic() >= self._at_s
+
+    def synchronize(self) -> None:
+        assert self.is_done(), "a wait that may never end"
+
+
+def test_a_sum_that_a_device_never_ends_fails_the_step(ranks: Started) -> None:
+    """As where a rank hangs, and lives, while others replay a graph: nothing but the clock tells."""
+    ranks.group.wait_for(Reached(0.3))
+    began_s = time.monotonic()
+    with pytest.raises(ExchangeBroken):
+        ranks.group.wait_for(Reached(math.inf))
+    assert TIMEOUT_S <= time.monotonic() - began_s < 2 * TIMEOUT_S
+
+
+def test_a_rank_that_ends_within_a_sum_of_a_device_fails_the_step_at_once(ranks: Started) -> None:
+    began_s = time.monotonic()
+    os.kill(ranks.group.process_ids[0], signal.SIGKILL)
+    with pytest.raises(ExchangeBroken):
+        ranks.group.wait_for(Reached(math.inf))
+    assert time.monotonic() - began_s < TIMEOUT_S
 
 
 def test_blocks_of_ranks_with_memories_of_their_own_go_through_a_pool(

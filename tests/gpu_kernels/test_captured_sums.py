@@ -162,7 +162,9 @@ def test_results_of_sums_that_broke_unseen_are_not_used(
 
     monkeypatch.setattr(ranks[0], "all_reduce_", aborted)
     monkeypatch.setattr(ranks[0], "gather", lambda x: torch.stack([x, x]))
-    monkeypatch.setattr(engine.ranks, "check", lambda: (_ for _ in ()).throw(ExchangeBroken("a rank has ended")))
+    monkeypatch.setattr(
+        engine.ranks, "wait_for", lambda _event: (_ for _ in ()).throw(ExchangeBroken("a rank has ended"))
+    )
     ranks[1].is_lost = True
     has_ended.set()
     with pytest.raises(ExchangeBroken):

@@ -11,7 +11,7 @@ import msgspec
 from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.collectives import Collectives, SharedMemoryCollectives
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.device.streams import streams_of
+from alignedserve.runtime.device.streams import Event, streams_of
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.ranks.follower_engine import FollowerEngine
@@ -73,7 +73,8 @@ class ThreadRanks(ToldRanks):
             thread.join(_TIMEOUT_S)
         assert not self.errors, self.errors
 
-    def check(self) -> None:
+    def wait_for(self, event: Event) -> None:
+        event.synchronize()
         if self.errors:
             raise ExchangeBroken("a rank of this worker has ended")
 

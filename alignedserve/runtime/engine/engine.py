@@ -18,7 +18,7 @@ from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import DeviceStreams, streams_of
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.last_tokens import LastTokenContexts, LastTokenPlanner
-from alignedserve.runtime.engine.rank_mirror import RankMirror
+from alignedserve.runtime.engine.rank_mirror import RankMirror, wait_for_step
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.block_loans import BlockLoans
 from alignedserve.runtime.engine.steps.chosen_tokens import NO_TOKEN, ChosenTokens
@@ -269,7 +269,7 @@ class Engine:
     def settle(self) -> None:
         """Wait until the device has done what is launched, and drop the results of a step that nobody asked for."""
         self._next.drop()
-        self._compute.record().synchronize()
+        wait_for_step(self._compute.record(), self._ranks)
 
     # --- the parts of a step
 
@@ -360,9 +360,7 @@ class Engine:
 
         Returns them, and the sequences whose logits were not numbers.
         """
-        launch.computed.synchronize()
-        if self._ranks is not None:
-            self._ranks.check()
+        wait_for_step(launch.computed, self._ranks)
         if launch.draw is None:
             return [], []
         assert launch.on_host is not None, "a step that was not launched"

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
+from alignedserve.runtime.device.streams import Event
 from alignedserve.runtime.engine.steps.step_output import Forced, Slices
 
 
@@ -41,5 +42,19 @@ class RankMirror(Protocol):
     def flush(self) -> None:
         """Send what was told. Raises ExchangeBroken when a rank has ended."""
 
-    def check(self) -> None:
-        """Raise ExchangeBroken when a rank has ended: what the latest step gave means nothing then."""
+    def wait_for(self, event: Event) -> None:
+        """Wait until the first rank's device has come to the event, behind a step of all ranks.
+
+        Raises ExchangeBroken when a rank has ended, or has not come for too long: the step's results mean nothing then.
+        """
+
+
+def wait_for_step(event: Event, ranks: RankMirror | None) -> None:
+    """Wait until the device has come to the event behind a step. Raises ExchangeBroken as RankMirror.wait_for does.
+
+    `ranks`: the others that compute it; None: there are none.
+    """
+    if ranks is None:
+        event.synchronize()
+    else:
+        ranks.wait_for(event)

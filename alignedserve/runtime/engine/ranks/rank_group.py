@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from alignedserve.core.errors import (
 from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.device.devices import CPU
 from alignedserve.runtime.device.shared_pages import map_file, take_pages
+from alignedserve.runtime.device.streams import Event
 from alignedserve.runtime.engine.ranks.frames import Start, Started, decode, encode, receive_frame, send_frame
 from alignedserve.runtime.engine.ranks.group_copies import GroupCopies
 from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec, join
@@ -36,6 +38,9 @@ logger = logging.getLogger(__name__)
 _MODULE = "alignedserve.runtime.engine.ranks.follower_process"
 # What loading a share of a model raises.
 _KNOWN = (ConfigError, ModelError, ModelNotFound, NotEnoughMemory, UnsafeWeights, UnsupportedModel)
+_LOST = "a rank of this worker has ended, or has not answered in time"
+_LOOKING_S = 0.1  # for which a wait for the device looks again and again, as CUDA's own does: longer than most steps
+_PAUSE_S = 0.001  # between two looks from then on
 _END_S = 10.0  # for a process to end once its connection is closed
 
 
@@ -55,6 +60,7 @@ class RankGroup(ToldRanks):
         has_memory = is_on_cpu and has_rank_exchange() and not uses_process_group
         self._folder = Path(tempfile.mkdtemp(prefix="alignedserve-ranks-"))
         self._is_closed = self._is_broken = False
+        self._timeout_s = spec.timeout_s
         self.meeting = meeting = Meeting(
             make_exchange_memory(spec.size) if has_memory else None,
             self._folder / "meeting",
@@ -97,10 +103,17 @@ class RankGroup(ToldRanks):
         for follower in self._followers:
             follower.process.kill()
 
-    def check(self) -> None:
-        """See RankMirror. Sums within a replayed graph raise nothing themselves."""
+    def wait_for(self, event: Event) -> None:
+        """See RankMirror. A sum within a replayed graph raises nothing itself, and never ends without all ranks."""
+        began_s = time.monotonic()
+        while not event.is_done():
+            waited_s = time.monotonic() - began_s
+            if self._is_broken or waited_s > self._timeout_s:
+                raise ExchangeBroken(_LOST)
+            time.sleep(0.0 if waited_s < _LOOKING_S else _PAUSE_S)
+        event.synchronize()
         if self._is_broken:
-            raise ExchangeBroken("a rank of this worker has ended")
+            raise ExchangeBroken(_LOST)
 
     def close(self) -> None:
         """End the other ranks."""
