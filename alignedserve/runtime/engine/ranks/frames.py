@@ -1,6 +1,7 @@
 """Frames between the first rank of a worker and another: over a socket pair, length first, typed MessagePack."""
 
 import socket
+import threading
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,8 @@ from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec
 
 _LENGTH_BYTES = 8
 _MAX_BYTES = 1 << 30  # of the commands of one step
+_MAKING = threading.Lock()
+_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 T = TypeVar("T")
 
 
@@ -53,9 +56,21 @@ def encode(content: object) -> bytes:
 def decode(payload: bytes, kind: type[T]) -> T:
     """Decode a frame that holds this. Raises ProtocolError."""
     try:
-        return msgspec.msgpack.decode(payload, type=kind, dec_hook=_from_plain)
+        content: T = _decoder(kind).decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"frame refused: {type(error).__name__}") from error
+    return content
+
+
+def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return the decoder of a kind of frame, made by one thread at a time.
+
+    msgspec 0.22 ends the process where two threads use a type for the first time at once.
+    """
+    with _MAKING:
+        if kind not in _DECODERS:
+            _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
+        return _DECODERS[kind]
 
 
 def _to_plain(value: object) -> object:
