@@ -376,4 +376,5 @@ class StandInStorage(BlockStorage):
         self.accelerator = device
         self.lanes = CopyLanes(device)
         self._bytes = device.adopt(storage.bytes)
+        self._blocks = storage._blocks  # as kernels see them, which run on the device
         self._pieces = DevicePieces(self._bytes, self.lanes)

@@ -128,15 +128,14 @@ class ModelExecutor:
             lent_blocks=[BlockId(self.num_blocks + index) for index in range(num_lent)],
         )
         self.has_shared_blocks = sizes.wants_shared_blocks and self._engine.can_share_blocks
+        swap_bytes = sizes.swap_space_bytes // served.tensor_parallel  # of this rank's parts
         self._swap_space: HostCaches
         if sizes.wants_shared_blocks and not self.has_shared_blocks:
             logger.warning("blocks are not shared: attention in torch reads slots that a sequence does not use")
         if self.has_shared_blocks:
-            self._swap_space = SlotSwapSpace(self._storage, streams)
+            self._swap_space = SlotSwapSpace(self._storage, streams, host_bytes=swap_bytes)
         else:
-            self._swap_space = SwapSpace(
-                self._storage, streams, is_int8=sizes.has_int8_swaps, host_bytes=sizes.swap_space_bytes
-            )
+            self._swap_space = SwapSpace(self._storage, streams, is_int8=sizes.has_int8_swaps, host_bytes=swap_bytes)
         self._engine.record_graphs(product_shapes(decoder.config) if served.lora.is_enabled else ())
         self._threads = WorkerThreads(partial(use_device, device))
         self._sizes, self._max_context_len = sizes, served.max_context_len
@@ -293,6 +292,7 @@ def _rank_spec(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> Rank
         num_threads=threads_per_rank(sizes, size),
         timeout_s=_RANK_TIMEOUT_S,
         has_int8_swaps=sizes.has_int8_swaps,
+        swap_space_bytes=sizes.swap_space_bytes // size,
         wants_shared_blocks=sizes.wants_shared_blocks,
         lora=served.lora,
     )

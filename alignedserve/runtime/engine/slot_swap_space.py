@@ -4,6 +4,7 @@ A copy of a whole block would bring back what the other request had in it. What 
 its context, in as many parts as it left in; all of it comes back at once.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -14,9 +15,10 @@ from torch import Tensor
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.iterations import Swap
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.streams import DeviceStreams, Event
+from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
 from alignedserve.runtime.engine.swap_space import HostCaches
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.host_rows import HostRows
 from alignedserve.runtime.kv.pending_copies import IntArray
 
 
@@ -24,8 +26,13 @@ class _Part(NamedTuple):
     """Consecutive tokens of one cache on the host."""
 
     first_token: int
-    rows: Tensor  # [tokens, keys and values of every layer, elements of a slot]
+    pieces: list[Tensor]  # of rows, one for a token, in order
+    taken: IntArray | None  # of the HostRows; None: memory of its own
     copied_out: Event
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.pieces))
 
 
 class _Places(NamedTuple):
@@ -40,45 +47,51 @@ class SlotSwapSpace(HostCaches):
 
     width = 1.0  # of a copy on the host, by the cache on the device
 
-    def __init__(self, storage: BlockStorage, streams: DeviceStreams) -> None:
+    def __init__(self, storage: BlockStorage, streams: DeviceStreams, *, host_bytes: int = 0) -> None:
+        """`host_bytes`: memory for copies that is registered with a device now; those beyond it allocate their own."""
         super().__init__(storage, streams)
         layout = storage.layout
         shape = (storage.num_blocks, layout.runs_per_block, layout.block_size, layout.slot_width)
         self._slots = storage.blocks.view(shape)
-        self._is_host = storage.device.type == "cpu"
+        self._row_bytes = layout.runs_per_block * layout.slot_width * self._slots.element_size()  # of a token
+        self._accelerator = storage.accelerator
+        self._host_rows: HostRows | None = None
+        if self._accelerator is not None and host_bytes >= self._row_bytes:
+            self._host_rows = HostRows(self._accelerator, self._row_bytes, host_bytes // self._row_bytes)
         self._parts: dict[RequestId, list[_Part]] = {}  # in the order of their tokens
 
     def _forget(self, request_id: RequestId) -> None:
-        del self._parts[request_id]
+        for part in self._parts.pop(request_id):
+            self._give_back(part, self._offload)
 
     def _copy_out(self, swap: Swap) -> None:
         parts = self._parts.setdefault(swap.request_id, [])
         assert not parts or parts[0].first_token == swap.first_token + swap.num_tokens, "not the end of what is left"
         places = self._places(swap, swap.first_token // self._storage.layout.block_size)
-        rows = self._pinned(swap.num_tokens)
-        staging = rows if self._is_host else torch.empty_like(rows, device=self._storage.device, pin_memory=False)
+        pieces, taken = self._memory_for(swap.num_tokens)
+        staging = self._staging(pieces)
         self._storage.pending_copies.wait(self._offload, places.block_ids)
         self._offload.run(partial(self._gather, places, staging))
-        if staging is not rows:
-            self._offload.copy_out(staging, rows)
+        for on_device, rows in self._copied(staging, pieces):
+            self._offload.copy_out(on_device, rows)
         self._storage.pending_copies.record(self._offload, places.block_ids)
-        parts.insert(0, _Part(swap.first_token, rows, self._offload.record()))
+        parts.insert(0, _Part(swap.first_token, pieces, taken, self._offload.record()))
 
     def _copy_in(self, swap: Swap) -> None:
         parts = self._parts.pop(swap.request_id)
         assert parts[0].first_token == swap.first_token, "comes back in other places than it left"
-        assert sum(len(part.rows) for part in parts) == swap.num_tokens, "not all of it comes back"
+        assert sum(part.num_tokens for part in parts) == swap.num_tokens, "not all of it comes back"
         places = self._places(swap, 0)
         self._storage.pending_copies.wait(self._prefetch, places.block_ids)
         for part in parts:
             self._prefetch.wait(part.copied_out)
             first = part.first_token - swap.first_token
-            of_part = _Places(*(array[first : first + len(part.rows)] for array in places))
-            staging = part.rows
-            if not self._is_host:
-                staging = torch.empty_like(part.rows, device=self._storage.device, pin_memory=False)
-                self._prefetch.copy_in(part.rows, staging)
+            of_part = _Places(*(array[first : first + part.num_tokens] for array in places))
+            staging = self._staging(part.pieces)
+            for on_device, rows in self._copied(staging, part.pieces):
+                self._prefetch.copy_in(rows, on_device)
             self._prefetch.run(partial(self._scatter, of_part, staging))
+            self._give_back(part, self._prefetch)
         self._storage.pending_copies.record(self._prefetch, places.block_ids)
 
     def _places(self, swap: Swap, first_column: int) -> _Places:
@@ -88,14 +101,42 @@ class SlotSwapSpace(HostCaches):
         block_ids = np.array(swap.block_ids, np.int64)[columns - first_column]
         return _Places(block_ids, size - 1 - offsets if swap.is_reversed else offsets)
 
-    def _pinned(self, num_tokens: int) -> Tensor:
-        shape = (num_tokens, self._slots.shape[1], self._slots.shape[3])
-        return torch.empty(shape, dtype=self._slots.dtype, pin_memory=not self._is_host)
+    def _memory_for(self, num_tokens: int) -> tuple[list[Tensor], IntArray | None]:
+        """Return host memory for so many tokens, and which of the registered rows it is."""
+        taken = None if self._host_rows is None else self._host_rows.take(num_tokens, self._offload)
+        if self._host_rows is not None and taken is not None:
+            return self._host_rows.pieces(taken), taken
+        if self._accelerator is not None:
+            return [self._accelerator.pinned(num_tokens, self._row_bytes)], None
+        return [torch.empty((num_tokens, self._row_bytes), dtype=torch.uint8)], None
+
+    def _give_back(self, part: _Part, stream: Stream) -> None:
+        if self._host_rows is not None and part.taken is not None:
+            self._host_rows.give_back(part.taken, stream)
+
+    def _staging(self, pieces: list[Tensor]) -> Tensor:
+        """Return where the slots of these rows are gathered: on the device, or where they stay."""
+        if self._accelerator is None:
+            return pieces[0]
+        return self._accelerator.empty(sum(map(len, pieces)), self._row_bytes)
+
+    def _copied(self, staging: Tensor, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what is copied between device and host, as rows there and here."""
+        if self._accelerator is None:
+            return
+        first = 0
+        for rows in pieces:
+            yield staging[first : first + len(rows)], rows
+            first += len(rows)
+
+    def _elements(self, rows: Tensor) -> Tensor:
+        """View rows as [tokens, keys and values of every layer, elements of a slot]."""
+        return rows.view(self._slots.dtype).view(len(rows), self._slots.shape[1], self._slots.shape[3])
 
     def _gather(self, places: _Places, rows: Tensor) -> None:
         block_ids, slots = to_device([places.block_ids, places.slots], self._storage.device)
-        rows.copy_(self._slots[block_ids, :, slots])
+        self._elements(rows).copy_(self._slots[block_ids, :, slots])
 
     def _scatter(self, places: _Places, rows: Tensor) -> None:
         block_ids, slots = to_device([places.block_ids, places.slots], self._storage.device)
-        self._slots[block_ids, :, slots] = rows
+        self._slots[block_ids, :, slots] = self._elements(rows)

@@ -54,6 +54,7 @@ class RankEngineSpec(msgspec.Struct, frozen=True):
     timeout_s: float  # for which a rank waits for others
     has_int8_swaps: bool = False  # as in EngineSizes, like the next
     wants_shared_blocks: bool = False
+    swap_space_bytes: int = 0  # of a rank
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)  # which adapters requests may have
 
     @property
@@ -140,5 +141,5 @@ def make_adapters(spec: RankEngineSpec, rank: int) -> SequenceAdapters:
 def make_swap_space(spec: RankEngineSpec, engine: Engine, streams: DeviceStreams, storage: BlockStorage) -> HostCaches:
     """Return the swap space of a storage, of one kind on all ranks."""
     if spec.wants_shared_blocks and engine.can_share_blocks:
-        return SlotSwapSpace(storage, streams)
-    return SwapSpace(storage, streams, is_int8=spec.has_int8_swaps)
+        return SlotSwapSpace(storage, streams, host_bytes=spec.swap_space_bytes)
+    return SwapSpace(storage, streams, is_int8=spec.has_int8_swaps, host_bytes=spec.swap_space_bytes)

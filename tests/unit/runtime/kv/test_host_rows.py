@@ -8,6 +8,7 @@ import torch
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Swap, Swaps
+from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.harnesses.transfer import layout_of
@@ -36,14 +37,18 @@ class CountingDevice(StandInDevice):
 class Swapping:
     """Blocks of a stand-in, each with what its cache holds, and its swap space."""
 
-    def __init__(self, seed: int = 0, *, num_rows: int = NUM_ROWS, refusal: str | None = None) -> None:
+    def __init__(
+        self, seed: int = 0, *, by_slots: bool = False, num_rows: int = NUM_ROWS, refusal: str | None = None
+    ) -> None:
         self.device = CountingDevice(Machine(seed), "one")
         self.device.refusal = refusal
         self.device.use()
         self.plain = BlockStorage(LAYOUT, NUM_BLOCKS)
         storage = StandInStorage(self.plain, self.device)
         self.streams = self.device.streams()
-        self.space = SwapSpace(storage, self.streams, host_bytes=num_rows * LAYOUT.block_bytes)
+        host_bytes = num_rows * LAYOUT.block_bytes
+        make: type[SwapSpace | SlotSwapSpace] = SlotSwapSpace if by_slots else SwapSpace
+        self.space = make(storage, self.streams, host_bytes=host_bytes)
 
     def write(self, block: int, value: int) -> None:
         """Fill a block, once earlier copies of it are done, as an engine does."""
@@ -63,10 +68,11 @@ def swap(name: str, blocks: list[int]) -> Swap:
     return Swap(RequestId(name), len(blocks) * LAYOUT.block_size, tuple(map(BlockId, blocks)))
 
 
+@pytest.mark.parametrize("by_slots", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_swaps_bring_back_what_left_and_register_nothing(seed: int) -> None:
+def test_random_swaps_bring_back_what_left_and_register_nothing(seed: int, *, by_slots: bool) -> None:
     """Rows that one cache leaves are the next one's, while the copy back to the device may be under way."""
-    rng, own = random.Random(seed), Swapping(seed)
+    rng, own = random.Random(seed), Swapping(seed, by_slots=by_slots)
     assert own.device.num_registered == 1
     away, expected, num_back = dict[str, list[int]](), dict[int, int](), 0
     for step in range(80):
@@ -97,11 +103,12 @@ def test_random_swaps_bring_back_what_left_and_register_nothing(seed: int) -> No
     assert (own.device.num_registered, own.device.num_own) == (1, 0)
 
 
+@pytest.mark.parametrize("by_slots", [False, True])
 @pytest.mark.parametrize(("num_rows", "refusal"), [(1, None), (NUM_ROWS, "out of memory")])
 def test_without_room_or_registered_memory_a_copy_has_memory_of_its_own(
-    num_rows: int, refusal: str | None, caplog: pytest.LogCaptureFixture
+    num_rows: int, refusal: str | None, caplog: pytest.LogCaptureFixture, *, by_slots: bool
 ) -> None:
-    own = Swapping(num_rows=num_rows, refusal=refusal)
+    own = Swapping(by_slots=by_slots, num_rows=num_rows, refusal=refusal)
     assert refusal is None or refusal in caplog.text
     own.device.refusal = None
     for block in (3, 4):
