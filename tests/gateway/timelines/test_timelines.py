@@ -136,8 +136,8 @@ def test_a_collector_that_hangs_costs_spans_which_are_counted() -> None:
 
 @pytest.fixture
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long it waits between its tries is not what these tests are about."""
-    for name in ("_GATHER_S", "_FIRST_PAUSE_S"):
+    """How long it waits before and between its tries is not what these tests are about."""
+    for name in ("LAST_NOTES_S", "_GATHER_S", "_FIRST_PAUSE_S"):
         monkeypatch.setattr(exporter_module, name, 0.05)
 
 
