@@ -31,7 +31,8 @@ class Ray:
         """Kill what is left. Not by `kill_all`: a child is gone only once some far parent has waited for it."""
         for one in (self.head, self.raylet):
             if one.poll() is None:
-                for process in (*psutil.Process(one.pid).children(recursive=True), one):
+                parent = psutil.Process(one.pid)
+                for process in (*parent.children(recursive=True), parent):
                     process.kill()
             one.communicate()
 
