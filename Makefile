@@ -32,7 +32,7 @@ cluster-demo: install  ## `ray up` on three hosts of namespaces, a checked trace
 eval: install  ## the pocket model's accuracy per skill, through the running system
 	@$(BIN)/alignedserve eval pocket
 
-test: install-dev  ## the default tests: about four minutes on two cores, no GPU, no network
+test: install-dev  ## the default tests: up to nine minutes on two cores, no GPU, no network
 	@scripts/run_tests.sh $(BIN)/python
 
 test-all: install-dev  ## the longer ones as well; clusters first, as their time-outs are real

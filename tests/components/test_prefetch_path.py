@@ -196,7 +196,8 @@ async def test_evicted_requests_go_over_the_link_and_come_back(tmp_path: Path) -
     assert all(copy.ended for copy in machine.moved(LINK))
 
 
-@pytest.mark.parametrize("lost", [PREFILL, pytest.param(DECODE, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [PREFILL, DECODE])
 async def test_a_worker_is_lost_while_blocks_are_lent(lost: str, tmp_path: Path) -> None:
     machine = Machine()
     async with running(config_of(tmp_path, num_workers=2), tmp_path, machine) as cluster:

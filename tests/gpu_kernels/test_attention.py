@@ -75,6 +75,11 @@ def test_decode_at_the_edges_of_tiles(lengths: list[int], device: torch.device) 
 def test_decode_of_a_long_context_by_many_programs(seed: int, device: torch.device) -> None:
     """More parts than are merged at a time, beside a context that is one part."""
     check_decode(seed, [2000, 3], None, device, num_programs=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_decode_of_a_long_window_by_many_programs(seed: int, device: torch.device) -> None:
     check_decode(seed, [2000, 1200], 1900, device, num_programs=23)
 
 
@@ -120,11 +125,11 @@ def test_prefill(seed: int, device: torch.device) -> None:
     check_prefill(seed, lengths, counts, None if seed % 2 else int(rng.integers(1, 90)), device)
 
 
+@pytest.mark.parametrize("window", [None, *slow(193)])
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 6))])
-def test_chunks_deep_in_their_contexts(seed: int, device: torch.device) -> None:
+def test_chunks_deep_in_their_contexts(seed: int, window: int | None, device: torch.device) -> None:
     """Tiles of keys that every query sees whole, and those behind them that some do."""
-    check_prefill(seed, [300, 193, 129], [20, 150, 1], None, device)
-    check_prefill(seed, [300, 193, 129], [20, 150, 1], 193, device)
+    check_prefill(seed, [300, 193, 129], [20, 150, 1], window, device)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 6)])

@@ -114,6 +114,7 @@ def engine(folder: Path, ranks: list[CapturedRank]) -> Iterator[RankedEngine]:
         made.ranks.close()
 
 
+@pytest.mark.slow
 def test_all_ranks_record_the_same_graphs_and_replay_them_in_one_order(
     folder: Path, engine: RankedEngine, ranks: list[CapturedRank]
 ) -> None:

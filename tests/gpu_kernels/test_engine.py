@@ -260,6 +260,7 @@ class CountedStream(CheckedStream):
         return event
 
 
+@pytest.mark.slow
 @interpreted
 def test_hidden_caches_beside_keys_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny_model(tmp_path, "llama_mha")
@@ -281,6 +282,7 @@ def test_hidden_caches_beside_keys_and_values(tmp_path: Path, monkeypatch: pytes
         assert tiny.tokens(name) == plain.tokens(name)
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_cache_of_float8_by_the_kernels_and_by_pytorch(
     folder: Path, reference: Any, monkeypatch: pytest.MonkeyPatch

@@ -173,6 +173,7 @@ def adapters_of(decoder: Decoder, folder: Path) -> dict[str, AdapterMatrices | N
     return {"a": loaded[0], "b": None, "c": loaded[1]}
 
 
+@pytest.mark.slow
 def test_an_engine_with_recorded_steps_answers_as_native_kernels_do(
     folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from alignedserve.runtime.attention import triton_backend
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device_check.self_check import CheckPlan, Computer, obstacle_of
 from kernels import gpu_dispatch
+from tests.support.marks import slow
 from tests.support.tiny_engines import capture_nothing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do")
@@ -35,7 +36,7 @@ def test_bfloat16_passes_too() -> None:
     assert obstacle_of(INTERPRETED, CheckPlan(SHORT.prompts, SHORT.steps, (torch.bfloat16,))) is None
 
 
-@pytest.mark.parametrize("kernel", ["paged_decode", "paged_prefill"])
+@pytest.mark.parametrize("kernel", ["paged_decode", *slow("paged_prefill")])
 def test_a_kernel_that_leaves_out_the_first_tokens_is_seen(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = getattr(triton_backend, kernel)
 
@@ -56,6 +57,7 @@ def test_results_that_are_not_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) 
     assert obstacle_of(INTERPRETED, SHORT) == "in float32 it has no numbers where the CPU has"
 
 
+@pytest.mark.slow
 def test_a_kernel_that_was_replaced_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gpu_dispatch._reasons, "row_norm (torch.float32)", "OSError: no C compiler")
     assert obstacle_of(INTERPRETED, SHORT) == "row_norm (torch.float32) does not run: OSError: no C compiler"

@@ -28,7 +28,7 @@ def run_json(capsys: pytest.CaptureFixture[str], options: ReplayOptions) -> tupl
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("config", [disaggregated(learns_costs=True), *slow(colocated(learns_costs=True))])
+@pytest.mark.parametrize("config", slow(disaggregated(learns_costs=True), colocated(learns_costs=True)))
 def test_a_simulation_of_a_simulation_is_that_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: SimConfig
 ) -> None:

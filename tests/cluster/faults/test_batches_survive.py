@@ -8,6 +8,7 @@ from tests.cluster.serving import Serving
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.slow
 def test_a_batch_whose_driver_and_redis_are_killed(cluster: Serving) -> None:
     batch = submit(cluster.url, NUM_LINES)
     wait_for(cluster, batch, 20)

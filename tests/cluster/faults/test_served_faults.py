@@ -10,6 +10,7 @@ import pytest
 
 from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import Stream, make_client, stream_all, stream_one
+from tests.support.marks import slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -74,7 +75,7 @@ def assert_serves(cluster: Serving) -> None:
     assert cluster.complete()[0] == 200
 
 
-@pytest.mark.parametrize("kind", ["ColocatedWorker", "Router"])
+@pytest.mark.parametrize("kind", ["ColocatedWorker", *slow("Router")])
 async def test_a_killed_process_is_not_noticed_by_clients(cluster: Serving, undisturbed: list[str], kind: str) -> None:
     victim = cluster.actor(kind)
     streams = await stream_through(cluster, victim.kill, is_router_hurt=kind == "Router")
@@ -91,7 +92,7 @@ async def test_nor_is_one_of_separate_workers(separate_cluster: Serving, undistu
     assert separate_cluster.actor(kind).pid != victim.pid
 
 
-@pytest.mark.parametrize("kinds", [("Router",), ("Router", "ColocatedWorker")])
+@pytest.mark.parametrize("kinds", [*slow(("Router",)), ("Router", "ColocatedWorker")])
 async def test_requests_without_a_token_are_not_lost(
     cluster: Serving, undisturbed: list[str], kinds: tuple[str, ...]
 ) -> None:

@@ -119,9 +119,9 @@ async def test_a_connection_that_is_kept_alive_by_empty_lines_is_closed() -> Non
 
 
 async def test_headers_that_trickle_are_refused() -> None:
-    async with serving(header_timeout_s=0.5) as connect:
+    async with serving(header_timeout_s=0.2) as connect:
         reader, writer = await connect()
-        for letter in GET + b"a: b\r\n" * 40:
+        for letter in GET + b"a: b\r\n" * 12:
             if not writer.is_closing():
                 writer.write(bytes([letter]))
             await asyncio.sleep(0.01)
@@ -169,7 +169,7 @@ async def test_what_stands_around_a_body_is_bounded(body: bytes) -> None:
 
 
 async def test_a_half_closed_client_is_answered() -> None:
-    async with serving(lambda _: Script((5,) * 8, first_token_delay_s=0.5)) as connect:
+    async with serving(lambda _: Script((5,) * 8, first_token_delay_s=0.2)) as connect:
         for request in (chat(), chat(stream=True), chat() + chat(b"Connection: close")):
             reader, writer = await connect()
             writer.write(request)

@@ -10,6 +10,7 @@ import pytest
 from alignedserve.config.sections import ExplainConfig, TracingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
+from alignedserve.gateway.timelines import exporter as exporter_module
 from alignedserve.gateway.timelines.explanation import explanation
 from alignedserve.gateway.timelines.exporter import TraceExporter
 from alignedserve.gateway.timelines.timeline import CallFacts, Timeline
@@ -133,6 +134,14 @@ def test_a_collector_that_hangs_costs_spans_which_are_counted() -> None:
             assert exporter.num_dropped > 0
 
 
+@pytest.fixture
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long it waits before and between its tries is not what these tests are about."""
+    for name in ("LAST_NOTES_S", "_GATHER_S", "_FIRST_PAUSE_S"):
+        monkeypatch.setattr(exporter_module, name, 0.05)
+
+
+@pytest.mark.usefixtures("_short_pauses")
 def test_a_busy_collector_is_asked_again_and_a_refusal_is_final() -> None:
     timelines = Timelines(ExplainConfig())
     with collecting() as collector, _exporting(collector.url) as exporter:
@@ -147,6 +156,7 @@ def test_a_busy_collector_is_asked_again_and_a_refusal_is_final() -> None:
     ]
 
 
+@pytest.mark.usefixtures("_short_pauses")
 def test_a_dead_collector_ends_nothing() -> None:
     timelines = Timelines(ExplainConfig())
     with _exporting("http://127.0.0.1:1") as exporter:

@@ -106,7 +106,10 @@ def goodput_of(name: str, arrivals: list[Arrival]) -> int:
 
 
 @pytest.mark.parametrize("num_instances", [6, pytest.param(many(100), marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("gap_s", "least"), [(0.0, 0.9), (0.05, 0.8)], ids=["together", "some later"])
+@pytest.mark.parametrize(
+    ("gap_s", "least"),
+    [pytest.param(0.0, 0.9, id="together"), pytest.param(0.05, 0.8, id="some later", marks=pytest.mark.slow)],
+)
 def test_goodput_against_the_best_schedule(num_instances: int, gap_s: float, least: float) -> None:
     """The best schedule knows who is still to come; the oracle does not."""
     instances = [small_instance(seed, gap_s) for seed in range(num_instances)]

@@ -111,7 +111,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[_Handler
     monkeypatch.setattr(command, "_ONCE_S", 0.0)
     handler = type("Handler", (_Handler,), {"answers": [], "asked": []})
     with HTTPServer(("127.0.0.1", 0), handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
+        thread = threading.Thread(target=http.serve_forever, args=(0.02,))
         thread.start()
         yield f"http://127.0.0.1:{http.server_port}", handler
         http.shutdown()

@@ -28,8 +28,12 @@ class Ray:
         self.processes = NodeProcesses({"the head": self.head, "the node": self.raylet}, lambda: self.answer)
 
     def end(self) -> None:
-        kill_all([psutil.Process(one.pid) for one in (self.head, self.raylet) if one.poll() is None])
+        """Kill what is left. Not by `kill_all`: a child is gone only once some far parent has waited for it."""
         for one in (self.head, self.raylet):
+            if one.poll() is None:
+                parent = psutil.Process(one.pid)
+                for process in (*parent.children(recursive=True), parent):
+                    process.kill()
             one.communicate()
 
 

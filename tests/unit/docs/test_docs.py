@@ -1,5 +1,6 @@
 """The documentation names only what exists, and its lines fit a screen."""
 
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -31,9 +32,8 @@ def test_named_files_exist(page: Path) -> None:
 
 @per_page
 def test_named_modules_exist(page: Path) -> None:
-    modules = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     named = [name for name in _CODE.findall(page.read_text()) if _MODULE_FILE.fullmatch(name)]
-    assert [name for name in named if not any(f"/{module}".endswith(f"/{name}") for module in modules)] == []
+    assert [name for name in named if not any(f"/{module}".endswith(f"/{name}") for module in _modules())] == []
 
 
 @per_page
@@ -83,6 +83,12 @@ def test_every_package_folder_is_described() -> None:
         folder.as_posix().removeprefix("alignedserve/") for folder in folders if folder.as_posix() != "alignedserve"
     }
     assert {name for name in names if name not in described and name.partition("/")[0] != "microbench"} == set()
+
+
+@functools.cache
+def _modules() -> frozenset[str]:
+    """Return every module of the project by its path, found once for all pages."""
+    return frozenset(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def _named_paths(page: Path) -> Iterator[str]:

@@ -124,6 +124,7 @@ def test_backends_agree(decoder: Decoder, attention: str) -> None:
     assert len(jumping) < len(one_by_one)
 
 
+@pytest.mark.slow
 def test_steps_that_are_planned_ahead_jump_too(decoder: Decoder) -> None:
     expected = flat(answer(decoder, PLAIN, jumps=False))
     engine = TinyEngine(
