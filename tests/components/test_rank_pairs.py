@@ -5,14 +5,14 @@ The devices are stand-ins, with memories that nothing else touches and streams i
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from dataclasses import replace as changed
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from alignedserve.config.sections import BatchingConfig, ClusterConfig, Topology
-from alignedserve.core.request import SamplingParams
+from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.runtime.engine import model_executor
 from kernels.cpu.rank_exchange import has_rank_exchange
 from tests.harnesses.client_gateway import Answer
@@ -25,6 +25,8 @@ pytestmark = pytest.mark.skipif(not has_rank_exchange(), reason="the native kern
 
 SIZE = 2
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+LONGER = changed(SAMPLING, max_tokens=300)
+TOO_TIGHT = Slo(tpot_s=1e-6)  # its decodes leave a worker no time for prompts
 PREFILL, DECODE = "prefill-0", "decode-0"
 
 
@@ -33,19 +35,18 @@ def ranks_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_executor, "load_ranks", load_on_devices)
 
 
-@pytest.fixture
-async def faults_of_the_loop() -> AsyncIterator[list[str]]:
+@pytest.fixture(autouse=True)
+async def faults_of_the_loop() -> list[str]:
     """Whatever goes wrong in a callback or task would end a real process."""
     faults: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context)))
-    yield faults
-    assert faults == []
+    return faults
 
 
 def config_of(folder: Path, *, transport: str = "auto", **changes: object) -> ClusterConfig:
     config = small_config(folder / "model", batching=BatchingConfig(min_requests=4, starvation_s=0.2), **changes)
-    engine = replace(config.engine, tensor_parallel=SIZE, device="cuda", kv_transport=transport)
-    return replace(config, engine=replace(engine, device="cpu") if transport in ("auto", "shm", "tcp") else engine)
+    engine = replace(config.engine, tensor_parallel=SIZE, kv_transport=transport)
+    return replace(config, engine=engine, router=replace(config.router, max_retries=20))
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -61,13 +62,15 @@ async def submitted(cluster: RoomCluster, work: list[list[int]], num_first: int 
     return first + [cluster.gateway.submit(prompt, SAMPLING) for prompt in work[num_first:]]
 
 
-async def check(cluster: RoomCluster, work: list[list[int]], answers: list[Answer]) -> None:
+async def check(
+    cluster: RoomCluster, work: list[list[int]], answers: list[Answer], sampling: SamplingParams = SAMPLING
+) -> None:
     async with asyncio.timeout(120):
         for answer in answers:
             await answer.done.wait()
     for prompt, answer in zip(work, answers, strict=True):
         assert answer.failure is None
-        assert answer.token_ids == cluster.reference(prompt, SAMPLING)
+        assert answer.token_ids == cluster.reference(prompt, sampling)
     await cluster.gateway.idle()
 
 
@@ -86,19 +89,72 @@ def moved_bytes(machine: Machine, way: str, source: str | None, target: str | No
     ]
 
 
-@pytest.mark.usefixtures("faults_of_the_loop")
-async def test_a_batch_goes_from_each_rank_s_device_to_that_of_its_peer(tmp_path: Path) -> None:
+async def test_a_batch_goes_from_each_rank_s_device_to_that_of_its_peer(
+    tmp_path: Path, faults_of_the_loop: list[str]
+) -> None:
     machine = Machine(1)
     async with running(config_of(tmp_path), tmp_path, machine) as cluster:
         work = prompts(12)
         await check(cluster, work, await submitted(cluster, work))
-    ways = [(PCIE, PREFILL, None), (PCIE, None, PREFILL), (LINK, PREFILL, DECODE)]
-    for way in ways:
+    for way in ((PCIE, PREFILL, None), (PCIE, None, PREFILL), (LINK, PREFILL, DECODE)):
         first, second = moved_bytes(machine, *way)
         assert first == second > 0
-    assert {(one.source, one.target) for one in machine.moved(LINK)} <= {
-        ends
-        for rank in range(SIZE)
-        for names in ((PREFILL, DECODE), (DECODE, PREFILL))
-        for ends in [tuple(device_of(name, rank) for name in names)]
-    }
+    pairs = {frozenset(device_of(name, rank) for name in (PREFILL, DECODE)) for rank in range(SIZE)}
+    assert {frozenset((copy.source, copy.target)) for copy in machine.moved(LINK)} == pairs
+    assert faults_of_the_loop == []
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_candidate_buffers_in_host_memory_are_filled_and_read_by_every_rank(
+    transport: str, tmp_path: Path, faults_of_the_loop: list[str]
+) -> None:
+    machine = Machine(2)
+    async with running(config_of(tmp_path, transport=transport), tmp_path, machine) as cluster:
+        work = prompts(12)
+        await check(cluster, work, await submitted(cluster, work))
+        status = await cluster.gateway.idle()
+    first, second = moved_bytes(machine, PCIE, None, DECODE)
+    assert machine.moved(LINK) == []
+    assert first == second > 0
+    assert status.num_handoffs_verified > 0
+    assert status.num_handoffs_refused == 0
+    assert faults_of_the_loop == []
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm"])
+async def test_requests_move_between_elastic_workers(
+    transport: str, tmp_path: Path, faults_of_the_loop: list[str]
+) -> None:
+    machine = Machine(3)
+    config = config_of(tmp_path, transport=transport, topology=Topology.ELASTIC)
+    async with running(config, tmp_path, machine) as cluster:
+        work = [[5 + number, 6, 7, 8 + number] for number in range(3)]
+        answers = [cluster.gateway.submit(prompt, LONGER, TOO_TIGHT) for prompt in work]
+        await answers[0].first_token.wait()
+        await cluster.start_decode("decode-1")
+        await check(cluster, work, answers, LONGER)
+        status = await cluster.gateway.idle()
+    assert status.num_handoffs_verified > 0
+    assert status.num_handoffs_refused == 0
+    assert faults_of_the_loop == []
+
+
+@pytest.mark.parametrize("worker", [PREFILL, DECODE])
+async def test_a_rank_lost_among_moves_is_its_worker_s_death_and_requests_go_on_elsewhere(
+    worker: str, tmp_path: Path, faults_of_the_loop: list[str]
+) -> None:
+    machine = Machine(4)
+    config = config_of(tmp_path)
+    config = replace(config, prefill=replace(config.prefill, count=2), decode=replace(config.decode, count=2))
+    async with running(config, tmp_path, machine) as cluster:
+        work = prompts(24)
+        answers = await submitted(cluster, work, 8)
+        await holds(lambda: any(device_of(worker, 1) in (copy.source, copy.target) for copy in machine.moved(LINK)))
+        ranks = cluster.engines[worker]._ranks
+        assert isinstance(ranks, RanksOnDevices)
+        ranks.lose(1)
+        await holds(lambda: faults_of_the_loop != [])  # which ends a real process
+        await cluster.stop(worker)
+        await (cluster.start_prefill(worker) if worker == PREFILL else cluster.start_decode(worker))
+        await check(cluster, work, answers)
+    assert all("a rank of this worker has ended" in fault for fault in faults_of_the_loop)

@@ -71,6 +71,9 @@ class FollowerCopies:
                 ordered = decode(payload, OrderedCopy)
                 self._thread_of(ordered.command.peer).submit(self._answer, ordered)
         self._performed.end()
+        for thread in self._threads.values():
+            thread.shutdown(cancel_futures=True)
+        self._peers.close_all()
 
     def _thread_of(self, peer: str) -> ThreadPoolExecutor:
         if peer not in self._threads:

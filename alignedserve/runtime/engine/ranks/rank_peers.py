@@ -57,6 +57,11 @@ class RankPeers:
         if server is not None:
             server.close()
 
+    def close_all(self) -> None:
+        """Leave all peers, once nothing copies any more."""
+        for peer in {**self._transfers, **self._servers}:
+            self.close(peer)
+
     def offload(self, peer: str, requests: Sequence[OffloadRequest]) -> tuple[Checksums, ...]:
         """Copy parts out and return their checksums, by request. Raises PeerLost."""
         if peer not in self._transfers:
