@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from alignedserve.config.sections import BatchingConfig, ClusterConfig, Topology
 from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.runtime.engine import model_executor
+from alignedserve.runtime.engine.ranks import rank_group
 from kernels.cpu.rank_exchange import has_rank_exchange
 from tests.harnesses.client_gateway import Answer
 from tests.support.device_stand_in import HOST, LINK, PCIE, Machine
@@ -121,7 +122,22 @@ async def test_candidate_buffers_in_host_memory_are_filled_and_read_by_every_ran
     assert faults_of_the_loop == []
 
 
-@pytest.mark.parametrize("transport", ["auto", "shm"])
+@pytest.mark.slow
+async def test_ranks_that_are_processes_with_memories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults_of_the_loop: list[str]
+) -> None:
+    monkeypatch.undo()  # the ranks of threads
+    monkeypatch.setattr(rank_group, "make_block_memory", lambda _: None)
+    async with running(config_of(tmp_path, transport="tcp"), tmp_path) as cluster:
+        work = prompts(8)
+        await check(cluster, work, await submitted(cluster, work))
+        status = await cluster.gateway.idle()
+    assert status.num_handoffs_verified > 0
+    assert status.num_handoffs_refused == 0
+    assert faults_of_the_loop == []
+
+
+@pytest.mark.parametrize("transport", ["auto", pytest.param("shm", marks=pytest.mark.slow)])
 async def test_requests_move_between_elastic_workers(
     transport: str, tmp_path: Path, faults_of_the_loop: list[str]
 ) -> None:
@@ -139,7 +155,7 @@ async def test_requests_move_between_elastic_workers(
     assert faults_of_the_loop == []
 
 
-@pytest.mark.parametrize("worker", [PREFILL, DECODE])
+@pytest.mark.parametrize("worker", [PREFILL, pytest.param(DECODE, marks=pytest.mark.slow)])
 async def test_a_rank_lost_among_moves_is_its_worker_s_death_and_requests_go_on_elsewhere(
     worker: str, tmp_path: Path, faults_of_the_loop: list[str]
 ) -> None:

@@ -19,6 +19,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.shm_arena import ArenaPart
+from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.own_buffer_transfer import OwnBufferTransfer
 from alignedserve.runtime.kv.transfers.ranked_transfer import PartsLoan, PartsOffer, RankedTransfer
@@ -26,6 +27,8 @@ from alignedserve.runtime.kv.transfers.registry import open_transfer
 from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.runtime.process.tls import CertificateAuthority, Credentials
+from tests.harnesses.transfer import cpu_lanes
 from tests.support.device_stand_in import LINK, Machine, StandInStorage
 from tests.support.rank_devices import device_of
 from tests.support.samples import DECODE, PREFILL, blocks
@@ -39,16 +42,22 @@ SECRET = b"t" * 32
 class RankedWorker:
     """A worker's ranks, each with blocks of its own on a device of its own."""
 
-    def __init__(self, name: str, machine: Machine, seed: int, size: int = SIZE) -> None:
-        self.name = name
-        self.identity = Identity(Role.DECODE_WORKER, name, SECRET, 5.0)
-        self.contents, self.storages = [], []
+    def __init__(
+        self, name: str, machine: Machine | None, seed: int, size: int = SIZE, credentials: Credentials | None = None
+    ) -> None:
+        """`machine`: None: the host stands in for every device."""
+        self.identity = Identity(Role.DECODE_WORKER, name, SECRET, 5.0, credentials)
+        self.contents = list[torch.Tensor]()
+        self.storages = list[BlockStorage]()
         generator = torch.Generator().manual_seed(seed)
         for rank in range(size):
             storage = BlockStorage(PART, NUM_BLOCKS, part=ArenaPart(rank, size))
             storage.bytes.copy_(torch.randint(0, 256, storage.bytes.shape, generator=generator, dtype=torch.uint8))
             self.contents.append(storage.bytes)
-            self.storages.append(StandInStorage(storage, machine.device(device_of(name, rank))))
+            storage.lanes = cpu_lanes()
+            self.storages.append(
+                storage if machine is None else StandInStorage(storage, machine.device(device_of(name, rank)))
+            )
         pairs = [socket.socketpair() for _ in range(1, size)]
         self.connections = [theirs for _, theirs in pairs]
         self._threads = [
@@ -58,7 +67,7 @@ class RankedWorker:
         for thread in self._threads:
             thread.start()
         self.copies = GroupCopies([ours for ours, _ in pairs], lambda: 0)
-        self._use = machine.device(name).use
+        self._use = (lambda: None) if machine is None else machine.device(name).use
 
     def open(self, offered: ArenaOffered, transport: str = "auto") -> RankedTransfer:
         self._use()
@@ -80,28 +89,42 @@ class RankedWorker:
 class Lender:
     """The worker that lends, and what its own ranks copy to and from the buffer."""
 
-    def __init__(self, machine: Machine, folder: Path, transport: str = "auto") -> None:
+    def __init__(
+        self,
+        machine: Machine | None,
+        folder: Path,
+        *,
+        book: AddressBook | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """`book`: of a worker that others on another host reach."""
         self.worker = worker = RankedWorker(PREFILL, machine, 1)
-        spec = ProcessSpec(Role.PREFILL_WORKER, PREFILL, folder.name, SECRET, 5.0, AddressBook(folder), folder)
+        spec = ProcessSpec(
+            Role.PREFILL_WORKER,
+            PREFILL,
+            folder.name,
+            SECRET,
+            5.0,
+            book or AddressBook(folder),
+            folder,
+            credentials=credentials,
+        )
         first = worker.storages[0]
         self.memory = CandidateMemory(
             first.part.whole(PART),
-            BufferBudget(NUM_BLOCKS, (DECODE,)),
+            BufferBudget(2 * NUM_BLOCKS, (), may_grow=True) if book else BufferBudget(NUM_BLOCKS, (DECODE,)),
             spec,
-            transport=transport,
             lanes=first.lanes,
             part=first.part,
         )
         self._identity = spec.identity()
 
-    def lend(self, transports: tuple[str, ...] | None = None) -> ArenaOffered:
+    def lend(self) -> ArenaOffered:
         opened = self.memory.open_for(DECODE)
         assert opened is not None
         assert opened.parts is not None
         offered, parts = opened.offered, opened.parts
-        loan = PartsLoan(
-            self._identity, offered.num_blocks, parts.max_blocks, transports or offered.transports, parts.addresses
-        )
+        loan = PartsLoan(self._identity, offered.num_blocks, parts.max_blocks, offered.transports, parts.addresses)
         addresses = self.worker.copies.lend(DECODE, loan)
         own = OwnBufferTransfer(self.worker.storages[0], opened.memory)  # type: ignore[arg-type]
         self.transfer = RankedTransfer(own, self.worker.copies, DECODE)
@@ -136,6 +159,11 @@ def offload(transfer: RankedTransfer) -> BlockCopy | None:
     return None if runs is None else BlockCopy(GENERATION, PART.block_size * len(PLACES), runs)
 
 
+def offload_often(transfer: RankedTransfer) -> None:
+    for _ in range(1000):
+        offload(transfer)
+
+
 def fetch(transfer: RankedTransfer, copy: BlockCopy) -> bool:
     (is_held,) = transfer.fetch([FetchRequest(copy, blocks(*TARGETS))])
     return is_held
@@ -166,6 +194,24 @@ def test_each_rank_reads_and_writes_the_part_of_its_peer(
     there.close()
 
 
+def test_each_pair_of_ranks_has_a_process_group_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nccl's between hosts, here of gloo, with the host in the place of devices."""
+    monkeypatch.setattr(CandidateMemory, "_transports", lambda memory, is_far: ("gloo",))
+    lender, reader = Lender(None, tmp_path), RankedWorker(DECODE, None, 2)
+    there = reader.open(lender.lend(), "gloo")
+    assert isinstance(there.own, ChannelTransfer)
+    sent = [content[list(SOURCES)] for content in reader.contents]
+    copy = offload(there)
+    assert copy is not None
+    assert fetch(lender.transfer, copy)
+    for rank in range(SIZE):
+        assert torch.equal(sent[rank], lender.worker.contents[rank][list(TARGETS)])
+    assert fetch(there, copy)
+    there.close()
+    reader.close()
+    lender.close()
+
+
 @pytest.mark.parametrize("rank", range(SIZE))
 def test_a_part_that_has_changed_on_its_way_is_refused_whosever_it_is(
     rank: int, machine: Machine, lender: Lender, reader: RankedWorker
@@ -187,8 +233,7 @@ def test_a_rank_that_loses_its_peer_loses_it_for_all(machine: Machine, lender: L
     there = reader.open(lender.lend())
     lender.worker.connections[1].shutdown(socket.SHUT_RDWR)  # it ends, and serves nothing any more
     with pytest.raises(PeerLost):
-        for _ in range(1000):
-            offload(there)
+        offload_often(there)
     there.close()
 
 
@@ -204,6 +249,26 @@ def test_workers_of_other_widths_are_refused_by_name(machine: Machine, lender: L
     narrow.close()
 
 
+def test_ranks_of_another_host_reach_their_parts_over_encrypted_connections(tmp_path: Path, machine: Machine) -> None:
+    authority = CertificateAuthority("test")
+    book = AddressBook(tmp_path, "node-0", "127.0.0.1", NoDirectory(), has_tls=True)
+    lender = Lender(machine, tmp_path, book=book, credentials=authority.issue(PREFILL))
+    reader = RankedWorker(DECODE, machine, 2, credentials=authority.issue(DECODE))
+    offered = lender.lend()
+    assert offered.transports == ("tcp",)
+    assert all(address.startswith("tls:127.0.0.1:") for address in (offered.served_at, *offered.rank_addresses))
+    there = reader.open(offered)
+    sent = [content[list(SOURCES)] for content in reader.contents]
+    copy = offload(there)
+    assert copy is not None
+    assert fetch(there, copy)
+    for before, content in zip(sent, reader.contents, strict=True):
+        assert torch.equal(before, content[list(TARGETS)])
+    there.close()
+    reader.close()
+    lender.close()
+
+
 def test_without_room_on_the_device_of_a_rank_nothing_is_lent(tmp_path: Path, machine: Machine) -> None:
     lender = Lender(machine, tmp_path)
     machine.device(device_of(PREFILL, 2)).num_lent_bytes = machine.device_bytes
@@ -216,3 +281,13 @@ def test_buffers_that_are_lent_again_take_no_more_memory(machine: Machine, lende
     for _ in range(4):
         lender.lend()
     assert machine.device(device_of(PREFILL, 1)).num_lent_bytes <= 2 * NUM_BLOCKS * PART.block_bytes
+
+
+class NoDirectory:
+    """Never asked: blocks are reached by the address that was offered."""
+
+    def publish(self, name: str, entry: str) -> None:
+        raise AssertionError(name)
+
+    def look_up(self, name: str) -> str | None:
+        raise AssertionError(name)
