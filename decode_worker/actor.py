@@ -186,7 +186,8 @@ class ColocatedWorkerActor(ActorHost):
             memory = None
             if lending is not None:
                 budget = BufferBudget(layout.blocks_in(lending.buffer_bytes), lending.peers, may_grow=True)
-                memory = CandidateMemory(layout, budget, process_spec, transport=transport, lanes=executor.lanes)
+                lanes, part = executor.lanes, executor.part
+                memory = CandidateMemory(layout, budget, process_spec, transport=transport, lanes=lanes, part=part)
             worker = ColocatedWorker(
                 make=make,
                 executor=executor,

@@ -78,7 +78,12 @@ class PrefillWorkerActor(ActorHost):
                 make=make,
                 executor=executor,
                 memory=CandidateMemory(
-                    layout, budget, process_spec, transport=engine_config.kv_transport, lanes=executor.lanes
+                    layout,
+                    budget,
+                    process_spec,
+                    transport=engine_config.kv_transport,
+                    lanes=executor.lanes,
+                    part=executor.part,
                 ),
                 pool_name=pool_name,
                 process_spec=process_spec,

@@ -51,8 +51,6 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
         )
     if config.engine.kv_cache_dtype in (INT8, FP8):
         _check_rounded_cache(config)
-    if config.engine.tensor_parallel > 1:
-        _check_ranks(config)
     load_tokenizer(served)
     if not served.has_random_weights:
         check_weight_files(served.folder)
@@ -115,15 +113,6 @@ def _check_rounded_cache(config: ClusterConfig) -> None:
         raise ConfigError(
             f"decode.swap_format=int8 would round what {setting} has rounded already; leave it at exact, which copies "
             "the 8 bits as they are"
-        )
-
-
-def _check_ranks(config: ClusterConfig) -> None:
-    """Check that nothing is asked for that workers of several ranks cannot do."""
-    if config.engine.device.startswith(CUDA) and config.chosen_topology is not Topology.COLOCATED:
-        raise ConfigError(
-            "engine.tensor_parallel: blocks in the GPUs of several ranks are copied to the node's pool and back, but "
-            "not to other workers; set topology=colocated"
         )
 
 

@@ -18,7 +18,9 @@ class OpenTransfer(Message, frozen=True):
     """Client to owner, first message: the transport to use. Answered by TransferOpened or TransferRefused."""
 
     transport: Text
-    layout_digest: Text  # of the client's blocks; must equal the owner's
+    layout_digest: Text  # of the client's whole blocks; must equal the owner's
+    rank: Count = 0  # of the client among its worker's, which copies its part of each block
+    num_ranks: Count = 1  # of its worker, which copy a part each
 
 
 class DeviceMemoryHandle(msgspec.Struct, frozen=True, array_like=True):

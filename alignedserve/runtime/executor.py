@@ -15,6 +15,7 @@ from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.links import Identity
 
@@ -30,6 +31,10 @@ class Executor(Protocol):
     @property
     def lanes(self) -> CopyLanes | None:
         """The lanes of the device's copies; None: the blocks are on the host."""
+
+    @property
+    def part(self) -> ArenaPart:
+        """The part of each block that the first rank copies; the whole where ranks share their memory."""
 
     def copier(self, identity: Identity, *, transport: str = ...) -> BlockCopier:
         """Return a copier of the executor's blocks."""

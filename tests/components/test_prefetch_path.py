@@ -155,11 +155,11 @@ class OrderedCopies:
                 self.given.append(machine.moment())
             start_relay(copier, command, peer, on_done)
 
-        def relayed(copier: BlockCopier, command: RelayBlocks) -> BlocksRelayed:
+        def relayed(copier: BlockCopier, command: RelayBlocks, peer: str) -> BlocksRelayed:
             if command.source != POOL:
-                return relay(copier, command)
+                return relay(copier, command, peer)
             self.begun.append(machine.moment())
-            done = relay(copier, command)
+            done = relay(copier, command, peer)
             self.ended.append(machine.moment())
             self.arrived[command.request_id, command.generation] = self.ended[-1]
             return done

@@ -16,6 +16,7 @@ from alignedserve import LLM, LoRARequest, SamplingParams
 from alignedserve.core.errors import ModelError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.caches import ArenaOffered, BlockCopy
+from alignedserve.messages.handshake import Role
 from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.engine.engine import Engine, StepSlice
 from alignedserve.runtime.engine.ranks import rank_group
@@ -23,10 +24,11 @@ from alignedserve.runtime.engine.ranks.rank_group import RankGroup
 from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec, load_shard, make_storage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
-from alignedserve.runtime.kv.transfers.ranked_transfer import RankedTransfer
+from alignedserve.runtime.kv.transfers.ranked_transfer import PartsOffer, RankedTransfer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.process.links import Identity
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange
 from tests.support.lora_folders import write_adapter
 from tests.support.tiny_engines import GREEDY, random_tokens
@@ -163,7 +165,8 @@ def test_blocks_of_ranks_with_memories_of_their_own_go_through_a_pool(
         arena.stamp([BlockId(2)], 7)
         tokens = started.start() + [token for _ in range(5) for token in started.step()]
         own = ShmTransfer(storage, Arena.attach(arena.path, arena.layout, storage.part))
-        copies.open("pool", ArenaOffered(str(arena.path), 4, arena.layout.block_bytes, arena.layout.digest().hex()))
+        offered = ArenaOffered(str(arena.path), 4, arena.layout.block_bytes, arena.layout.digest().hex())
+        copies.open("pool", PartsOffer(offered, Identity(Role.DECODE_WORKER, "worker", b"secret"), False, "shm"))
         transfer = RankedTransfer(own, copies, "pool")
         (runs,) = transfer.offload([OffloadRequest([BlockId(0)], [BlockId(2)], 7)])
         assert runs is not None

@@ -356,7 +356,7 @@ def test_a_peer_that_says_nothing_is_dropped(impatient: BlockServer) -> None:
 )
 def test_a_peer_that_does_not_make_its_pair_is_dropped(impatient: BlockServer, said: list[Message]) -> None:
     control = dial(impatient.address, CLIENT)
-    assert negotiate(control, "gloo", layout_of("float32")).num_blocks == NUM_POOL_BLOCKS
+    assert negotiate(control, "gloo", BlockStorage(layout_of("float32"), 1)).num_blocks == NUM_POOL_BLOCKS
     for message in said:
         control.send(message)
     assert hangs_up_in_time(control._socket)

@@ -1,6 +1,7 @@
 """All components of a cluster on one event loop, over real sockets, with a small model of random weights."""
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -49,7 +50,8 @@ from prefill_worker import factory as prefill_factory
 from prefill_worker.service import PrefillWorker
 from router.service import Router
 from tests.harnesses.client_gateway import ClientGateway
-from tests.support.device_stand_in import Machine, StandInDevice, StandInStorage
+from tests.support.device_stand_in import Machine, StandInStorage
+from tests.support.rank_devices import RanksOnDevices
 from tests.support.tiny_engines import generate_alone
 
 _CLUSTERS = itertools.count()
@@ -112,9 +114,11 @@ class CountingEngine(ModelExecutor):
         self.num_added_hidden += sum(addition.is_hidden for addition in command.additions)
         return super().run_iteration(command)
 
-    def put_on(self, device: StandInDevice) -> None:
-        """Let its blocks lie on this device, for all that copies them."""
-        self._on_device = StandInStorage(self._storage, device)
+    def put_on(self, machine: Machine, name: str) -> None:
+        """Let its blocks lie on this device, for all that copies them, and those of its other ranks on theirs."""
+        self._on_device = StandInStorage(self._storage, machine.device(name))
+        if isinstance(self._ranks, RanksOnDevices):
+            self._ranks.put_on(machine, name)
 
     _on_device: StandInStorage | None = None
 
@@ -124,7 +128,8 @@ class CountingEngine(ModelExecutor):
 
     def copier(self, identity: Identity, *, transport: str = "auto") -> BlockCopier:
         storage = self._on_device or self._storage
-        return BlockCopier(storage, self._threads, identity, transport=transport)
+        ranks = None if self._ranks is None or self._moves_all else self._ranks.copies
+        return BlockCopier(storage, self._threads, identity, transport=transport, ranks=ranks)
 
 
 class RoomCluster:
@@ -134,7 +139,10 @@ class RoomCluster:
         """`machine`: the devices that workers are on; None: they are on the CPU."""
         self.config = config
         self.machine = machine
-        resolved = resolve_model(config.model, kv_cache_dtype=config.engine.kv_cache_dtype)
+        engine = config.engine
+        resolved = resolve_model(
+            config.model, kv_cache_dtype=engine.kv_cache_dtype, tensor_parallel=engine.tensor_parallel
+        )
         self.served: ServedModel = with_adapters(resolved, config.lora)
         self.addresses = AddressBook(folder)
         self.folder = folder
@@ -204,7 +212,12 @@ class RoomCluster:
             make=make,
             executor=executor,
             memory=CandidateMemory(
-                layout, budget, process_spec, transport=self.config.engine.kv_transport, lanes=executor.lanes
+                layout,
+                budget,
+                process_spec,
+                transport=self.config.engine.kv_transport,
+                lanes=executor.lanes,
+                part=executor.part,
             ),
             pool_name=POOL,
             process_spec=process_spec,
@@ -281,7 +294,8 @@ class RoomCluster:
         if is_elastic:
             peers = [f"decode-{index}" for index in range(self.config.decode.count) if name != f"decode-{index}"]
             budget = BufferBudget(executor.layout.blocks_in(self.config.prefill.candidate_buffer_bytes), peers)
-            memory = CandidateMemory(executor.layout, budget, process_spec, transport=transport, lanes=executor.lanes)
+            lanes, part = executor.lanes, executor.part
+            memory = CandidateMemory(executor.layout, budget, process_spec, transport=transport, lanes=lanes, part=part)
         worker = ColocatedWorker(
             make=make,
             executor=executor,
@@ -324,20 +338,22 @@ class RoomCluster:
         return list(_REFERENCES[asked])
 
     def _compute_alone(self, prompt: list[int], sampling: SamplingParams, adapter: LoraAdapter | None) -> list[int]:
-        worker = self._engine("", 1 << 22, 1)
+        worker = self._engine("", 1 << 22, 1, served=one_rank(self.served))
         matrices = None if adapter is None else worker._adapters.cache.acquire(adapter)
         ends = frozenset[int]() if sampling.ignore_eos and not sampling.grammar else worker.eos_token_ids
         tokens = generate_alone(worker._engine, prompt, sampling, ends, adapter=matrices)
         worker.close()
         return tokens
 
-    def _engine(self, name: str, kv_cache_bytes: int, max_sequences: int, **options: Any) -> CountingEngine:
+    def _engine(
+        self, name: str, kv_cache_bytes: int, max_sequences: int, *, served: ServedModel | None = None, **options: Any
+    ) -> CountingEngine:
         device = self.config.engine.device if self.config.engine.device.startswith("cuda") else "cpu"
         block_size = self.config.engine.block_size
         sizes = EngineSizes(kv_cache_bytes, max_sequences, block_size, 1, device=device, **options)
-        engine = CountingEngine(self.served, sizes)
+        engine = CountingEngine(served or self.served, sizes)
         if self.machine is not None:
-            engine.put_on(self.machine.device(name))
+            engine.put_on(self.machine, name)
         return engine
 
     def _registered(
@@ -378,6 +394,10 @@ class RoomCluster:
 
     def _identity(self, role: Role, name: str) -> Identity:
         return Identity(role, name, b"t" * 32, self.config.links.peer_timeout_s)
+
+
+def one_rank(served: ServedModel) -> ServedModel:
+    return dataclasses.replace(served, tensor_parallel=1)
 
 
 def _contents(folder: Path) -> bytes:

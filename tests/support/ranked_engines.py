@@ -14,6 +14,7 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import Event, streams_of
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.decoder_ranks import DecoderRanks
+from alignedserve.runtime.engine.ranks.follower_copies import FrameCount
 from alignedserve.runtime.engine.ranks.follower_engine import FollowerEngine
 from alignedserve.runtime.engine.ranks.rank_commands import Command
 from alignedserve.runtime.engine.ranks.told_ranks import ToldRanks
@@ -56,11 +57,13 @@ class ThreadRanks(ToldRanks):
 
     def __init__(self, makers: Sequence[Callable[[], FollowerEngine]]) -> None:
         super().__init__()
+        self.num_frames = 0
+        self.performed = [FrameCount() for _ in makers]
         self._queues: list[SimpleQueue[bytes]] = [SimpleQueue() for _ in makers]
         self.errors: list[BaseException] = []
         self._threads = [
-            threading.Thread(target=self._follow, args=(make, queue), daemon=True)
-            for make, queue in zip(makers, self._queues, strict=True)
+            threading.Thread(target=self._follow, args=each, daemon=True)
+            for each in zip(makers, self._queues, self.performed, strict=True)
         ]
         for thread in self._threads:
             thread.start()
@@ -79,10 +82,11 @@ class ThreadRanks(ToldRanks):
             raise ExchangeBroken("a rank of this worker has ended")
 
     def _send(self, payload: bytes) -> None:
+        self.num_frames += 1
         for queue in self._queues:
             queue.put(payload)
 
-    def _follow(self, make: Callable[[], FollowerEngine], queue: "SimpleQueue[bytes]") -> None:
+    def _follow(self, make: Callable[[], FollowerEngine], queue: "SimpleQueue[bytes]", performed: FrameCount) -> None:
         decoder = msgspec.msgpack.Decoder(list[Command])
         try:
             engine = make()
@@ -90,6 +94,7 @@ class ThreadRanks(ToldRanks):
             while message := queue.get():
                 for command in decoder.decode(message):
                     engine.perform(command, swap_space)
+                performed.add()
         except BaseException as error:  # noqa: BLE001  (raised by close)
             self.errors.append(error)
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.caches import BlockCopy, BlockRun
-from alignedserve.runtime.kv.block_runs import BlockRuns, Ints, PlacedRuns, as_ids, place_runs
+from alignedserve.runtime.kv.block_runs import BlockRuns, Ints, PlacedRuns, as_ids
 from alignedserve.runtime.kv.shm_arena import NO_LEASE
 
 logger = logging.getLogger(__name__)
@@ -126,12 +126,6 @@ def is_verified(copy: BlockCopy, checksums: Sequence[int] | None) -> bool:
         logger.warning("fetch of generation %d refused: %s", copy.generation, error)
         return False
     return True
-
-
-def verify_digests(copy: BlockCopy, digests: Digests) -> None:
-    """Check that blocks of these digests are those that were sent. Raises HandoffRejected."""
-    placed = place_runs([run.num_blocks for run in copy.runs], copy.num_before)
-    verify_checksums(copy, run_checksums(digests, placed))
 
 
 def expand_runs(runs: Sequence[tuple[int, int]], num_blocks: int) -> Ints:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from alignedserve.core.errors import PeerError, TransportUnavailable
+from alignedserve.core.errors import NotEnoughMemory, PeerError, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.iterations import (
     BlocksLoaded,
@@ -26,7 +26,13 @@ from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory, LocalTransfer, relay
 from alignedserve.runtime.kv.transfers.own_buffer_transfer import OwnBufferTransfer
-from alignedserve.runtime.kv.transfers.ranked_transfer import RankCopies, RankedTransfer
+from alignedserve.runtime.kv.transfers.ranked_transfer import (
+    LentParts,
+    PartsLoan,
+    PartsOffer,
+    RankCopies,
+    RankedTransfer,
+)
 from alignedserve.runtime.kv.transfers.registry import AUTO, SHM, open_transfer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.process.links import Identity
@@ -69,10 +75,20 @@ class BlockCopier:
         self._offers[peer] = (offered, stamps)
         self._submit(peer, lambda: self._open(peer), _ignore)
 
-    def use_buffer(self, peer: str, memory: LocalMemory) -> None:
-        """Use this buffer of this process, made for the peer. Its creator removes it."""
+    def use_buffer(
+        self,
+        peer: str,
+        memory: LocalMemory,
+        on_used: Callable[[tuple[str, ...] | None], None],
+        parts: LentParts | None = None,
+    ) -> None:
+        """Use this buffer of this process, made for the peer. Its creator removes it.
+
+        `parts`: of the ranks beside this one, if there are any. `on_used` takes where they serve theirs; None: one of
+        them cannot take part in the buffer.
+        """
         self._offers.pop(peer, None)
-        self._submit(peer, lambda: self._replace(peer, memory), _ignore)
+        self._submit(peer, lambda: self._replace(peer, memory, parts), on_used)
 
     def unmap_arena(self, peer: str) -> None:
         """Stop using the arena of a peer that is gone."""
@@ -89,7 +105,7 @@ class BlockCopier:
 
     def start_relay(self, command: RelayBlocks, peer: str, on_done: Callable[[BlocksRelayed], None]) -> None:
         """Copy from arena to arena, on the thread of this one of the two peers."""
-        self._submit(peer, lambda: self._relay(command), on_done)
+        self._submit(peer, lambda: self._relay(command, peer), on_done)
 
     def close(self) -> None:
         """Close the connections to other processes, once the threads have ended."""
@@ -133,12 +149,15 @@ class BlockCopier:
             self._fail(command.target, error)
             return BlocksOffloaded(command, None)
 
-    def _relay(self, command: RelayBlocks) -> BlocksRelayed:
+    def _relay(self, command: RelayBlocks, peer: str) -> BlocksRelayed:
         source, target = self._transfer(command.source), self._transfer(command.target)
-        if not isinstance(source, LocalTransfer) or not isinstance(target, LocalTransfer):
-            return BlocksRelayed(command, None)
         ids, generation = command.target_block_ids, command.generation
-        return BlocksRelayed(command, relay(source, command.copy, target, ids, generation))
+        runs = None
+        if isinstance(source, RankedTransfer) and isinstance(target, RankedTransfer):
+            runs = source.relay_to(target, command.copy, ids, generation, peer)
+        elif isinstance(source, LocalTransfer) and isinstance(target, LocalTransfer):
+            runs = relay(source, command.copy, target, ids, generation)
+        return BlocksRelayed(command, runs)
 
     def _transfer(self, peer: str) -> KVTransfer | None:
         """Return the transfer to the peer's blocks, opened on first use; None: none can be opened."""
@@ -149,23 +168,27 @@ class BlockCopier:
         # Pools offer no choice: memory of this host is mapped, that of another is read by tcp.
         transport = self._transport if stamps else AUTO
         try:
-            if self._ranks is not None:
-                opened = self._open_ranked(peer, offered, self._ranks)
-            else:
-                opened = open_transfer(
-                    offered, self._storage, identity=self._identity, stamps=stamps, transport=transport
-                )
+            opened = self._opened(peer, PartsOffer(offered, self._identity, stamps, transport))
         except (PeerError, TransportUnavailable) as error:
             logger.error("the blocks of %s cannot be reached: %s", peer, error)
             return None
         self._transfers[peer] = opened
         return opened
 
-    def _open_ranked(self, peer: str, offered: ArenaOffered, ranks: RankCopies) -> KVTransfer:
-        own = open_transfer(offered, self._storage, identity=self._identity, stamps=False, transport=SHM)
-        assert isinstance(own, LocalTransfer), "blocks that are mapped"
-        ranks.open(peer, offered)
-        return RankedTransfer(own, ranks, peer)
+    def _opened(self, peer: str, offer: PartsOffer) -> KVTransfer:
+        """Open a transfer, by all ranks. Raises TransportUnavailable or PeerLost."""
+        own = open_transfer(
+            offer.offered, self._storage, identity=offer.identity, stamps=offer.stamps, transport=offer.transport
+        )
+        if self._ranks is None:
+            return own
+        opened = RankedTransfer(own, self._ranks, peer)
+        try:
+            self._ranks.open(peer, offer)
+        except (PeerError, TransportUnavailable):
+            opened.close()
+            raise
+        return opened
 
     def _open(self, peer: str) -> None:
         """Open the transfer now, so that the first copy need not wait for it and the log names the transport."""
@@ -182,13 +205,35 @@ class BlockCopier:
         if transfer is not None and not isinstance(transfer, ShmTransfer):
             transfer.close()
 
-    def _replace(self, peer: str, memory: LocalMemory) -> None:
+    def _replace(self, peer: str, memory: LocalMemory, parts: LentParts | None) -> tuple[str, ...] | None:
         self._release(peer)
+        if self._ranks is not None:
+            assert parts is not None, "a buffer of several ranks"
+            return self._share(peer, memory, parts, self._ranks)
         if isinstance(memory, DeviceBuffer):
             self._transfers[peer] = OwnBufferTransfer(self._storage, memory)
-            return
+            return ()
         lanes, num_threads = self._storage.lanes, threads_per_copy()
         self._transfers[peer] = ShmTransfer(self._storage, memory, stamps=True, num_threads=num_threads, lanes=lanes)
+        return ()
+
+    def _share(self, peer: str, memory: LocalMemory, parts: LentParts, ranks: RankCopies) -> tuple[str, ...] | None:
+        """Use a buffer together with the other ranks; None: one of them cannot, which is logged."""
+        offered, addresses = parts.offered, tuple[str, ...]()
+        try:
+            if isinstance(memory, DeviceBuffer):
+                loan = PartsLoan(
+                    self._identity, memory.num_blocks, parts.max_blocks, offered.transports, parts.addresses
+                )
+                addresses = ranks.lend(peer, loan)
+                self._transfers[peer] = RankedTransfer(OwnBufferTransfer(self._storage, memory), ranks, peer)
+            else:
+                self._transfers[peer] = self._opened(peer, PartsOffer(offered, self._identity, True, SHM))
+        except (NotEnoughMemory, PeerError, TransportUnavailable) as error:
+            ranks.close(peer)
+            logger.warning("no candidate buffer for %s: %s", peer, error)
+            return None
+        return addresses
 
 
 def _ignore(nothing: None) -> None:

@@ -16,13 +16,13 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.kv.arena_files import ARENA_SUFFIX, arena_path, remove_stale_arenas
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.lent_rows import LentRows
-from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.device_lender import DeviceLender
+from alignedserve.runtime.kv.shm_arena import WHOLE, Arena, ArenaPart
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
+from alignedserve.runtime.kv.transfers.ranked_transfer import LentParts
 from alignedserve.runtime.kv.transfers.registry import AUTO, OF_DEVICES
 from alignedserve.runtime.process.process_spec import ProcessSpec
 
@@ -37,6 +37,7 @@ class OpenedBuffer(NamedTuple):
     memory: LocalMemory
     offered: ArenaOffered
     server: BlockServer | None
+    parts: LentParts | None  # of the worker's other ranks; None: it has none, or they share one memory
 
 
 class CandidateMemory:
@@ -50,8 +51,10 @@ class CandidateMemory:
         *,
         transport: str = AUTO,
         lanes: CopyLanes | None = None,
+        part: ArenaPart = WHOLE,
     ) -> None:
-        """`transport`: engine.kv_transport. `lanes`: of the worker's device; None: it computes on the host."""
+        """`layout`: of whole blocks. `transport`: engine.kv_transport. `lanes`: of the worker's device; None: it
+        computes on the host. `part`: of each block, that the first rank copies."""
         self._layout = layout
         self._budget = budget
         self._kv_transport = transport
@@ -59,9 +62,10 @@ class CandidateMemory:
         self._opened: dict[str, OpenedBuffer] = {}
         self._num_made = 0
         self._lanes = lanes if transport in OF_DEVICES else None
-        self._lent: LentRows | None = None
+        self._part = part
+        self._lender: DeviceLender | None = None
         if self._lanes is not None:
-            self._lent = LentRows(self._lanes.accelerator, budget.num_blocks, layout.block_bytes)
+            self._lender = DeviceLender(part.of(layout), part, self._lanes, budget.num_blocks)
         else:
             self._remove_former()
 
@@ -87,8 +91,13 @@ class CandidateMemory:
             _remove(memory)
             logger.warning("no candidate buffer for %s: it cannot be served: %s", peer, error)
             return None
-        opened = self._opened[peer] = OpenedBuffer(memory, self._offer(memory, server, transports), server)
+        offered = self._offer(memory, server, transports)
+        opened = self._opened[peer] = OpenedBuffer(memory, offered, server, self._parts(offered, is_far=is_far))
         return opened
+
+    def is_open(self, peer: str, opened: OpenedBuffer) -> bool:
+        """Return whether this is still the buffer of the peer."""
+        return self._opened.get(peer) is opened
 
     def close_for(self, peer: str) -> None:
         """Release the buffer; its memory is free once no process maps it."""
@@ -117,17 +126,14 @@ class CandidateMemory:
 
     def _make(self, peer: str, num_blocks: int) -> LocalMemory:
         """Raise NotEnoughMemory naming the setting."""
-        if self._lanes is None or self._lent is None:
+        if self._lender is None:
             name = f"{self._process_spec.name}-for-{peer}-{self._num_made}"
             path = arena_path(self._process_spec.cluster_id, name)
             return Arena.create(path, self._layout, num_blocks, purpose=_PURPOSE, setting=_SETTING)
         try:
-            rows = self._lent.take(num_blocks)
+            return self._lender.lend(num_blocks)
         except NotEnoughMemory as error:
             raise NotEnoughMemory(f"{error}; set {_SETTING} lower") from error
-        buffer = DeviceBuffer(self._layout, rows[:num_blocks], self._lanes)
-        self._lent.give_back_after(buffer, rows)
-        return buffer
 
     def _transports(self, *, is_far: bool) -> tuple[str, ...]:
         """Return the transports by which the buffer is served, beside shared memory."""
@@ -144,18 +150,27 @@ class CandidateMemory:
 
     def _serve(self, memory: LocalMemory, transports: tuple[str, ...], *, is_far: bool) -> BlockServer:
         """Serve a buffer: to another node at a port of this one."""
-        if is_far:
-            (address,) = self._beyond_node
-        else:
-            # No longer than the name of a process: a run folder is refused only where those do not fit (run_folder.py).
-            address = self._process_spec.addresses.of(f"b-{secrets.token_hex(4)}")
         return BlockServer(
             ArenaBuffer(memory) if isinstance(memory, Arena) else memory,
-            address,
+            self._new_address(is_far=is_far),
             identity=self._process_spec.identity(),
             transports=transports,
             open_channel=open_channel,
         )
+
+    def _new_address(self, *, is_far: bool) -> str:
+        if is_far:
+            (address,) = self._beyond_node
+            return address
+        # No longer than the name of a process: a run folder is refused only where those do not fit (run_folder.py).
+        return self._process_spec.addresses.of(f"b-{secrets.token_hex(4)}")
+
+    def _parts(self, offered: ArenaOffered, *, is_far: bool) -> LentParts | None:
+        others = range(1, self._part.size)
+        if not others:
+            return None
+        addresses = tuple(self._new_address(is_far=is_far) for _ in others) if self._lender is not None else ()
+        return LentParts(offered, self._budget.num_blocks, addresses)
 
     def _offer(self, memory: LocalMemory, server: BlockServer | None, transports: tuple[str, ...]) -> ArenaOffered:
         is_file = isinstance(memory, Arena)
@@ -168,6 +183,7 @@ class CandidateMemory:
             transports=("shm", *transports) if is_file else transports,
             file_id=memory.file_id if isinstance(memory, Arena) else "",
             pool_name=self._process_spec.pool_name,
+            num_ranks=self._part.size,
         )
 
 

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
@@ -63,9 +65,19 @@ class LendingCopier:
         return self._memory
 
     def _open_buffer(self, peer: str, link_epoch: int, dispatch: Callable[[CopyEvent], None]) -> None:
-        opened = self._lent().open_for(peer)
-        if opened is not None:
-            self._copier.use_buffer(peer, opened.memory)
-        event = BufferOpened(peer, link_epoch, opened.offered if opened is not None else None)
-        # Not within the dispatch that asked for it: the rest of its commands comes first.
-        asyncio.get_running_loop().call_soon(dispatch, event)
+        memory = self._lent()
+        opened = memory.open_for(peer)
+        if opened is None:
+            # Not within the dispatch that asked for it: the rest of its commands comes first.
+            asyncio.get_running_loop().call_soon(dispatch, BufferOpened(peer, link_epoch, None))
+            return
+
+        def used(rank_addresses: tuple[str, ...] | None) -> None:
+            offered = None
+            if rank_addresses is not None:
+                offered = msgspec.structs.replace(opened.offered, rank_addresses=rank_addresses)
+            elif memory.is_open(peer, opened):
+                memory.close_for(peer)
+            dispatch(BufferOpened(peer, link_epoch, offered))
+
+        self._copier.use_buffer(peer, opened.memory, used, opened.parts)

@@ -53,6 +53,12 @@ class ArenaPart(NamedTuple):
         """Return the layout of whole blocks; `layout`: of the part."""
         return replace(layout, num_layers=layout.num_layers * self.size)
 
+    def of(self, layout: BlockLayout) -> BlockLayout:
+        """Return the layout of the part; `layout`: of whole blocks. Raises HandoffRejected if there is no such part."""
+        if not 0 <= self.rank < self.size or layout.num_layers % self.size:
+            raise HandoffRejected(f"its blocks have no part {self.rank} of {self.size}")
+        return replace(layout, num_layers=layout.num_layers // self.size)
+
 
 WHOLE = ArenaPart()
 
@@ -68,10 +74,13 @@ class Arena:
     def __init__(
         self, path: Path, file_descriptor: int, num_blocks: int, layout: BlockLayout, part: ArenaPart = WHOLE
     ) -> None:
-        """Take over the descriptor: the mapping keeps the file and its lock. `part`: of a block that is copied here."""
+        """Take over the descriptor: the mapping keeps the file and its lock.
+
+        `layout`: of whole blocks; `part`: of a block that is copied here, whose layout is the arena's from then on.
+        """
         self.path = path
         self.file_id = _identify(file_descriptor)  # differs for another file at the same path
-        self.layout = layout
+        self.layout = part.of(layout)
         block_bytes = layout.block_bytes
         try:
             content = map_file(file_descriptor, _file_bytes(num_blocks, block_bytes))
@@ -84,7 +93,6 @@ class Arena:
         flat = np.frombuffer(content, np.uint8, num_blocks * block_bytes, start)
         self.blocks: npt.NDArray[np.uint8] = flat.reshape(num_blocks, block_bytes)
         self._part = part
-        self._parts: npt.NDArray[np.uint8] = flat.reshape(num_blocks * part.size, -1)
 
     @classmethod
     def create(
@@ -149,9 +157,11 @@ class Arena:
         """Return whether all of these blocks belong to this lease; free blocks belong to none."""
         return generation != NO_LEASE and bool((self.generations[np.asarray(block_ids, np.int64)] == generation).all())
 
-    def listed(self, block_ids: BlockIds) -> BlockList:
-        """Return these blocks, or this process's part of them, to be read or overwritten in place."""
-        return BlockList(self._parts, np.asarray(block_ids, np.int64) * self._part.size + self._part.rank)
+    def listed(self, block_ids: BlockIds, part: ArenaPart | None = None) -> BlockList:
+        """Return a part of these blocks to be read or overwritten in place; None: the one that is copied here."""
+        rank, size = part or self._part
+        parts = self.blocks.reshape(self.num_blocks * size, -1)
+        return BlockList(parts, np.asarray(block_ids, np.int64) * size + rank)
 
     def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
         """Iterate over lists of blocks, as a BlockStorage does: over one."""
@@ -184,7 +194,7 @@ class Arena:
             self.path.unlink(missing_ok=True)
         if self._registered is not None:
             self._registered.close()
-        del self.blocks, self._parts, self.generations
+        del self.blocks, self.generations
 
 
 def _identify(file_descriptor: int) -> str:

@@ -68,14 +68,12 @@ def test_gpus_of_two_kinds_in_any_worker(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "(cuda:2, cuda:3)" in refusal(2, "cuda:2")
 
 
-def test_blocks_in_several_gpus_go_to_the_pool_and_not_to_other_workers() -> None:
+@pytest.mark.parametrize("topology", ["colocated", "elastic", "disaggregated"])
+def test_workers_of_several_gpus_are_served_in_every_topology(topology: str) -> None:
     """What the machine has does not matter."""
-    sections = {"engine": {"device": "cuda", "tensor_parallel": 2}, "prefix_cache": {"host_bytes": 64 << 20}}
+    sections = {"engine": {"device": "cuda", "tensor_parallel": 2}, "topology": topology}
     served = replace(resolve_model(ModelSectionConfig(max_context_len=256)), has_random_weights=True)
-    preflight.check_configuration(resolve_policy(from_mapping(sections | {"topology": "colocated"})), served)
-    for topology in ("elastic", "disaggregated"):
-        with pytest.raises(ConfigError, match=r"but not to other workers; set topology=colocated"):
-            preflight.check_configuration(resolve_policy(from_mapping(sections | {"topology": topology})), served)
+    preflight.check_configuration(resolve_policy(from_mapping(sections)), served)
 
 
 def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

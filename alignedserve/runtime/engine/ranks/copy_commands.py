@@ -2,19 +2,26 @@
 
 import msgspec
 
-from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.ranked_transfer import PartsLoan, PartsOffer, PartsRelay
 
 
 class OpenBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Map this rank's part of a peer's blocks, in place of any before."""
+    """Open a transfer to this rank's part of a peer's blocks, in place of any before."""
 
     peer: str
-    offered: ArenaOffered
+    offer: PartsOffer
+
+
+class LendBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Lend a peer a buffer of this rank's parts of blocks, in place of any before."""
+
+    peer: str
+    loan: PartsLoan
 
 
 class CloseBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Leave a peer's blocks."""
+    """Leave a peer's blocks, or take back what it was lent."""
 
     peer: str
 
@@ -33,7 +40,14 @@ class FetchParts(msgspec.Struct, frozen=True, tag=True):
     requests: tuple[FetchRequest, ...]
 
 
-CopyCommand = OpenBlocks | CloseBlocks | OffloadParts | FetchParts
+class RelayParts(msgspec.Struct, frozen=True, tag=True):
+    """Copy this rank's parts from one peer's blocks to another's."""
+
+    peer: str  # in whose order it is
+    relay: PartsRelay
+
+
+CopyCommand = OpenBlocks | LendBlocks | CloseBlocks | OffloadParts | FetchParts | RelayParts
 
 
 class OrderedCopy(msgspec.Struct, frozen=True):
@@ -45,7 +59,10 @@ class OrderedCopy(msgspec.Struct, frozen=True):
 
 
 class CopyDone(msgspec.Struct, frozen=True):
-    """The answer: the checksums of each request's runs, of this rank's parts; None for a request: it is refused."""
+    """The answer."""
 
     number: int
-    checksums: tuple[list[int] | None, ...]
+    checksums: tuple[list[int] | None, ...] = ()  # of each request's runs, of this rank's parts; None: it is refused
+    address: str = ""  # where it serves what it lends
+    refusal: str = ""  # why nothing was opened, or lent
+    is_lost: bool = False  # the peer is, and what was copied is unknown

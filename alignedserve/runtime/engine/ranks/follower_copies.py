@@ -7,21 +7,21 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from alignedserve.core.errors import HandoffRejected
-from alignedserve.messages.caches import ArenaOffered
+from alignedserve.core.errors import NotEnoughMemory, PeerError, TransportUnavailable
 from alignedserve.runtime.device.devices import use_device, working
 from alignedserve.runtime.engine.ranks.copy_commands import (
     CloseBlocks,
     CopyDone,
     FetchParts,
+    LendBlocks,
     OffloadParts,
     OpenBlocks,
     OrderedCopy,
+    RelayParts,
 )
 from alignedserve.runtime.engine.ranks.frames import decode, encode, receive_frame, send_frame
+from alignedserve.runtime.engine.ranks.rank_peers import RankPeers
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.transfers.ranked_transfer import Checksums
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, open_shm_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class FollowerCopies:
         self._connection = connection
         self._storage = storage
         self._performed = performed
-        self._transfers: dict[str, ShmTransfer] = {}
+        self._peers = RankPeers(storage)
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._answering = threading.Lock()
 
@@ -71,6 +71,9 @@ class FollowerCopies:
                 ordered = decode(payload, OrderedCopy)
                 self._thread_of(ordered.command.peer).submit(self._answer, ordered)
         self._performed.end()
+        for thread in self._threads.values():
+            thread.shutdown(cancel_futures=True)
+        self._peers.close_all()
 
     def _thread_of(self, peer: str) -> ThreadPoolExecutor:
         if peer not in self._threads:
@@ -82,33 +85,34 @@ class FollowerCopies:
             if not self._performed.wait(ordered.num_frames):
                 return
             with working(self._storage.device):
-                checksums = self._perform(ordered)
+                done = self._perform(ordered)
             with self._answering:
-                send_frame(self._connection, encode(CopyDone(ordered.number, checksums)))
+                send_frame(self._connection, encode(done))
         except OSError:
             logger.info("the first rank of this worker has ended")
         except BaseException:
             logger.exception("a copy of this rank failed")
             os._exit(1)  # a rank's end is its worker's
 
-    def _perform(self, ordered: OrderedCopy) -> tuple[Checksums, ...]:
-        match ordered.command:
-            case OpenBlocks(peer, offered):
-                self._open(peer, offered)
-            case CloseBlocks(peer):
-                self._transfers.pop(peer, None)
-            case OffloadParts(peer, requests) if peer in self._transfers:
-                sent = self._transfers[peer].offload(requests)
-                return tuple(None if runs is None else [run.checksum for run in runs] for runs in sent)
-            case FetchParts(peer, requests) if peer in self._transfers:
-                return tuple(self._transfers[peer].fetch_unverified(requests))
-            case OffloadParts(requests=requests) | FetchParts(requests=requests):
-                return (None,) * len(requests)
-        return ()
-
-    def _open(self, peer: str, offered: ArenaOffered) -> None:
-        self._transfers.pop(peer, None)
+    def _perform(self, ordered: OrderedCopy) -> CopyDone:
+        peers, number = self._peers, ordered.number
         try:
-            self._transfers[peer] = open_shm_transfer(offered, self._storage)
-        except HandoffRejected as error:
-            logger.error("the blocks of %s cannot be reached: %s", peer, error)
+            match ordered.command:
+                case OpenBlocks(peer, offer):
+                    peers.open(peer, offer)
+                case LendBlocks(peer, loan):
+                    return CopyDone(number, address=peers.lend(peer, loan))
+                case CloseBlocks(peer):
+                    peers.close(peer)
+                case OffloadParts(peer, requests):
+                    return CopyDone(number, peers.offload(peer, requests))
+                case FetchParts(peer, requests):
+                    return CopyDone(number, peers.fetch(peer, requests))
+                case RelayParts(relay=relay):
+                    return CopyDone(number, peers.relay(relay))
+        except PeerError:
+            peers.close(ordered.command.peer)
+            return CopyDone(number, is_lost=True)
+        except (TransportUnavailable, NotEnoughMemory) as error:
+            return CopyDone(number, refusal=str(error))
+        return CopyDone(number)

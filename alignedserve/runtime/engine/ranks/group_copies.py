@@ -7,23 +7,24 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from alignedserve.core.errors import ProtocolError
-from alignedserve.messages.caches import ArenaOffered
+from alignedserve.core.errors import NotEnoughMemory, PeerLost, ProtocolError, TransportUnavailable
 from alignedserve.runtime.engine.ranks.copy_commands import (
     CloseBlocks,
     CopyCommand,
     CopyDone,
     FetchParts,
+    LendBlocks,
     OffloadParts,
     OpenBlocks,
     OrderedCopy,
+    RelayParts,
 )
 from alignedserve.runtime.engine.ranks.frames import decode, encode, receive_frame, send_frame
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
-from alignedserve.runtime.kv.transfers.ranked_transfer import Checksums, Waited
+from alignedserve.runtime.kv.transfers.ranked_transfer import PartsLoan, PartsOffer, PartsRelay, Waited
 from kernels.cpu.rank_exchange import ExchangeBroken
 
-_Answer = Future[Sequence[Checksums]]
+_Answer = Future[CopyDone]
 
 
 class GroupCopies:
@@ -40,9 +41,19 @@ class GroupCopies:
         for connection, awaited in zip(connections, self._awaited, strict=True):
             threading.Thread(target=self._receive, args=(connection, awaited), name="rank copies", daemon=True).start()
 
-    def open(self, peer: str, offered: ArenaOffered) -> None:
+    def open(self, peer: str, offer: PartsOffer) -> None:
         """See RankCopies."""
-        self._order(OpenBlocks(peer, offered))
+        refusals = [done.refusal for done in _awaited(self._order(OpenBlocks(peer, offer)))]
+        if any(refusals):
+            raise TransportUnavailable(_reasons(refusals))
+
+    def lend(self, peer: str, loan: PartsLoan) -> tuple[str, ...]:
+        """See RankCopies."""
+        answers = _awaited(self._order(LendBlocks(peer, loan)))
+        refusals = [done.refusal for done in answers]
+        if any(refusals):
+            raise NotEnoughMemory(_reasons(refusals))
+        return tuple(done.address for done in answers)
 
     def close(self, peer: str) -> None:
         """See RankCopies."""
@@ -51,11 +62,15 @@ class GroupCopies:
 
     def offload(self, peer: str, requests: Sequence[OffloadRequest]) -> Waited:
         """See RankCopies."""
-        return self._order(OffloadParts(peer, tuple(requests)))
+        return self._copied(OffloadParts(peer, tuple(requests)))
 
     def fetch(self, peer: str, requests: Sequence[FetchRequest]) -> Waited:
         """See RankCopies."""
-        return self._order(FetchParts(peer, tuple(requests)))
+        return self._copied(FetchParts(peer, tuple(requests)))
+
+    def relay(self, thread: str, relay: PartsRelay) -> Waited:
+        """See RankCopies."""
+        return self._copied(RelayParts(thread, relay))
 
     def end(self) -> None:
         """Close the connections; what is waited for fails."""
@@ -64,20 +79,26 @@ class GroupCopies:
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-    def _order(self, command: CopyCommand) -> Waited:
+    def _copied(self, command: CopyCommand) -> Waited:
+        answers = self._order(command)
+        return lambda: [done.checksums for done in _awaited(answers)]
+
+    def _order(self, command: CopyCommand) -> list[_Answer]:
+        # Steps do not touch blocks that lie elsewhere.
+        touches_steps = isinstance(command, OffloadParts | FetchParts)
         answers: list[_Answer] = [Future() for _ in self._connections]
         with self._lock:  # so that all ranks see commands in one order
             if self._is_lost:
                 raise ExchangeBroken("a rank of this worker has ended")
             number = next(self._numbers)
-            payload = encode(OrderedCopy(number, self._num_frames(), command))
+            payload = encode(OrderedCopy(number, self._num_frames() if touches_steps else 0, command))
             for connection, awaited, answer in zip(self._connections, self._awaited, answers, strict=True):
                 awaited[number] = answer
                 try:
                     send_frame(connection, payload)
                 except OSError as error:
                     raise ExchangeBroken("a rank of this worker has ended") from error
-        return lambda: [answer.result() for answer in answers]
+        return answers
 
     def _receive(self, connection: socket.socket, awaited: dict[int, _Answer]) -> None:
         with contextlib.suppress(OSError, ProtocolError):
@@ -86,7 +107,7 @@ class GroupCopies:
                 with self._lock:
                     answer = awaited.pop(done.number, None)
                 if answer is not None:  # otherwise it has failed with another rank's
-                    answer.set_result(done.checksums)
+                    answer.set_result(done)
         with self._lock:
             self._is_lost = True  # whatever other ranks may answer yet: see _order
             lost = [answer for each in self._awaited for answer in each.values()]
@@ -94,3 +115,16 @@ class GroupCopies:
                 each.clear()
         for answer in lost:
             answer.set_exception(ExchangeBroken("a rank of this worker has ended"))
+
+
+def _awaited(answers: Sequence[_Answer]) -> list[CopyDone]:
+    """Wait for every rank. Raises PeerLost when one has lost the peer, ExchangeBroken when one has ended."""
+    done = [answer.result() for answer in answers]
+    if any(one.is_lost for one in done):
+        raise PeerLost("the peer of a rank's copy is gone")
+    return done
+
+
+def _reasons(refusals: Sequence[str]) -> str:
+    """Name the ranks that refuse, which are those beside the first."""
+    return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(refusals, 1) if reason)

@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from alignedserve.core.errors import PeerError, ProtocolError
+from alignedserve.core.errors import HandoffRejected, PeerError, ProtocolError
 from alignedserve.messages.blocks import OpenTransfer, TransferOpened, TransferRefused
+from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.kv.transfers.block_channel import OWNER_RANK
 from alignedserve.runtime.kv.transfers.channel_opener import ChannelOpener, open_stream
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep_alive, listen_at
 from alignedserve.runtime.kv.transfers.session import ServedBuffer, TransferSession
-from alignedserve.runtime.process.links import Identity, Peer, real_address
+from alignedserve.runtime.process.links import Identity, real_address
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ _MAX_STRANGERS = 64  # beside them: connections that have yet to prove what they
 # Reasons why a connection is not accepted that say nothing about the next one: too many open files, or no memory.
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 _PAUSE_S = 0.1
+_UNKNOWN = ("", 0)
 
 
 class BlockServer:
@@ -52,7 +54,7 @@ class BlockServer:
         self._identity = identity
         self._transports = transports
         self._lock = threading.Lock()
-        self._connections: dict[ControlSocket, str] = {}  # with the peer's name, empty until it is authenticated
+        self._connections: dict[ControlSocket, tuple[str, int]] = {}  # with the peer's name and rank, once it has said
         self._strangers: dict[ControlSocket, None] = {}  # those in their handshake, the oldest first
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
@@ -103,7 +105,7 @@ class BlockServer:
             with self._lock:
                 is_served = len(self._connections) < _MAX_CONNECTIONS + _MAX_STRANGERS and not self._is_closed
                 if is_served:
-                    self._connections[control] = ""
+                    self._connections[control] = _UNKNOWN
                     self._strangers[control] = None
                     self._threads.add(thread)
                     thread.start()
@@ -132,10 +134,10 @@ class BlockServer:
             self._buffer.begin_thread()
             if self._context is not None:
                 control.encrypt(self._context, is_listener=True)
-            peer = control.authenticate_as_listener(self._identity)
-            name = peer.name
-            self._replace_older(control, peer)
-            session = self._open(control)
+            name = control.authenticate_as_listener(self._identity).name
+            with self._lock:
+                self._strangers.pop(control, None)
+            session = self._open(control, name)
             while session is not None:
                 control.wait_readable()
                 session.handle(control.receive())
@@ -151,27 +153,24 @@ class BlockServer:
                 self._strangers.pop(control, None)
                 self._threads.discard(threading.current_thread())
 
-    def _replace_older(self, control: ControlSocket, peer: Peer) -> None:
-        """Drop earlier connections of a peer that reconnects: they are lost, even if that has not been noticed."""
+    def _replace_older(self, control: ControlSocket, name: str, rank: int) -> None:
+        """Drop earlier connections of a rank that reconnects: they are lost, even if that has not been noticed."""
         with self._lock:
-            older = [one for one, name in self._connections.items() if name == peer.name]
-            self._connections[control] = peer.name
-            self._strangers.pop(control, None)
+            older = [one for one, known in self._connections.items() if known == (name, rank)]
+            self._connections[control] = name, rank
         for one in older:
             one.disconnect()
 
-    def _open(self, control: ControlSocket) -> TransferSession | None:
+    def _open(self, control: ControlSocket, name: str) -> TransferSession | None:
         request = control.receive()
         if not isinstance(request, OpenTransfer):
             raise ProtocolError("a request before the transfer was opened")
-        buffer, transport = self._buffer, request.transport
-        reason = None
-        if transport not in self._transports:
-            reason = f"this buffer is served by {', '.join(self._transports)}, not by {transport!r}"
-        elif request.layout_digest != buffer.layout.digest().hex():
-            reason = "the block layouts of the two ends differ"
-        if reason is not None:
-            control.send(TransferRefused(reason))
+        self._replace_older(control, name, request.rank)
+        transport = request.transport
+        try:
+            buffer = self._served(request)
+        except HandoffRejected as error:
+            control.send(TransferRefused(str(error)))
             return None
         if transport == "cuda_ipc":
             control.send(TransferOpened(buffer.num_blocks, buffer.exported()))
@@ -186,3 +185,15 @@ class BlockServer:
             device=buffer.device,
         )
         return TransferSession(buffer, control, channel)
+
+    def _served(self, request: OpenTransfer) -> ServedBuffer:
+        """Return what of the buffer is served to a client. Raises HandoffRejected."""
+        if request.transport not in self._transports:
+            raise HandoffRejected(
+                f"this buffer is served by {', '.join(self._transports)}, not by {request.transport!r}"
+            )
+        part = ArenaPart(request.rank, request.num_ranks)
+        buffer = self._buffer.part_of(part)
+        if request.layout_digest != part.whole(buffer.layout).digest().hex():
+            raise HandoffRejected("the block layouts of the two ends differ")
+        return buffer

@@ -47,7 +47,7 @@ class ChannelTransfer(ServedTransfer):
         self._memory: Any = memory or (DeviceBlocks(storage.bytes) if on_device else HostBlocks(storage))
         self._control = dial(address, identity)
         try:
-            self._num_blocks = negotiate(self._control, transport, storage.layout).num_blocks
+            self._num_blocks = negotiate(self._control, transport, storage).num_blocks
             self._channel = open_channel(
                 self._control,
                 CLIENT_RANK,

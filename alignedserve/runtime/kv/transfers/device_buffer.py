@@ -7,12 +7,13 @@ import numpy.typing as npt
 from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.blocks import DeviceMemoryHandle
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.kv.block_runs import BlockIds, PlacedRuns
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
-from alignedserve.runtime.kv.shm_arena import NO_LEASE
+from alignedserve.runtime.kv.shm_arena import NO_LEASE, WHOLE, ArenaPart
 from alignedserve.runtime.kv.transfers.block_channel import Rows
 from alignedserve.runtime.kv.transfers.device_checksums import DeviceRunChecksums
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
@@ -54,10 +55,14 @@ class DeviceBlocks:
 class DeviceBuffer:
     """A ServedBuffer with blocks on a device and their generations on the host; outlives its block server."""
 
-    def __init__(self, layout: BlockLayout, blocks: Tensor, lanes: CopyLanes) -> None:
-        """`blocks`: lendable rows uint8 [num_blocks, block_bytes], of any content, on the device of the lanes."""
+    def __init__(self, layout: BlockLayout, blocks: Tensor, lanes: CopyLanes, part: ArenaPart = WHOLE) -> None:
+        """`blocks`: lendable rows uint8 [num_blocks, block_bytes], of any content, on the device of the lanes.
+
+        `part`: of its worker's blocks, the one that this layout is of.
+        """
         assert layout.block_bytes % WORD_BYTES == 0, "blocks on a device are made of 8-byte words"
         self.layout = layout
+        self._part = part
         self.writer_stamps = True
         self.num_blocks = len(blocks)
         self.lanes = lanes
@@ -67,6 +72,13 @@ class DeviceBuffer:
         self._on_device = DeviceBlocks(self.blocks)
         self._pieces = DevicePieces(self.blocks, lanes)
         self._on_host = HostBlocks(self._pieces)
+
+    def part_of(self, part: ArenaPart) -> "DeviceBuffer":
+        """See ServedBuffer. It has one part alone."""
+        if part != self._part:
+            (own, size), (rank, num_ranks) = self._part, part
+            raise HandoffRejected(f"it has the parts of rank {own} of {size}, not of rank {rank} of {num_ranks}")
+        return self
 
     def begin_thread(self) -> None:
         """See ServedBuffer."""

@@ -8,7 +8,7 @@ import numpy as np
 from alignedserve.runtime.kv.block_checksums import RunChecksums
 from alignedserve.runtime.kv.block_runs import BlockIds, PlacedRuns
 from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
-from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.shm_arena import WHOLE, Arena, ArenaPart
 from alignedserve.runtime.kv.transfers.block_channel import Rows
 from kernels.cpu.block_copies import BlockList, all_rows, digest_blocks
 
@@ -72,17 +72,23 @@ def _parts(piece: BlockList) -> Iterator[BlockList]:
 
 
 class ArenaBuffer:
-    """A ServedBuffer over an arena, which it does not own."""
+    """A ServedBuffer over an arena of whole blocks, which it does not own."""
 
-    def __init__(self, arena: Arena, *, writer_stamps: bool = True) -> None:
+    def __init__(self, arena: Arena, *, writer_stamps: bool = True, part: ArenaPart = WHOLE) -> None:
+        """`part`: of each block that is served. Raises HandoffRejected if the blocks have no such part."""
         self.writer_stamps = writer_stamps
-        self.layout = arena.layout
+        self.layout = part.of(arena.layout)
         self.num_blocks = arena.num_blocks
         self.device = "cpu"
         self._arena = arena
-        self._memory = HostBlocks(arena)
+        self._part = part
+        self._memory = HostBlocks(self)
         self.gather = self._memory.gather
         self.scatter = self._memory.scatter
+
+    def part_of(self, part: ArenaPart) -> "ArenaBuffer":
+        """See ServedBuffer."""
+        return ArenaBuffer(self._arena, writer_stamps=self.writer_stamps, part=part)
 
     def begin_thread(self) -> None:
         """See ServedBuffer."""
@@ -97,7 +103,15 @@ class ArenaBuffer:
 
     def listed(self, block_ids: BlockIds) -> BlockList:
         """See ServedBuffer."""
-        return self._arena.listed(block_ids)
+        return self._arena.listed(block_ids, self._part)
+
+    def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """See BlockSource."""
+        return iter((self.listed(block_ids),))
+
+    def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """See BlockSource."""
+        return iter((self.listed(block_ids),))
 
     def exported(self) -> None:
         """Return None: a CUDA device cannot map it."""

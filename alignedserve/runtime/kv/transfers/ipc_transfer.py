@@ -41,7 +41,7 @@ class IpcTransfer(ServedTransfer):
         self._lanes = lanes
         self._control = dial(address, identity)
         try:
-            opened = negotiate(self._control, "cuda_ipc", storage.layout)
+            opened = negotiate(self._control, "cuda_ipc", storage)
             self._num_blocks = opened.num_blocks
             self._theirs: Tensor | None = _mapped(opened, lanes, storage.layout.block_bytes)
         except PeerError:

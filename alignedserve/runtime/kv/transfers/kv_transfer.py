@@ -14,6 +14,7 @@ from typing import Protocol
 
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
+from alignedserve.runtime.kv.block_checksums import is_verified
 from alignedserve.runtime.kv.block_runs import BlockRuns
 
 
@@ -56,3 +57,18 @@ class KVTransfer(Protocol):
 
     def close(self) -> None:
         """Disconnect from the other end. May be repeated; no other method may be called after it."""
+
+
+class PartTransfer(KVTransfer, Protocol):
+    """KVTransfer of the blocks of one rank, which may be parts of its worker's: their checksums hold when joined."""
+
+    def fetch_unverified(self, requests: Sequence[FetchRequest]) -> list[list[int] | None]:
+        """Copy in and return the checksums of each request's runs as they arrived; None: it is refused."""
+
+
+def verified(requests: Sequence[FetchRequest], arrived: Sequence[list[int] | None]) -> list[bool]:
+    """Return whether each request's checksums are those of its copy; None: it was refused, which is logged before."""
+    return [
+        checksums is not None and is_verified(request.copy, checksums)
+        for request, checksums in zip(requests, arrived, strict=True)
+    ]

@@ -3,30 +3,40 @@
 import abc
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.kv.block_checksums import (
     check_target,
-    is_verified,
     run_checksums,
     runs_of,
     runs_with_checksums,
     source_blocks,
-    verify_digests,
+    verify_checksums,
 )
 from alignedserve.runtime.kv.block_runs import BlockIds, BlockRuns, Ints, as_ids
 from alignedserve.runtime.kv.direct_copies import HostSide, PeerSide
 from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
-from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
 from kernels.cpu.block_copies import Digests, copy_blocks
 
 logger = logging.getLogger(__name__)
 
 LocalMemory = Arena | DeviceBuffer
+
+
+class Relayed(NamedTuple):
+    """The checksums of blocks that were copied from one memory to another, by their runs there.
+
+    None: a rank has copied no parts of them.
+    """
+
+    read: list[int] | None
+    written: list[int] | None
 
 
 class LocalTransfer(abc.ABC):
@@ -48,13 +58,10 @@ class LocalTransfer(abc.ABC):
 
     def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
         """See KVTransfer."""
-        return [
-            checksums is not None and is_verified(request.copy, checksums)
-            for request, checksums in zip(requests, self.fetch_unverified(requests), strict=True)
-        ]
+        return verified(requests, self.fetch_unverified(requests))
 
     def fetch_unverified(self, requests: Sequence[FetchRequest]) -> list[list[int] | None]:
-        """Copy in and return the checksums of each request's runs as they arrived; None: it is refused."""
+        """See PartTransfer."""
         return [self._fetch_one(request) for request in requests]
 
     @abc.abstractmethod
@@ -109,27 +116,55 @@ def relay(
     There must be as many target blocks as the copy has. In a candidate buffer (`target.stamps`) they are stamped first,
     and unstamped when the result is None; in the pool's arena the pool has stamped them.
     """
+    relayed = relay_unverified(source, copy, target, target_block_ids, generation)
+    return None if relayed is None else verified_relay(relayed, copy, target, target_block_ids)
+
+
+def relay_unverified(
+    source: LocalTransfer, copy: BlockCopy, target: LocalTransfer, target_block_ids: Sequence[BlockId], generation: int
+) -> Relayed | None:
+    """Copy a request's blocks, or a rank's parts of them, as `relay` does; the checksums are still to be verified."""
     assert source.memory.layout == target.memory.layout, "blocks are copied between memories of one layout"
     try:
         target_ids = as_ids(target_block_ids)
         check_target(target_ids, copy.num_blocks, generation, target.memory.num_blocks)
     except HandoffRejected as error:
-        logger.warning("relay of generation %d refused: %s", copy.generation, error)
+        _log_refused(copy, error)
         return None
     try:
         if target.stamps:
             target.memory.stamp(target_ids, generation)
         return _relay(source.memory, copy, target, target_ids, generation)
     except HandoffRejected as error:
-        if target.stamps:
-            target.memory.stamp(target_ids, NO_LEASE)
-        logger.warning("relay of generation %d refused: %s", copy.generation, error)
+        _refuse(copy, target, target_ids, error)
         return None
 
 
-def _relay(
-    source: LocalMemory, copy: BlockCopy, target: LocalTransfer, target_ids: Ints, generation: int
-) -> tuple[BlockRun, ...]:
+def verified_relay(
+    relayed: Relayed, copy: BlockCopy, target: LocalTransfer, target_block_ids: Sequence[BlockId]
+) -> tuple[BlockRun, ...] | None:
+    """Return the new runs of a copy whose blocks have these checksums, as `relay` does."""
+    target_ids = as_ids(target_block_ids)
+    try:
+        verify_checksums(copy, relayed.read)
+    except HandoffRejected as error:
+        _refuse(copy, target, target_ids, error)
+        return None
+    assert relayed.written is not None, "what was read was written"
+    return runs_with_checksums(BlockRuns.of(target_ids), relayed.written)
+
+
+def _refuse(copy: BlockCopy, target: LocalTransfer, target_ids: Ints, error: HandoffRejected) -> None:
+    if target.stamps:
+        target.memory.stamp(target_ids, NO_LEASE)
+    _log_refused(copy, error)
+
+
+def _log_refused(copy: BlockCopy, error: HandoffRejected) -> None:
+    logger.warning("relay of generation %d refused: %s", copy.generation, error)
+
+
+def _relay(source: LocalMemory, copy: BlockCopy, target: LocalTransfer, target_ids: Ints, generation: int) -> Relayed:
     layout, num_targets = source.layout, len(target_ids)
     source_ids = source_blocks(
         copy, block_size=layout.block_size, num_targets=num_targets, num_blocks=source.num_blocks
@@ -138,10 +173,9 @@ def _relay(
     _check_lease(target.memory, target_ids, generation)
     # Every byte is summed once, so the new checksums are of exactly what the old ones verify.
     digests = _copied(source, source_ids, target, target_ids)
-    verify_digests(copy, digests)
     _check_lease(source, source_ids, copy.generation)
-    runs = BlockRuns.of(target_ids)
-    return runs_with_checksums(runs, run_checksums(digests, runs.placed()))
+    read = run_checksums(digests, runs_of(copy).placed(copy.num_before))
+    return Relayed(read, run_checksums(digests, BlockRuns.of(target_ids).placed()))
 
 
 def _copied(source: LocalMemory, source_ids: Ints, target: LocalTransfer, target_ids: Ints) -> Digests:

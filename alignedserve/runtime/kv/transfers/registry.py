@@ -3,14 +3,16 @@
 import logging
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from alignedserve.core.errors import HandoffRejected, PeerLost, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
-from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
+from alignedserve.runtime.kv.transfers.kv_transfer import PartTransfer
 from alignedserve.runtime.kv.transfers.shm_transfer import open_shm_transfer
 from alignedserve.runtime.process.links import Identity
 
@@ -21,18 +23,19 @@ FASTEST_FIRST = ("cuda_ipc", "shm", "nccl", "tcp", "gloo")
 TRANSPORTS = (AUTO, *FASTEST_FIRST)
 OF_DEVICES = (AUTO, "cuda_ipc", "nccl")  # choices by which a candidate buffer is in the memory of its lender's GPU
 
-_Opener = Callable[[ArenaOffered, BlockStorage, Identity, bool], KVTransfer]
+_Opener = Callable[[ArenaOffered, BlockStorage, Identity, bool], PartTransfer]
 
 
 def open_transfer(
     offered: ArenaOffered, storage: BlockStorage, *, identity: Identity, stamps: bool, transport: str = AUTO
-) -> KVTransfer:
-    """Open a transfer to the offered blocks; `stamps` as in ShmTransfer, for a candidate buffer.
+) -> PartTransfer:
+    """Open a transfer to the offered blocks, or to the storage's part of each; `stamps` as in ShmTransfer.
 
-    Raises TransportUnavailable naming the reason for each transport that was tried.
+    Raises TransportUnavailable naming the reason for each transport that was tried, PeerLost.
     """
     if transport not in TRANSPORTS:
         raise TransportUnavailable(f"unknown transport {transport!r}; there are {', '.join(TRANSPORTS)}")
+    offered = _offered_to(storage.part, offered)
     reasons = []
     for name in FASTEST_FIRST if transport == AUTO else (transport,):
         reason = _obstacle(name, offered, storage)
@@ -65,6 +68,20 @@ def available_transports(*, has_device: bool) -> tuple[str, ...]:
     return tuple(name for name in FASTEST_FIRST if has[name])
 
 
+def _offered_to(part: ArenaPart, offered: ArenaOffered) -> ArenaOffered:
+    """Return the offer as a rank sees it. Raises TransportUnavailable where it has no such part."""
+    if offered.num_ranks not in (1, part.size):
+        raise TransportUnavailable(
+            f"engine.tensor_parallel is {offered.num_ranks} at the lender of the blocks and {part.size} here: the "
+            "parts of their ranks are not alike"
+        )
+    if part.rank == 0 or not offered.rank_addresses:
+        return offered
+    if len(offered.rank_addresses) != part.size - 1:
+        raise TransportUnavailable("the lender of the blocks does not serve the parts of every rank")
+    return msgspec.structs.replace(offered, served_at=offered.rank_addresses[part.rank - 1])
+
+
 def _obstacle(name: str, offered: ArenaOffered, storage: BlockStorage) -> str | None:
     """Return why the transport cannot be used; None: it is worth trying."""
     if name not in offered.transports:
@@ -80,18 +97,18 @@ def _obstacle(name: str, offered: ArenaOffered, storage: BlockStorage) -> str | 
     return None
 
 
-def _open_shm(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> KVTransfer:
+def _open_shm(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> PartTransfer:
     return open_shm_transfer(offered, storage, stamps=stamps)
 
 
 def _open_channel(name: str) -> _Opener:
-    def opened(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> KVTransfer:
+    def opened(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> PartTransfer:
         return ChannelTransfer(storage, offered.served_at, identity=identity, transport=name)
 
     return opened
 
 
-def _open_ipc(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> KVTransfer:
+def _open_ipc(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> PartTransfer:
     assert stamps, "blocks on a device are a candidate buffer, in which the writer stamps"
     assert storage.lanes is not None, "a transport between devices"
     return IpcTransfer(storage, offered.served_at, identity=identity, lanes=storage.lanes)

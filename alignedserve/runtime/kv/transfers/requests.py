@@ -7,21 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost, ProtocolError
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import BlocksAnswered, NamedBlocks, OpenTransfer, TransferOpened, TransferRefused
 from alignedserve.messages.caches import BlockRun
 from alignedserve.runtime.kv.block_checksums import (
     check_target,
-    is_verified,
     runs_with_checksums,
     source_blocks,
 )
 from alignedserve.runtime.kv.block_runs import BlockRuns, PlacedRuns, as_ids, join_placed, place_runs
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
-from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +63,19 @@ class ServedTransfer(abc.ABC):
 
     def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
         """See KVTransfer."""
+        return verified(requests, self.fetch_unverified(requests))
+
+    def fetch_unverified(self, requests: Sequence[FetchRequest]) -> list[list[int] | None]:
+        """See PartTransfer."""
         planned = plan_fetch(requests, self._storage.layout.block_size, self._num_blocks)
-        done = [False] * len(requests)
+        done: list[list[int] | None] = [None] * len(requests)
         if planned:
             with closing_on_error(self._control):
                 received = self._fetch(planned)
             for one, checksums in zip(planned, received, strict=True):
-                done[one.index] = is_verified(requests[one.index].copy, checksums)
+                done[one.index] = checksums
+                if checksums is None:
+                    logger.warning("fetch of generation %d refused: the lease is no longer valid", one.named.generation)
         return done
 
     def close(self) -> None:
@@ -100,9 +104,10 @@ class ServedTransfer(abc.ABC):
         return [by_index.get(one.index) if held else None for one, held in zip(planned, is_held, strict=True)]
 
 
-def negotiate(control: ControlSocket, transport: str, layout: BlockLayout) -> TransferOpened:
-    """Agree on a transport. Raises HandoffRejected with the owner's reason."""
-    control.send(OpenTransfer(transport, layout.digest().hex()))
+def negotiate(control: ControlSocket, transport: str, storage: BlockStorage) -> TransferOpened:
+    """Agree on a transport, and on the part that this end copies. Raises HandoffRejected with the owner's reason."""
+    part = storage.part
+    control.send(OpenTransfer(transport, part.whole(storage.layout).digest().hex(), part.rank, part.size))
     match control.receive():
         case TransferOpened() as opened:
             return opened

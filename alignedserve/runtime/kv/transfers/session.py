@@ -18,6 +18,7 @@ from alignedserve.messages.blocks import (
 )
 from alignedserve.runtime.kv.block_checksums import check_target, expand_runs
 from alignedserve.runtime.kv.block_runs import BlockIds, Ints
+from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.kv.transfers.block_channel import BlockChannel, Rows
 from alignedserve.runtime.kv.transfers.block_stream import BlockStream
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
@@ -36,6 +37,9 @@ class ServedBuffer(Protocol):
     num_blocks: int
     device: Any  # of torch, or "cpu"
     writer_stamps: bool  # the writer stamps the blocks (a candidate buffer); in the pool's arena their owner has
+
+    def part_of(self, part: ArenaPart) -> "ServedBuffer":
+        """Return what is served to a rank that copies this part of each block. Raises HandoffRejected."""
 
     def begin_thread(self) -> None:
         """Prepare the calling thread for copies of these blocks: a device becomes its current one."""

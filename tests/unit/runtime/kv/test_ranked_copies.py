@@ -23,7 +23,8 @@ from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena, ArenaPart
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
-from alignedserve.runtime.kv.transfers.ranked_transfer import RankedTransfer
+from alignedserve.runtime.kv.transfers.ranked_transfer import PartsOffer, RankedTransfer
+from alignedserve.runtime.kv.transfers.registry import SHM
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.worker_threads import WorkerThreads
@@ -31,6 +32,7 @@ from kernels.cpu.rank_exchange import ExchangeBroken
 from tests.support.device_stand_in import HOST, PCIE, Machine, StandInStorage
 
 SIZE, NUM_BLOCKS, GENERATION = 3, 8, 5
+IDENTITY = Identity(Role.DECODE_WORKER, "worker", b"secret")
 PART = BlockLayout(block_size=8, num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32")
 SOURCES, PLACES, TARGETS = (5, 2, 3, 0), (6, 1, 2, 7), (1, 4, 6, 3)
 
@@ -62,7 +64,7 @@ class RankedWorker:
         machine.device(self.names[0]).use()
         arena = Arena.attach(Path(offered.path), self.storages[0].part.whole(PART), self.storages[0].part)
         own = ShmTransfer(self.storages[0], arena, lanes=self.storages[0].lanes)
-        self.copies.open("pool", offered)
+        self.copies.open("pool", PartsOffer(offered, IDENTITY, False, SHM))
         self.transfer = RankedTransfer(own, self.copies, "pool")
 
     def offload(self) -> BlockCopy | None:
@@ -184,8 +186,7 @@ async def test_a_worker_s_copies_are_those_of_all_its_ranks(
     worker, name = workers[0], RequestId("a")
     before = [content[list(SOURCES)] for content in worker.contents]
     threads = WorkerThreads(machine.device(worker.names[0]).use)
-    identity = Identity(Role.DECODE_WORKER, "worker", b"secret")
-    copier = BlockCopier(worker.storages[0], threads, identity, ranks=worker.copies)
+    copier = BlockCopier(worker.storages[0], threads, IDENTITY, ranks=worker.copies)
     offloaded: asyncio.Queue[BlocksOffloaded] = asyncio.Queue()
     loaded: asyncio.Queue[BlocksLoaded] = asyncio.Queue()
     copier.map_arena("pool", offer_of(arena), stamps=False)

@@ -1,0 +1,176 @@
+"""Workers of two ranks, each on a device of its own: blocks move between equal ranks, and tokens are those of one.
+
+The devices are stand-ins, with memories that nothing else touches and streams in a random order.
+"""
+
+import asyncio
+import random
+from dataclasses import replace as changed
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from alignedserve.config.sections import BatchingConfig, ClusterConfig, Topology
+from alignedserve.core.request import SamplingParams, Slo
+from alignedserve.runtime.engine import model_executor
+from alignedserve.runtime.engine.ranks import rank_group
+from kernels.cpu.rank_exchange import has_rank_exchange
+from tests.harnesses.client_gateway import Answer
+from tests.support.device_stand_in import HOST, LINK, PCIE, Machine
+from tests.support.in_process import RoomCluster, running, small_config
+from tests.support.rank_devices import RanksOnDevices, device_of, load_on_devices
+from tests.support.waiting import holds
+
+pytestmark = pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")
+
+SIZE = 2
+SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+LONGER = changed(SAMPLING, max_tokens=300)
+TOO_TIGHT = Slo(tpot_s=1e-6)  # its decodes leave a worker no time for prompts
+PREFILL, DECODE = "prefill-0", "decode-0"
+
+
+@pytest.fixture(autouse=True)
+def ranks_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_executor, "load_ranks", load_on_devices)
+
+
+@pytest.fixture(autouse=True)
+async def faults_of_the_loop() -> list[str]:
+    """Whatever goes wrong in a callback or task would end a real process."""
+    faults: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context)))
+    return faults
+
+
+def config_of(folder: Path, *, transport: str = "auto", **changes: object) -> ClusterConfig:
+    config = small_config(folder / "model", batching=BatchingConfig(min_requests=4, starvation_s=0.2), **changes)
+    engine = replace(config.engine, tensor_parallel=SIZE, kv_transport=transport)
+    return replace(config, engine=engine, router=replace(config.router, max_retries=20))
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(8)
+    return [[rng.randrange(3, 128) for _ in range(rng.randrange(40, 100))] for _ in range(count)]
+
+
+async def submitted(cluster: RoomCluster, work: list[list[int]], num_first: int = 4) -> list[Answer]:
+    """Submit the first ones, and the others when those run, so that the others are prefetched."""
+    first = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work[:num_first]]
+    for answer in first:
+        await answer.first_token.wait()
+    return first + [cluster.gateway.submit(prompt, SAMPLING) for prompt in work[num_first:]]
+
+
+async def check(
+    cluster: RoomCluster, work: list[list[int]], answers: list[Answer], sampling: SamplingParams = SAMPLING
+) -> None:
+    async with asyncio.timeout(120):
+        for answer in answers:
+            await answer.done.wait()
+    for prompt, answer in zip(work, answers, strict=True):
+        assert answer.failure is None
+        assert answer.token_ids == cluster.reference(prompt, sampling)
+    await cluster.gateway.idle()
+
+
+def moved_bytes(machine: Machine, way: str, source: str | None, target: str | None) -> list[int]:
+    """Return what each rank moved between these workers; None: the host."""
+    return [
+        sum(
+            copy.num_bytes
+            for copy in machine.moved(
+                way,
+                HOST if source is None else device_of(source, rank),
+                HOST if target is None else device_of(target, rank),
+            )
+        )
+        for rank in range(SIZE)
+    ]
+
+
+async def test_a_batch_goes_from_each_rank_s_device_to_that_of_its_peer(
+    tmp_path: Path, faults_of_the_loop: list[str]
+) -> None:
+    machine = Machine(1)
+    async with running(config_of(tmp_path), tmp_path, machine) as cluster:
+        work = prompts(12)
+        await check(cluster, work, await submitted(cluster, work))
+    for way in ((PCIE, PREFILL, None), (PCIE, None, PREFILL), (LINK, PREFILL, DECODE)):
+        first, second = moved_bytes(machine, *way)
+        assert first == second > 0
+    pairs = {frozenset(device_of(name, rank) for name in (PREFILL, DECODE)) for rank in range(SIZE)}
+    assert {frozenset((copy.source, copy.target)) for copy in machine.moved(LINK)} == pairs
+    assert faults_of_the_loop == []
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_candidate_buffers_in_host_memory_are_filled_and_read_by_every_rank(
+    transport: str, tmp_path: Path, faults_of_the_loop: list[str]
+) -> None:
+    machine = Machine(2)
+    async with running(config_of(tmp_path, transport=transport), tmp_path, machine) as cluster:
+        work = prompts(12)
+        await check(cluster, work, await submitted(cluster, work))
+        status = await cluster.gateway.idle()
+    first, second = moved_bytes(machine, PCIE, None, DECODE)
+    assert machine.moved(LINK) == []
+    assert first == second > 0
+    assert status.num_handoffs_verified > 0
+    assert status.num_handoffs_refused == 0
+    assert faults_of_the_loop == []
+
+
+@pytest.mark.slow
+async def test_ranks_that_are_processes_with_memories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults_of_the_loop: list[str]
+) -> None:
+    monkeypatch.undo()  # the ranks of threads
+    monkeypatch.setattr(rank_group, "make_block_memory", lambda _: None)
+    async with running(config_of(tmp_path, transport="tcp"), tmp_path) as cluster:
+        work = prompts(8)
+        await check(cluster, work, await submitted(cluster, work))
+        status = await cluster.gateway.idle()
+    assert status.num_handoffs_verified > 0
+    assert status.num_handoffs_refused == 0
+    assert faults_of_the_loop == []
+
+
+@pytest.mark.parametrize("transport", ["auto", pytest.param("shm", marks=pytest.mark.slow)])
+async def test_requests_move_between_elastic_workers(
+    transport: str, tmp_path: Path, faults_of_the_loop: list[str]
+) -> None:
+    machine = Machine(3)
+    config = config_of(tmp_path, transport=transport, topology=Topology.ELASTIC)
+    async with running(config, tmp_path, machine) as cluster:
+        work = [[5 + number, 6, 7, 8 + number] for number in range(3)]
+        answers = [cluster.gateway.submit(prompt, LONGER, TOO_TIGHT) for prompt in work]
+        await answers[0].first_token.wait()
+        await cluster.start_decode("decode-1")
+        await check(cluster, work, answers, LONGER)
+        status = await cluster.gateway.idle()
+    assert status.num_handoffs_verified > 0
+    assert status.num_handoffs_refused == 0
+    assert faults_of_the_loop == []
+
+
+@pytest.mark.parametrize("worker", [PREFILL, pytest.param(DECODE, marks=pytest.mark.slow)])
+async def test_a_rank_lost_among_moves_is_its_worker_s_death_and_requests_go_on_elsewhere(
+    worker: str, tmp_path: Path, faults_of_the_loop: list[str]
+) -> None:
+    machine = Machine(4)
+    config = config_of(tmp_path)
+    config = replace(config, prefill=replace(config.prefill, count=2), decode=replace(config.decode, count=2))
+    async with running(config, tmp_path, machine) as cluster:
+        work = prompts(24)
+        answers = await submitted(cluster, work, 8)
+        await holds(lambda: any(device_of(worker, 1) in (copy.source, copy.target) for copy in machine.moved(LINK)))
+        ranks = cluster.engines[worker]._ranks
+        assert isinstance(ranks, RanksOnDevices)
+        ranks.lose(1)
+        await holds(lambda: faults_of_the_loop != [])  # which ends a real process
+        await cluster.stop(worker)
+        await (cluster.start_prefill(worker) if worker == PREFILL else cluster.start_decode(worker))
+        await check(cluster, work, answers)
+    assert all("a rank of this worker has ended" in fault for fault in faults_of_the_loop)
