@@ -44,8 +44,9 @@ async def faults_of_the_loop() -> list[str]:
     return faults
 
 
-def config_of(folder: Path, *, transport: str = "auto", **changes: object) -> ClusterConfig:
-    config = small_config(folder / "model", batching=BatchingConfig(min_requests=4, starvation_s=0.2), **changes)
+def config_of(folder: Path, *, transport: str = "auto", topology: Topology = Topology.DISAGGREGATED) -> ClusterConfig:
+    batching = BatchingConfig(min_requests=4, starvation_s=0.2)
+    config = small_config(folder / "model", batching=batching, topology=topology)
     engine = replace(config.engine, tensor_parallel=SIZE, kv_transport=transport)
     return replace(config, engine=engine, router=replace(config.router, max_retries=20))
 

@@ -16,7 +16,7 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.kv.arena_files import ARENA_SUFFIX, arena_path, remove_stale_arenas
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.device_lender import DeviceLender
+from alignedserve.runtime.kv.device_lender import BUFFER_SETTING, DeviceLender
 from alignedserve.runtime.kv.shm_arena import WHOLE, Arena, ArenaPart
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
@@ -28,7 +28,7 @@ from alignedserve.runtime.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
 
-_PURPOSE, _SETTING = "a candidate buffer", "prefill.candidate_buffer_bytes"
+_PURPOSE = "a candidate buffer"
 
 
 class OpenedBuffer(NamedTuple):
@@ -129,11 +129,8 @@ class CandidateMemory:
         if self._lender is None:
             name = f"{self._process_spec.name}-for-{peer}-{self._num_made}"
             path = arena_path(self._process_spec.cluster_id, name)
-            return Arena.create(path, self._layout, num_blocks, purpose=_PURPOSE, setting=_SETTING)
-        try:
-            return self._lender.lend(num_blocks)
-        except NotEnoughMemory as error:
-            raise NotEnoughMemory(f"{error}; set {_SETTING} lower") from error
+            return Arena.create(path, self._layout, num_blocks, purpose=_PURPOSE, setting=BUFFER_SETTING)
+        return self._lender.lend(num_blocks)
 
     def _transports(self, *, is_far: bool) -> tuple[str, ...]:
         """Return the transports by which the buffer is served, beside shared memory."""

@@ -28,7 +28,7 @@ from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.runtime.process.tls import CertificateAuthority, Credentials
-from tests.harnesses.transfer import cpu_lanes
+from tests.support.cpu_accelerator import cpu_lanes
 from tests.support.device_stand_in import LINK, Machine, StandInStorage
 from tests.support.rank_devices import device_of
 from tests.support.samples import DECODE, PREFILL, blocks
@@ -67,10 +67,11 @@ class RankedWorker:
         for thread in self._threads:
             thread.start()
         self.copies = GroupCopies([ours for ours, _ in pairs], lambda: 0)
-        self._use = (lambda: None) if machine is None else machine.device(name).use
+        self._device = None if machine is None else machine.device(name)
 
     def open(self, offered: ArenaOffered, transport: str = "auto") -> RankedTransfer:
-        self._use()
+        if self._device is not None:
+            self._device.use()
         own = open_transfer(offered, self.storages[0], identity=self.identity, stamps=True, transport=transport)
         transfer = RankedTransfer(own, self.copies, PREFILL)
         try:
