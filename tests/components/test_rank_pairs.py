@@ -20,6 +20,7 @@ from tests.harnesses.client_gateway import Answer
 from tests.support.device_stand_in import HOST, LINK, PCIE, Machine
 from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.rank_devices import RanksOnDevices, device_of, load_on_devices
+from tests.support.two_nodes import FAR, start_two_nodes
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")
@@ -98,6 +99,7 @@ async def test_a_batch_goes_from_each_rank_s_device_to_that_of_its_peer(
     async with running(config_of(tmp_path), tmp_path, machine) as cluster:
         work = prompts(12)
         await check(cluster, work, await submitted(cluster, work))
+        assert (await cluster.gateway.idle()).num_handoffs_refused == 0
     for way in ((PCIE, PREFILL, None), (PCIE, None, PREFILL), (LINK, PREFILL, DECODE)):
         first, second = moved_bytes(machine, *way)
         assert first == second > 0
@@ -119,6 +121,23 @@ async def test_candidate_buffers_in_host_memory_are_filled_and_read_by_every_ran
     assert machine.moved(LINK) == []
     assert first == second > 0
     assert status.num_handoffs_verified > 0
+    assert status.num_handoffs_refused == 0
+    assert faults_of_the_loop == []
+
+
+async def test_every_rank_reads_its_parts_from_the_pool_of_another_node(
+    tmp_path: Path, faults_of_the_loop: list[str]
+) -> None:
+    machine = Machine(5)
+    cluster = await start_two_nodes(config_of(tmp_path), tmp_path, has_tls=True, machine=machine)
+    try:
+        work = prompts(6)
+        await check(cluster, work, [cluster.gateway.submit(prompt, SAMPLING) for prompt in work])
+        status = await cluster.gateway.idle()
+    finally:
+        await cluster.close()
+    first, second = moved_bytes(machine, PCIE, None, FAR)
+    assert first == second > 0
     assert status.num_handoffs_refused == 0
     assert faults_of_the_loop == []
 
