@@ -34,7 +34,9 @@ PART_LIST = (
     ListedPart("prompts", 4.0, "prompts and chunks, blocks of 16 and 128: flash-attn-4, PyTorch's, ours"),
     ListedPart("profile", 3.0, "ten 8B decode steps by kernel, at 64 and 256 sequences"),
     ListedPart("arena", 2.0, "registered arena against page-locked ring, blocks of 80 KiB and 2 MiB"),
-    ListedPart("ranks", 2.0, "two ranks refused on one GPU, one rank through the ranks' code"),
+    ListedPart(
+        "ranks", 2.0, "two ranks refused on one GPU, one rank through the ranks' code, blocks between pairs of ranks"
+    ),
 )
 
 

@@ -4,7 +4,9 @@ The devices are stand-ins, with memories that nothing else touches and streams i
 """
 
 import asyncio
+import os
 import random
+import signal
 from dataclasses import replace as changed
 from pathlib import Path
 
@@ -20,13 +22,14 @@ from tests.harnesses.client_gateway import Answer
 from tests.support.device_stand_in import HOST, LINK, PCIE, Machine
 from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.rank_devices import RanksOnDevices, device_of, load_on_devices
+from tests.support.two_nodes import FAR, start_two_nodes
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")
 
 SIZE = 2
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-LONGER = changed(SAMPLING, max_tokens=300)
+LONGER = changed(SAMPLING, max_tokens=200)
 TOO_TIGHT = Slo(tpot_s=1e-6)  # its decodes leave a worker no time for prompts
 PREFILL, DECODE = "prefill-0", "decode-0"
 
@@ -98,6 +101,7 @@ async def test_a_batch_goes_from_each_rank_s_device_to_that_of_its_peer(
     async with running(config_of(tmp_path), tmp_path, machine) as cluster:
         work = prompts(12)
         await check(cluster, work, await submitted(cluster, work))
+        assert (await cluster.gateway.idle()).num_handoffs_refused == 0
     for way in ((PCIE, PREFILL, None), (PCIE, None, PREFILL), (LINK, PREFILL, DECODE)):
         first, second = moved_bytes(machine, *way)
         assert first == second > 0
@@ -106,7 +110,7 @@ async def test_a_batch_goes_from_each_rank_s_device_to_that_of_its_peer(
     assert faults_of_the_loop == []
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 async def test_candidate_buffers_in_host_memory_are_filled_and_read_by_every_rank(
     transport: str, tmp_path: Path, faults_of_the_loop: list[str]
 ) -> None:
@@ -123,12 +127,50 @@ async def test_candidate_buffers_in_host_memory_are_filled_and_read_by_every_ran
     assert faults_of_the_loop == []
 
 
-@pytest.mark.slow
-async def test_ranks_that_are_processes_with_memories_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults_of_the_loop: list[str]
+async def test_every_rank_reads_its_parts_from_the_pool_of_another_node(
+    tmp_path: Path, faults_of_the_loop: list[str]
 ) -> None:
+    machine = Machine(5)
+    cluster = await start_two_nodes(config_of(tmp_path), tmp_path, has_tls=True, machine=machine)
+    try:
+        work = prompts(6)
+        await check(cluster, work, [cluster.gateway.submit(prompt, SAMPLING) for prompt in work])
+        status = await cluster.gateway.idle()
+    finally:
+        await cluster.close()
+    first, second = moved_bytes(machine, PCIE, None, FAR)
+    assert first == second > 0
+    assert status.num_handoffs_refused == 0
+    assert faults_of_the_loop == []
+
+
+@pytest.fixture
+def ranks_as_processes(ranks_on_devices: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks as processes, each with a memory of its own, on the host."""
     monkeypatch.undo()  # the ranks of threads
     monkeypatch.setattr(rank_group, "make_block_memory", lambda _: None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ranks_as_processes")
+async def test_a_killed_process_of_a_rank_is_its_worker_s_death(tmp_path: Path, faults_of_the_loop: list[str]) -> None:
+    async with running(config_of(tmp_path, transport="shm"), tmp_path) as cluster:
+        work = prompts(8)
+        answers = await submitted(cluster, work)
+        ranks = cluster.engines[PREFILL]._ranks
+        assert ranks is not None
+        os.kill(ranks.process_ids[0], signal.SIGKILL)
+        await holds(lambda: faults_of_the_loop != [])  # which ends a real process
+        await cluster.stop(PREFILL)
+        await cluster.start_prefill(PREFILL)
+        await check(cluster, work, answers)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ranks_as_processes")
+async def test_ranks_that_are_processes_with_memories_of_their_own(
+    tmp_path: Path, faults_of_the_loop: list[str]
+) -> None:
     async with running(config_of(tmp_path, transport="tcp"), tmp_path) as cluster:
         work = prompts(8)
         await check(cluster, work, await submitted(cluster, work))
@@ -164,7 +206,7 @@ async def test_a_rank_lost_among_moves_is_its_worker_s_death_and_requests_go_on_
     config = config_of(tmp_path)
     config = replace(config, prefill=replace(config.prefill, count=2), decode=replace(config.decode, count=2))
     async with running(config, tmp_path, machine) as cluster:
-        work = prompts(24)
+        work = prompts(16)
         answers = await submitted(cluster, work, 8)
         await holds(lambda: any(device_of(worker, 1) in (copy.source, copy.target) for copy in machine.moved(LINK)))
         ranks = cluster.engines[worker]._ranks

@@ -10,6 +10,7 @@ from pathlib import Path
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.tls import CertificateAuthority
+from tests.support.device_stand_in import Machine
 from tests.support.in_process import RoomCluster
 
 FAR = "decode-9"
@@ -29,10 +30,10 @@ class Entries:
         return self.known.get(name)
 
 
-def two_nodes(config: ClusterConfig, folder: Path, *, has_tls: bool) -> RoomCluster:
+def two_nodes(config: ClusterConfig, folder: Path, *, has_tls: bool, machine: Machine | None = None) -> RoomCluster:
     """Make a cluster in which FAR is to run on the other node, whose pool is never there."""
     (folder / "far").mkdir(parents=True)
-    cluster = RoomCluster(config, folder)
+    cluster = RoomCluster(config, folder, machine)
     cluster.authority = CertificateAuthority("two nodes") if has_tls else None
     directory = Entries()
     cluster.addresses = AddressBook(folder, "node-0", "127.0.0.1", directory, has_tls=has_tls)
@@ -41,9 +42,11 @@ def two_nodes(config: ClusterConfig, folder: Path, *, has_tls: bool) -> RoomClus
     return cluster
 
 
-async def start_two_nodes(config: ClusterConfig, folder: Path, *, has_tls: bool) -> RoomCluster:
+async def start_two_nodes(
+    config: ClusterConfig, folder: Path, *, has_tls: bool, machine: Machine | None = None
+) -> RoomCluster:
     """Start them; the pool's file is hidden from the decode worker, as it would be on another host."""
-    cluster = two_nodes(config, folder, has_tls=has_tls)
+    cluster = two_nodes(config, folder, has_tls=has_tls, machine=machine)
     await cluster.start_router()
     await cluster.start_pool()
     await cluster.start_prefill("prefill-0")

@@ -24,7 +24,7 @@ class DeviceLender:
         self._rows = LentRows(lanes.accelerator, max_blocks, layout.block_bytes)
 
     def lend(self, num_blocks: int) -> DeviceBuffer:
-        """Return a buffer whose memory is lent again once nothing refers to it. Raises NotEnoughMemory, naming the setting."""
+        """Return a buffer whose memory is lent again once nothing refers to it. Raises NotEnoughMemory."""
         try:
             with self._lock:
                 rows = self._rows.take(num_blocks)

@@ -1,4 +1,7 @@
-"""Tensor parallelism as far as one GPU shows it: two ranks are refused by name, one rank computes through its code."""
+"""Tensor parallelism as far as one GPU shows it: two ranks are refused by name, one rank computes through its code.
+
+Blocks go between the ranks of two workers, all on that GPU (rank_pairs.py).
+"""
 
 import time
 from collections.abc import Callable
@@ -6,7 +9,7 @@ from typing import Any
 
 import torch
 
-from alignedserve.core.errors import ConfigError
+from alignedserve.core.errors import AlignedServeError, ConfigError
 from alignedserve.microbench.engine.benchmark_spec import EngineBenchmarkSpec
 from alignedserve.microbench.engine.ranked import rank_spec, started_ranks
 from alignedserve.microbench.engine.throughput import WorkloadRun, load_decoder, make_engine
@@ -14,12 +17,16 @@ from alignedserve.microbench.engine.workloads import parse_workload
 from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.device.devices import CUDA, check_ranks
 from alignedserve.runtime.device.timing import synchronize
+from benchmarks.gpu.slices.rank_pairs import measure_pairs
 
 
 def measure_ranks(
     device: torch.device, *, is_toy: bool, on_measured: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Return the refusal of more ranks than GPUs, and seconds of a workload by one rank and without ranks."""
+    """Return the refusal of more ranks than GPUs, and seconds of a workload by one rank and without ranks.
+
+    Also seconds of blocks that go between the ranks of two workers.
+    """
     shape, dtype, workload = ("toy", "float32", "3x5:4") if is_toy else ("llama-3-1b", "bfloat16", "64x512:64")
     spec = EngineBenchmarkSpec(
         shape, parse_workload(workload), dtype, device=device.type, max_sequences=64, tensor_parallel=1
@@ -32,7 +39,12 @@ def measure_ranks(
         seconds["one rank"] = _seconds(engine, spec, device)
     refusal = _refusal(device)
     failures = [] if device.type != CUDA or refusal is not None else ["more ranks than GPUs were not refused"]
-    return {"seconds": seconds, "refusal": refusal, "failures": failures, "left_out": []}
+    moves: dict[str, dict[str, float]] = {}
+    try:
+        moves = measure_pairs(device, is_toy=is_toy)
+    except (AssertionError, AlignedServeError) as error:
+        failures.append(f"blocks between pairs of ranks: {error}")
+    return {"seconds": seconds, "moves": moves, "refusal": refusal, "failures": failures, "left_out": []}
 
 
 def _refusal(device: torch.device) -> str | None:

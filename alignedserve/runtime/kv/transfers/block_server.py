@@ -165,13 +165,13 @@ class BlockServer:
         request = control.receive()
         if not isinstance(request, OpenTransfer):
             raise ProtocolError("a request before the transfer was opened")
-        self._replace_older(control, name, request.rank)
         transport = request.transport
         try:
             buffer = self._served(request)
         except HandoffRejected as error:
             control.send(TransferRefused(str(error)))
             return None
+        self._replace_older(control, name, request.rank)
         if transport == "cuda_ipc":
             control.send(TransferOpened(buffer.num_blocks, buffer.exported()))
             return TransferSession(buffer, control, None)

@@ -230,6 +230,16 @@ def test_a_part_that_has_changed_on_its_way_is_refused_whosever_it_is(
     there.close()
 
 
+def test_what_one_rank_does_not_hold_is_not_held(machine: Machine, lender: Lender, reader: RankedWorker) -> None:
+    there = reader.open(lender.lend())
+    copy = offload(there)
+    assert copy is not None
+    reader.copies.close(PREFILL)  # the first rank's transfer is still open
+    assert not fetch(there, copy)
+    assert offload(there) is None
+    there.close()
+
+
 def test_a_rank_that_loses_its_peer_loses_it_for_all(machine: Machine, lender: Lender, reader: RankedWorker) -> None:
     there = reader.open(lender.lend())
     lender.worker.connections[1].shutdown(socket.SHUT_RDWR)  # it ends, and serves nothing any more
