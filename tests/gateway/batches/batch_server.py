@@ -90,6 +90,8 @@ def _plain(line: str) -> Any:
     for one in answer.get("data", [answer]):
         if (one.get("alignedserve") or {}).get("quote"):
             one["alignedserve"]["quote"] = sorted(one["alignedserve"]["quote"])
+        if one.get("status") == "failed":  # how far its validation had told it was follows from the clock
+            one["alignedserve"]["lines_validated"] = 0
         if one.get("response"):
             one["response"]["request_id"] = "a request id"
     return answer
