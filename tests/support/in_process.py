@@ -25,15 +25,12 @@ from alignedserve.config.sections import (
 )
 from alignedserve.core.request import LoraAdapter, SamplingParams
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, hidden_block_tokens
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.arena_files import arena_folder
-from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
-from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
@@ -50,8 +47,8 @@ from prefill_worker import factory as prefill_factory
 from prefill_worker.service import PrefillWorker
 from router.service import Router
 from tests.harnesses.client_gateway import ClientGateway
-from tests.support.device_stand_in import Machine, StandInStorage
-from tests.support.rank_devices import RanksOnDevices
+from tests.support.counting_engine import CountingEngine
+from tests.support.device_stand_in import Machine
 from tests.support.tiny_engines import generate_alone
 
 _CLUSTERS = itertools.count()
@@ -98,38 +95,6 @@ def small_config(
         decode=DecodeWorkerConfig(kv_cache_bytes=decode_blocks * block_bytes, max_running_requests=16),
         **changes,  # type: ignore[arg-type]
     )
-
-
-class CountingEngine(ModelExecutor):
-    """Counts the tokens that it computes, the caches that it swaps, and the requests that enter with a hidden one."""
-
-    num_computed = num_swapped_out = num_swapped_in = num_added = num_added_hidden = 0
-
-    def run_iteration(self, command: RunIteration) -> IterationCompleted:
-        self.num_computed += sum(num_tokens for _, num_tokens in command.slices)
-        if command.swaps is not None:
-            self.num_swapped_out += len(command.swaps.outs)
-            self.num_swapped_in += len(command.swaps.ins)
-        self.num_added += len(command.additions)
-        self.num_added_hidden += sum(addition.is_hidden for addition in command.additions)
-        return super().run_iteration(command)
-
-    def put_on(self, machine: Machine, name: str) -> None:
-        """Let its blocks lie on this device, for all that copies them, and those of its other ranks on theirs."""
-        self._on_device = StandInStorage(self._storage, machine.device(name))
-        if isinstance(self._ranks, RanksOnDevices):
-            self._ranks.put_on(machine, name)
-
-    _on_device: StandInStorage | None = None
-
-    @property
-    def lanes(self) -> CopyLanes | None:
-        return super().lanes if self._on_device is None else self._on_device.lanes
-
-    def copier(self, identity: Identity, *, transport: str = "auto") -> BlockCopier:
-        storage = self._on_device or self._storage
-        ranks = None if self._ranks is None or self._moves_all else self._ranks.copies
-        return BlockCopier(storage, self._threads, identity, transport=transport, ranks=ranks)
 
 
 class RoomCluster:

@@ -1,0 +1,41 @@
+"""The executor of a worker that counts what it does, and whose blocks may lie on stand-ins for devices."""
+
+from alignedserve.messages.iterations import IterationCompleted, RunIteration
+from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.kv.copy_lanes import CopyLanes
+from alignedserve.runtime.process.links import Identity
+from tests.support.device_stand_in import Machine, StandInStorage
+from tests.support.rank_devices import RanksOnDevices
+
+
+class CountingEngine(ModelExecutor):
+    """Counts the tokens that it computes, the caches that it swaps, and the requests that enter with a hidden one."""
+
+    num_computed = num_swapped_out = num_swapped_in = num_added = num_added_hidden = 0
+
+    def run_iteration(self, command: RunIteration) -> IterationCompleted:
+        self.num_computed += sum(num_tokens for _, num_tokens in command.slices)
+        if command.swaps is not None:
+            self.num_swapped_out += len(command.swaps.outs)
+            self.num_swapped_in += len(command.swaps.ins)
+        self.num_added += len(command.additions)
+        self.num_added_hidden += sum(addition.is_hidden for addition in command.additions)
+        return super().run_iteration(command)
+
+    def put_on(self, machine: Machine, name: str) -> None:
+        """Let its blocks lie on this device, for all that copies them, and those of its other ranks on theirs."""
+        self._on_device = StandInStorage(self._storage, machine.device(name))
+        if isinstance(self._ranks, RanksOnDevices):
+            self._ranks.put_on(machine, name)
+
+    _on_device: StandInStorage | None = None
+
+    @property
+    def lanes(self) -> CopyLanes | None:
+        return super().lanes if self._on_device is None else self._on_device.lanes
+
+    def copier(self, identity: Identity, *, transport: str = "auto") -> BlockCopier:
+        storage = self._on_device or self._storage
+        ranks = None if self._ranks is None or self._moves_all else self._ranks.copies
+        return BlockCopier(storage, self._threads, identity, transport=transport, ranks=ranks)
