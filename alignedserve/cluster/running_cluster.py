@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from alignedserve.batches.location import SharedState
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
-from alignedserve.cluster.local_ray.node_processes import kill_all
+from alignedserve.cluster.local_ray.node_processes import kill_all, orphans_of
 from alignedserve.cluster.local_ray.node_watch import NodeWatch
 from alignedserve.cluster.local_ray.start import start_ray
 from alignedserve.cluster.private_redis import PrivateRedis
@@ -296,6 +296,7 @@ class RunningCluster:
         self._actors.clear()
         self._close_own()
         _end_survivors(started)
+        kill_all(orphans_of(self.folder))
         self._remove_files()
 
     def _remove_files(self) -> None:

@@ -1,9 +1,11 @@
 """Ray's two processes of this host, on which every actor depends, and the end of what they leave behind."""
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -52,6 +54,24 @@ class NodeProcesses:
             if code is not None:
                 return f"{name} has ended " + (f"by signal {-code}" if code < 0 else f"with code {code}")
         return None
+
+
+def orphans_of(folder: Path) -> list[psutil.Process]:
+    """Return processes that Ray has started with the token in a cluster's folder, and that nobody here has any more.
+
+    An interrupted start of Ray ends its node process, and leaves the agents that this one has just started. On Linux.
+    """
+    own = psutil.Process()
+    had = {own, *own.children(recursive=True)}
+    token = f"RAY_AUTH_TOKEN_PATH={folder}{os.sep}".encode()
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # of another user, or gone
+            # Not by psutil, which reads no further than where an agent that names itself has overwritten it.
+            variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if process not in had and any(variable.startswith(token) for variable in variables):
+                found.append(process)
+    return found
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
