@@ -9,16 +9,14 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.iterations import Swap
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
+from alignedserve.runtime.device.streams import DeviceStreams, Event
 from alignedserve.runtime.engine.swap_space import HostCaches
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.host_rows import HostRows
 from alignedserve.runtime.kv.pending_copies import IntArray
 
 
@@ -49,26 +47,22 @@ class SlotSwapSpace(HostCaches):
 
     def __init__(self, storage: BlockStorage, streams: DeviceStreams, *, host_bytes: int = 0) -> None:
         """`host_bytes`: memory for copies that is registered with a device now; those beyond it allocate their own."""
-        super().__init__(storage, streams)
         layout = storage.layout
         shape = (storage.num_blocks, layout.runs_per_block, layout.block_size, layout.slot_width)
         self._slots = storage.blocks.view(shape)
-        self._row_bytes = layout.runs_per_block * layout.slot_width * self._slots.element_size()  # of a token
-        self._accelerator = storage.accelerator
-        self._host_rows: HostRows | None = None
-        if self._accelerator is not None and host_bytes >= self._row_bytes:
-            self._host_rows = HostRows(self._accelerator, self._row_bytes, host_bytes // self._row_bytes)
+        row_bytes = layout.runs_per_block * layout.slot_width * self._slots.element_size()  # of a token
+        super().__init__(storage, streams, row_bytes, host_bytes)
         self._parts: dict[RequestId, list[_Part]] = {}  # in the order of their tokens
 
     def _forget(self, request_id: RequestId) -> None:
         for part in self._parts.pop(request_id):
-            self._give_back(part, self._offload)
+            self._give_back(part.taken, self._offload)
 
     def _copy_out(self, swap: Swap) -> None:
         parts = self._parts.setdefault(swap.request_id, [])
         assert not parts or parts[0].first_token == swap.first_token + swap.num_tokens, "not the end of what is left"
         places = self._places(swap, swap.first_token // self._storage.layout.block_size)
-        pieces, taken = self._memory_for(swap.num_tokens)
+        pieces, taken = self._rows_for(swap.num_tokens)
         staging = self._staging(pieces)
         self._storage.pending_copies.wait(self._offload, places.block_ids)
         self._offload.run(partial(self._gather, places, staging))
@@ -91,7 +85,7 @@ class SlotSwapSpace(HostCaches):
             for on_device, rows in self._copied(staging, part.pieces):
                 self._prefetch.copy_in(rows, on_device)
             self._prefetch.run(partial(self._scatter, of_part, staging))
-            self._give_back(part, self._prefetch)
+            self._give_back(part.taken, self._prefetch)
         self._storage.pending_copies.record(self._prefetch, places.block_ids)
 
     def _places(self, swap: Swap, first_column: int) -> _Places:
@@ -100,19 +94,6 @@ class SlotSwapSpace(HostCaches):
         columns, offsets = np.divmod(np.arange(swap.first_token, swap.first_token + swap.num_tokens), size)
         block_ids = np.array(swap.block_ids, np.int64)[columns - first_column]
         return _Places(block_ids, size - 1 - offsets if swap.is_reversed else offsets)
-
-    def _memory_for(self, num_tokens: int) -> tuple[list[Tensor], IntArray | None]:
-        """Return host memory for so many tokens, and which of the registered rows it is."""
-        taken = None if self._host_rows is None else self._host_rows.take(num_tokens, self._offload)
-        if self._host_rows is not None and taken is not None:
-            return self._host_rows.pieces(taken), taken
-        if self._accelerator is not None:
-            return [self._accelerator.pinned(num_tokens, self._row_bytes)], None
-        return [torch.empty((num_tokens, self._row_bytes), dtype=torch.uint8)], None
-
-    def _give_back(self, part: _Part, stream: Stream) -> None:
-        if self._host_rows is not None and part.taken is not None:
-            self._host_rows.give_back(part.taken, stream)
 
     def _staging(self, pieces: list[Tensor]) -> Tensor:
         """Return where the slots of these rows are gathered: on the device, or where they stay."""

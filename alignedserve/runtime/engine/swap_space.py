@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from alignedserve.core.ids import BlockId, RequestId
@@ -29,9 +30,15 @@ class HostCaches(ABC):
 
     width: float  # of a copy on the host, by the cache on the device; below 1: int8
 
-    def __init__(self, storage: BlockStorage, streams: DeviceStreams) -> None:
+    def __init__(self, storage: BlockStorage, streams: DeviceStreams, row_bytes: int, host_bytes: int) -> None:
+        """`row_bytes`: of a row on the host; `host_bytes`: memory for rows that is registered with a device now."""
         self._storage = storage
         self._offload, self._prefetch = streams.stream(OFFLOAD), streams.stream(PREFETCH)
+        self._row_bytes = row_bytes
+        self._accelerator = storage.accelerator
+        self._host_rows: HostRows | None = None
+        if self._accelerator is not None and host_bytes >= row_bytes:
+            self._host_rows = HostRows(self._accelerator, row_bytes, host_bytes // row_bytes)
 
     def perform(self, swaps: Swaps) -> None:
         """Forget, copy out, then copy in; what one request leaves may be reused by another."""
@@ -50,6 +57,20 @@ class HostCaches(ABC):
         self.perform(Swaps((), (swap,), (swap,)))
         self._prefetch.record().synchronize()
         return clock() - started_s
+
+    def _rows_for(self, count: int) -> tuple[list[Tensor], IntArray | None]:
+        """Return host memory for so many rows, and which of the registered ones it is; None: memory of its own."""
+        taken = None if self._host_rows is None else self._host_rows.take(count, self._offload)
+        if self._host_rows is not None and taken is not None:
+            return self._host_rows.pieces(taken), taken
+        if self._accelerator is not None:
+            return [self._accelerator.pinned(count, self._row_bytes)], None
+        return [torch.empty((count, self._row_bytes), dtype=torch.uint8)], None
+
+    def _give_back(self, taken: IntArray | None, stream: Stream) -> None:
+        """Give registered rows back, which earlier work on the stream used last."""
+        if self._host_rows is not None and taken is not None:
+            self._host_rows.give_back(taken, stream)
 
     @abstractmethod
     def _forget(self, request_id: RequestId) -> None:
@@ -85,20 +106,16 @@ class SwapSpace(HostCaches):
         """`is_int8`: copies on the host are rounded to 8 bits per channel (ALISE, section 3.2).
         `host_bytes`: memory for them that is registered with a device now; copies beyond it allocate their own."""
         assert not (is_int8 and storage.layout.has_scales), "blocks of 8 bits are not rounded again"
-        super().__init__(storage, streams)
-        self._is_int8 = is_int8
         codec = int8_codec(storage.bytes, storage.layout) if is_int8 else exact_codec(storage.bytes)
+        super().__init__(storage, streams, codec.row_bytes, host_bytes)
+        self._is_int8 = is_int8
         self.width = codec.row_bytes / storage.layout.block_bytes  # of a copy on the host; below 1: int8
-        accelerator = storage.accelerator
-        self._copies_out = StagedCopies(codec, self._offload, accelerator)
-        self._copies_in = StagedCopies(codec, self._prefetch, accelerator)
-        self._host_rows: HostRows | None = None
-        if accelerator is not None and host_bytes >= codec.row_bytes:
-            self._host_rows = HostRows(accelerator, codec.row_bytes, host_bytes // codec.row_bytes)
+        self._copies_out = StagedCopies(codec, self._offload, self._accelerator)
+        self._copies_in = StagedCopies(codec, self._prefetch, self._accelerator)
         self._copies: dict[RequestId, _Copy] = {}
 
     def _forget(self, request_id: RequestId) -> None:
-        self._give_back(self._copies.pop(request_id), self._offload)
+        self._give_back(self._copies.pop(request_id).taken, self._offload)
 
     def _copy_out(self, swap: Swap) -> None:
         assert swap.request_id not in self._copies, "a cache swapped out twice"
@@ -123,18 +140,7 @@ class SwapSpace(HostCaches):
         for part, rows in _parts(block_ids, copy.pieces):
             self._copies_in.copy_in(rows, part)
         self._storage.pending_copies.record(self._prefetch, block_ids)
-        self._give_back(copy, self._prefetch)
-
-    def _rows_for(self, count: int) -> tuple[list[Tensor], IntArray | None]:
-        """Return host memory for so many blocks, and which of the registered rows it is."""
-        taken = None if self._host_rows is None else self._host_rows.take(count, self._offload)
-        if self._host_rows is None or taken is None:
-            return [self._copies_out.pinned(count)], None
-        return self._host_rows.pieces(taken), taken
-
-    def _give_back(self, copy: _Copy, stream: Stream) -> None:
-        if self._host_rows is not None and copy.taken is not None:
-            self._host_rows.give_back(copy.taken, stream)
+        self._give_back(copy.taken, self._prefetch)
 
 
 def _parts(block_ids: IntArray, pieces: list[Tensor]) -> Iterator[tuple[IntArray, Tensor]]:
