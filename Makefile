@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DOCS_VENV := .venv-docs
 
-.PHONY: serve demo cluster-demo chat eval test test-all test-histories test-clients faults check check-types check-style format bench docs install install-dev clean
+.PHONY: serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients faults check check-types check-style format bench docs install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -32,19 +32,26 @@ cluster-demo: install  ## `ray up` on three hosts of namespaces, a checked trace
 eval: install  ## the pocket model's accuracy per skill, through the running system
 	@$(BIN)/alignedserve eval pocket
 
-test: install-dev  ## the default tests: up to nine minutes on two cores, no GPU, no network
-	@scripts/run_tests.sh $(BIN)/python
+test: install-dev  ## the default tests: two minutes on two cores, no GPU, no network
+	@$(BIN)/python scripts/run_tests.py default
 
-test-all: install-dev  ## the longer ones as well; clusters first, as their time-outs are real
-	@scripts/run_tests.sh $(BIN)/python -m "alone" -n 0 tests/cluster
-	@scripts/run_tests.sh $(BIN)/python -m "slow and not gpu and not alone" -n 2 tests/cluster
-	@scripts/run_tests.sh $(BIN)/python -m "slow and not gpu" --ignore=tests/cluster
+test-promise: install-dev  ## the long tests that guard what AlignedServe promises: faults, schedules, hosts, clients
+	@$(BIN)/python scripts/run_tests.py promise
+
+# The part of the other long tests that `make test-part` runs: five numbers in a row see them all.
+PART ?= 0
+
+test-part: install-dev  ## a fifth of the other long tests, by PART
+	@$(BIN)/python scripts/run_tests.py rest --part $(PART)
+
+test-all: install-dev  ## every test that needs no GPU and no registry
+	@$(BIN)/python scripts/run_tests.py default promise rest
 
 test-histories: install-dev  ## every random history; test-all plays a tenth
-	@ALIGNEDSERVE_ALL_HISTORIES=1 $(BIN)/python -m pytest -m slow -n auto tests/property tests/unit/runtime
+	@ALIGNEDSERVE_ALL_HISTORIES=1 $(BIN)/python scripts/run_tests.py rest --under tests/property tests/unit/runtime
 
 test-clients: install-dev  ## clients of the field against a served model, in environments of their own (registries)
-	@$(BIN)/python -m pytest -m clients -n 0 tests/clients
+	@$(BIN)/python -m pytest -m clients tests/clients
 
 faults: install-dev  ## deliberate faults, each of which the default tests must catch: about ten minutes
 	@$(BIN)/python -m tests.faults.run --output benchmarks/results/faults_after.json

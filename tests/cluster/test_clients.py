@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import Stream, make_client, stream_one
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.promise, pytest.mark.cluster, pytest.mark.timeout(400)]
 
 
 async def test_clients_that_leave_free_their_blocks(cluster: Serving) -> None:

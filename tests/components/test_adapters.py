@@ -28,6 +28,8 @@ from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.lora_folders import write_adapter
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
 FEW = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 TOO_TIGHT = Slo(tpot_s=1e-6)  # its decodes leave a worker no time for prompts

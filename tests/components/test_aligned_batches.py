@@ -18,6 +18,8 @@ from tests.harnesses.client_gateway import Answer
 from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 POLICIES = ("density_first", pytest.param("fcfs", marks=pytest.mark.slow))
 

@@ -4,11 +4,14 @@ import asyncio
 from dataclasses import replace as changed
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from alignedserve.config.sections import Topology
 from alignedserve.core.request import SamplingParams, Slo
 from tests.support.in_process import running, small_config
+
+pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
 SHORTER = changed(GREEDY, max_tokens=100)

@@ -10,6 +10,8 @@ from tests.components.explained import Explained, explained
 from tests.support.otlp_receiver import collecting
 from tests.support.waiting import holds, holds_async
 
+pytestmark = pytest.mark.slow
+
 ELASTIC = Topology.ELASTIC
 PARENT = {"traceparent": "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01", "tracestate": "vendor=1"}
 

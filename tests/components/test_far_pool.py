@@ -14,6 +14,8 @@ from tests.support.samples import POOL
 from tests.support.two_nodes import FAR, start_two_nodes
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("has_tls", [True, False])
 async def test_requests_of_a_pool_without_decode_workers_are_served_from_another_node(

@@ -17,6 +17,8 @@ from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.marks import slow
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 # Long enough that all are in the middle of it when something happens.
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 

@@ -19,6 +19,8 @@ from tests.support.grammars import byte_vocabulary, regex_grammar, text_of
 from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE = 128  # of the tiny model
 REGEX = "((ab|[c-k]{2})-){10,15}!!"
 SAMPLING = SamplingParams(max_tokens=70, temperature=1.0, seed=3, ignore_eos=True, grammar=regex_grammar(REGEX))

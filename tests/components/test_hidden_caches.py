@@ -10,6 +10,8 @@ from alignedserve.config.sections import ClusterConfig, SchedulingConfig, Topolo
 from alignedserve.core.request import SamplingParams
 from tests.support.in_process import TINY_LLAMA, RoomCluster, small_config
 
+pytestmark = pytest.mark.slow
+
 # So cheap that a hidden cache pays as soon as blocks are short, whatever this machine takes for one.
 _SETTINGS = {"hidden_token_s": 1e-7}
 

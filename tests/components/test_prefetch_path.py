@@ -26,6 +26,8 @@ from tests.support.device_stand_in import HOST, LINK, PCIE, Machine
 from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 PREFILL, DECODE = "prefill-0", "decode-0"
 BLOCK_SIZE = 8

@@ -23,6 +23,8 @@ from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.two_nodes import FAR, two_nodes
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 FEW = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PROMPT = [5 + number % 90 for number in range(400)]  # fifty blocks

@@ -25,7 +25,7 @@ from tests.support.rank_devices import RanksOnDevices, device_of, load_on_device
 from tests.support.two_nodes import FAR, start_two_nodes
 from tests.support.waiting import holds
 
-pytestmark = pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")]
 
 SIZE = 2
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)

@@ -14,6 +14,8 @@ from decode_worker.service import DecodeWorker
 from kernels.cpu.paged_attention import supported_levels
 from tests.support.in_process import RoomCluster, running, small_config
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS, NUM_TOKENS = 8, 60
 HANDED_OVER = 0.08  # of an iteration of this tiny model: a batch and its tokens between two threads, 25 us of 700
 

@@ -3,11 +3,15 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from alignedserve.config.sections import Topology
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.request_notes import RequestNote, Step
 from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
+
+pytestmark = pytest.mark.slow
 
 PROMPT = list(range(3, 40))
 

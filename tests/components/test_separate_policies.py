@@ -11,6 +11,8 @@ from alignedserve.config.sections import BatchingConfig, ClusterConfig, Scheduli
 from alignedserve.core.request import SamplingParams
 from tests.support.in_process import RoomCluster, small_config
 
+pytestmark = pytest.mark.slow
+
 
 def config_of(folder: Path, policy: str, params: dict[str, Any], **decode: object) -> ClusterConfig:
     scheduling = SchedulingConfig(policy=policy, policy_params=params)

@@ -4,10 +4,13 @@ import asyncio
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from alignedserve.config.sections import ClusterConfig, SchedulingConfig, Topology
 from alignedserve.core.request import SamplingParams
 from tests.support.in_process import RoomCluster, small_config
+
+pytestmark = pytest.mark.slow
 
 
 def some_prompts() -> list[list[int]]:

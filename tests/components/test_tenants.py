@@ -21,6 +21,8 @@ from tests.gateway.support import tokenizer, tokenizer_folder
 from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(40, 105))  # eight blocks of eight tokens, and one token
 
 

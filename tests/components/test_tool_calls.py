@@ -14,6 +14,8 @@ from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from tests.gateway.support import gateway
 from tests.gateway.tool_support import function
 
+pytestmark = pytest.mark.slow
+
 TOOL = function("get_weather", city={"type": "string", "maxLength": 12}, days={"type": "integer", "maximum": 9})
 
 TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[-1].content }}"  # knows tools

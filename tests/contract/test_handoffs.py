@@ -31,6 +31,8 @@ from tests.harnesses.transfer import NUM_POOL_BLOCKS, changed
 from tests.support.in_process import small_config
 from tests.support.samples import POOL, blocks, request
 
+pytestmark = pytest.mark.slow
+
 
 class Engines:
     """Two workers and an arena: one computes, the other is to go on."""

@@ -21,6 +21,8 @@ from tests.harnesses.transfer import (
 )
 from tests.support.samples import blocks
 
+pytestmark = pytest.mark.slow
+
 # --- what arrives
 
 

@@ -26,6 +26,8 @@ from tests.harnesses import clock_peer
 from tests.support.marks import slow
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 AUTHORITY = CertificateAuthority("this cluster")
 CODEC = Codec(AbortRequest | Ping)
 

@@ -22,6 +22,8 @@ from alignedserve.runtime.process.tls import CertificateAuthority
 from tests.contract.test_links import CODEC, Recorder
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class SharedDirectory:

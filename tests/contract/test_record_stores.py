@@ -16,6 +16,8 @@ from alignedserve.core.errors import StoreUnavailable
 from alignedserve.messages.state import AddToIndex, DeleteValue, RemoveFromIndex, SetValue
 from tests.support.state_links import state_hosts
 
+pytestmark = pytest.mark.slow
+
 
 def private_redis(folder: Path) -> PrivateRedis:
     return PrivateRedis(folder=folder / "data", socket_path=folder / "redis.sock", log_path=folder / "redis.log")

@@ -24,6 +24,8 @@ from alignedserve.config.sections import BatchesConfig, ClusterConfig
 from alignedserve.core.errors import ConfigError, ResourceError, StoreUnavailable
 from alignedserve.messages.state import SetValue
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

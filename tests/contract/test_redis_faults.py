@@ -22,6 +22,8 @@ from alignedserve.messages.state import SetValue
 from tests.support.batch_samples import BATCH, batch_record, file_record
 from tests.support.marks import slow
 
+pytestmark = pytest.mark.slow
+
 
 def private_redis(folder: Path) -> PrivateRedis:
     return PrivateRedis(folder=folder / "data", socket_path=folder / "redis.sock", log_path=folder / "redis.log")

@@ -38,6 +38,8 @@ from tests.harnesses.transfer import (
 from tests.support.samples import blocks
 from tests.support.stored_blocks import write_blocks
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Sent:

@@ -41,6 +41,8 @@ from tests.support.batch_samples import BATCH
 from tests.support.state_links import StateHosts, state_hosts
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 FILE = FileId("file-" + "a" * 24)
 GATEWAYS = ("gateway-0", "gateway-1")
 

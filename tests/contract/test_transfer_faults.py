@@ -17,6 +17,8 @@ from alignedserve.runtime.kv.transfers.block_server import _MAX_STRANGERS
 from tests.harnesses.block_peer import BlockClient, Owner, PeerProcess
 from tests.support.marks import slow
 
+pytestmark = pytest.mark.slow
+
 CHANNELS = ("gloo", "tcp")
 TIMEOUT_S = 1.5
 # Above the configured time: a loaded machine, and the rest of a piece.

@@ -51,6 +51,8 @@ from tests.harnesses.transfer import (
 )
 from tests.support.samples import blocks
 
+pytestmark = pytest.mark.slow
+
 SOURCES = ([3, 1, 2], [9], [14, 0, 15, 7, 8])
 # One medium for all examples of a test: making a pair costs more than using it.
 REPEATED = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import yaml
 
+from scripts.run_tests import is_slow_file
+
 _ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 300.0  # a fault may make tests wait for ever: then they have caught it
 _TESTS_FAILED = 1  # exit codes of pytest
@@ -56,7 +58,9 @@ def copy_of(root: Path, target: Path) -> None:
 def outcome_of(tests: Sequence[str], tree: Path, python: str) -> str:
     """Return passed, failed, timeout, or broken where the tests could not even be collected."""
     environment = os.environ | {"PYTHONPATH": str(tree)}
-    command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    is_slow = any(path.suffix == ".py" and is_slow_file(path) for path in (tree / test for test in tests))
+    marker = ["-m", "not gpu and not clients"] if is_slow else []  # otherwise the default tests of the files
+    command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *marker, *tests]
     try:
         ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:

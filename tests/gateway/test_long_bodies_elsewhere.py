@@ -23,6 +23,8 @@ from tests.gateway.support import EOS, Gateway, error_of, gateway
 from tests.gateway.tool_support import HERMES, USER, called, function, model_with, result
 from tests.support.waiting import holds, wait_until
 
+pytestmark = pytest.mark.slow
+
 Find = Callable[[], psutil.Process | None]
 
 MODULE = "alignedserve.gateway.long_bodies.process"

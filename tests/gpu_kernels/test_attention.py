@@ -19,6 +19,8 @@ from kernels.gpu.launching import program_shared_bytes
 from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 from kernels.gpu.work_partition import partition
 
+pytestmark = pytest.mark.slow
+
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 HEAD_DIMS = (64, 80, 96, 128)
 # Every head size, dtype, and a window or none in the first four; sizes of groups go on in the others.

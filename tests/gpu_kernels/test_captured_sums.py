@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what GPUs would do"),
 ]

@@ -19,6 +19,8 @@ from tests.support.marks import slow
 from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, capture_nothing, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 

@@ -39,6 +39,8 @@ pytest.importorskip("triton")
 from alignedserve.runtime.attention import triton_backend
 from kernels.gpu import decode_attention
 
+pytestmark = pytest.mark.slow
+
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do")
 
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=100)

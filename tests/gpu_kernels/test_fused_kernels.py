@@ -16,6 +16,8 @@ from kernels.gpu.gating import NAMES, Gates
 from kernels.gpu.head_placement import HeadRowsKernel
 from kernels.gpu.row_norm import RowNorm
 
+pytestmark = pytest.mark.slow
+
 # Of one rounding, relative; Triton's interpreter cuts bfloat16 off where a GPU rounds.
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32, torch.float16)])

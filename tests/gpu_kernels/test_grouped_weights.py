@@ -11,6 +11,8 @@ from kernels.narrow.expert_tiles import expert_tiles
 from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers, SortedLinear
 from tests.support.marks import slow
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 # One rounding of the result, relative; Triton's interpreter cuts bfloat16 off where a GPU rounds.

@@ -39,7 +39,10 @@ pytest.importorskip("triton")
 
 from alignedserve.runtime.attention import triton_backend
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do"),
+]
 
 GPU = torch.device("cuda")
 WHOLE, CHUNKED = ChunkShape((9, 4), (9, 4)), ChunkShape((11, 6), (5, 6))

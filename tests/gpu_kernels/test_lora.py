@@ -26,6 +26,8 @@ from tests.support.marks import slow
 from tests.support.tiny_engines import TinyEngine, capture_nothing, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 IN_WIDTH, PARTS, INNER = 70, (33, 17, 17), 37  # no multiples of a tile

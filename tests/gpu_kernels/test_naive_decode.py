@@ -12,6 +12,8 @@ from alignedserve.microbench.kernels.naive_decode import naive_batch, unpartitio
 from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
 from kernels.gpu.work_partition import partition
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_it_computes_what_the_divided_one_does(window: int | None, device: torch.device) -> None:

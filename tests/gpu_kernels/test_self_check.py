@@ -15,7 +15,10 @@ from kernels import gpu_dispatch
 from tests.support.marks import slow
 from tests.support.tiny_engines import capture_nothing
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do"),
+]
 
 INTERPRETED = Computer(torch.device("cpu"), TRITON, capture_nothing)
 SHORT = CheckPlan((40, 9, 3), ((30, 9, 0), (10, 1, 3), (1, 1, 1), (1, 0, 1)), (torch.float32,))

@@ -27,6 +27,8 @@ from alignedserve.config.sections import BatchesConfig
 from tests.support.batch_samples import BATCH, INPUT, batch_record, chat_line, file_record
 from tests.support.marks import many
 
+pytestmark = pytest.mark.slow
+
 NUM_LINES = 40
 TROUBLES = ("driver", "torn", "store", "disk", "broken", "refused", "nothing")
 Step = tuple[str, int]

@@ -18,6 +18,8 @@ from tests.support.marks import many, slow
 from tests.support.tiny_engines import tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 NUM_HISTORIES, NUM_SLOW_HISTORIES = 30, many(4_000)
 NUM_ROUNDED_HISTORIES, NUM_SLOW_ROUNDED_HISTORIES = 20, many(100)
 MAX_HISTORIES_TO_SHOW = 400

@@ -15,6 +15,8 @@ from tests.support.cluster_shape import Shape
 from tests.support.logic_cluster import LogicCluster
 from tests.support.marks import many
 
+pytestmark = pytest.mark.slow
+
 DIRECT: dict[str, Any] = {"max_running_requests": 3, "direct_handoff": True}
 SHAPES = (
     Shape(),

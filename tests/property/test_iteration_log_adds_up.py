@@ -16,6 +16,8 @@ from tests.property.test_every_request_ends_once import SHAPES, make_requests
 from tests.support.logic_cluster import LogicCluster
 from tests.support.samples import request
 
+pytestmark = pytest.mark.slow
+
 SPANS = st.one_of(st.just(0.0), st.floats(1e-6, 100.0))
 
 

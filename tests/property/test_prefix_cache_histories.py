@@ -29,6 +29,8 @@ from tests.support.cluster_shape import Shape
 from tests.support.logic_cluster import LogicCluster
 from tests.support.marks import slow
 
+pytestmark = pytest.mark.slow
+
 COLOCATED = [
     name
     for name, entry in POLICIES.items()

@@ -14,6 +14,8 @@ from tests.harnesses.simulation import colocated, disaggregated, mixed_workload,
 from tests.replay.recorded import PROMPT_TOKEN, random_run, recorded_simulation, replays
 from tests.support.in_process import running, small_config
 
+pytestmark = pytest.mark.slow
+
 
 def differing(replayed: list[ComponentReplay]) -> list[str]:
     return [one.path.name for one in replayed if one.difference is not None]

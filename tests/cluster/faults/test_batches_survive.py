@@ -9,6 +9,7 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.slow
+@pytest.mark.promise
 def test_a_batch_whose_driver_and_redis_are_killed(cluster: Serving) -> None:
     batch = submit(cluster.url, NUM_LINES)
     wait_for(cluster, batch, 20)

@@ -10,7 +10,7 @@ from tests.cluster import serving as serving_module
 from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import stream_all
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.promise, pytest.mark.timeout(500)]
 
 PROMPTS = token_prompts(8)
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.batches.kills import Verdict, answered_alone, judge, kill_cluster, make_tasks
 from benchmarks.support.batch_client import BatchHttpClient, chat_file
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.promise]
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ def some_tasks(cluster: KillCluster, count: int) -> dict[str, PocketTask]:
 
 
 @pytest.mark.slow
+@pytest.mark.promise
 def test_no_line_is_lost_doubled_or_wrong(fired_at: KillCluster) -> None:
     faults = (
         KillFault(Target.DRIVER, Hit.KILL, 0.3),
@@ -38,6 +39,7 @@ def test_no_line_is_lost_doubled_or_wrong(fired_at: KillCluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.promise
 @pytest.mark.timeout(1200)
 def test_five_schedules(fired_at: KillCluster) -> None:
     tasks = some_tasks(fired_at, NUM_LINES)

@@ -14,7 +14,7 @@ from tests.cluster.batch_jobs import NUM_LINES, check_answers, submit, wait_for
 from tests.cluster.serving import EXACT, Serving, serving
 from tests.support.busy_processes import busy_processes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.promise, pytest.mark.alone, pytest.mark.timeout(900)]
 
 LOAD = 20
 STOPPED_S = 15.0

@@ -12,7 +12,7 @@ from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import Stream, make_client, stream_all, stream_one
 from tests.support.marks import slow
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.promise, pytest.mark.timeout(400)]
 
 PROMPTS = token_prompts(8)
 MAX_TOKENS = 200

@@ -13,7 +13,7 @@ from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import stream_all
 from tests.support.busy_processes import busy_processes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.promise, pytest.mark.alone, pytest.mark.timeout(300)]
 
 ACTORS = ("Router", "KvPool", "PrefillWorker", "DecodeWorker", "Gateway", "Batch")
 PROMPTS = token_prompts(6, max_len=100)

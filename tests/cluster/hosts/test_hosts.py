@@ -29,6 +29,7 @@ REASON = obstacle()
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
+    pytest.mark.promise,
     pytest.mark.alone,
     pytest.mark.timeout(900),
     pytest.mark.skipif(REASON is not None, reason=f"no hosts can be made: {REASON}"),

@@ -22,6 +22,8 @@ from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import EOS, tokens_of
 from tests.support.batch_samples import chat_line, chat_lines
 
+pytestmark = pytest.mark.slow
+
 
 class CommandLine:
     """Runs commands while the gateway goes on in this event loop."""

@@ -16,6 +16,8 @@ from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eve
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_validation_that_cannot_read_pauses_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,8 @@ from alignedserve.gateway.connections.limits import ConnectionLimits, most_conne
 from alignedserve.gateway.server import HttpServer, bind
 from tests.gateway.support import saying, services_for
 
+pytestmark = pytest.mark.slow
+
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 PATIENCE_S = 60.0
 

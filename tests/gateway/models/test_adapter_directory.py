@@ -13,6 +13,8 @@ from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.lora_folders import write_adapter
 from tests.support.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_one_process_loads_and_unloads_the_others_know(tmp_path: Path) -> None:
     reference = make_tiny_model(tmp_path / "model", "llama")

@@ -20,6 +20,8 @@ from tests.gateway.deployment_support import EchoingDeployment, deployed, gatewa
 from tests.gateway.support import error_of, tokenizer, tokens_of, write_tokenizer
 from tests.support.waiting import holds
 
+pytestmark = pytest.mark.slow
+
 PREPARING, SERVING, DRAINING = DeploymentPhase.PREPARING, DeploymentPhase.SERVING, DeploymentPhase.DRAINING
 TEXT = "the quick brown fox"
 

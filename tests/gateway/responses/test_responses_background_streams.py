@@ -23,6 +23,8 @@ from tests.gateway.responses.responses_support import events_of, text_of
 from tests.gateway.responses.test_responses_background import begin, reached
 from tests.gateway.support import error_of, saying
 
+pytestmark = pytest.mark.slow
+
 BODY = {"model": "tiny", "input": "hello", "background": True, "stream": True}
 LONG = " ".join(["the quick brown fox jumps over the lazy dog"] * 4)
 

@@ -10,6 +10,8 @@ from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Worker
 from tests.harnesses.policy_run import Arrival, PolicyRun, random_arrivals
 from tests.harnesses.scheduling import assert_sound, request_of, view_of
 
+pytestmark = pytest.mark.slow
+
 COMPUTE, BLOCKS, SIZE = 256, 14, 16
 
 

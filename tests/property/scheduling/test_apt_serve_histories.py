@@ -16,6 +16,8 @@ from tests.harnesses.policy_run import Arrival, PolicyRun, random_arrivals
 from tests.harnesses.scheduling import EasyCosts, request_of
 from tests.support.marks import slow
 
+pytestmark = pytest.mark.slow
+
 _NAMES = ("apt_serve", *slow("apt_serve_chunked"))
 
 

@@ -17,6 +17,8 @@ from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Worker
 from tests.harnesses.policy_run import PolicyRun, random_arrivals
 from tests.harnesses.scheduling import assert_sound, view_of
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Instance:

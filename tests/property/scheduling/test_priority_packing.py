@@ -14,6 +14,8 @@ from tests.harnesses.policy_run import Arrival, PolicyRun, random_arrivals
 from tests.harnesses.scheduling import EasyCosts, request_of
 from tests.support.marks import slow
 
+pytestmark = pytest.mark.slow
+
 _SCARCE = DeviceMemory(30, 30, 16, num_free_host=2000)
 _VARIANTS: list[tuple[str, Mapping[str, Any]]] = [
     ("alise", {"preemption": "recompute"}),

@@ -12,6 +12,7 @@ PARTS = 2  # side by side: most of a schedule is waiting
 
 
 @pytest.mark.slow
+@pytest.mark.promise
 @pytest.mark.timeout(600)
 def test_forty_schedules_that_cover_every_pair_are_survived(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.chaos", "--covering", str(COUNT)]

@@ -21,6 +21,8 @@ from alignedserve.pocket.tasks import PocketTask, Skill
 from alignedserve.workload.traces import shipped_trace
 from tests.support.fake_server import FakeServer, Script, running
 
+pytestmark = pytest.mark.slow
+
 COUNT_TOKENS = pocket_tokenizer()
 DURATION_S, RATE = 0.2, 75.0
 CHECKED = plan_checked_trace(shipped_trace(), duration_s=DURATION_S, rate=RATE, seed=0, count_tokens=COUNT_TOKENS)

@@ -28,6 +28,8 @@ from alignedserve.config.model_settings import ModelSettings, load_models
 from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus, PrefixTotals, WorkerLean
 
+pytestmark = pytest.mark.slow
+
 DEAF = (
     "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"

@@ -9,6 +9,8 @@ import pytest
 
 from alignedserve.config.environment import NODE_LOSSES_VARIABLE
 
+pytestmark = pytest.mark.slow
+
 # Loses Ray at once, every time; leaves a file open, ignores signals as the end of a cluster does.
 LOSING = """
 import os, signal, sys, time

@@ -17,6 +17,8 @@ from alignedserve.costmodel.profile_file import MachineProfile
 from tests.harnesses.simulation import colocated, mixed_workload
 from tests.replay.recorded import recorded_run_folder
 
+pytestmark = pytest.mark.slow
+
 LINE = "rt: prompt=200, output=8, rate=6, ttft=1, tpot=0.1; be: prompt=100, output=4, rate=2"
 HARD = "prompt=2000, output=40, rate=20, ttft=0.2, tpot=0.03"
 QUICK = ("--processes", "1", "--duration", "3", "--policy", "fcfs")

@@ -12,6 +12,8 @@ from alignedserve.cluster.local_ray import node_watch
 from alignedserve.cluster.local_ray.node_processes import NodeProcesses, kill_all
 from alignedserve.cluster.local_ray.node_watch import NodeWatch
 
+pytestmark = pytest.mark.slow
+
 PARENT = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print(flush=True); sys.stdin.read()"
 PATIENCE_S = 60.0
 

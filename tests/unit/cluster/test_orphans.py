@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from alignedserve.cluster.local_ray.node_processes import kill_all, orphans_of
+
+pytestmark = pytest.mark.slow
 
 # Starts a process that outlives it, as a node process of Ray that is ended while it starts.
 _STARTS = """

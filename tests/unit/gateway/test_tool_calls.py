@@ -15,6 +15,8 @@ from alignedserve.gateway.reasoning.parser import Part, ReasoningParser
 from alignedserve.gateway.tools.call_parser import CallRun, ToolCallParser
 from alignedserve.gateway.tools.formats import FORMATS, ToolFormat, find_tool_format
 
+pytestmark = pytest.mark.slow
+
 CALLS = [("get_weather", '{"city": "Paris \\"{[]}\\" é", "days": [1, {"a": null}]}'), ("stop", "{}")]
 ARGUMENTS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -10,6 +10,8 @@ import xxhash
 from kernels.cpu import block_copies
 from kernels.cpu.block_copies import LEAST_BYTES, BlockList, Bytes, all_rows, copy_blocks, digest_blocks, levels
 
+pytestmark = pytest.mark.slow
+
 PLAIN = "no extension"
 BLOCK_BYTES = (1, 8, 63, 64, 240, 255, 256, 257, 1000, 1024, 1088, 2048, 3001, 4096 + 8, 80 * 1024)
 SOURCES, TARGETS = np.array([3, 0, 4, 3]), np.array([5, 1, 2, 0])

@@ -12,6 +12,8 @@ from kernels.block_formats import BLOCK_FORMATS, dequantize
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels, block_obstacle
 from tests.support.block_weights import random_blocks
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
 skipped = pytest.param("", marks=pytest.mark.skip("not built"))
 levels = pytest.mark.parametrize("level", block_levels() or [skipped])

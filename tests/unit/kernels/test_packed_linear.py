@@ -11,6 +11,8 @@ from kernels.cpu.int8_linear import Int8Linear
 from kernels.cpu.packed_linear import INT8, PackedLinear, packed_levels
 from kernels.linear import Linear, OneDnnLinear
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
 

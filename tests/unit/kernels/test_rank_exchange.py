@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.cpu.rank_exchange import ExchangeBroken, RankExchange, has_rank_exchange, make_exchange_memory
 
-pytestmark = pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")]
 
 SLOT_BYTES = 256
 

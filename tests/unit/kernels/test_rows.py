@@ -13,6 +13,8 @@ from kernels.norm import LayerNorm, Norm, RmsNorm, rms_norm
 from kernels.rotary import HeadPlacement, rotary_angles, rotate_
 from tests.support.marks import slow
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kernels.cpu.packed_linear import INT8, FileRows, PackedLinear, packed_levels
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 STORED = (*DTYPES, torch.float16)

@@ -24,7 +24,10 @@ from alignedserve.scheduling.table import RequestTable
 from alignedserve.scheduling.table_operations import fitting_decodes, growing_rows, note_completed, note_decodes
 from tests.harnesses.scheduling import request_of
 
-pytestmark = pytest.mark.skipif(not RequestTable().has_kernels, reason="the native kernels are not built")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not RequestTable().has_kernels, reason="the native kernels are not built"),
+]
 
 NOW = 50.0
 BLOCK_SIZE = 16

@@ -15,6 +15,8 @@ from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.objectives import with_ttft_from_prefill
 from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
 
+pytestmark = pytest.mark.slow
+
 LIBRARY = Library()
 
 

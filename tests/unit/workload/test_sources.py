@@ -14,6 +14,8 @@ from alignedserve.workload.readers import count_pieces, read_lengths, read_profi
 from alignedserve.workload.recordings import ClientDaySource, Extract, TraceSource
 from alignedserve.workload.servegen import QUANTILES, WINDOW_S, read_clients
 
+pytestmark = pytest.mark.slow
+
 SHIPPED_NAMES = sorted(name for name, entry in SOURCES.items() if entry.is_shipped)
 
 

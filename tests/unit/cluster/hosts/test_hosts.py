@@ -30,6 +30,8 @@ from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.process.loading_progress import LoadingProgress, Progress, read_progress
 from alignedserve.scheduling.factory import resolve_policy
 
+pytestmark = pytest.mark.slow
+
 GIB = 1024 * MIB
 POCKET = resolve_model(ModelSectionConfig())
 SEPARATE = from_mapping({"topology": "disaggregated"})

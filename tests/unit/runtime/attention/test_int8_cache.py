@@ -22,6 +22,8 @@ from kernels.int8_rows import dequantise_rows, quantise_rows
 from kernels.reference import attention, attention_of_chunk
 from tests.support.marks import slow
 
+pytestmark = pytest.mark.slow
+
 # What the values lose between cache and result: products in float32 lose as little as without rounding. Products of
 # integers of 16 bits lose more, some hundredth of what rounding to the cache has lost.
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}

@@ -15,6 +15,8 @@ from kernels.gpu_dispatch import gpu_kernels_available
 from kernels.reference import attention, attention_of_chunk
 from tests.support.marks import slow
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 LENGTHS = np.array([1, 3, 33, 100, 2000, 4, 31, 32, 64])

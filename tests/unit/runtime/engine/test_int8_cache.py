@@ -19,6 +19,8 @@ from tests.support.stored_blocks import read_blocks, write_blocks
 from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("llama", "llama_mqa", "opt", "mistral_window", "qwen3")
 KERNELS = (TORCH, *supported_levels())
 TOKENS = random_tokens(1, 60)

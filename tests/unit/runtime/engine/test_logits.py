@@ -17,6 +17,8 @@ from tests.support.marks import slow
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import TINY_MODELS, make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 KERNELS = (TORCH, *supported_levels())
 HAS_GPU_KERNELS = gpu_kernels_available(torch.device("cpu"))
 # Heads, sizes and windows that no other family has as well.

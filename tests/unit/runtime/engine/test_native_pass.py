@@ -20,7 +20,10 @@ from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_t
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.skipif(not decode_pass_available(), reason="the native kernels are not built")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not decode_pass_available(), reason="the native kernels are not built"),
+]
 
 # Of all norms, biases, windows, and two rotary embeddings.
 FAMILIES = ("llama", "opt", "mistral_window", "qwen2_window", "qwen3", "gemma3_text", "phi3")

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 # In a process of its own: what failed here ended the process, not the test.
 _THREADS = """
 import threading

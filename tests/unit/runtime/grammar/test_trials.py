@@ -19,6 +19,8 @@ from alignedserve.runtime.grammar.vocabulary import TokenTable, token_table
 from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from tests.support.grammars import PERSON, json_grammar, regex_grammar
 
+pytestmark = pytest.mark.slow
+
 POCKET = Path("alignedserve/pocket/model")
 
 

@@ -33,6 +33,8 @@ from tests.support.device_stand_in import LINK, Machine, StandInStorage
 from tests.support.rank_devices import device_of
 from tests.support.samples import DECODE, PREFILL, blocks
 
+pytestmark = pytest.mark.slow
+
 SIZE, NUM_BLOCKS, GENERATION = 3, 8, 5
 PART = BlockLayout(block_size=8, num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32")
 SOURCES, PLACES, TARGETS = (5, 2, 3, 0), (6, 1, 2, 7), (1, 4, 6, 3)

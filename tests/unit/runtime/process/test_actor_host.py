@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PRELUDE = """
 import asyncio, sys, time
 from pathlib import Path

@@ -14,7 +14,7 @@ from tests.support.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_d
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import TINY_MODELS, make_tiny_model
 
-pytestmark = pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_rank_exchange(), reason="the native kernels are not built")]
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=100)
 SCORED = SamplingParams(temperature=0.0, max_tokens=100, num_logprobs=3, num_prompt_logprobs=2)

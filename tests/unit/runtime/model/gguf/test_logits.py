@@ -19,6 +19,8 @@ from alignedserve.runtime.model.weight_loader import assemble_weights
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_gguf import HEAD_DIM, write_tiny_gguf
 
+pytestmark = pytest.mark.slow
+
 _reading: Any = modeling_gguf_pytorch_utils
 _library: Any = transformers  # which imports the code of a model when that is first asked for
 

@@ -18,6 +18,8 @@ from alignedserve.runtime.model.hub.repository import Hub
 from tests.support.hub_samples import REPO, WEIGHTS, model_files
 from tests.support.hub_server import HubServer
 
+pytestmark = pytest.mark.slow
+
 TINY = parse_hub_name(REPO)
 Blobs = Callable[[], dict[str, int]]
 

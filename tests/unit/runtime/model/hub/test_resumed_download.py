@@ -16,6 +16,8 @@ from alignedserve.runtime.model.hub.resumed_download import Download, DownloadSt
 from tests.support.hub_samples import REPO, WEIGHTS
 from tests.support.hub_server import HubServer
 
+pytestmark = pytest.mark.slow
+
 DIGEST = hashlib.sha256(WEIGHTS).hexdigest()
 HALF = len(WEIGHTS) // 2
 
