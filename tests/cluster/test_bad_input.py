@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.serving import COMMAND, free_port
 from tests.cluster.warm_command import WarmCommand
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 CONFIG_ERROR, FAILURE = 2, 1
 RANDOM = "model.random_weights=true"
@@ -66,7 +66,6 @@ OUTSIDE = json.dumps({"weight_map": {"model.norm.weight": "../model.safetensors"
 NO_MODEL = json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}).encode()
 
 
-@pytest.mark.slow
 def test_half_a_file(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(HALF)
     code, line = refused(cold, model, run_dir=tmp_path / "run")
@@ -74,7 +73,6 @@ def test_half_a_file(model: Path, tmp_path: Path) -> None:
     assert code == FAILURE
 
 
-@pytest.mark.slow
 def test_too_little_room(warm: WarmCommand, model: Path, tmp_path: Path) -> None:
     separate = "topology=disaggregated"
     code, line = refused(warm.run, model, RANDOM, separate, "pool.memory_bytes=1MiB", run_dir=tmp_path / "run")
@@ -82,7 +80,6 @@ def test_too_little_room(warm: WarmCommand, model: Path, tmp_path: Path) -> None
     assert code == CONFIG_ERROR
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -109,7 +106,6 @@ def test_model_folders(
     assert code == FAILURE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "code", "problem"),
     [
@@ -144,7 +140,6 @@ def test_a_privileged_port(model: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run_dir", "problem"),
     [("/proc/none/run", "cannot hold sockets and logs"), (f"/tmp/{'x' * 90}", "too long a path for Unix sockets")],

@@ -8,7 +8,7 @@ import pytest
 from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import Stream, make_client, stream_all, stream_one
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROMPTS = token_prompts(6, max_len=400)
 MAX_TOKENS = 800  # seconds of decoding: copies, evictions and their counts must come before the end
@@ -28,7 +28,6 @@ def undisturbed(shared_cluster: Serving) -> list[str]:
     return [stream.text for stream in streams]
 
 
-@pytest.mark.slow
 async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_copies(
     separate_cluster: Serving, undisturbed: list[str]
 ) -> None:
@@ -47,7 +46,6 @@ async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_cop
     cluster.wait_idle()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "gloo"])  # shm: the clusters of all other tests
 async def test_evicted_requests_come_back_unchanged(
     undisturbed: list[str], tmp_path: Path, random_model: Path, transport: str

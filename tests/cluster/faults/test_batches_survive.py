@@ -8,6 +8,13 @@ from tests.cluster.serving import Serving
 pytestmark = pytest.mark.cluster
 
 
+def test_a_batch_whose_worker_is_killed(cluster: Serving) -> None:
+    batch = submit(cluster.url, NUM_LINES // 3)
+    wait_for(cluster, batch, 10)
+    cluster.actor("ColocatedWorker").kill()
+    check_answers(cluster, batch)
+
+
 @pytest.mark.slow
 @pytest.mark.promise
 def test_a_batch_whose_driver_and_redis_are_killed(cluster: Serving) -> None:

@@ -1,0 +1,53 @@
+"""What makes the default tests slow is counted, and no count grows unseen (docs/testing.md)."""
+
+import json
+import re
+from pathlib import Path
+
+from scripts.run_tests import NUM_PARTS, ROOT, SECONDS, TIERS, deal, is_slow_file
+
+MAX_S = 400.0  # of default tests, recorded on one machine; two processes share them
+MAX_LONG_SLEEPS = 12
+
+_LONG_SLEEP = re.compile(r"\bsleep\((0\.[1-9]\d+|0\.[2-9]|[1-9]\d*(?:\.\d+)?)\)")
+
+
+def _default_sources() -> dict[str, str]:
+    return {file: (ROOT / file).read_text(encoding="utf-8") for file in TIERS["default"].files(["tests"])}
+
+
+def test_default_tests_share_one_cluster() -> None:
+    assert [file for file, source in _default_sources().items() if _takes_cluster(file, source)] == [
+        "tests/cluster/faults/test_batches_survive.py",
+        "tests/cluster/faults/test_served_faults.py",
+    ]
+
+
+def _takes_cluster(file: str, source: str) -> bool:
+    """Return whether a default test of a file starts a cluster, or shares the one of others."""
+    tests = re.findall(r"((?:^@.*\n)*)^(?:async )?def test_\w+\(([^)]*)", source, re.MULTILINE)
+    marks = [marks for marks, arguments in tests if "luster: Serving" in arguments or "serving(" in source]
+    return file.startswith("tests/cluster/") and any("mark.slow" not in of_one for of_one in marks)
+
+
+def test_default_tests_do_not_sleep_to_wait() -> None:
+    sleeps = [sleep for source in _default_sources().values() for sleep in _LONG_SLEEP.findall(source)]
+    assert len(sleeps) <= MAX_LONG_SLEEPS
+
+
+def test_default_tests_keep_their_seconds() -> None:
+    assert sum(json.loads(SECONDS.read_text())["default"].values()) <= MAX_S
+
+
+def test_five_parts_are_the_whole_rest() -> None:
+    files = TIERS["rest"].files(["tests"])
+    parts = deal(files, json.loads(SECONDS.read_text()).get("rest", {}), NUM_PARTS)
+    assert sorted(file for part in parts for file in part) == files
+
+
+def test_every_slow_file_is_in_a_tier_of_its_own(tmp_path: Path) -> None:
+    """`make test` passes over a file whose tests are all slow; its marks may stand on one line or several."""
+    (tmp_path / "one.py").write_text("pytestmark = [pytest.mark.cluster, pytest.mark.slow]\n")
+    (tmp_path / "more.py").write_text("pytestmark = [\n    pytest.mark.alone,\n    pytest.mark.slow,\n]\n")
+    (tmp_path / "none.py").write_text("pytestmark = pytest.mark.cluster\n\n\n@pytest.mark.slow\ndef test_it(): ...\n")
+    assert [is_slow_file(tmp_path / name) for name in ("one.py", "more.py", "none.py")] == [True, True, False]
