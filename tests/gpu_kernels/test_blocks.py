@@ -18,6 +18,8 @@ from kernels.gpu.block_copies import gather_blocks, scatter_blocks
 from kernels.gpu.int8_blocks import dequantise_blocks, quantise_blocks
 from kernels.int8_blocks import parts_of, plain_dequantise, plain_quantise
 
+pytestmark = pytest.mark.slow
+
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 6e-2, torch.float16: 6e-3}
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32, torch.float16)])
 

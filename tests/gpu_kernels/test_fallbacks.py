@@ -20,6 +20,8 @@ import triton
 
 from alignedserve.runtime.attention import triton_backend as gpu_attention
 
+pytestmark = pytest.mark.slow
+
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do")
 
 

@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 from alignedserve.runtime.attention import triton_backend
 from kernels.gpu.launching import Multiprocessor, multiprocessor_of, programs_at_once
 
+pytestmark = pytest.mark.slow
+
 H100 = Multiprocessor(64 * 1024, 228 * 1024, 2048, 32)
 RTX_4090 = Multiprocessor(64 * 1024, 100 * 1024, 1536, 32)
 

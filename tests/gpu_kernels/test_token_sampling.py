@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 
 from kernels.gpu.token_sampling import sample_tokens
 
+pytestmark = pytest.mark.slow
+
 LOWEST = -float("inf")
 # Sums of weights that are rounded to float32 against float64.
 SLACK = 1e-6

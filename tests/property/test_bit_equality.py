@@ -25,7 +25,10 @@ from tests.support.tiny_engines import random_tokens, tiny_decoder
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.skipif(not supported_levels(), reason="plain PyTorch reduces in the order of its libraries")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not supported_levels(), reason="plain PyTorch reduces in the order of its libraries"),
+]
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT_LEN = 16, 200, 600
 # The longest prompt and its answer lie in two sections, whose sums are merged.

@@ -92,7 +92,7 @@ async def test_nor_is_one_of_separate_workers(separate_cluster: Serving, undistu
     assert separate_cluster.actor(kind).pid != victim.pid
 
 
-@pytest.mark.parametrize("kinds", [*slow(("Router",)), ("Router", "ColocatedWorker")])
+@pytest.mark.parametrize("kinds", slow(("Router",), ("Router", "ColocatedWorker")))
 async def test_requests_without_a_token_are_not_lost(
     cluster: Serving, undisturbed: list[str], kinds: tuple[str, ...]
 ) -> None:

@@ -26,6 +26,8 @@ from alignedserve.cluster.deployments.orders import (
 )
 from alignedserve.core.errors import PeerLost, ResourceError
 
+pytestmark = pytest.mark.slow
+
 MODELS = Models("http://127.0.0.1:1", (DeploymentReport("", "a", "/a", "serving", 2, ("decode-0",)),))
 
 

@@ -20,6 +20,8 @@ from alignedserve.loadgen.prompts import CallMaker, exact_prompt
 from alignedserve.workload.lengths import LengthLimits
 from tests.support.fake_server import MODEL, FakeServer, Script
 
+pytestmark = pytest.mark.slow
+
 CALL = CompletionCall(CompletionApi.CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
 
 

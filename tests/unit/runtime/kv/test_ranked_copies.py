@@ -31,6 +31,8 @@ from alignedserve.runtime.process.worker_threads import WorkerThreads
 from kernels.cpu.rank_exchange import ExchangeBroken
 from tests.support.device_stand_in import HOST, PCIE, Machine, StandInStorage
 
+pytestmark = pytest.mark.slow
+
 SIZE, NUM_BLOCKS, GENERATION = 3, 8, 5
 IDENTITY = Identity(Role.DECODE_WORKER, "worker", b"secret")
 PART = BlockLayout(block_size=8, num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32")
