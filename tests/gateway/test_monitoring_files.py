@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -14,6 +13,7 @@ from alignedserve.gateway.metrics.batch_metrics import batch_metrics
 from alignedserve.gateway.metrics.disk_metrics import Disks
 from tests.gateway.live_samples import BUSY_STATUS
 from tests.gateway.support import gateway
+from tests.support.marks import each
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/alignedserve.json").read_text())
@@ -62,7 +62,7 @@ async def test_expressions_group_by_labels_that_are_served(tmp_path: Path) -> No
             assert {label.strip() for label in grouped.split(",")} <= known, where
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: str(panel["title"]))
+@each("panel", PANELS, ids=lambda panel: str(panel["title"]))
 def test_panels_stand_within_the_page_and_none_upon_another(panel: dict[str, Any]) -> None:
     place = panel["gridPos"]
     assert 0 <= place["x"] <= place["x"] + place["w"] <= 24
@@ -79,7 +79,7 @@ def test_panels_stand_within_the_page_and_none_upon_another(panel: dict[str, Any
     assert len({one["id"] for one in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: str(rule["alert"]))
+@each("rule", RULES, ids=lambda rule: str(rule["alert"]))
 def test_every_alert_says_what_is_wrong_and_is_in_the_documentation(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     assert rule["annotations"]["summary"]

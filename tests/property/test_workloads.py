@@ -3,12 +3,11 @@
 import pickle
 import random
 
-import pytest
-
 from alignedserve.core.request import RequestClass
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
+from tests.support.marks import each
 
 LIBRARY = Library()
 
@@ -31,7 +30,7 @@ def random_class(rng: random.Random, name: str) -> str:
     return f"{name}: {', '.join(settings)}"
 
 
-@pytest.mark.parametrize("seed", range(25))
+@each("seed", range(25))
 def test_every_workload_keeps_the_rules(seed: int) -> None:
     rng = random.Random(seed)
     line = "; ".join(random_class(rng, name) for name in ["a", "b", "c"][: rng.randint(1, 3)])

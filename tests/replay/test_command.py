@@ -16,7 +16,7 @@ from alignedserve.sim.config import SimConfig
 from decode_worker.logic import DecodeLogic
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
 from tests.replay.recorded import random_run, recorded_run_folder
-from tests.support.marks import slow
+from tests.support.marks import each, slow
 
 
 def recorded(folder: Path, config: SimConfig, seed: int) -> Path:
@@ -106,7 +106,7 @@ def test_a_run_without_its_file_has_decisions_but_no_simulation(tmp_path: Path) 
         replay(ReplayOptions(tmp_path))
 
 
-@pytest.mark.parametrize("value", ["be", "be=", "be=0", "be=-1", "xy=4", "=4"])
+@each("value", ["be", "be=", "be=0", "be=-1", "xy=4", "=4"])
 def test_outstanding_is_class_and_number(value: str) -> None:
     with pytest.raises(ConfigError, match="must be rt=N or be=N"):
         parse_outstanding([value])

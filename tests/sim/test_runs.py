@@ -18,6 +18,7 @@ from alignedserve.sim.result import SimulationResult
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, timed, workload_of
+from tests.support.marks import each
 
 CONFIGS = {
     "disaggregated": disaggregated(2, 2),
@@ -43,7 +44,7 @@ def tight_run(name: str) -> SimulationResult:
     return run(CONFIGS[name], TIGHT)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@each("name", CONFIGS)
 def test_every_request_ends_once_and_leaves_nothing_behind(name: str) -> None:
     result = tight_run(name)
     overall = result.classes["all"]
@@ -54,7 +55,7 @@ def test_every_request_ends_once_and_leaves_nothing_behind(name: str) -> None:
     assert {name: one.num_sent for name, one in result.classes.items()} == {"all": 60, "chat": 30, "documents": 30}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@each("name", CONFIGS)
 def test_no_worker_works_more_than_the_time_there_is_nor_less_than_it_must(name: str) -> None:
     result = tight_run(name)
     assert all(0.0 < worker.utilisation <= 1.0 for worker in result.workers)

@@ -1,8 +1,14 @@
 """Marks that many tests set, and how much of what is random they try."""
 
+import functools
+import inspect
 import os
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import pytest
+
+Test = TypeVar("Test", bound=Callable[..., None])
 
 _ALL_HISTORIES = "ALIGNEDSERVE_ALL_HISTORIES"
 
@@ -19,3 +25,34 @@ def many(count: int) -> int:
     nobody has thought of, and `make test-histories` plays all.
     """
     return count if os.environ.get(_ALL_HISTORIES) == "1" else max(1, count // 10)
+
+
+def each(names: str | tuple[str, ...], values: Iterable[Any], ids: object = None) -> Callable[[Test], Test]:
+    """Run a test for each of `values` as a subtest of one test, where `parametrize` would make a test of each.
+
+    For long tables of cheap cases in one process, whose fixtures and reports would cost more than they do. `names` and
+    `ids` are as of `parametrize`; a subtest is named by its values.
+    """
+    known = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    cases = [value if len(known) > 1 else (value,) for value in values]
+
+    def decorate(test: Test) -> Test:
+        is_nested = "subtests" in inspect.signature(test).parameters
+
+        def run(subtests: pytest.Subtests, **fixtures: object) -> None:
+            if is_nested:
+                fixtures = fixtures | {"subtests": subtests}
+            for case in cases:
+                arguments = dict(zip(known, case, strict=True))
+                with subtests.test(**arguments):
+                    test(**arguments, **fixtures)
+
+        signature = inspect.signature(test)
+        fixtures = [value for name, value in signature.parameters.items() if name not in known and name != "subtests"]
+        own = inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)
+        functools.update_wrapper(run, test)
+        del run.__wrapped__  # type: ignore[attr-defined]  # pytest would ask for its arguments as fixtures
+        run.__signature__ = signature.replace(parameters=[*fixtures, own])  # type: ignore[attr-defined]
+        return run  # type: ignore[return-value]
+
+    return decorate

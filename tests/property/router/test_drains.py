@@ -14,7 +14,7 @@ from router.state import DrainRequested
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests
 from tests.support.cluster_shape import Shape
 from tests.support.logic_cluster import LogicCluster
-from tests.support.marks import many
+from tests.support.marks import each, many
 
 ROUTER = "router"
 SHAPES = (
@@ -130,7 +130,7 @@ def test_many_histories_of_drains(seed: int) -> None:
     replay_with_drains(seed, SHAPES[seed % len(SHAPES)])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@each("seed", range(8))
 def test_a_drained_node_empties_by_itself_or_when_it_is_told_to(seed: int) -> None:
     """While the others serve: by itself when there is time; at once when its requests are moved."""
     shape, rng = SHAPES[seed % 2], random.Random(seed)

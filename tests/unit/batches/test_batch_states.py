@@ -1,7 +1,5 @@
 """The life of a batch, step by step."""
 
-import pytest
-
 from alignedserve.batches.logic import (
     STEPS,
     AllLinesRecorded,
@@ -14,6 +12,7 @@ from alignedserve.batches.logic import (
 )
 from alignedserve.batches.records import TERMINAL, BatchRecord, BatchStatus, LineProblem
 from tests.support.batch_samples import batch_record
+from tests.support.marks import each
 
 S = BatchStatus
 PROBLEMS = (LineProblem(code="invalid_json_line", message="no", line=3),)
@@ -64,10 +63,8 @@ def test_its_window_ends_before_it_is_validated() -> None:
     assert (late.status, advance(late, Validated(2, "tiny"), 101.0).num_lines) == (S.FINALIZING, 2)
 
 
-@pytest.mark.parametrize(
-    "event", [Validated(9, "x"), ValidationFailed(PROBLEMS), CancelRequested(), WindowExpired(), AllLinesRecorded()]
-)
-@pytest.mark.parametrize("status", [S.FAILED, S.COMPLETED, S.EXPIRED, S.CANCELLED])
+@each("event", [Validated(9, "x"), ValidationFailed(PROBLEMS), CancelRequested(), WindowExpired(), AllLinesRecorded()])
+@each("status", [S.FAILED, S.COMPLETED, S.EXPIRED, S.CANCELLED])
 def test_what_is_over_stays_over(status: BatchStatus, event: BatchEvent) -> None:
     over = batch_record(status=status, num_lines=3)
     assert advance(over, event, 1e9) is over

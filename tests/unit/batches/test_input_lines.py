@@ -16,6 +16,7 @@ from alignedserve.batches.input_lines import (
 )
 from alignedserve.batches.records import Endpoint, LineProblem
 from tests.support.batch_samples import chat_line, chat_lines
+from tests.support.marks import each
 
 
 def split(content: bytes, chunk: int = 7, limit: int = 1000) -> list[RawLine]:
@@ -92,7 +93,7 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "code", "param"), BAD_LINES)
+@each(("line", "code", "param"), BAD_LINES)
 def test_a_bad_line_is_named_by_its_number(line: bytes, code: str, param: str | None) -> None:
     problems = inspected(b"\n".join([chat_line("a"), b"", line, chat_line("z")]))
     assert [(problem.code, problem.param, problem.line) for problem in problems] == [(code, param, 3)]

@@ -11,6 +11,7 @@ from alignedserve.batches.log.log_format import LineOutcome, LogTotals, ResultRe
 from alignedserve.batches.records import BatchKey, ResultKind, Usage
 from alignedserve.core.errors import StorageDamaged, StorageError
 from tests.support.batch_samples import BATCH
+from tests.support.marks import each
 
 RECORDS = [
     ResultRecord(2, LineOutcome.COMPLETED, b'{"custom_id":"c"}', 5, 7),
@@ -35,7 +36,7 @@ def test_a_record_comes_back_as_it_went() -> None:
         assert decode_record(encode_record(record)) == record
 
 
-@pytest.mark.parametrize("place", range(len(encode_record(RECORDS[0]))))
+@each("place", range(len(encode_record(RECORDS[0]))))
 def test_no_changed_byte_goes_unseen(place: int) -> None:
     raw = bytearray(encode_record(RECORDS[0]))
     raw[place] ^= 1

@@ -2,18 +2,17 @@
 
 from typing import Any
 
-import pytest
-
 from benchmarks.chaos.judge import Ending, Outcome, ending_of, problems, promised_endings
 from benchmarks.chaos.schedules import ChaosFault, ChaosSchedule, Hit, Phase, Target
 from benchmarks.chaos.summary import summary_of
+from tests.support.marks import each
 
 
 def scheduled(target: Target, hit: Hit = Hit.KILL, phase: Phase = Phase.DECODE) -> ChaosSchedule:
     return ChaosSchedule(0, (ChaosFault(target, hit, phase),))
 
 
-@pytest.mark.parametrize(
+@each(
     ("status", "text", "is_done", "error", "ending"),
     [
         (200, "abc", True, None, Ending.EXACT),
@@ -42,7 +41,7 @@ def test_a_stream_ends_with_its_gateway_and_a_stopped_one_goes_on() -> None:
     assert Ending.BROKEN not in promised_endings(scheduled(Target.GATEWAY, Hit.STOP).faults)
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"endings": {"wrong": 1}},

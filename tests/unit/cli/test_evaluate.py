@@ -12,6 +12,7 @@ from alignedserve.evaluation.pocket_calls import CONTEXT_LEN, pocket_tokenizer
 from alignedserve.evaluation.questions import make_questions
 from alignedserve.pocket.tasks import OFFERED_SKILLS, Skill
 from tests.support.fake_server import FakeServer, Script, running
+from tests.support.marks import each
 
 COUNT_TOKENS = pocket_tokenizer()
 ITEMS = make_items(3, 0, COUNT_TOKENS)
@@ -116,7 +117,7 @@ def test_questions(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(server.requests) == 4 * len({question.group for question in QUESTIONS.values()})
 
 
-@pytest.mark.parametrize(
+@each(
     ("prompt", "text", "is_right"),
     [
         ("What is the capital of France?", "The capital of France is paris.", True),

@@ -9,11 +9,12 @@ import pytest
 from alignedserve.cli.batch.formatting import Rate, duration, outlook
 from alignedserve.cli.batch.result_tail import NotWritten, ResultsChanged, ResultTail, open_tail
 from alignedserve.core.errors import ConfigError
+from tests.support.marks import each
 
 CONTENT = b"".join(b'{"line": %d, "text": "%s"}\n' % (number, b"x" * (number % 40)) for number in range(60))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_every_line_once_whatever_breaks(seed: int) -> None:
     rng, sink = random.Random(seed), io.BytesIO()
     tail = ResultTail(sink)

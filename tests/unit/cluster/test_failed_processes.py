@@ -12,6 +12,7 @@ from alignedserve.cluster.hosts.record import ActorRecord, NodeRecord
 from alignedserve.cluster.process_health import Health, ProcessState
 from alignedserve.cluster.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, SETTLED_S, Restarts
 from alignedserve.core.errors import ResourceError
+from tests.support.marks import each
 
 UP, STARTING, ENDED = Health(ProcessState.UP), Health(), Health(ProcessState.ENDED)
 FAILED = Health(ProcessState.FAILED, "no room for its cache")
@@ -81,7 +82,7 @@ def test_one_that_has_ended_is_ray_s_to_start_again_and_one_that_is_gone_is_forg
     assert restarts.problems == {}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_over_random_histories_failing_processes_are_named_and_started_again_and_others_left_alone(seed: int) -> None:
     rng = random.Random(seed)
     restarts, now = Restarts(), 0.0

@@ -10,6 +10,7 @@ from alignedserve.cluster.placement import NodeCapacity, Placement, engines_of, 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError
+from tests.support.marks import each
 
 SEPARATE, COLOCATED = {"topology": "disaggregated"}, {"topology": "colocated"}
 
@@ -121,8 +122,8 @@ def test_a_prefill_worker_never_stands_alone() -> None:
 SIZES = [cores for count in (1, 2, 3) for cores in itertools.product((1, 2, 7), repeat=count)]
 
 
-@pytest.mark.parametrize("total", [1, 2, 3, 5])
-@pytest.mark.parametrize("cores", SIZES, ids=str)
+@each("total", [1, 2, 3, 5])
+@each("cores", SIZES, ids=str)
 def test_configured_totals_leave_the_poorest_worker_as_much_as_possible(cores: Sequence[int], total: int) -> None:
     shares = Placement(config_of(COLOCATED, decode=total)).place(nodes(*cores))
     counts = [len(share.decode) for share in shares]
@@ -132,8 +133,8 @@ def test_configured_totals_leave_the_poorest_worker_as_much_as_possible(cores: S
     )
 
 
-@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (1, 4), (4, 1), (2, 3), (5, 5)])
-@pytest.mark.parametrize("cores", SIZES, ids=str)
+@each(("num_prefill", "num_decode"), [(1, 1), (1, 4), (4, 1), (2, 3), (5, 5)])
+@each("cores", SIZES, ids=str)
 def test_separate_workers_are_in_pairs_and_none_is_lost(
     cores: Sequence[int], num_prefill: int, num_decode: int
 ) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import pytest
-
 from alignedserve.evaluation.port_scan import (
     GATEWAY,
     LINKS,
@@ -20,6 +18,7 @@ from alignedserve.evaluation.port_scan import (
     probe,
     purpose_of,
 )
+from tests.support.marks import each
 
 NODE = "10.77.0.2"
 LISTING = """\
@@ -40,7 +39,7 @@ def test_a_listing_is_read_with_programs_where_they_are_known() -> None:
     assert listeners_of("garbage\n\n") == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("listener", "purpose"),
     [
         (Listener("127.0.0.1", 5000, "x"), LOOPBACK),
@@ -88,7 +87,7 @@ def server(reply: bytes) -> Iterator[int]:
     thread.join(5.0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("reply", "is_refused"),
     [
         (b"", True),

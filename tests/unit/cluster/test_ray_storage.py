@@ -7,6 +7,7 @@ import pytest
 
 from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage
 from alignedserve.core.errors import ConfigError
+from tests.support.marks import each
 
 WAITS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
@@ -35,7 +36,7 @@ def test_ray_trusts_those_that_the_gateways_trust() -> None:
     assert [environment.get("RAY_REDIS_CA_CERT") for environment in found] == ["/etc/ca.pem", None]
 
 
-@pytest.mark.parametrize(
+@each(
     ("url", "said"),
     [
         ("unix:///run/redis.sock", "must be redis://HOST:PORT"),

@@ -20,6 +20,7 @@ from alignedserve.cluster.hosts.scaling.logic import (
 from alignedserve.config.sections import ScalingConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.messages.gateways import ClusterStatus, Demand
+from tests.support.marks import each
 
 PLACES = 64
 HEAD = ScaledNode("head", is_head=True)
@@ -51,7 +52,7 @@ def looks(
 # --- what is recommended
 
 
-@pytest.mark.parametrize(
+@each(
     ("seen", "expected"),
     [
         (status(0, 2), (1, 1)),
@@ -170,7 +171,7 @@ def test_without_a_report_nothing_changes_and_waiting_begins_anew() -> None:
     assert looks(made, status(0, 2), TWO, 21) == [AskForNodes(1), GiveBack("a")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "field_name"),
     [
         ({"min_nodes": 0}, "min_nodes"),

@@ -13,6 +13,7 @@ from alignedserve.config.unset_sizes import DefaultSize, from_mapping
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.scheduling.factory import resolve_policy
+from tests.support.marks import each
 
 GIB = 1024 * MIB
 POCKET = resolve_model(ModelSectionConfig())
@@ -102,9 +103,9 @@ def taken_bytes(choice: SizeChoice) -> int:
     return sum(memories)
 
 
-@pytest.mark.parametrize("topology", ["elastic", "disaggregated"])
-@pytest.mark.parametrize("gib", [2, 3, 5, 8, 11, 16, 22, 64, 200])
-@pytest.mark.parametrize("served", [SMALL, MEDIUM, LARGE, LARGEST])
+@each("topology", ["elastic", "disaggregated"])
+@each("gib", [2, 3, 5, 8, 11, 16, 22, 64, 200])
+@each("served", [SMALL, MEDIUM, LARGE, LARGEST])
 def test_a_quarter_stays_free_but_for_a_context_that_would_be_short(
     served: ServedModel, gib: int, topology: str
 ) -> None:

@@ -11,6 +11,7 @@ from alignedserve.config.loading import MAX_CONFIG_BYTES, load_config, parse_siz
 from alignedserve.config.sections import MIB, BatchingConfig, ClusterConfig, Topology
 from alignedserve.config.unset_sizes import DefaultSize, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
+from tests.support.marks import each
 
 
 def written(folder: Path, text: str) -> Path:
@@ -80,7 +81,7 @@ def test_an_override_may_set_null() -> None:
     assert load_config(None, ["model.served_model_name=null"]).model.served_model_name is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "expected"),
     [
         ("256MiB", 256 * MIB),
@@ -96,7 +97,7 @@ def test_sizes(text: str, expected: int) -> None:
     assert parse_size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1 TiB", "1e9", "12 34", "0x10", "9" * 400 + "G"])
+@each("text", ["", "MiB", "-1MiB", "1 TiB", "1e9", "12 34", "0x10", "9" * 400 + "G"])
 def test_what_is_not_a_size(text: str) -> None:
     with pytest.raises(ConfigError, match="not a size"):
         parse_size(text)
@@ -203,7 +204,7 @@ def test_a_file_that_is_too_large_is_not_even_parsed(tmp_path: Path) -> None:
         load_config(written(tmp_path, "#" * (MAX_CONFIG_BYTES + 1)))
 
 
-@pytest.mark.parametrize("override", ["gateway.port", "=3", ".port=3", "gateway.=3", "gateway..port=3", ""])
+@each("override", ["gateway.port", "=3", ".port=3", "gateway.=3", "gateway..port=3", ""])
 def test_a_malformed_override_says_how_to_write_it(override: str) -> None:
     with pytest.raises(ConfigError, match=r"write section\.field=value"):
         load_config(None, [override])

@@ -7,6 +7,7 @@ import pytest
 from alignedserve.config.loading import load_config
 from alignedserve.config.model_settings import load_models, name_of
 from alignedserve.core.errors import ConfigError
+from tests.support.marks import each
 
 
 def test_one_model_is_configured_as_ever(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_the_file_lists_models_with_sections_of_their_own(tmp_path: Path) -> Non
     assert (b.model.path, b.decode.count, b.decode.kv_cache_bytes) == ("/b", 2, 2**30)
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "models", "says"),
     [
         (["a.gateway.port=1"], ("/x/a", "/x/b"), "gateway is of the whole cluster"),

@@ -11,6 +11,7 @@ from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.core.lifecycle import TRANSITIONS, Stage, advance, is_terminal
 from alignedserve.core.progress import finish_reason, plan_chunks
 from alignedserve.core.request import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams
+from tests.support.marks import each
 from tests.support.samples import R1, R2, R3, blocks, request
 
 EOS = frozenset({2})
@@ -19,7 +20,7 @@ EOS = frozenset({2})
 # --- blocks
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
+@each(("num_tokens", "expected"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
 def test_blocks_for_rounds_up(num_tokens: int, expected: int) -> None:
     assert blocks_for(num_tokens, 16) == expected
 
@@ -97,13 +98,13 @@ LEGAL = [(current, following) for current in Stage for following in Stage if fol
 ILLEGAL = [pair for pair in ((one, other) for one in Stage for other in Stage) if pair not in LEGAL]
 
 
-@pytest.mark.parametrize(("current", "following"), ILLEGAL)
+@each(("current", "following"), ILLEGAL)
 def test_every_illegal_step_raises(current: Stage, following: Stage) -> None:
     with pytest.raises(AssertionError, match=f"illegal step {current.name} -> {following.name}"):
         advance(current, following)
 
 
-@pytest.mark.parametrize(("current", "following"), LEGAL)
+@each(("current", "following"), LEGAL)
 def test_every_legal_step_is_taken(current: Stage, following: Stage) -> None:
     assert advance(current, following) is following
 
@@ -135,7 +136,7 @@ def test_no_budget_no_chunks(budget: int) -> None:
     assert plan_chunks(((R1, 5),), budget) == ()
 
 
-@pytest.mark.parametrize(
+@each(
     ("token_id", "num_generated", "changes", "expected"),
     [
         (9, 1, {}, None),
@@ -158,7 +159,7 @@ def test_when_an_answer_is_over(
 # --- requests
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "allowed", "refused"),
     [
         ("max_tokens", [0, 1], [-1]),

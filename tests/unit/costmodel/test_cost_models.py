@@ -27,6 +27,7 @@ from alignedserve.costmodel.published.prompt_tables import table_samples
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork
 from tests.harnesses.costs import decodes, prefill, random_work
+from tests.support.marks import each
 
 TRUE = LinearCoefficients(0.010, 1e-4, 1e-8, 1e-4, 2e-4, 1e-6, 5e-7, 3e-6, 1e-5)
 
@@ -212,7 +213,7 @@ def assert_grows(source: str, spec: WorkerSpec) -> None:
             assert seconds >= before - 1e-12
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "spec", "problem"),
     [
         ("guess", None, "none of roofline, distserve, vllm, vidur, splitwise, fitted:FILE"),

@@ -13,12 +13,13 @@ from alignedserve.costmodel.published.collectives import collective_curve
 from alignedserve.costmodel.roofline import Efficiency, RooflineModel
 from alignedserve.microbench.shapes import OPT_125M
 from tests.harnesses.costs import decodes, prefill
+from tests.support.marks import each
 
 A100 = HARDWARE["a100-80g"]
 PERFECT = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "billions"),
     [
         ("opt-125m", 0.125),

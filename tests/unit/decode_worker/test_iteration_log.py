@@ -13,6 +13,7 @@ from alignedserve.messages.iterations import Addition, IterationCompleted, Itera
 from alignedserve.worker_core.iteration_log import IterationLog, IterationRecord, totals_of
 from decode_worker.iteration_log_writer import write_iterations
 from decode_worker.state import RunningRequest
+from tests.support.marks import each
 from tests.support.samples import R1, request
 
 
@@ -150,7 +151,7 @@ def test_an_end_without_a_start_is_a_broken_invariant() -> None:
 # --- what a pause was for
 
 
-@pytest.mark.parametrize(
+@each(
     ("arrival_s", "granted_s", "expected"),
     [
         (5.0, 7.0, (4.0, 2.0, 1.0)),  # idle from 1 to 8

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.support.marks import each
 
 ROOT = Path(__file__).parents[3]
 PACKAGE_FOLDERS = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker", "kernels")
@@ -22,7 +22,7 @@ _COMMAND = re.compile(r"python -m ((?:benchmarks|experiments|tests|alignedserve)
 _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 _ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)]+)\)")
 
-per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+per_page = each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @per_page

@@ -4,9 +4,10 @@ import pytest
 
 from experiments.pages import record
 from experiments.pages.index import PAGES, names_in, page_path, with_tables
+from tests.support.marks import each
 
 
-@pytest.mark.parametrize("page", PAGES)
+@each("page", PAGES)
 def test_the_tables_of_a_page_are_those_of_its_record(page: str) -> None:
     text = page_path(page).read_text()
     assert sorted(names_in(text)) == sorted(PAGES[page])

@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.clients.transcripts.page import DRIVEN, DRIVERS, PAGE, SCRIPTS, SHOWN, Shown, opening_of
+from tests.support.marks import each
 
 MAX_LINES = 300
 
@@ -23,7 +22,7 @@ def test_every_script_is_shown() -> None:
     assert {shown.script for shown in SHOWN} == _scripts_in(SCRIPTS)
 
 
-@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.script)
+@each("shown", SHOWN, ids=lambda shown: shown.script)
 def test_code_and_version_are_those_of_the_run(shown: Shown) -> None:
     assert opening_of(shown) in PAGE.read_text()
 

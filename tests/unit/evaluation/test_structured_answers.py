@@ -1,12 +1,11 @@
 import json
 from typing import Any
 
-import pytest
-
 from alignedserve.evaluation.structured_answers import SCHEMA, is_valid_answer
 from alignedserve.runtime.grammar.json_schema import normalize_schema
 from alignedserve.runtime.grammar.lark import serialize_alone
 from benchmarks.structured_output.random_answers import matcher_of, random_walk
+from tests.support.marks import each
 
 GOOD: dict[str, Any] = {"kind": "table", "numbers": [7] * 24, "is_complete": True}
 
@@ -18,7 +17,7 @@ def test_the_check_agrees_with_the_schema() -> None:
     assert any(walk.has_ended for walk in walks)
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"kind": "other"},

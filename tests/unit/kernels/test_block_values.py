@@ -6,6 +6,7 @@ import pytest
 
 from alignedserve.runtime.model.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES
 from kernels import block_values
+from tests.support.marks import each
 from tests.support.tiny_gguf import random_rows
 
 NAMES = [known.name for known in TENSOR_TYPES.values()]
@@ -25,7 +26,7 @@ def test_any_bits_unpack_as_in_the_package(name: str, monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_usual_values(name: str) -> None:
     rows, tensor_type = random_rows(np.random.default_rng(2), 5, 512, name)
     raw = np.ascontiguousarray(rows).view(np.uint8).reshape(5, -1)

@@ -22,6 +22,7 @@ from kernels.cpu.paged_attention import PagedAttention, PagedPlan, supported_lev
 from kernels.cpu.rows import HeadRows, NormRows, highest
 from kernels.sampling import mask_tokens_
 from tests.support.block_weights import random_blocks
+from tests.support.marks import each
 
 pytestmark = pytest.mark.skipif(not decode_pass_available(), reason="the native kernels are not built")
 
@@ -111,7 +112,7 @@ def test_missing_rotations_are_refused() -> None:
         run(own, cache_for(own), [0])
 
 
-@pytest.mark.parametrize(
+@each(
     "changed",
     [
         lambda: {"attention_norm": norm(48)},
@@ -129,10 +130,10 @@ def test_parts_that_do_not_fit_together_are_refused(changed: Callable[[], dict[s
         make_pass(layer(**changed()))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("num_rows", [1, 8])
-@pytest.mark.parametrize("level", supported_levels())
-@pytest.mark.parametrize("head", [lambda: product(75, WIDTH), lambda: (*product(40, WIDTH), *product(40, WIDTH))])
+@each("num_threads", [1, 2])
+@each("num_rows", [1, 8])
+@each("level", supported_levels())
+@each("head", [lambda: product(75, WIDTH), lambda: (*product(40, WIDTH), *product(40, WIDTH))])
 def test_the_highest_logits_are_those_of_all(
     head: Callable[[], tuple[Any, ...]], num_rows: int, num_threads: int, level: str
 ) -> None:
@@ -155,9 +156,9 @@ def test_the_highest_logits_are_those_of_all(
     assert torch.equal(found.values.nan_to_num(7.0), expected[1].nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("level", supported_levels())
-@pytest.mark.parametrize("head", [lambda: product(75, WIDTH), lambda: (*product(40, WIDTH), *product(55, WIDTH))])
+@each("num_threads", [1, 2])
+@each("level", supported_levels())
+@each("head", [lambda: product(75, WIDTH), lambda: (*product(40, WIDTH), *product(55, WIDTH))])
 def test_the_highest_are_sought_among_the_tokens_that_a_row_may_choose(
     head: Callable[[], tuple[Any, ...]], num_threads: int, level: str
 ) -> None:

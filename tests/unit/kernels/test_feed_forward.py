@@ -1,6 +1,5 @@
 """Feed-forward parts: mixtures of experts against loops over tokens in float64."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +8,7 @@ from torch.nn import functional
 
 from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, StackedExperts, grouped_products
 from kernels.linear import Linear
+from tests.support.marks import each
 
 HIDDEN, INNER = 24, 16
 
@@ -77,9 +77,9 @@ def packed(weights: tuple[Tensor, Tensor, Tensor], chosen: int, *, normalises: b
     return Experts(ExpertRouter(weights[0], chosen, normalises=normalises), parts)
 
 
-@pytest.mark.parametrize("normalises", [True, False])
-@pytest.mark.parametrize(("num_experts", "chosen"), [(1, 1), (5, 2), (16, 4)])
-@pytest.mark.parametrize("num_rows", [1, 9, 300])
+@each("normalises", [True, False])
+@each(("num_experts", "chosen"), [(1, 1), (5, 2), (16, 4)])
+@each("num_rows", [1, 9, 300])
 def test_mixtures(num_rows: int, num_experts: int, chosen: int, normalises: bool) -> None:
     """300 rows: more than a GPU takes through all experts."""
     weights, x = weights_of(num_experts), randoms(num_rows, HIDDEN)

@@ -14,6 +14,7 @@ from alignedserve.runtime.model.weight_loader import assemble_weights
 from kernels.activation import ACTIVATIONS
 from kernels.cpu.int8_linear import Int8Linear
 from kernels.linear import Linear
+from tests.support.marks import each
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
@@ -33,8 +34,8 @@ def test_the_worked_example() -> None:
     assert float(Int8Linear(WORKED_WEIGHT)(WORKED_INPUT)) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "out_width", "in_width"), [(1, 1, 1), (3, 5, 7), (1, 64, 33), (70, 96, 129)])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each(("rows", "out_width", "in_width"), [(1, 1, 1), (3, 5, 7), (1, 64, 33), (70, 96, 129)])
 def test_close_to_the_plain_product(dtype: torch.dtype, rows: int, out_width: int, in_width: int) -> None:
     weight, bias = normal(0, out_width, in_width, dtype=dtype), normal(1, out_width, dtype=dtype)
     x = normal(2, rows, in_width, dtype=dtype)
@@ -74,8 +75,8 @@ def test_zeros_stay_zeros() -> None:
     assert torch.equal(Int8Linear(normal(0, 4, 6))(torch.zeros(2, 6)), torch.zeros(2, 4))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("activation", list(ACTIVATIONS))
 def test_activations_follow_the_product(activation: str, dtype: torch.dtype) -> None:
     weight, bias, x = normal(0, 48, 32, dtype=dtype), normal(1, 48, dtype=dtype), normal(2, 5, 32, dtype=dtype)
     plain = ACTIVATIONS[activation](torch.nn.functional.linear(x.float(), weight.float(), bias.float()))

@@ -9,14 +9,15 @@ from kernels.cpu import length_prediction
 from kernels.cpu.length_prediction import AdamState, can_descend, descend, hash_ngrams
 from router.prediction.encoders import KEY_LEN, HashedNgrams
 from router.prediction.mlp import LengthMlp
+from tests.support.marks import each
 
 pytestmark = pytest.mark.skipif(not length_prediction.is_native(), reason="the native kernels are not built")
 
 NUM_FEATURES = 1027
 
 
-@pytest.mark.parametrize("num_ids", [1, 2, 5, 511, 512, 513, 3000])
-@pytest.mark.parametrize("vocab_size", [3, 1000, 150_000])
+@each("num_ids", [1, 2, 5, 511, 512, 513, 3000])
+@each("vocab_size", [3, 1000, 150_000])
 def test_codes_are_those_of_the_plain_form(num_ids: int, vocab_size: int) -> None:
     drawn = random.Random(num_ids * vocab_size)
     ids = tuple(drawn.randrange(vocab_size) for _ in range(num_ids))

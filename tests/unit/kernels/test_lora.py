@@ -17,6 +17,7 @@ from kernels.cpu.int8_linear import Int8Linear
 from kernels.cpu.lora import LoraModule, NativeAdapter, lora_levels
 from kernels.linear import AdaptableProjection, Linear
 from kernels.lora import PLAIN, AdapterMatrices, AdapterRows
+from tests.support.marks import each
 
 CPU = torch.device("cpu")
 IN_WIDTH, OUT_WIDTH = 37, 83  # no multiples of a vector
@@ -47,9 +48,9 @@ def rows_of(adapters: Sequence[AdapterMatrices], of_row: Sequence[int]) -> Adapt
     return AdapterRows(adapters, np.array(of_row, np.int64), CPU)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rank", [1, 8, 19])
+@each("level", LEVELS)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("rank", [1, 8, 19])
 def test_each_row_gets_what_its_own_adapter_adds(level: str, dtype: torch.dtype, rank: int) -> None:
     of_row = [1, -1, 0, 1, 1, -1, 0, 1, 1, 2]
     adapters = [single(seed, rank, level, dtype) for seed in (10, 20, 30)]
@@ -108,8 +109,8 @@ def quantized(weight: Tensor) -> Tensor:
     return torch.cat((scales.view(torch.uint8), values.view(torch.uint8)), dim=2).flatten(1)
 
 
-@pytest.mark.parametrize(("activation", "is_gated"), [(None, False), ("relu", False), ("silu", True)])
-@pytest.mark.parametrize("num_rows", [1, 9, 40])
+@each(("activation", "is_gated"), [(None, False), ("relu", False), ("silu", True)])
+@each("num_rows", [1, 9, 40])
 def test_addends_come_before_the_nonlinearity_and_change_no_other_row(
     activation: str | None, is_gated: bool, num_rows: int
 ) -> None:

@@ -27,6 +27,7 @@ from tests.harnesses.pool import (
     taken,
     written,
 )
+from tests.support.marks import each
 from tests.support.samples import PREFILL, R1, R2, R3, ROUTER, epoch, request
 
 # --- peers
@@ -160,7 +161,7 @@ def test_written_blocks_are_the_pools() -> None:
     assert made.hear(PREFILL, content) == [taken("r1", True), Send(ROUTER, RequestPooled(R1, epoch(1, 1), 8, 2))]
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"lease_id": LeaseId(2)},

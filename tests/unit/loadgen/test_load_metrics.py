@@ -9,6 +9,7 @@ from alignedserve.loadgen.client import ClientFailure, ClientFailureKind, Comple
 from alignedserve.loadgen.load_generator import LoadRun, SentRequest
 from alignedserve.loadgen.load_plan import LoadRequest, TrafficClass
 from alignedserve.loadgen.summary import summarise
+from tests.support.marks import each
 
 
 def test_percentile_interpolates_between_closest_ranks() -> None:
@@ -42,7 +43,7 @@ def test_token_times() -> None:
     assert metrics.tpot_s([10.0]) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("slo", "met"),
     [
         (Slo(), True),

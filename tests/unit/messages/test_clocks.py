@@ -11,6 +11,7 @@ from alignedserve.core.errors import ProtocolError
 from alignedserve.messages.clocks import ClockOffset, on_this_clock
 from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.wire import Message
+from tests.support.marks import each
 from tests.support.samples import EXAMPLES, request
 
 
@@ -32,7 +33,7 @@ def test_there_are_messages_with_requests() -> None:
     assert sum(bool(arrivals(plain(message))) for message in EXAMPLES) >= 7
 
 
-@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+@each("message", EXAMPLES, ids=lambda message: type(message).__name__)
 def test_every_arrival_is_converted_and_nothing_else(message: Message) -> None:
     moved = on_this_clock(message, 4096.0)
     assert arrivals(plain(moved)) == [arrival_s + 4096.0 for arrival_s in arrivals(plain(message))]

@@ -29,6 +29,7 @@ from alignedserve.messages.links import (
 from alignedserve.messages.state import StateClientInbound, StateServerInbound
 from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
 from alignedserve.messages.workers import WorkerLoad
+from tests.support.marks import each
 from tests.support.samples import DECODE, EXAMPLES, R1, message_types
 
 GOLDEN = Path(__file__).with_name("golden.txt")
@@ -60,7 +61,7 @@ def test_every_message_has_a_receiver_and_none_is_unknown() -> None:
     assert {kind for union in UNIONS.values() for kind in get_args(union)} == message_types()
 
 
-@pytest.mark.parametrize("line", golden_lines(), ids=lambda line: line.split()[0])
+@each("line", golden_lines(), ids=lambda line: line.split()[0])
 def test_bytes_are_those_of_the_golden_file(line: str) -> None:
     assert line in GOLDEN.read_text().splitlines()
 
@@ -69,12 +70,12 @@ def test_the_golden_file_holds_nothing_else() -> None:
     assert GOLDEN.read_text().splitlines() == golden_lines()
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
+@each("example", EXAMPLES, ids=lambda example: type(example).__name__)
 def test_decoding_gives_the_message_back(example: Message) -> None:
     assert EVERYTHING.decode(EVERYTHING.encode(example)) == example
 
 
-@pytest.mark.parametrize("name", UNIONS)
+@each("name", UNIONS)
 def test_a_message_of_another_link_is_refused(name: str) -> None:
     codec = Codec(UNIONS[name])
     for example in EXAMPLES:
@@ -83,7 +84,7 @@ def test_a_message_of_another_link_is_refused(name: str) -> None:
                 codec.decode(EVERYTHING.encode(example))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
+@each("example", EXAMPLES, ids=lambda example: type(example).__name__)
 def test_every_truncation_and_every_trailing_byte_is_refused(example: Message) -> None:
     payload = EVERYTHING.encode(example)
     for length in range(len(payload)):
@@ -103,7 +104,7 @@ def changed(fields: list[Any], place: int, value: object) -> list[Any]:
     return [*fields[:place], value, *fields[place + 1 :]]
 
 
-@pytest.mark.parametrize(
+@each(
     "fields",
     [
         None,
@@ -159,7 +160,7 @@ def test_unknown_tags_wrong_types_and_values_out_of_bounds_are_refused(fields: o
         EVERYTHING.decode(msgspec.msgpack.encode(fields))
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value"),
     [("temperature", 3.0), ("top_p", 0.0), ("max_tokens", -1), ("top_k", -5), ("num_logprobs", 21), ("seed", 1 << 63)],
 )

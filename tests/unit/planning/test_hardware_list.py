@@ -6,6 +6,7 @@ from alignedserve.config.sections import Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.planning.candidates import Choices, PolicyChoice, families_of
 from alignedserve.planning.hardware_list import Offer, parse_hardware
+from tests.support.marks import each
 
 UNION = PolicyChoice("aligned_slo", "aligned_slo", {})
 
@@ -16,7 +17,7 @@ def test_counts_and_prices() -> None:
     assert parse_hardware("2xfitted:./here.json") == (Offer("fitted:./here.json", 2),)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ("4x k80", "hardware 'k80' is none of v100-32g.*alignedserve profile MODEL.*fitted:FILE"),

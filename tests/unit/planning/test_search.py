@@ -3,12 +3,11 @@
 import random
 from itertools import pairwise
 
-import pytest
-
 from alignedserve.config.sections import Topology
 from alignedserve.planning.candidates import Candidate, Family, PolicyChoice
 from alignedserve.planning.hardware_list import Offer
 from alignedserve.planning.search import PlanSearch, Trial, Verdict
+from tests.support.marks import each
 
 GOAL = 0.9
 UNION = PolicyChoice("aligned_slo", "aligned_slo", {})
@@ -58,8 +57,8 @@ def least_cost(families: list[Family], attained: dict[str, float]) -> float | No
     return min((member.cost for member in members if attained[member.label] >= GOAL), default=None)
 
 
-@pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("has_windows", [False, True])
+@each("seed", range(60))
+@each("has_windows", [False, True])
 def test_the_cheapest_plan_that_holds_is_found(seed: int, has_windows: bool) -> None:
     rng = random.Random(seed)
     families = some_families(rng)
@@ -74,7 +73,7 @@ def test_the_cheapest_plan_that_holds_is_found(seed: int, has_windows: bool) -> 
     assert len(set(played)) == len(played), "simulated twice"
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each("seed", range(60))
 def test_windows_that_flatter_cost_nothing(seed: int) -> None:
     """A plan that fails its windows fails the whole: then the cheapest of all is found, however many hold windows."""
     rng = random.Random(seed)
@@ -92,7 +91,7 @@ def test_windows_that_flatter_cost_nothing(seed: int) -> None:
         assert found.cost == least_cost(families, attained)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each("seed", range(60))
 def test_windows_that_deceive_cost_no_more_than_they_say(seed: int) -> None:
     """Check that the plan holds the whole, and that no cheaper one which held its windows holds it too."""
     rng = random.Random(seed)

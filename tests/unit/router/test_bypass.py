@@ -9,6 +9,7 @@ from alignedserve.core.request import Request, RequestClass, Slo
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
 from router.policies.bypass import DirectHandoff, UrgentBypass
 from router.state import WorkerRecord
+from tests.support.marks import each
 from tests.support.samples import R1, R2, request, worker
 
 
@@ -71,7 +72,7 @@ def test_the_expected_wait_falls_again() -> None:
     assert bypass.target(chat(0.05), 900, [decoder("decode-0")]) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("prompt_len", "expected"),
     [
         (1, "decode-0"),

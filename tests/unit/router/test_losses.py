@@ -54,6 +54,7 @@ from tests.harnesses.router import (
     pooled,
     prefilling,
 )
+from tests.support.marks import each
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
 NOT_DIALLED = Send(DECODE, PeersChanged((), left=(WorkerName(PREFILL),)))
@@ -106,7 +107,7 @@ def test_a_completion_of_an_earlier_attempt_does_not_count_for_the_later_one() -
     assert made.lose(POOL) == [INTERRUPTED]  # it was on its way there
 
 
-@pytest.mark.parametrize(
+@each(
     ("peer", "unknown", "answer"),
     [
         (POOL, RequestPooled(R2, POOLED, 4, 1), [dropped(R2)]),

@@ -6,6 +6,7 @@ from alignedserve.costmodel.model import chunk_within
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policy import IterationHistory
 from tests.harnesses.scheduling import EasyCosts
+from tests.support.marks import each
 
 
 def _history(*durations_s: float) -> IterationHistory:
@@ -41,7 +42,7 @@ def test_the_maximum_covers_64_iterations_at_least() -> None:
     assert _history(*durations, *[1.0] * 65).max_s == 1.0
 
 
-@pytest.mark.parametrize(
+@each(
     ("budget_s", "at_most", "step", "chunk"),
     [
         (0.110, 100, 1, 100),  # 10 ms and one for each token: exactly

@@ -9,6 +9,7 @@ from alignedserve.scheduling.packer import Packer, by_arrival
 from alignedserve.scheduling.policy import EvictionMode, PlannedEviction, ScheduledRequest, WorkerView
 from alignedserve.scheduling.scheduler_state import work_of
 from tests.harnesses.scheduling import assert_sound, view_of
+from tests.support.marks import each
 
 _DECODE = {"prompt_len": 30, "num_generated": 2}  # 31 tokens cached in two blocks, the 32nd fits into them
 _FULL = {"prompt_len": 30, "num_generated": 3}  # 32 tokens cached in two blocks, the 33rd takes a third
@@ -82,7 +83,7 @@ def test_a_prompt_is_whole_unless_it_is_longer_than_an_iteration() -> None:
     assert (packer.unchunked(0), packer.unchunked(1)) == (48, 38)
 
 
-@pytest.mark.parametrize(
+@each(
     ("limits", "chunk"),
     [
         ({}, 100),

@@ -5,6 +5,7 @@ import pytest
 
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel, fit_request_runtime, remaining_output_len
 from tests.harnesses.scheduling import EasyCosts, table_of
+from tests.support.marks import each
 
 
 def test_a_linear_cost_model_gives_its_own_coefficients() -> None:
@@ -29,7 +30,7 @@ def test_what_is_left_of_a_request() -> None:
     assert remaining_s == pytest.approx([0.05 + 0.084, 0.03 + 0.084, 0.0848, 0.06 + 0.0848])
 
 
-@pytest.mark.parametrize(
+@each(
     ("num_generated", "left", "num_overruns"),
     [(0, 10, 0), (9, 1, 0), (10, 10, 1), (19, 1, 1), (20, 20, 2), (25, 15, 2), (40, 10, 3), (49, 1, 3)],
 )

@@ -9,6 +9,7 @@ from alignedserve.config.unset_sizes import from_mapping, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.topology import require_effect, topology_of
+from tests.support.marks import each
 
 
 def of(**sections: Any) -> Topology:
@@ -30,7 +31,7 @@ def test_what_is_set_is_taken(topology: Topology) -> None:
     assert of(topology=topology.value, prefill={"count": 2}, decode={"count": 2}) is topology
 
 
-@pytest.mark.parametrize(
+@each(
     "sections",
     [
         {"prefill": {"count": 2}, "decode": {"count": 2}},

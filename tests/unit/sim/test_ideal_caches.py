@@ -3,10 +3,9 @@
 import random
 from functools import cache
 
-import pytest
-
 from alignedserve.sim.ideal_caches import PromptBlocks, farthest_next_use, least_recently_used, unbounded
 from alignedserve.workload.requests import TextRun
+from tests.support.marks import each
 
 A, B, C = (TextRun(text, 10) for text in "abc")
 
@@ -68,7 +67,7 @@ def _kept(cached: frozenset[int], capacity: int) -> set[frozenset[int]]:
     return {kept for leaf in leaves for kept in _kept(cached - {leaf}, capacity)}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@each("seed", range(12))
 def test_no_cache_hits_more_than_the_one_that_knows_the_future(seed: int) -> None:
     prompts = _prompts(random.Random(seed))
     for capacity in (1, 2, 3, 4):

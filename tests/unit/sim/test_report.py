@@ -15,6 +15,7 @@ from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, workload_of
+from tests.support.marks import each
 
 NASTY = "<script>alert('x')</script>&\"fcfs\""
 RESULTS = [Simulation(colocated(timeline_of="decode-0"), mixed_workload(30, rate)).run() for rate in (4.0, 8.0)] + [
@@ -125,7 +126,7 @@ def test_the_window_is_the_middle_of_the_run() -> None:
     assert window_of([]) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("scale", "ticks"),
     [
         (from_zero([4.0]), [0, 1, 2, 3, 4]),
@@ -146,7 +147,7 @@ def test_the_way_along_an_axis() -> None:
     assert (Scale(1.0, 2.0).place(9.0), Scale(1.0, 2.0).place(0.0)) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "words"), [(0.0, "0"), (2.0, "2"), (0.05, "0.05"), (1234.5, "1,234"), (0.123456, "0.123"), (10.0, "10")]
 )
 def test_quantities_have_three_digits(value: float, words: str) -> None:

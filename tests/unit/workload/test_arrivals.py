@@ -5,10 +5,11 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.workload.arrivals import GapDistribution, RateProfile, Renewal, weibull_shape
+from tests.support.marks import each
 
 
-@pytest.mark.parametrize("distribution", list(GapDistribution))
-@pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
+@each("distribution", list(GapDistribution))
+@each("cv", [0.0, 0.5, 1.0, 3.0])
 def test_gaps_have_mean_one_and_the_variation_asked_for(cv: float, distribution: GapDistribution) -> None:
     gaps = Renewal(cv, distribution).gaps(np.random.default_rng(5), 100_000)
     assert gaps.mean() == pytest.approx(1.0, rel=0.03)

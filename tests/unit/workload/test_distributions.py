@@ -3,6 +3,7 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.workload.distributions import constant, parse_distribution
+from tests.support.marks import each
 
 COUNT = 40_000
 
@@ -17,7 +18,7 @@ def test_skewed_takes_mean_and_deviation() -> None:
     assert (drawn.mean(), drawn.std()) == pytest.approx((220, 260), rel=0.05)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "mean"),
     [
         ("60", 60),
@@ -44,7 +45,7 @@ def test_a_constant_says_so() -> None:
     assert parse_distribution("uniform(1,2)").constant is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "complaint"),
     [
         ("x", "not a number"),

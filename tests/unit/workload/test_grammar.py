@@ -5,6 +5,7 @@ from alignedserve.core.request import RequestClass
 from alignedserve.workload.distributions import ValueDistribution, constant
 from alignedserve.workload.grammar import parse_classes
 from alignedserve.workload.prediction import PredictionKind, PredictionModel
+from tests.support.marks import each
 
 
 def test_two_classes_with_objectives() -> None:
@@ -31,7 +32,7 @@ def test_recorded_arrivals() -> None:
     assert (spec.is_repeated, spec.request_class, spec.priority) == (True, RequestClass.BEST_EFFORT, -2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("specification", "complaint"),
     [
         ("", "empty"),

@@ -18,6 +18,7 @@ from alignedserve.workload.traces import (
     sped_up,
     window,
 )
+from tests.support.marks import each
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 23:59:59.5000000,374,44
@@ -50,7 +51,7 @@ def test_hash_ids_name_what_prompts_begin_with() -> None:
     assert own.runs == (TextRun(7, 512), TextRun(8, 88))
 
 
-@pytest.mark.parametrize("ids", ["[1, 2, 3]", "[-1]", "[1.5]", "[9223372036854775807]", "[1e99]", '["a"]', "7"])
+@each("ids", ["[1, 2, 3]", "[-1]", "[1.5]", "[9223372036854775807]", "[1e99]", '["a"]', "7"])
 def test_hash_ids_that_cannot_be_are_refused(ids: str) -> None:
     with pytest.raises(ConfigError, match=r"t:1: .*(hash_ids|Expected|integer|range)"):
         parse_trace(['{"timestamp": 1, "input_length": 1000, "output_length": 2, "hash_ids": ' + ids + "}"], name="t")
@@ -73,7 +74,7 @@ def test_gzipped(tmp_path: Path) -> None:
     assert len(read_trace(path)) == 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "complaint"),
     [
         ("1.0,2", "2 fields"),
@@ -151,7 +152,7 @@ def test_own_jsonl() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "complaint"),
     [
         ("0.5,1,1,rt", "arrival_s 0.5 is before the 1 of an earlier line"),

@@ -3,9 +3,8 @@
 import itertools
 import random
 
-import pytest
-
 from alignedserve.cluster.hosts.models.assignment import AssignableModel, AssignableNode, assign_models
+from tests.support.marks import each
 
 SIZES = {"a": 4, "b": 3, "c": 2, "d": 1}
 
@@ -43,7 +42,7 @@ def test_a_way_in_which_all_have_a_node_is_searched_for() -> None:
     assert all(assigned({"0": 6, "1": 3}, {"a": 3, "b": 2, "c": 2, "d": 2}).values())
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each("seed", range(300))
 def test_over_random_clusters_nothing_is_too_full_and_nothing_is_left_that_fits(seed: int) -> None:
     rng = random.Random(seed)
     rooms = {str(index): rng.randint(1, 9) for index in range(rng.randint(1, 4))}

@@ -26,6 +26,7 @@ from alignedserve.cluster.hosts.membership import (
 )
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.core.errors import PeerLost, ResourceError
+from tests.support.marks import each
 
 NODE = RayNode("id", "10.0.0.1", "spare", is_head=False)
 
@@ -219,7 +220,7 @@ class NodeModel:
                 self.look(now)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@each("seed", range(30))
 def test_in_random_histories_every_node_that_lives_is_used_refused_or_tried(seed: int) -> None:
     model = NodeModel(random.Random(seed))
     for step in range(300):

@@ -7,6 +7,7 @@ import pytest
 from alignedserve.cluster.hosts.operations.resizing import Resize, RunningNode, parse_counts, plan_resize
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
 from alignedserve.core.errors import ConfigError, ResourceError
+from tests.support.marks import each
 
 
 def node(index: int, prefill: int = 1, decode: int = 1, cores: int = 4, gpus: int = 0) -> RunningNode:
@@ -47,7 +48,7 @@ def test_what_a_colocated_cluster_has_not_is_refused(wanted: dict[str, int]) -> 
         plan_resize([node(0, prefill=0)], wanted, is_separate=False)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@each("seed", range(50))
 def test_plans_give_what_was_asked_for(seed: int) -> None:
     rng = random.Random(seed)
     nodes = [node(index, rng.randrange(1, 4), rng.randrange(1, 4), rng.randrange(1, 64)) for index in range(4)]
@@ -66,7 +67,7 @@ def test_arguments_are_totals_by_kind() -> None:
     assert parse_counts(["decode=4", "prefill=02"]) == {"decode": 4, "prefill": 2}
 
 
-@pytest.mark.parametrize(
+@each(
     "given",
     [
         *([], ["decode"], ["decode="], ["decode=-1"], ["decode=1.5"], ["decode=\u0664"], ["gateway=2"], ["=4"]),

@@ -9,6 +9,7 @@ from alignedserve.gateway.anthropic.chat_body import chat_body_of
 from alignedserve.gateway.anthropic.conversation import Conversation
 from alignedserve.gateway.anthropic.parsing import BodyParser
 from alignedserve.gateway.anthropic.schemas import CountTokensRequest, InputMessage
+from tests.support.marks import each
 
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": [1, 2]}}
 CHAT_CALL = {"id": "toolu_1", "type": "function", "function": {"name": "add", "arguments": '{"a":[1,2]}'}}
@@ -119,7 +120,7 @@ def test_thinking_and_the_form_of_the_answer() -> None:
         assert body(output_config={"effort": theirs}).get("reasoning_effort") == ours
 
 
-@pytest.mark.parametrize(
+@each(
     ("chat_name", "own_name"),
     [
         ("messages[3].tool_call_id", "messages[2]"),

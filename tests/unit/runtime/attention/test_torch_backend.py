@@ -1,12 +1,12 @@
 """Attention kernels against the plain reference."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.torch_plan import bucket_bounds
 from kernels.attention import GatherBuffers, RunSelection, attend_chunk, attend_decode, gather_context
 from kernels.reference import attention
+from tests.support.marks import each
 
 BLOCK_SIZE, HEAD_DIM = 4, 16
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -19,8 +19,8 @@ def random_runs(num_blocks: int, kv_heads: int, dtype: torch.dtype) -> tuple[Ten
     return keys, values
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("group", range(1, 9))
+@each("dtype", list(TOLERANCES))
+@each("group", range(1, 9))
 def test_decode_with_grouped_heads_and_odd_lengths(group: int, dtype: torch.dtype) -> None:
     kv_heads, lengths, width = 2, [1, 9, 11, 12, 7], 3
     keys, values = random_runs(20, kv_heads, dtype)
@@ -38,8 +38,8 @@ def test_decode_with_grouped_heads_and_odd_lengths(group: int, dtype: torch.dtyp
         torch.testing.assert_close(attended[row].flatten(0, 1).double(), expected, rtol=0.0, atol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("before", [0, 1, 6])
-@pytest.mark.parametrize("group", [1, 3])
+@each("before", [0, 1, 6])
+@each("group", [1, 3])
 def test_chunk_on_top_of_its_context(group: int, before: int) -> None:
     kv_heads, num_tokens = 2, 5
     keys, values = random_runs(9, kv_heads, torch.float32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device.streams import CheckedStreams, CudaStreams
 from tests.harnesses.device_loop import DEPENDENCIES, Dependency, DeviceLoop
-from tests.support.marks import many
+from tests.support.marks import each, many
 
 NUM_SEQUENCES = 800
 NUM_SLOW_SEQUENCES = many(12_000)
@@ -196,7 +196,7 @@ def test_any_order_gives_what_the_undisturbed_run_does_in_many_sequences() -> No
     assert [seed for seed in seeds if not is_undisturbed(seed)] == []
 
 
-@pytest.mark.parametrize("dependency", DEPENDENCIES, ids=str)
+@each("dependency", DEPENDENCIES, ids=str)
 def test_a_dependency_that_is_not_kept_shows_as_wrong_bytes(dependency: Dependency) -> None:
     assert not all(is_undisturbed(seed, dependency) for seed in range(MAX_SEQUENCES_TO_SHOW))
 

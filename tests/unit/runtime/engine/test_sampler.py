@@ -13,6 +13,7 @@ from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.engine.sampling.sampler import Choice, Sampler
 from kernels.reference import kept_tokens, penalised
 from kernels.sampling import Filters, Penalties, SeenTokens, greedy, penalise_, sample, uniforms
+from tests.support.marks import each
 
 VOCABULARY = 12
 EOS = 2
@@ -43,7 +44,7 @@ def frequencies(params: SamplingParams, logits: Tensor, draws: int) -> Tensor:
     return torch.bincount(token_ids, minlength=logits.shape[1]) / draws
 
 
-@pytest.mark.parametrize(
+@each(
     "params",
     [
         SamplingParams(temperature=1.0),

@@ -22,6 +22,7 @@ from alignedserve.runtime.grammar.lark import (
 from alignedserve.runtime.grammar.schema_formats import FORMATS
 from alignedserve.runtime.grammar.schema_keywords import ANNOTATIONS, READERS
 from benchmarks.structured_output.random_answers import accepts, is_valid, matcher_of, random_walk
+from tests.support.marks import each
 
 _PAGE = Path(__file__).parents[4] / "docs/structured-output.md"
 
@@ -146,7 +147,7 @@ def test_tags_within_free_text(wanted: Any) -> None:
     assert not any(answers(tags, "<f=", "<f=c>", "<f=a>", "<f=b>{}</f>", "x <f=b>true</f> <f="))
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"structures": []},

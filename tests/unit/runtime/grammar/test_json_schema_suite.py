@@ -19,6 +19,7 @@ from alignedserve.runtime.grammar.compiler import failure_of
 from alignedserve.runtime.grammar.json_schema import normalize_schema
 from alignedserve.runtime.grammar.lark import serialize_alone
 from benchmarks.structured_output.random_answers import accepts, is_valid, matcher_of, random_walk
+from tests.support.marks import each
 
 _SUITE = Path(__file__).with_name("json_schema_test_suite.json.gz")
 _DRAFTS = {"draft2020-12": Draft202012Validator, "draft7": Draft7Validator}
@@ -99,7 +100,7 @@ def test_many_random_answers_are_valid() -> None:
     assert invalid_answers(range(3, 40)) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("schema", "named"),
     [
         ({"not": {"type": "string"}}, "'not'"),

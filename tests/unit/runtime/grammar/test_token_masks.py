@@ -6,6 +6,7 @@ import pytest
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from tests.support.grammars import EOS, PERSON, byte_masks, encode, regex_grammar, text_of
+from tests.support.marks import each
 
 SEMICOLON = encode(";")[0]
 
@@ -42,7 +43,7 @@ def test_only_rows_with_a_grammar_have_one() -> None:
     assert not masks.has_any(np.array([1, 5]))
 
 
-@pytest.mark.parametrize("ends_at", range(1, 30, 3))
+@each("ends_at", range(1, 30, 3))
 def test_a_resumed_answer_has_the_same_masks(ends_at: int) -> None:
     answer = '{"name":"otter","is_here":true,"tags":["abc","b"]}'
     one = added(SamplingParams(grammar=PERSON))

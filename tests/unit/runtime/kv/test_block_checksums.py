@@ -14,6 +14,7 @@ from alignedserve.runtime.kv.block_runs import BlockRuns, join_placed, place_run
 from alignedserve.runtime.kv.transfers.device_checksums import DeviceRunChecksums
 from kernels.block_digests import row_digests
 from kernels.cpu.block_copies import all_rows, digest_blocks
+from tests.support.marks import each
 
 BLOCK_BYTES = 64
 
@@ -99,7 +100,7 @@ def test_a_devices_sums_are_the_hosts(counts: list[int], piece: int, seed: int) 
     assert checksums.values == run_checksums(digest_blocks(all_rows(content)), place_runs(counts))
 
 
-@pytest.mark.parametrize("block_bytes", [8, 64, 240, 256, 264, 1000, 1024, 1032, 2048, 4096 + 8, 80 * 1024])
+@each("block_bytes", [8, 64, 240, 256, 264, 1000, 1024, 1032, 2048, 4096 + 8, 80 * 1024])
 def test_a_devices_digests_are_the_hosts(block_bytes: int) -> None:
     content = np.random.default_rng(block_bytes).integers(0, 256, (3, block_bytes), np.uint8)
     digests = row_digests(torch.from_numpy(content)).numpy().view(np.uint64)

@@ -13,6 +13,7 @@ from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.harnesses.transfer import layout_of
 from tests.support.device_stand_in import Machine, StandInDevice, StandInStorage
+from tests.support.marks import each
 
 LAYOUT = layout_of("float32")
 NUM_BLOCKS, NUM_ROWS = 12, 8
@@ -68,8 +69,8 @@ def swap(name: str, blocks: list[int]) -> Swap:
     return Swap(RequestId(name), len(blocks) * LAYOUT.block_size, tuple(map(BlockId, blocks)))
 
 
-@pytest.mark.parametrize("by_slots", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@each("by_slots", [False, True])
+@each("seed", range(6))
 def test_random_swaps_bring_back_what_left_and_register_nothing(seed: int, *, by_slots: bool) -> None:
     """Rows that one cache leaves are the next one's, while the copy back to the device may be under way."""
     rng, own = random.Random(seed), Swapping(seed, by_slots=by_slots)

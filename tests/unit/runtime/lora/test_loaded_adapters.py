@@ -27,6 +27,7 @@ from alignedserve.runtime.lora.loaded_file import (
 from alignedserve.runtime.model.served_model import ServedModel
 from tests.gateway.deployment_support import served_model
 from tests.support.lora_folders import write_adapter
+from tests.support.marks import each
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_what_is_loaded_on_one_node_is_known_on_the_other_and_so_is_its_end(tmp_
     assert "terse" in loaded_of({change.name: change for change in exchange(other, exchange(one, ()))})
 
 
-@pytest.mark.parametrize("seed", range(50))
+@each("seed", range(50))
 def test_nodes_agree_in_whatever_order_they_hear_of_each_other(seed: int) -> None:
     rng = random.Random(seed)
     nodes: list[Changes] = [{} for _ in range(3)]

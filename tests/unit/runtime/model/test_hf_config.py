@@ -13,6 +13,7 @@ from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.model.hf_config import parse_model_config, read_model_config
 from alignedserve.runtime.model.model_config import RopeConfig, RopeScaling
+from tests.support.marks import each
 from tests.support.tiny_models import TINY_MODELS, make_tiny_model
 
 LLAMA: dict[str, Any] = {
@@ -88,7 +89,7 @@ def test_yarn() -> None:
     assert fixed.rope.angle_factor == 1.5
 
 
-@pytest.mark.parametrize(
+@each(
     ("section", "problem"),
     [
         ({"type": "yarn", "factor": 0.5}, "factor"),
@@ -208,7 +209,7 @@ def test_mixtral() -> None:
     assert parse_model_config({**LLAMA, "model_type": "mixtral", "sliding_window": 9}).windowed_layers == (0, 1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "problem"),
     [
         ({"num_experts": 0}, "num_experts"),
@@ -256,7 +257,7 @@ def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value"),
     [
         ("vocab_size", "100"),
@@ -290,7 +291,7 @@ def test_bad_fields_are_named(field: str, value: object) -> None:
         parse_model_config({**LLAMA, field: value})
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "problem"),
     [
         ({"model_type": "mamba"}, "mamba"),

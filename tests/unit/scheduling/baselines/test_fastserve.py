@@ -10,6 +10,7 @@ from alignedserve.scheduling.policies.fastserve import queue_of
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
 from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
+from tests.support.marks import each
 
 _RUNTIME = RequestRuntimeModel(prefill_token_s=0.001, decode_context_s=0.0, decode_s=0.010)  # quanta: 10, 20, 40, 80 ms
 _Rows = dict[str, dict[str, Any]]
@@ -44,14 +45,14 @@ def test_the_example_of_its_page() -> None:
     assert evicted_of(view, plan) == [("A", "swap")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("prefill", "queue"), [(0.2, 0), (1.0, 0), (1.1, 1), (2.0, 1), (3.0, 2), (4.0, 2), (8.0, 3), (9.0, 4), (500.0, 4)]
 )
 def test_a_request_joins_the_first_queue_whose_quantum_covers_its_prefill(prefill: float, queue: int) -> None:
     assert _queue(prefill, 0.0) == queue
 
 
-@pytest.mark.parametrize(
+@each(
     ("service", "queue"), [(0.9, 0), (1.0, 1), (2.9, 1), (3.0, 2), (6.9, 2), (7.0, 3), (14.9, 3), (15.0, 4), (99.0, 4)]
 )
 def test_who_joined_the_first_queue_sinks_with_each_quantum(service: float, queue: int) -> None:

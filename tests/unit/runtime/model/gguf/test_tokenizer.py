@@ -17,6 +17,7 @@ from alignedserve.loadgen.prompts import load_tokenizer
 from alignedserve.runtime.model.gguf.pre_tokenizers import PRE_TOKENIZERS
 from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
 from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from tests.support.marks import each
 from tests.support.tiny_gguf import byte_level_tokens
 from tests.support.tiny_gguf import write_tiny_gguf as write
 
@@ -89,7 +90,7 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "words"), WORDS)
+@each(("name", "text", "words"), WORDS)
 def test_words(name: str, text: str, words: list[str]) -> None:
     definition = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
     definition["pre_tokenizer"] = PRE_TOKENIZERS[name].definition()

@@ -5,6 +5,7 @@ import pytest
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsafeWeights, UnsupportedModel
 from alignedserve.runtime.model.hub.file_choice import choose_gguf, choose_text_files, wants_gguf
 from alignedserve.runtime.model.hub.hub_name import parse_hub_name
+from tests.support.marks import each
 
 PLAIN = parse_hub_name("org/model")
 TEXT = ["config.json", "tokenizer.json"]
@@ -30,7 +31,7 @@ def test_only_what_serving_reads() -> None:
     assert choose_text_files(PLAIN, listed) == [*expected, "chat_template.jinja"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("listed", "error", "message"),
     [
         ([*TEXT, "pytorch_model.bin"], UnsafeWeights, r"only as pytorch_model\.bin, a pickle format"),

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.hub.hub_name import HubName, names_hub_model, parse_hub_name
+from tests.support.marks import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "name"),
     [
         ("Qwen/Qwen3-0.6B", HubName("Qwen/Qwen3-0.6B")),
@@ -26,7 +27,7 @@ def test_parts_of_a_name(text: str, name: HubName) -> None:
     assert parse_hub_name(str(name)) == name
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "pocket",

@@ -8,6 +8,7 @@ from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.runtime.model.json_fields import JsonFields
 from alignedserve.runtime.model.quantized.config import read_quantization
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod, WeightScheme
+from tests.support.marks import each
 from tests.support.quantized_checkpoints import FORMATS
 
 GPTQ, AWQ, FP8 = (FORMATS[name].config for name in ("gptq", "awq", "fp8 in blocks"))
@@ -48,7 +49,7 @@ def test_a_form_of_the_cache_is_left_out_with_a_remark() -> None:
     assert remark.startswith("kv_cache_scheme not applied")
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "named"),
     [
         (
@@ -84,7 +85,7 @@ def test_what_is_not_supported_is_named(config: dict[str, Any], named: str) -> N
         read(config)
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "named"),
     [
         ({}, "quant_method is missing"),

@@ -21,6 +21,7 @@ from alignedserve.runtime.model.quantized.unpacking import (
 from alignedserve.runtime.model.weight_index import TensorHeader
 from kernels.block_formats import dequantize
 from kernels.narrow.grouped_linear import GroupedLinear
+from tests.support.marks import each
 from tests.support.quantized_checkpoints import (
     FORMATS,
     Quantized,
@@ -164,7 +165,7 @@ def quantized(name: str) -> tuple[Tensors, StoredMatrix, int, Quantized]:
     return tensors, *matrix_of(tensors, config, (40, 256)), made
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@each("name", list(CASES))
 def test_kernels_get_every_value_as_it_is(name: str) -> None:
     """Bit by bit: minima are exact products of scales and zero points."""
     tensors, matrix, offset, made = quantized(name)
@@ -184,7 +185,7 @@ def test_kernels_get_every_value_as_it_is(name: str) -> None:
         assert torch.equal(values, expected)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@each("name", list(CASES))
 def test_kernels_of_a_gpu_get_whole_numbers_as_they_are(name: str) -> None:
     tensors, matrix, offset, made = quantized(name)
     form = Computing("cuda:0", "bfloat16").form_of(matrix)

@@ -15,6 +15,7 @@ from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.text.sliced_search import SlicedPattern
 from alignedserve.runtime.model.text.token_lengths import longest_token_len
 from alignedserve.runtime.model.text.tokenizer import Tokenizer, check_length
+from tests.support.marks import each
 
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
@@ -45,7 +46,7 @@ def test_vocabularies_that_keep_every_text() -> None:
     assert longest_token_len(described(normalizer={"type": "NFC"})) == 18
 
 
-@pytest.mark.parametrize(
+@each(
     "fields",
     [
         {"model": {"type": "WordPiece", "vocab": BYTES}},

@@ -18,6 +18,7 @@ from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
 from alignedserve.runtime.model.text.chat_template import ChatTemplate
 from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from tests.gateway.support import EOS, tokenizer, tokenizer_folder, write_tokenizer
+from tests.support.marks import each
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 MESSAGES = [{"role": "system", "content": "be <b>brief</b>"}, {"role": "user", "content": "hi 'you' é\n"}]
@@ -64,7 +65,7 @@ def test_templates_know_the_time_that_is_given() -> None:
     assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).render(ChatPrompt(MESSAGES), now=NOW) == "04 Mar 2026"
 
 
-@pytest.mark.parametrize(
+@each(
     "template",
     [
         "{{ raise_exception('no system messages') }}",
@@ -168,8 +169,8 @@ def streamed(of: Tokenizer, token_ids: list[int]) -> str:
 TEXTS = ["hello world", "naïve café", "😀 and € and \ufffd", "tabs\tand\nlines\n\n", " leading and trailing ", "日本語"]
 
 
-@pytest.mark.parametrize("make", [tokenizer, pocket_tokenizer])
-@pytest.mark.parametrize("text", TEXTS)
+@each("make", [tokenizer, pocket_tokenizer])
+@each("text", TEXTS)
 def test_decoding_in_pieces_equals_the_whole(make: Callable[[], Tokenizer], text: str) -> None:
     of = make()
     token_ids = of.encode(text, add_special_tokens=False)
