@@ -41,6 +41,7 @@ class Tier:
     name: str
     marker: str
     word: str  # stands in every file with such a test, or in a conftest.py above it
+    num_waiting: int = 0  # processes more than there are cores, as tests of a cluster mostly wait
 
     def files(self, folders: Sequence[str]) -> list[str]:
         """Return the files under `folders` that may hold tests of this tier, sorted."""
@@ -57,7 +58,7 @@ class Tier:
 TIERS = {
     tier.name: tier
     for tier in (
-        Tier("default", f"not slow and {NOT_HERE}", ""),
+        Tier("default", f"not slow and {NOT_HERE}", "", num_waiting=1),
         Tier("promise", f"slow and promise and {NOT_HERE}", "promise"),
         Tier("rest", f"slow and not promise and {NOT_HERE}", "slow"),
     )
@@ -118,8 +119,14 @@ class PytestProcess:
             outcome.counts += Counter(problems)
             outcome.counts["passed"] += int(suite.get("tests", 0)) - sum(problems.values())
         for case in ET.parse(self._report).getroot().iter("testcase"):
-            test = f"{case.get('file')}::{case.get('name')}"
+            test = f"{_file_of(case.get('classname', ''))}::{case.get('name')}"
             outcome.seconds[test] = outcome.seconds.get(test, 0.0) + float(case.get("time", 0))
+
+
+def _file_of(class_name: str) -> str:
+    """Return the file of a test's module, whose name may have the test's class behind it."""
+    names = class_name.split(".")
+    return "/".join(names[:-1] if names[-1].startswith("Test") else names) + ".py"
 
 
 def is_slow_file(path: Path) -> bool:
@@ -256,6 +263,7 @@ def main() -> int:
 
 def _run_tier(tier: Tier, folders: Sequence[str], part: int | None, num_processes: int, is_recorded: bool) -> bool:
     began_s = time.monotonic()
+    num_processes += tier.num_waiting
     outcome = run(tier, tier.files(folders), part, num_processes)
     if is_recorded:
         _record(tier.name, outcome)
