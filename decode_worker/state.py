@@ -4,6 +4,8 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.ids import BatchId, BlockId, LeaseId
 from alignedserve.core.request import SampledToken
@@ -41,6 +43,7 @@ class RunningRequest(WorkerRequest):
             predicted_output_len=candidate.predicted_output_len,
         )
 
+    @override
     def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
         """Add the next token: the cache of all tokens before it lies in the blocks."""
         index = len(self.generated_token_ids)  # not by super(): this runs for every request in every iteration

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from kernels.activation import ACTIVATIONS, Gated
 from kernels.addends import Addends
@@ -50,6 +51,7 @@ class Projection(Protocol):
 class AdaptableProjection(Projection, Protocol):
     """A product to whose results adapters may add, before its nonlinearity."""
 
+    @override
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1, unchanged -> [rows, out_width]."""
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from typing_extensions import override
+
 from alignedserve.core.errors import ResourceError
 
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "sshd", "ssh", "ssh-keygen", "rsync", "iptables")
@@ -77,6 +79,7 @@ class NamespaceHost:
     address: str
     process: "subprocess.Popen[bytes] | None" = None
 
+    @override
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
 

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -27,6 +29,7 @@ class Question:
 class YesNoQuestion(Question):
     """A question whose answer is the first yes or no in it."""
 
+    @override
     def accepts(self, text: str) -> bool:
         """See Question."""
         found = re.search(r"\b(yes|no)\b", text, re.IGNORECASE)

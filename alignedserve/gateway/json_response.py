@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 from starlette.responses import Response
+from typing_extensions import override
 
 
 class JsonResponse(Response):
@@ -11,6 +12,7 @@ class JsonResponse(Response):
 
     media_type = "application/json"
 
+    @override
     def render(self, content: Any) -> bytes:
         """Return the encoded content."""
         return content if isinstance(content, bytes) else orjson.dumps(content)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import uvicorn
+from typing_extensions import override
 
 from alignedserve.batches.location import BatchStores, SharedState, open_stores
 from alignedserve.batches.remote.state_client import StateClient
@@ -263,6 +264,7 @@ class _Uvicorn(uvicorn.Server):
     """Uvicorn without signal handlers: signals belong to the process's owner."""
 
     @contextlib.contextmanager
+    @override
     def capture_signals(self) -> Iterator[None]:
         yield
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.prefixes import names_told
@@ -97,6 +99,7 @@ class WaitingRuns(BlockObserver):
         changed, self._changed = list(self._changed), {}
         return changed
 
+    @override
     def stored(self, block: CachedBlock) -> None:
         """See BlockObserver."""
         for context in list(self._by_wanted.get(block.block_hash, ())):
@@ -105,6 +108,7 @@ class WaitingRuns(BlockObserver):
                 self._changed[context] = None
             self._enlist(context)
 
+    @override
     def removed(self, block: CachedBlock) -> None:
         """See BlockObserver."""
         for context in list(self._by_last.get(block.block_hash, ())):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 import numpy as np
+from typing_extensions import override
 
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.block_users import LeavingUsers
@@ -251,12 +252,14 @@ class ReservingPacker(Packer):
         self._reserved = {row: self.blocks_needed(row, 0) for row in begun}
         self.num_free -= sum(self._reserved.values())
 
+    @override
     def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
         """Return all blocks that the request will need, whatever it computes now; 0 once they are reserved."""
         if row in self._reserved:
             return 0
         return super().blocks_needed(row, self._total_len[row] - self._num_cached(row), is_hidden=is_hidden)
 
+    @override
     def evict(self, row: int, how: EvictionMode, num_tokens: int | None = None) -> None:
         """Evict the cache of this request, and free its reservation."""
         super().evict(row, how, num_tokens)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import Packer
@@ -99,6 +100,7 @@ class SharingPacker(Packer):
 
     # --- the plan
 
+    @override
     def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
         """Return the free blocks that this many tokens of the request would take, with its cache on the host."""
         num_blocks = super().blocks_needed(row, num_tokens, is_hidden=is_hidden)
@@ -119,6 +121,7 @@ class SharingPacker(Packer):
         del self._joined[row]
         return False
 
+    @override
     def add(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> bool:
         """Schedule this many tokens of the request; return False if they do not fit."""
         assert self.overwritten(row, num_tokens) is None, "overwrites what is not evicted"
@@ -130,6 +133,7 @@ class SharingPacker(Packer):
             self._left[row] = self._part(row)
         return True
 
+    @override
     def withdraw(self, row: int) -> int:
         """Remove a scheduled request from the plan; return its tokens."""
         num_tokens = super().withdraw(row)
@@ -140,6 +144,7 @@ class SharingPacker(Packer):
             self._partners[row], self._partners[other] = other, row
         return num_tokens
 
+    @override
     def evict(self, row: int, how: EvictionMode, num_tokens: int | None = None) -> None:
         """Evict the cache of this request; a block that it shares is the other's then."""
         super().evict(row, how, num_tokens)
@@ -147,6 +152,7 @@ class SharingPacker(Packer):
             self._part(row)
             self.num_free -= 1
 
+    @override
     def note_work(self, work: IterationWork, row: int, num_tokens: int) -> None:
         """Add the request's tokens to `work`, and those that it moves out of a shared block."""
         super().note_work(work, row, num_tokens)
@@ -155,9 +161,11 @@ class SharingPacker(Packer):
             work.swap_out_tokens += moved
             work.swap_in_tokens += moved
 
+    @override
     def _shares(self) -> tuple[PlannedShare, ...]:
         return tuple(PlannedShare(row, other) for row, other in self._joined.items())
 
+    @override
     def _taken_by(self, part: ScheduledRequest) -> int:
         return self._taken[part.row]
 

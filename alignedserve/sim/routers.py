@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
+from typing_extensions import override
+
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.handshake import Role
@@ -32,6 +34,7 @@ class SimulatedRouter(SimulatedComponent):
         """Time that its decisions have taken by now, since requests began."""
         return self._work_s - self._counted_s(self._event_queue.now)
 
+    @override
     def dispatch(self, event: Any) -> None:
         """Decide the event when all earlier ones are decided."""
         if self.is_lost:
@@ -46,12 +49,14 @@ class SimulatedRouter(SimulatedComponent):
         self.max_behind_s = max(self.max_behind_s, self._free_s - now)
         self._event_queue.at(self._free_s, self._decide, (self._starts, event))
 
+    @override
     def lose(self) -> None:
         """End as a killed process does: what it knew and had to decide is gone."""
         self._work_s = self.busy_s
         self._free_s = self._event_queue.now
         super().lose()
 
+    @override
     def restart(self, logic: AnyLogic) -> None:
         """Begin again with a logic that knows nothing."""
         self._starts += 1

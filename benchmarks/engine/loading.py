@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.model.hf_config import read_model_config
@@ -48,6 +49,7 @@ class _Peak(threading.Thread):
         self._is_over = threading.Event()
         self.highest = self.before = _proportional_bytes()
 
+    @override
     def run(self) -> None:
         while not self._is_over.wait(_BETWEEN_S):
             self.highest = max(self.highest, _proportional_bytes())

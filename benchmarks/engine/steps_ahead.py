@@ -25,6 +25,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
@@ -79,6 +80,7 @@ class _CountedStream(HostStream):
     def __init__(self, device: CountedDevice) -> None:
         self._device = device
 
+    @override
     def record(self) -> Any:
         return _CountedEvent(self._device)
 
@@ -90,6 +92,7 @@ class CountedEngine(Engine):
         self._counted = device
         super().__init__(streams=device, **options)
 
+    @override
     def _compute_step(self, launch: StepLaunch) -> None:
         super()._compute_step(launch)
         self._counted.compute()

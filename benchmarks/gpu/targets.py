@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from alignedserve.microbench.engine.iterations import BESIDE_COPIES, DECODE, ENDED_EARLIER, PREFILL
 from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH
 
@@ -30,6 +32,7 @@ class _Seen(NamedTuple):
     beside: str = ""
     is_final: bool = True  # nothing that the part did not come to could change it
 
+    @override
     def __str__(self) -> str:
         figure = f"{self.figure:.1%}" if self.unit == "%" else f"{self.figure:.3g}{self.unit}"
         return f"{figure}{self.beside}"

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
+from typing_extensions import override
+
 
 class Cache(Protocol):
     """A cache that prompts come to, one after the other."""
@@ -76,6 +78,7 @@ class TwoQueues(_Forest):
         self._probation: OrderedDict[int, _Block] = OrderedDict()
         self._main: OrderedDict[int, _Block] = OrderedDict()
 
+    @override
     def _used(self, block: _Block, *, is_hit: bool) -> None:
         queue = self._main if is_hit else self._probation
         (self._probation if is_hit else self._main).pop(block.number, None)
@@ -85,6 +88,7 @@ class TwoQueues(_Forest):
             number, oldest = self._main.popitem(last=False)
             self._probation[number] = oldest
 
+    @override
     def _victim(self) -> _Block:
         for queue in (self._probation, self._main):
             for number, block in queue.items():
@@ -105,11 +109,13 @@ class Sieve(_Forest):
         self._order: dict[int, _Block] = {}
         self._hand: Iterator[_Block] = iter(())
 
+    @override
     def _used(self, block: _Block, *, is_hit: bool) -> None:
         block.num_hits += is_hit
         if not is_hit:
             self._order[block.number] = block
 
+    @override
     def _victim(self) -> _Block:
         while True:
             for block in self._hand:
@@ -134,6 +140,7 @@ class S3Fifo(_Forest):
         self._main: deque[_Block] = deque()
         self._ghosts: OrderedDict[int, None] = OrderedDict()
 
+    @override
     def _used(self, block: _Block, *, is_hit: bool) -> None:
         if is_hit:
             block.num_hits = min(block.num_hits + 1, 3)
@@ -142,6 +149,7 @@ class S3Fifo(_Forest):
         self._ghosts.pop(block.number, None)
         (self._main if block.is_main else self._small).append(block)
 
+    @override
     def _victim(self) -> _Block:
         for passed in count():
             is_full = len(self._small) > self._capacity // 10

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from typing_extensions import override
 
 from benchmarks.serving.startup import free_port
 from benchmarks.support.command import ALIGNEDSERVE
@@ -47,6 +48,7 @@ class MemoryWatch(threading.Thread):
         self.peak_bytes = self.last_bytes = 0
         self._peaks: dict[int, tuple[str, int]] = {}
 
+    @override
     def run(self) -> None:
         """Look until it is over."""
         while not self._is_over.wait(_BETWEEN_S):

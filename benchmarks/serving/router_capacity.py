@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvloop
+from typing_extensions import override
 
 from alignedserve.config.sections import BatchingConfig, ModelSectionConfig, RouterConfig
 from alignedserve.core.attempts import next_step
@@ -210,6 +211,7 @@ class Pool(Peers):
         self._fleet = fleet
         self._pooled: deque[tuple[RequestId, int]] = deque()
 
+    @override
     def on_linked(self, peer: Peer) -> None:
         """See LinkHandler."""
         self.send(PoolRegistered(NUM_BLOCKS))
@@ -220,6 +222,7 @@ class Pool(Peers):
         self._pooled.append((request_id, next_step(attempt)))
         self.send(RequestPooled(request_id, next_step(attempt), PROMPT_LEN, PROMPT_LEN // 16))
 
+    @override
     def on_message(self, peer: Peer, message: Message) -> None:
         """See LinkHandler."""
         if isinstance(message, FormBatch):
@@ -237,11 +240,13 @@ class Prefiller(Peers):
         super().__init__(transport, Role.PREFILL_WORKER, f"prefill-{index}", PrefillWorkerInbound)
         self._pool = pool
 
+    @override
     def on_linked(self, peer: Peer) -> None:
         """See LinkHandler."""
         self.send(WorkerRegistered(NUM_BLOCKS, 16, 16, self._pool.name, can_prefill=True, can_decode=False))
         super().on_linked(peer)
 
+    @override
     def on_message(self, peer: Peer, message: Message) -> None:
         """See LinkHandler."""
         if isinstance(message, PrefillRequest):
@@ -258,6 +263,7 @@ class Decoder(Peers):
         self._pool, self._fleet = pool, fleet
         fleet.decoders[self.name] = self
 
+    @override
     def on_linked(self, peer: Peer) -> None:
         """See LinkHandler."""
         registered = WorkerRegistered(NUM_BLOCKS, 16, MAX_RUNNING, self._pool.name, can_prefill=False, can_decode=True)

@@ -21,6 +21,7 @@ from time import monotonic
 from typing import Any
 
 import httpx
+from typing_extensions import override
 
 from benchmarks.support.kill_cluster import KillCluster
 from benchmarks.support.process_cpu import cpu_seconds, spent
@@ -42,6 +43,7 @@ class _Collector(BaseHTTPRequestHandler):
         self.send_header("content-length", "0")
         self.end_headers()
 
+    @override
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 

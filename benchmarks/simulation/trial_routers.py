@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.lifecycle import Stage
@@ -47,6 +49,7 @@ class TrialRouter(RouterLogic):
                 max_tokens_per_worker=config.max_prefill_tokens_per_worker,
             )
 
+    @override
     def _dispatch_prefills(self, now: float) -> list[Send]:
         if self._trial is not None:
             self._trial.now = now
@@ -168,6 +171,7 @@ class LeaningMoves(Leans):
         super().__init__()
         self.leaning: Callable[[], Collection[str]] = tuple
 
+    @override
     def moves_among(self, near: Collection[WorkerRecord], requests: Requests) -> list[PlannedMove]:
         """See Leans: all that may move, from one worker at a time."""
         leaning = self.leaning()
@@ -203,6 +207,7 @@ class LateBinding(TrialChoice):
     held_s = 0.1  # the most that a worker has before it
     urgent_s = 0.5
 
+    @override
     def next(self, gateways: Mapping[str, str]) -> ChosenPrefill | None:
         """See PrefillChoice."""
         queue = self._registry.queue
@@ -246,6 +251,7 @@ class EarliestDue(LateBinding):
 class NoMoves(Leans):
     """Nothing moves."""
 
+    @override
     def moves_among(self, near: Collection[WorkerRecord], requests: Requests) -> list[PlannedMove]:
         """See Leans."""
         return []
@@ -254,6 +260,7 @@ class NoMoves(Leans):
 class MovesToIdle(Leans):
     """Moves for time, and to workers without prompts alone."""
 
+    @override
     def moves_among(self, near: Collection[WorkerRecord], requests: Requests) -> list[PlannedMove]:
         """See Leans."""
         return moves_for_time(near, [one for one in near if one.can_take_over and not one.prefilling], requests)
@@ -262,6 +269,7 @@ class MovesToIdle(Leans):
 class MovesForTime(Leans):
     """Moves for time alone."""
 
+    @override
     def moves_among(self, near: Collection[WorkerRecord], requests: Requests) -> list[PlannedMove]:
         """See Leans."""
         return moves_for_time(near, [one for one in near if one.can_take_over], requests)
@@ -270,6 +278,7 @@ class MovesForTime(Leans):
 class MovesForMemory(Leans):
     """Moves for memory alone."""
 
+    @override
     def moves_among(self, near: Collection[WorkerRecord], requests: Requests) -> list[PlannedMove]:
         """See Leans."""
         return moves_for_memory(near, [one for one in near if one.can_take_over], requests)
@@ -300,5 +309,6 @@ class RoutedSimulation(Simulation):
         self._router = router
         super().__init__(config, workload)
 
+    @override
     def _router_logic(self) -> TrialRouter:
         return self._router(self._config.cluster)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.progress import track
+from typing_extensions import override
 
 from alignedserve.messages.events import Send
 from alignedserve.messages.workers import MoveRequest, PrefillRequest
@@ -70,6 +71,7 @@ class _ObservedSimulation(Simulation):
         self.workers_of: dict[str, list[str]] = {}
         super().__init__(config, workload)
 
+    @override
     def _router_logic(self) -> AnyLogic:
         return _Observed(super()._router_logic(), self.workers_of)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., size) to the same shape."""
         scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
@@ -50,6 +52,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
+    @override
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map x (rows, length, hidden_size); cos and sin (length, head_dim)."""
         rows, length, _ = x.shape
@@ -74,6 +77,7 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False)
         self.down_proj = nn.Linear(shape.ffn_size, shape.hidden_size, bias=False)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., hidden_size) to the same shape."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -90,6 +94,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = FeedForward(shape)
 
+    @override
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map x (rows, length, hidden_size); cos and sin (length, head_dim)."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -131,6 +136,7 @@ class PocketModel(nn.Module):
             elif weight.dim() == 2:
                 nn.init.normal_(weight, std=0.03 if "embed" in name else weight.shape[1] ** -0.5)
 
+    @override
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens (rows, length) to hidden states (rows, length, hidden_size), after the last norm."""
         x = self.model.embed_tokens(tokens)

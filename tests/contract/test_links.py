@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from typing_extensions import override
 
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.messages.caches import LeasesReleased
@@ -310,6 +311,7 @@ async def test_a_request_from_a_host_with_another_clock_arrives_now(unused_tcp_p
     arrived: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     class Handler(Recorder):
+        @override
         def on_message(self, peer: Peer, message: Message) -> None:
             assert isinstance(message, SubmitRequest)
             arrived.set_result(message.request.arrival_s)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from typing_extensions import override
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected
@@ -146,16 +147,19 @@ class InterferingStorage(BlockStorage):
 
     interfere: Callable[[], None]
 
+    @override
     def settled(self, block_ids: Any) -> Any:
         self.interfere()
         return super().settled(block_ids)
 
+    @override
     def pieces_to_read(self, block_ids: Any) -> Any:
         for piece in super().pieces_to_read(block_ids):
             for place in range(len(piece)):
                 yield piece.part(place, place + 1)
                 self.interfere()
 
+    @override
     def pieces_to_write(self, block_ids: Any) -> Any:
         self.interfere()
         for piece in super().pieces_to_write(block_ids):

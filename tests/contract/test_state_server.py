@@ -10,6 +10,7 @@ from typing import cast
 
 import psutil
 import pytest
+from typing_extensions import override
 
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log.log_format import LineOutcome, ResultRecord
@@ -123,6 +124,7 @@ async def test_a_new_process_gets_no_answer_to_a_call_of_the_old_one(tmp_path: P
     class SlowRecords(MemoryRecords):
         may_answer = asyncio.Event()
 
+        @override
         async def read(self, keys: Sequence[str]) -> list[bytes | None]:
             if keys == ("slow",):
                 await self.may_answer.wait()

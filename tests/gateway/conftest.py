@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import msgspec
 import pytest
+from typing_extensions import override
 
 from alignedserve.batches import driver, run
 from alignedserve.gateway.models import grammar_checker
@@ -25,6 +26,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class _LastingTrials(GrammarTrials):
     """Trials that outlive the gateway of a test: starting a process takes longer than most tests."""
 
+    @override
     def close(self) -> None:
         """See GrammarTrials; the next gateway with this vocabulary goes on with the processes."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from typing_extensions import override
 
 from alignedserve.core.request import Request
 from alignedserve.gateway import services, work_process
@@ -145,6 +146,7 @@ def lasting() -> Iterator[WorkProcess]:
     """A process that outlives gateways."""
 
     class Lasting(WorkProcess):
+        @override
         def close(self) -> None:
             """See WorkProcess; a gateway's end is not this one's."""
 

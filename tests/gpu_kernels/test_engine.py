@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from alignedserve.core.block_layout import FP8
 from alignedserve.core.ids import RequestId
@@ -215,6 +216,7 @@ class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount")
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.partition(".")[0]
         assert name not in self.REFUSED, f"{name} waits for the device"
@@ -232,6 +234,7 @@ class CountedStreams(CheckedStreams):
         super().__init__(0)
         self.num_waits = 0
 
+    @override
     def stream(self, name: str) -> CheckedStream:
         stream = super().stream(name)
         if not isinstance(stream, CountedStream):
@@ -244,6 +247,7 @@ class CountedStream(CheckedStream):
         super().__init__(streams)
         self._counted = streams
 
+    @override
     def run(self, operation: Callable[[], object]) -> None:
         def watched() -> None:
             with NoHostReads():  # type: ignore[no-untyped-call]
@@ -251,6 +255,7 @@ class CountedStream(CheckedStream):
 
         super().run(watched)
 
+    @override
     def record(self) -> CheckedEvent:
         event, wait = super().record(), CheckedEvent.synchronize
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.runtime.device.streams import DeviceStreams, Event
 
@@ -38,6 +39,7 @@ class Dependency(NamedTuple):
     awaited: str
     memory: str
 
+    @override
     def __str__(self) -> str:
         return f"{self.memory}: {self.waiter} after {self.awaited}"
 

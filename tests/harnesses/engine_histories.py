@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from typing_extensions import override
+
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
@@ -315,9 +317,11 @@ def generated_alone(decoder: Decoder, make_streams: Callable[[int], DeviceStream
 class _Steady(random.Random):
     """Never skips, and takes whole prompts."""
 
+    @override
     def random(self) -> float:
         return 0.999
 
+    @override
     def randint(self, a: int, b: int) -> int:
         return b
 

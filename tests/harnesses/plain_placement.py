@@ -5,6 +5,8 @@ Slow, and short enough to see that it is right; tests compare the decisions of t
 
 from collections.abc import Iterator, Mapping
 
+from typing_extensions import override
+
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
@@ -44,6 +46,7 @@ class PlainPlacement(Placement):
 
     # --- registration
 
+    @override
     def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
         """Add a worker or pool that (re)connected, holding nothing; return why it is refused, or None."""
         self.remove(peer)
@@ -58,6 +61,7 @@ class PlainPlacement(Placement):
         self.pools[peer] = PoolRecord(peer, self._num_pool_epochs, message.num_blocks, message.layout_digest)
         return None
 
+    @override
     def remove(self, peer: str) -> None:
         """Remove a worker or pool."""
         self.links.forget(peer)
@@ -70,12 +74,14 @@ class PlainPlacement(Placement):
                 worker.pending_batch = None  # the pool will never answer it
         self.clear_refusals()
 
+    @override
     def free_by_distance(self, worker: WorkerRecord) -> Iterator[Iterator[WorkerRecord]]:
         """See Placement. Full ones are among them: the bypass passes them over."""
         pool = worker.registered.pool_name
         yield (other for other in self.workers.values() if other.registered.pool_name == pool)
         yield (other for other in self.workers.values() if other.registered.pool_name != pool)
 
+    @override
     def can_ever_hold(self, max_context_len: int) -> bool:
         """Return True if a request of this length fits some decode worker, or while no decode worker is registered."""
         decoders = [worker.registered for worker in self.workers.values() if worker.registered.can_decode]
@@ -84,6 +90,7 @@ class PlainPlacement(Placement):
 
     # --- reports
 
+    @override
     def update_load(self, peer: str, load: WorkerLoad | PoolLoad) -> None:
         """Take the latest counts of a worker or pool."""
         if isinstance(load, PoolLoad):
@@ -98,26 +105,31 @@ class PlainPlacement(Placement):
             worker.refused_kinds.clear()
             worker.refusing_pools.clear()
 
+    @override
     def clear_refusals(self) -> None:
         """Allow every FormBatch again: something has changed that may let a batch be formed."""
         for worker in self.workers.values():
             worker.refused_kinds.clear()
             worker.refusing_pools.clear()
 
+    @override
     def start_prefill(self, worker: WorkerRecord, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         """See Placement."""
         worker.start_prefill(request_id, prefill)
 
+    @override
     def complete_prefill(self, worker: WorkerRecord, request_id: RequestId, attempt: int) -> bool:
         """See Placement."""
         return worker.complete_prefill(request_id, attempt) is not None
 
+    @override
     def update_prefixes(self, peer: str, changed: PrefixBlocksChanged) -> None:
         """See Placement."""
         if peer in self:
             before = set() if changed.is_complete else self._cached.get(peer, set())
             self._cached[peer] = (before - set(changed.removed)) | set(changed.stored)
 
+    @override
     def prefix_runs(self, tracked: TrackedRequest) -> dict[str, int]:
         """See Placement."""
         names, runs = list(split_names(tracked.block_names)), {}
@@ -127,24 +139,28 @@ class PlainPlacement(Placement):
             runs[name] = _run_of(names, self._cached.get(name, set()), given)
         return {name: run for name, run in runs.items() if run}
 
+    @override
     def prefix_holders(self, runs: Mapping[str, int], least: int) -> Iterator[WorkerRecord]:
         """See Placement."""
         for worker in self.workers.values():
             if max(runs.get(worker.name, 0), runs.get(worker.registered.pool_name, 0)) > least:
                 yield worker
 
+    @override
     def cancel_batch_request(self, worker: WorkerRecord) -> None:
         """See Placement."""
         worker.pending_batch = None
 
     # --- owners of requests
 
+    @override
     def set_decoding(self, tracked: TrackedRequest, worker: WorkerRecord) -> None:
         """Make this worker the holder of the request."""
         self.unassign(tracked)
         tracked.move(Stage.DECODING, worker.name)
         worker.decoding.add(tracked.request.request_id)
 
+    @override
     def set_pooled(self, tracked: TrackedRequest, pool: str, num_blocks: int) -> None:
         """Make this pool the holder of the request, which comes from a prefill worker or back from a decode worker."""
         if tracked.stage is not Stage.PREFILLING:  # a prefill is counted until its worker reports it completed
@@ -164,6 +180,7 @@ class PlainPlacement(Placement):
     def _share(self, worker: WorkerRecord) -> int:
         return int(self._batching.max_block_share * worker.registered.num_blocks)
 
+    @override
     def unassign(self, tracked: TrackedRequest) -> None:
         """Remove the request from the records of its holder."""
         request_id: RequestId = tracked.request.request_id
@@ -178,12 +195,14 @@ class PlainPlacement(Placement):
             self.pools[tracked.holder].large_requests.pop(request_id, None)
 
     @property
+    @override
     def num_pooled(self) -> int:
         """Number of requests waiting for a batch."""
         return sum(pool.num_pooled for pool in self.pools.values())
 
     # --- choices
 
+    @override
     def note_late_prompts(self, now: float) -> None:
         """See Placement."""
         for worker in self.workers.values():
@@ -191,12 +210,14 @@ class PlainPlacement(Placement):
                 if worker.registered.can_move and prefill.is_real_time and prefill.due_s <= now:
                     worker.note_late(request_id, prefill.attempt)
 
+    @override
     def least_loaded_prefiller(self, *, is_real_time: bool = False, at_full_pool: bool = False) -> WorkerRecord | None:
         """See Placement."""
         able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
         able = [worker for worker in able if self._is_pool_full(worker) == at_full_pool]
         return min(able, key=lambda one: _rank_of(one, is_real_time), default=None)
 
+    @override
     def near_prefiller(self, node: str, least: WorkerRecord, *, is_real_time: bool = False) -> WorkerRecord | None:
         """See Placement."""
         able = [one for one in self.workers.values() if one.registered.node == node and self._can_prefill_now(one)]
@@ -217,6 +238,7 @@ class PlainPlacement(Placement):
         num_requests = num_pooled + sum(len(one.prefilling) + len(one.decoding) for one in beside)
         return num_requests / max(1, sum(one.registered.can_decode for one in beside))
 
+    @override
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
         """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
         if not worker.registered.can_prefill:
@@ -225,6 +247,7 @@ class PlainPlacement(Placement):
             return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running_requests
         return worker.registered.pool_name in self.pools
 
+    @override
     def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
         """Return the FormBatch messages to send, with their pools, the decode worker with the fewest requests first.
 
@@ -290,6 +313,7 @@ class PlainPlacement(Placement):
         chosen = choose_far_batches(spare, len(spare), left, self.pools, self.links, self._batching) if left else []
         return [self._far_form(*batch) for batch in chosen]
 
+    @override
     def close_batch_request(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
         """Note the answer to the worker's FormBatch."""
         worker.pending_batch = None

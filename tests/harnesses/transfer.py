@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
@@ -83,6 +84,7 @@ class ShmMedium:
 class RegisteredMedium(ShmMedium):
     """An arena that is registered with a device's driver, whose copies go straight to and from it."""
 
+    @override
     def transfer(self, storage: BlockStorage) -> KVTransfer:
         arena = Arena.attach(self._arena.path, self.layout)
         return ShmTransfer(storage, arena, stamps=self.writer_stamps, lanes=cpu_lanes())
@@ -102,6 +104,7 @@ class ServedMedium(ShmMedium):
         self.server = BlockServer(buffer, address, identity=OWNER, transports=(transport,), open_channel=open_channel)
         self._transfers: list[ChannelTransfer] = []
 
+    @override
     def transfer(self, storage: BlockStorage) -> KVTransfer:
         name = f"decode-{len(self._transfers)}"
         identity = replace(CLIENT, name=name, credentials=AUTHORITY.issue(name))
@@ -109,6 +112,7 @@ class ServedMedium(ShmMedium):
         self._transfers.append(transfer)
         return transfer
 
+    @override
     def close(self) -> None:
         for transfer in self._transfers:
             transfer.close()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
@@ -218,9 +219,11 @@ def alone(decoder: Decoder, form: Form, kind: int) -> list[object]:
 class _Steady(random.Random):
     """Never skips nor disturbs, and takes whole prompts."""
 
+    @override
     def random(self) -> float:
         return 0.75
 
+    @override
     def randint(self, a: int, b: int) -> int:
         return b
 

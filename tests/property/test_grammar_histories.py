@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
@@ -114,9 +115,11 @@ def alone(decoder: Decoder, kind: int) -> list[int]:
 class _Steady(random.Random):
     """Never skips, and takes whole prompts."""
 
+    @override
     def random(self) -> float:
         return 0.0
 
+    @override
     def randint(self, a: int, b: int) -> int:
         return b
 

@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
 from alignedserve.worker_core.iteration_log import IterationLog, totals_of
@@ -55,6 +56,7 @@ class Inspected(LogicCluster):
 
     num_inspected = 0
 
+    @override
     def _perform(self, name: str, command: object) -> None:
         logic = self.logics[name]
         is_worker = isinstance(logic, DecodeLogic | ColocatedLogic)

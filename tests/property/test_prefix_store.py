@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from alignedserve.messages.caches import BlocksReserved, BlocksTaken
@@ -47,6 +48,7 @@ class History(PoolHarness):
         for worker in WORKERS:
             self.link(worker, Role.DECODE_WORKER)
 
+    @override
     def do(self, event: Any) -> list[Any]:
         commands = super().do(event)
         for command in commands:

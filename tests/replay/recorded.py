@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from alignedserve.config.sections import (
     BatchingConfig,
@@ -72,6 +73,7 @@ class RecordedCluster(LogicCluster):
         for recorder in self._recorders:
             recorder.close()
 
+    @override
     def _make(self, name: str) -> Any:
         _, role = super()._make(name)  # also makes the pool's arena
         recorded = Recorded(self._recording, name, self._maker(name, role))

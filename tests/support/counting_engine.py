@@ -1,5 +1,7 @@
 """The executor of a worker that counts what it does, and whose blocks may lie on stand-ins for devices."""
 
+from typing_extensions import override
+
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.block_copier import BlockCopier
@@ -14,6 +16,7 @@ class CountingEngine(ModelExecutor):
 
     num_computed = num_swapped_out = num_swapped_in = num_added = num_added_hidden = 0
 
+    @override
     def run_iteration(self, command: RunIteration) -> IterationCompleted:
         self.num_computed += sum(num_tokens for _, num_tokens in command.slices)
         if command.swaps is not None:
@@ -32,9 +35,11 @@ class CountingEngine(ModelExecutor):
     _on_device: StandInStorage | None = None
 
     @property
+    @override
     def lanes(self) -> CopyLanes | None:
         return super().lanes if self._on_device is None else self._on_device.lanes
 
+    @override
     def copier(self, identity: Identity, *, transport: str = "auto") -> BlockCopier:
         storage = self._on_device or self._storage
         ranks = None if self._ranks is None or self._moves_all else self._ranks.copies

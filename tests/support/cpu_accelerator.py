@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
@@ -19,14 +20,17 @@ class CpuAccelerator(HostAccelerator):
         self.num_large_rows = 0  # allocated, of more than a digest
         self._streams = streams or HostStreams()
 
+    @override
     def streams(self) -> DeviceStreams:
         self.num_streams_made += 1
         return self._streams
 
+    @override
     def empty(self, num_rows: int, row_bytes: int) -> Tensor:
         self.num_large_rows += row_bytes > 8
         return torch.full((num_rows, row_bytes), 0xA5, dtype=torch.uint8)
 
+    @override
     def pinned(self, num_rows: int, row_bytes: int) -> Tensor:
         return torch.full((num_rows, row_bytes), 0x5A, dtype=torch.uint8)
 

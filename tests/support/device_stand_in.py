@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
 from alignedserve.runtime.device.accelerator import SharedRows
@@ -67,6 +68,7 @@ class DeviceTensor(Tensor):
     owner: "StandInDevice"
 
     @classmethod
+    @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         tensors = list(_tensors((*args, *named.values())))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
+from typing_extensions import override
+
 MAIN = "main"
 _LARGE = (".safetensors", ".gguf", ".bin")
 _ROUTE = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/(?P<kind>revision|tree)/(?P<revision>.+))?")
@@ -114,6 +116,7 @@ class _Server(ThreadingHTTPServer):
         self.is_storage = is_storage
         self.url = f"http://127.0.0.1:{self.server_port}"
 
+    @override
     def handle_error(self, request: object, client_address: object) -> None:
         """Stay silent: clients are killed here."""
 
@@ -128,6 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    @override
     def log_message(self, *_: Any) -> None:
         """Stay silent."""
 

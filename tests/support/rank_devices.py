@@ -6,6 +6,8 @@ import threading
 from functools import partial
 from pathlib import Path
 
+from typing_extensions import override
+
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.device.streams import streams_of
@@ -52,6 +54,7 @@ class RanksOnDevices(ThreadRanks):
     def kill(self) -> None:
         """See RankGroup: nothing hangs here."""
 
+    @override
     def close(self) -> None:
         if self.connections:
             self.copies.end()

@@ -7,6 +7,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
+from typing_extensions import override
 
 from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.collectives import Collectives, SharedMemoryCollectives
@@ -81,6 +82,7 @@ class ThreadRanks(ToldRanks):
         if self.errors:
             raise ExchangeBroken("a rank of this worker has ended")
 
+    @override
     def _send(self, payload: bytes) -> None:
         self.num_frames += 1
         for queue in self._queues:

@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 
 import msgspec
+from typing_extensions import override
 
 from alignedserve.cluster.deployments.orders import AdminRequest, Answer, Refused, Remark, problem_of
 
@@ -124,11 +125,13 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self._door = door
         super().__init__(path, socketserver.BaseRequestHandler)
 
+    @override
     def finish_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
         """Serve a connection in place of a handler class."""
         assert isinstance(request, socket.socket), "a stream server without a stream"
         self._door.serve(request)
 
+    @override
     def handle_error(self, request: object, client_address: object) -> None:
         """Log instead of writing to stderr."""
         logger.warning("a connection to the admin door has failed", exc_info=True)

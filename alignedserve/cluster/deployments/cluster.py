@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from typing_extensions import override
+
 from alignedserve.cluster.actor_factory import BATCHES, ActorFactory, PreparedNode
 from alignedserve.cluster.deployments.admin_door import AdminDoor
 from alignedserve.cluster.deployments.deployment import Deployment
@@ -60,12 +62,14 @@ class ClusterOfModels(RunningCluster):
         """Return the deployments whose models are listed to clients, in that order."""
         return tuple(self._deployments[one] for one in self._driver.listed)
 
+    @override
     def create(self, others: tuple[PreparedNode, ...] = ()) -> None:
         """See RunningCluster."""
         super().create(others)
         if len(self._deployments) > 1:
             self._driver.announce()
 
+    @override
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster; of every model."""
         super().wait_ready(timeout_s)
@@ -76,6 +80,7 @@ class ClusterOfModels(RunningCluster):
                 raise PeerLost(f"not every model was ready within {timeout_s:.0f} s; see {self.folder / 'logs'}")
             time.sleep(_LOOK_S)
 
+    @override
     def check(self) -> bool:
         """Carry orders about models out, as far as they have come. They are taken from the first call on.
 
@@ -181,12 +186,15 @@ class ClusterOfModels(RunningCluster):
 
     # --- the rest
 
+    @override
     def _parts_beside(self, node: PreparedNode) -> Sequence[PreparedNode]:
         return [one.node for one in self._deployments.values() if one.deployment_id != node.share.deployment_id]
 
+    @override
     def _factory_of(self, part: PreparedNode) -> ActorFactory:
         return self._deployments[part.share.deployment_id].factory
 
+    @override
     def _close_own(self) -> None:
         if self._door is not None:
             self._door.close()

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from typing_extensions import override
+
 from alignedserve.cluster.deployments.orders import AddModel, ModelOrder, RemoveModel, ReplaceModel
 from alignedserve.config.model_settings import MAX_MODELS
 
@@ -169,6 +171,7 @@ class _Deployment:
     since_s: float = 0.0  # when its phase began
     num_open: int | None = None
 
+    @override
     def __getstate__(self) -> tuple[object, ...]:
         # What is handed on is the same while nothing but the number of requests changes.
         return self.name, self.phase, self.order_id, self.replaces, self.drains_within_s, self.since_s

@@ -7,6 +7,8 @@ workers, and a little later it ends, whatever is left. It ends as soon as nothin
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 MOVING_S = 5.0  # between the move of what is left and the end
 
 
@@ -37,6 +39,7 @@ class Drains:
         self._going_on: dict[str, Draining] = {}
         self._seen_s = 0.0  # when it was last asked what is over
 
+    @override
     def __getstate__(self) -> tuple[dict[str, Draining], float]:
         return self._going_on, self._seen_s if self._going_on else 0.0  # the same while nothing goes on
 

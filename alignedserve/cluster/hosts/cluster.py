@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import ray
 from ray.exceptions import RayError
+from typing_extensions import override
 
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.deployments.orders import RestartWorkers
@@ -150,6 +151,7 @@ class ClusterOnHosts(RunningCluster):
             self._watch(member.name)
         self._models.resume()
 
+    @override
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster, of every model; then every command finds the cluster."""
         super().wait_ready(timeout_s)
@@ -164,6 +166,7 @@ class ClusterOnHosts(RunningCluster):
         self._announce()
         self._heard_s = time.monotonic()
 
+    @override
     def check_start(self) -> None:
         """See RunningCluster."""
         now = time.monotonic()
@@ -175,11 +178,13 @@ class ClusterOnHosts(RunningCluster):
             if is_asked_to_stop(self._cluster_id):
                 raise AskedToStop
 
+    @override
     def progress(self) -> list[Progress | None]:
         """See RunningCluster; of all nodes."""
         others = [member for member in self._members.values() if member.prepared.folder != self.folder]
         return [*super().progress(), *self._loading.look(others)]
 
+    @override
     def check(self) -> bool:
         """Take in nodes that have come and give up those that are gone; False: the cluster was asked to stop.
 
@@ -195,6 +200,7 @@ class ClusterOnHosts(RunningCluster):
         self._heard_s = time.monotonic()
         return goes_on
 
+    @override
     def ends_at_once(self) -> bool:
         """See RunningCluster; also when Ray's head is gone."""
         try:
@@ -230,6 +236,7 @@ class ClusterOnHosts(RunningCluster):
             drain_s=self.config.gateway.drain_s,
         )
 
+    @override
     def leave(self) -> None:
         """See RunningCluster; the next driver finds it as if this one had been killed, or it ends after a while.
 
@@ -339,10 +346,12 @@ class ClusterOnHosts(RunningCluster):
         actors = ", ".join(self._actors[member.name])
         logger.info("%s has joined as %s with %s", member.ray_node, member.name, actors)
 
+    @override
     def _parts_beside(self, node: PreparedNode) -> Sequence[PreparedNode]:
         member = next(one for one in self._members.values() if one.name == node.share.node)
         return tuple(member.others.values())
 
+    @override
     def _factory_of(self, part: PreparedNode) -> ActorFactory:
         model = self._joining.models.get(part.share.deployment_id)
         served = model.served if model is not None else self.served  # of which a node without it has gateways alone
@@ -370,6 +379,7 @@ class ClusterOnHosts(RunningCluster):
                 preparation.close()
         self._preparations.clear()
 
+    @override
     def _leave_ray(self) -> None:
         self._close_preparations()
         self._recordings.close(is_end=ray.is_initialized())

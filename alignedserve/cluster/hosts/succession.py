@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from ray import cloudpickle
 from ray.exceptions import RayError
+from typing_extensions import override
 
 from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
 from alignedserve.cluster.hosts.joining import Joining
@@ -101,6 +102,7 @@ class Fingerprint(cloudpickle.CloudPickler):
         """Build it of all that is handed over and may change."""
         return cls(joining, [(one.ray_node, one.parts, one.keeper.book) for one in members], cluster_secrets)
 
+    @override
     def persistent_id(self, found: object) -> int | None:
         """Return what stands for an object; None: it is pickled."""
         if not isinstance(found, _UNCHANGING):

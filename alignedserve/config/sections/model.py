@@ -1,5 +1,7 @@
 """The section of the model to serve."""
 
+from typing_extensions import override
+
 from alignedserve.config.sections.base import Section
 
 # Names of alignedserve.gateway.tools.formats and alignedserve.gateway.reasoning.formats, which stand on a higher floor.
@@ -37,6 +39,7 @@ class ModelSectionConfig(Section, frozen=True):
     reasoning_format: str | None = None  # how it marks a thought; when unset found from its chat template
 
     @classmethod
+    @override
     def _section_name(cls) -> str:
         return "model"
 

@@ -5,6 +5,8 @@ Its tables hold all of a layer but attention, which is the roofline's, as are lo
 
 from functools import cache
 
+from typing_extensions import override
+
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.curve import Curve
@@ -28,10 +30,12 @@ class MeasuredLayersModel(RooflineModel):
         self._token_bytes = shape.hidden_size * shape.dtype_bytes
         super().__init__(shape, hardware(machine), tensor_parallel=tensor_parallel, kernel=kernel)
 
+    @override
     def layers_s(self, num_tokens: int) -> float:
         """See RooflineModel."""
         return self.shape.num_layers * self._layer.at(num_tokens)
 
+    @override
     def collectives_s(self, num_tokens: int) -> float:
         """See RooflineModel."""
         if self._all_reduce is None:

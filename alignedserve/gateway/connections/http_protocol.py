@@ -9,6 +9,7 @@ altogether is found out by a probe, which it refuses.
 import asyncio
 from typing import Any
 
+from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from alignedserve.gateway.connections.limits import ConnectionLimits
@@ -41,6 +42,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     # --- asyncio.Protocol
 
+    @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
@@ -53,6 +55,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 503, "The gateway has too many connections open.", "too_many_connections", b"retry-after: 1\r\n"
             )
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._set_timer(None)
@@ -61,6 +64,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._address = None
         super().connection_lost(exc)
 
+    @override
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         if self._address is None or self.transport.is_closing():
@@ -78,6 +82,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._timer is None and self._is_idle():  # such as empty lines, of which no request comes
             self._await_head()
 
+    @override
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open for writing: whoever has sent a whole request is answered."""
         if self._is_idle() or self._is_in_body or self.transport.is_closing():
@@ -88,6 +93,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     # --- callbacks of the parser
 
+    @override
     def on_message_begin(self) -> None:
         """See HttpToolsProtocol."""
         super().on_message_begin()
@@ -95,11 +101,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._timer is None:
             self._await_head()
 
+    @override
     def on_header(self, name: bytes, value: bytes) -> None:
         """See HttpToolsProtocol. Trailers, which come behind a body, are left out."""
         if self._is_in_head:
             super().on_header(name, value)
 
+    @override
     def on_headers_complete(self) -> None:
         """See HttpToolsProtocol."""
         self._set_timer(None)
@@ -115,12 +123,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._set_timer(self.loop.call_later(_BODY_CHECK_S, self._check_rate))
 
+    @override
     def on_body(self, body: bytes) -> None:
         """See HttpToolsProtocol."""
         self._num_body_bytes += len(body)
         if not self.transport.is_closing():
             super().on_body(body)
 
+    @override
     def on_message_complete(self) -> None:
         """See HttpToolsProtocol."""
         self._is_in_body = False
@@ -130,6 +140,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     # --- callbacks of the request being answered
 
+    @override
     def on_response_complete(self) -> None:
         """See HttpToolsProtocol."""
         super().on_response_complete()
@@ -200,6 +211,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer.cancel()
         self._timer = timer
 
+    @override
     def send_400_response(self, msg: str) -> None:
         """See HttpToolsProtocol: what is not HTTP."""
         if not self.transport.is_closing():

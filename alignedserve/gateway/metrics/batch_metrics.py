@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from alignedserve.batches.records import BatchTotals
 
@@ -28,6 +29,7 @@ class _BatchCollector(Collector):
     def __init__(self, totals: BatchTotals) -> None:
         self._totals = totals
 
+    @override
     def collect(self) -> Iterator[Metric]:
         totals = self._totals
         lines = CounterMetricFamily("alignedserve_batch_lines", "Lines of batches by how they ended.", labels=["state"])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from alignedserve.gateway.backend.interface import CompletionBackend
 from alignedserve.gateway.metrics.iteration_metrics import iteration_log_metrics
@@ -127,6 +128,7 @@ class DeploymentCollector(Collector):
         """Describe nothing: names are not known to the registry ahead of a report."""
         return iter(())
 
+    @override
     def collect(self) -> Iterator[Metric]:
         """Yield every metric once, with the samples of all deployments."""
         families: dict[str, Metric] = {}

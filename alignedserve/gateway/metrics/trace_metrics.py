@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from alignedserve.gateway.timelines.exporter import TraceExporter
 
@@ -14,6 +15,7 @@ class TraceCollector(Collector):
     def __init__(self, exporter: TraceExporter) -> None:
         self._exporter = exporter
 
+    @override
     def collect(self) -> Iterator[Metric]:
         """Yield the counts."""
         spans = CounterMetricFamily(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
+from typing_extensions import override
 
 from alignedserve.core.request import FinishReason, TokenLogprob
 from alignedserve.gateway.errors import error_body
@@ -168,6 +169,7 @@ class ChatFormatter(ResponseFormatter):
         self._head = b"data: " + empty[: -len(b"]}")]
         self._plain_tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
 
+    @override
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the role once, then thought, text and tool calls, then the finish reason."""
         events = b""
@@ -190,6 +192,7 @@ class ChatFormatter(ResponseFormatter):
             events += self._chunk(index, b"{}", b"null", reason, self._last_chunk_extension())
         return events
 
+    @override
     def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         return {
             "index": index,
@@ -211,6 +214,7 @@ class ChatFormatter(ResponseFormatter):
         is_call = reason == FinishReason.TOOL_CALLS.value and self._request.calls_functions
         return "function_call" if is_call else reason
 
+    @override
     def _whole_extension(self, choices: Sequence[Sequence[ChoiceDelta]]) -> dict[str, Any]:
         return self._prompt_token_ids(0) | self._prompt_logprobs(choices[0]) | self._extension()
 
@@ -243,6 +247,7 @@ class CompletionFormatter(ResponseFormatter):
 
     kind = chunk_kind = "text_completion"
 
+    @override
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return one event per delta."""
         is_first, self._has_begun[index] = not self._has_begun[index], True
@@ -258,6 +263,7 @@ class CompletionFormatter(ResponseFormatter):
             chunk |= self._last_chunk_extension()
         return event(orjson.dumps(chunk))
 
+    @override
     def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         of_prompt = self._prompt_token_ids(index) | self._prompt_logprobs(deltas)
         return self._choice(index, deltas, self._request.echoes) | of_prompt

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+from typing_extensions import override
 
 from alignedserve.gateway.errors import ClientDisconnected
 from alignedserve.gateway.json_response import JsonResponse
@@ -35,6 +36,7 @@ class BodyResponse(Response):
         self._generation = generation
         self._make_formatter = make_formatter
 
+    @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, then send."""
         body = await while_connected(receive, self._body())
@@ -55,6 +57,7 @@ class EventStreamResponse(Response):
         self._generation = generation
         self._make_formatter = make_formatter
 
+    @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, sending each delta as it comes."""
         formatter = self._make_formatter(self._generation)

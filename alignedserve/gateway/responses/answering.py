@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 
 import orjson
+from typing_extensions import override
 
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.response_format import Formatter, MakeFormatter
@@ -19,6 +20,7 @@ class ResponseBody(BodyResponse):
         super().__init__(generation, make_formatter)
         self._keep = keep
 
+    @override
     async def _body(self) -> bytes:
         body = await super()._body()
         await self._keep(body)
@@ -32,6 +34,7 @@ class ResponseEvents(EventStreamResponse):
         super().__init__(generation, make_formatter)
         self._keep = keep
 
+    @override
     async def _closing_events(self, formatter: Formatter) -> bytes:
         assert isinstance(formatter, ResponsesFormatter), "a formatter of another API"
         events = formatter.closing_events()

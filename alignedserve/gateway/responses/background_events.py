@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Any, Self
 
 import orjson
+from typing_extensions import override
 
 from alignedserve.batches.responses.event_log import EventLimits, EventLog, EventWriter
 from alignedserve.core.errors import StorageError
@@ -38,12 +39,14 @@ class BackgroundFormatter(ResponsesFormatter):
         self.response = response | {"status": "in_progress"}
         self._num_events = len(_FIRST_EVENTS)
 
+    @override
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the events for what became visible."""
         is_first = self._num_events == len(_FIRST_EVENTS)
         begin = self._numbered([self._response_event("in_progress")]) if is_first else b""
         return begin + super().events(index, delta)
 
+    @override
     def closing_events(self) -> bytes:
         """Return the events that end the last item."""
         events = self._numbered(self._output.end(is_complete=not self._is_cut))

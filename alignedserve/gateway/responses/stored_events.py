@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 from alignedserve.batches.responses.event_log import EventLog
 from alignedserve.batches.responses.response_repository import StoredResponse
@@ -83,6 +84,7 @@ class StoredEventsResponse(Response):
         super().__init__()
         self._stored = stored
 
+    @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events as they come."""
         scope["state"]["failure_events"] = self._stored.failure_events

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
@@ -38,6 +39,7 @@ class ChunkShape(NamedTuple):
     lengths: tuple[int, ...]
     counts: tuple[int, ...]
 
+    @override
     def __str__(self) -> str:
         cached = sum(self.lengths) - sum(self.counts)
         return f"{sum(self.counts)} tokens" + (f" after {cached}" if cached else "")
@@ -68,6 +70,7 @@ class PromptChoice:
     whole: Mapping[str, float] = field(default_factory=dict)
     paged: Mapping[str, float] = field(default_factory=dict)
 
+    @override
     def __str__(self) -> str:
         parts = (("whole prompts", WHOLE, self.whole), ("chunks", CHUNKED, self.paged))
         measured = [f"{what} by {_described(shape, seconds)}" for what, shape, seconds in parts if seconds]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.iterations import Swap
@@ -54,10 +55,12 @@ class SlotSwapSpace(HostCaches):
         super().__init__(storage, streams, row_bytes, host_bytes)
         self._parts: dict[RequestId, list[_Part]] = {}  # in the order of their tokens
 
+    @override
     def _forget(self, request_id: RequestId) -> None:
         for part in self._parts.pop(request_id):
             self._give_back(part.taken, self._offload)
 
+    @override
     def _copy_out(self, swap: Swap) -> None:
         parts = self._parts.setdefault(swap.request_id, [])
         assert not parts or parts[0].first_token == swap.first_token + swap.num_tokens, "not the end of what is left"
@@ -71,6 +74,7 @@ class SlotSwapSpace(HostCaches):
         self._storage.pending_copies.record(self._offload, places.block_ids)
         parts.insert(0, _Part(swap.first_token, pieces, taken, self._offload.record()))
 
+    @override
     def _copy_in(self, swap: Swap) -> None:
         parts = self._parts.pop(swap.request_id)
         assert parts[0].first_token == swap.first_token, "comes back in other places than it left"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Swap, Swaps
@@ -114,9 +115,11 @@ class SwapSpace(HostCaches):
         self._copies_in = StagedCopies(codec, self._prefetch, self._accelerator)
         self._copies: dict[RequestId, _Copy] = {}
 
+    @override
     def _forget(self, request_id: RequestId) -> None:
         self._give_back(self._copies.pop(request_id).taken, self._offload)
 
+    @override
     def _copy_out(self, swap: Swap) -> None:
         assert swap.request_id not in self._copies, "a cache swapped out twice"
         assert not swap.first_token, "part of a cache"
@@ -132,6 +135,7 @@ class SwapSpace(HostCaches):
         self._storage.pending_copies.record(self._offload, block_ids)
         self._copies[swap.request_id] = _Copy(pieces, taken, self._offload.record())
 
+    @override
     def _copy_in(self, swap: Swap) -> None:
         copy = self._copies.pop(swap.request_id)
         block_ids = np.array(swap.block_ids[: copy.num_blocks], np.int64)

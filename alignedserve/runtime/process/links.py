@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
+from typing_extensions import override
+
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.clocks import ClockOffset, on_this_clock
 from alignedserve.messages.handshake import Challenge, HandshakeMessage, Hello, Ping, Role, Welcome
@@ -94,6 +96,7 @@ class Link(asyncio.Protocol):
 
     # --- asyncio.Protocol
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the handshake and the liveness timer."""
         self._transport = cast(asyncio.Transport, transport)  # of a stream; uvloop's are of no asyncio class
@@ -103,6 +106,7 @@ class Link(asyncio.Protocol):
         if not self._is_dialler:
             self._write(_HANDSHAKE_CODEC.encode(Challenge(PROTOCOL_VERSION, self._nonce)))
 
+    @override
     def data_received(self, data: bytes) -> None:
         """Split the stream into frames; malformed input closes the connection."""
         self._last_heard_s = self._loop.time()
@@ -117,6 +121,7 @@ class Link(asyncio.Protocol):
             logger.warning("link to %s closed: %s", self.peer or "unknown peer", error)
             self.close()
 
+    @override
     def connection_lost(self, error: Exception | None) -> None:
         """Notify the owner once."""
         self._transport = None

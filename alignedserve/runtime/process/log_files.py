@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from typing_extensions import override
+
 _FOLDER = "logs"  # in the run folder of a cluster
 _MAX_READ_BYTES = 1 << 20
 
@@ -13,9 +15,11 @@ _MAX_READ_BYTES = 1 << 20
 class LossyFileHandler(logging.FileHandler):
     """Loses what the disk cannot take: Python would write a traceback to the terminal for each line."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+    @override
+    def handleError(self, record: logging.LogRecord) -> None:
         """Say nothing: metrics tell how full the disk is."""
 
+    @override
     def close(self) -> None:
         """Write no more, and lose what cannot be written any more either."""
         with suppress(OSError):

@@ -16,6 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from typing_extensions import override
 
 from alignedserve.core.errors import ProtocolError
 
@@ -63,6 +64,7 @@ class CertificateAuthority:
         builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
         self._certificate = builder.sign(self._key, hashes.SHA256())
 
+    @override
     def __getstate__(self) -> tuple[bytes, bytes]:
         return _private_pem(self._key), _pem(self._certificate)
 

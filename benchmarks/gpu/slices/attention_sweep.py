@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from alignedserve.core.block_layout import FP8, BlockLayout
 from alignedserve.microbench.kernels.attention import DECODE, name_of
@@ -27,6 +28,7 @@ class _Choice(NamedTuple):
     tiling: DecodeTiling
     at_once: int  # programs on a multiprocessor
 
+    @override
     def __str__(self) -> str:
         keys, warps, stages = self.tiling
         return f"tile {keys}, {warps} warps, {stages} stages, {self.at_once} programs"

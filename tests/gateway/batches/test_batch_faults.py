@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from alignedserve.batches import driver
 from alignedserve.batches.records import FileId
@@ -71,6 +72,7 @@ class SilentRecords(MemoryRecords):
         self.gives_up, self.goes_on = asyncio.Event(), asyncio.Event()
         self.given_up: list[tuple[Sequence[Change], Mapping[str, bytes | None]]] = []
 
+    @override
     async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
         """See RecordStore."""
         is_progress = any(isinstance(change, SetValue) and change.key.startswith("progress/") for change in changes)

@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from alignedserve.messages.pools import FormBatch
 from alignedserve.messages.wire import Message
@@ -53,6 +54,7 @@ class DrainedCluster(LogicCluster):
     def _is_like(self, one: str, other: str) -> bool:
         return one.split("-")[0] == other.split("-")[0] and self.pool_of(one) == self.pool_of(other)
 
+    @override
     def _send(self, source: str, target: str, message: Message) -> None:
         if source == ROUTER:
             match message:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
@@ -33,6 +34,7 @@ class RestlessLeans(Leans):
         super().__init__()
         self._rng = rng
 
+    @override
     def moves(
         self, workers: Iterable[WorkerRecord], requests: Mapping[RequestId, TrackedRequest], now: float
     ) -> list[PlannedMove]:
@@ -51,12 +53,14 @@ class WatchedCluster(LogicCluster):
         self._is_restless = is_restless
         super().__init__(SHAPE, seed)
 
+    @override
     def _make(self, name: str) -> Any:
         made, role = super()._make(name)
         if isinstance(made, RouterLogic) and self._is_restless:
             made._leans = RestlessLeans(self.rng)
         return made, role
 
+    @override
     def _send(self, source: str, target: str, message: Message) -> None:
         if isinstance(message, MoveRequest):
             self.ordered.append((self.now, target, message))

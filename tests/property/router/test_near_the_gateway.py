@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.handshake import Role
@@ -32,6 +33,7 @@ class BoundedPlacement(Placement):
 
     num_near = num_far = 0
 
+    @override
     def start_prefill(self, worker: WorkerRecord, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         """See Placement."""
         least = self.least_loaded_prefiller()
@@ -55,6 +57,7 @@ class BoundedCluster(LogicCluster):
 
     placement: BoundedPlacement
 
+    @override
     def _make(self, name: str) -> tuple[Logic, Role]:
         if name != "router":
             return super()._make(name)

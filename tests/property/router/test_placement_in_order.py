@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from alignedserve.messages.events import Send
 from alignedserve.messages.handshake import Role
@@ -61,6 +62,7 @@ class TwinRouter:
 class TwinCluster(LogicCluster):
     """A cluster with such a router."""
 
+    @override
     def _make(self, name: str) -> tuple[Logic, Role]:
         if name == "router":
             return TwinRouter(self.shape), Role.ROUTER  # type: ignore[return-value]

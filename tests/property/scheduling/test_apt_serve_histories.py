@@ -6,6 +6,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies import make_policy
@@ -92,6 +93,7 @@ class _HiddenCosts(EasyCosts):
 
     hidden_s: float = 0.00005
 
+    @override
     def iteration_s(self, work: IterationWork) -> float:
         return EasyCosts.iteration_s(self, work) + self.hidden_s * work.hidden_context_len
 

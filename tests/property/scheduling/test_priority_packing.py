@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.policies import make_policy
@@ -60,6 +61,7 @@ def _waited_s(name: str, config: Mapping[str, Any], arrivals: list[Arrival]) -> 
     waited_s, long_id = 0.0, arrivals[0].request.request_id
 
     class Watched(PolicyRun):
+        @override
         def _step(self, view: WorkerView) -> bool:
             nonlocal waited_s
             if long_id in view.table:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
+from typing_extensions import override
 
 from alignedserve.batches.records import BatchTotals
 from alignedserve.cli.console import results
@@ -101,6 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    @override
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""
 

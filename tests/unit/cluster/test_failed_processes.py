@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 from ray.exceptions import ActorDiedError
+from typing_extensions import override
 
 from alignedserve.cluster import watchdog
 from alignedserve.cluster.failed_processes import FailedProcesses
@@ -25,6 +26,7 @@ class Died(ActorDiedError):
     def __init__(self) -> None:
         pass
 
+    @override
     def __str__(self) -> str:
         return "The actor died because of an error raised in its creation task\nMemoryError: no memory\n"
 

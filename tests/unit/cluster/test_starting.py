@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from typing_extensions import override
 
 from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cluster import machine
@@ -27,6 +28,7 @@ class Watching(LoggingObserver):
     def __init__(self) -> None:
         self.shown: list[Progress] = []
 
+    @override
     def model_loading(self, progress: Progress) -> None:
         self.shown.append(progress)
 

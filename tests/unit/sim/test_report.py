@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from typing_extensions import override
 
 from alignedserve.sim.engine import IterationLine
 from alignedserve.sim.report.page import report_page
@@ -41,6 +42,7 @@ class _Reader(HTMLParser):
         self.links: list[str] = []
         self.words: list[str] = []
 
+    @override
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.links += [
@@ -49,9 +51,11 @@ class _Reader(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
+    @override
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
+    @override
     def handle_data(self, data: str) -> None:
         if self.open[-1:] != ["script"] and self.open[-1:] != ["style"]:
             self.words.append(data)

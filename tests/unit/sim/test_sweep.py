@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 import pytest
+from typing_extensions import override
 
 from alignedserve.sim.sweep import Case, CaseProgress, WorkloadLine, run_cases
 from alignedserve.workload.requests import Workload
@@ -25,6 +26,7 @@ class Broken(WorkloadLine):
 
     exit_code: int | None = None
 
+    @override
     def build(self) -> Workload:
         if self.exit_code is not None:
             os._exit(self.exit_code)

@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from ray.util import get_placement_group, placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from typing_extensions import override
 
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.config.sections import EngineConfig
@@ -56,6 +57,7 @@ class NodeGroup:
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=share.bundle)
         return {"num_cpus": share.num_cpus, "num_gpus": share.num_gpus, "scheduling_strategy": strategy}
 
+    @override
     def __str__(self) -> str:
         bundles = self.group.bundle_specs
         kinds = dict.fromkeys(kind for bundle in bundles for kind in bundle)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from typing_extensions import override
 
 from alignedserve.core.errors import ConfigError, PeerLost
 
@@ -34,6 +35,7 @@ class RayNode(NamedTuple):
         """Return the options of a task or actor that runs here and nowhere else."""
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.node_id, soft=False)}
 
+    @override
     def __str__(self) -> str:
         return f"{self.hostname} ({self.address})"
 

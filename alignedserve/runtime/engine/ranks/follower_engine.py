@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.ids import RequestId
 from alignedserve.runtime.attention.sequence_table import NewSequence
@@ -72,6 +73,7 @@ class FollowerEngine(Engine):
         launch.computed.synchronize()
         self._launched = launch
 
+    @override
     def _compute_step(self, launch: StepLaunch) -> None:
         """Make the passes that rank 0 makes: all ranks gather the same logits, in the same order."""
         if self._passes.highest(launch) is not None:

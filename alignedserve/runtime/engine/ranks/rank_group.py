@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import psutil
+from typing_extensions import override
 
 from alignedserve.core.errors import (
     AlignedServeError,
@@ -123,6 +124,7 @@ class RankGroup(ToldRanks):
         for watcher in self._watchers:
             watcher.join(_END_S)
 
+    @override
     def _send(self, payload: bytes) -> None:
         self._num_frames += 1
         for follower in self._followers:

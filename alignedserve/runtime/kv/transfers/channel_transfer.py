@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.errors import PeerError
 from alignedserve.messages.blocks import ReadBlocks, WriteBlocks
@@ -60,11 +61,13 @@ class ChannelTransfer(ServedTransfer):
             self._control.close()
             raise
 
+    @override
     def close(self) -> None:
         """See KVTransfer."""
         super().close()
         self._channel.close()
 
+    @override
     def _offload(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
         sources = blocks_in_order(planned)
         self._storage.pending_copies.synchronize(np.array(sources, np.int64))
@@ -80,6 +83,7 @@ class ChannelTransfer(ServedTransfer):
             self._channel.send(len(sources), fill)
         return self._settled(planned, planned, checksums.values)
 
+    @override
     def _fetch(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
         self._control.send(ReadBlocks(tuple(one.named for one in planned)))
         granted = self._granted(planned)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.errors import HandoffRejected, PeerError
 from alignedserve.messages.blocks import BlocksCopied, ReadBlocks, TransferOpened, WriteBlocks
@@ -48,11 +49,13 @@ class IpcTransfer(ServedTransfer):
             self._control.close()
             raise
 
+    @override
     def close(self) -> None:
         """See KVTransfer. Unmaps the memory before the owner of it learns that it may be given away."""
         self._theirs = None
         super().close()
 
+    @override
     def _offload(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
         self._control.send(WriteBlocks(tuple(one.named for one in planned)))
         granted = self._granted(planned)
@@ -61,6 +64,7 @@ class IpcTransfer(ServedTransfer):
         self._control.send(BlocksCopied())
         return self._settled(planned, granted, run_checksums(digests, runs_in_order(granted)))
 
+    @override
     def _fetch(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
         self._control.send(ReadBlocks(tuple(one.named for one in planned)))
         granted = self._granted(planned)

@@ -1,5 +1,7 @@
 """KVTransfer of a lender to the buffer that it lends, both in the memory of its device."""
 
+from typing_extensions import override
+
 from alignedserve.runtime.kv.block_runs import BlockIds, Ints
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.direct_copies import PeerSide
@@ -16,14 +18,17 @@ class OwnBufferTransfer(LocalTransfer):
         self._storage = storage
         self._buffer = buffer
 
+    @override
     def close(self) -> None:
         """See KVTransfer. The buffer's memory is its maker's."""
 
+    @override
     def _copy_out(self, block_ids: BlockIds, target: Ints) -> Digests:
         there = PeerSide(self._buffer.blocks, target)
         with self._buffer.lanes.direct() as copies:
             return copies.copy_out(self._storage.bytes, self._storage.settled(block_ids), there)
 
+    @override
     def _copy_in(self, source: Ints, block_ids: BlockIds) -> Digests:
         there = PeerSide(self._buffer.blocks, source)
         with self._buffer.lanes.direct() as copies:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from typing_extensions import override
+
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.device.cores import threads_per_copy
@@ -38,12 +40,14 @@ class ShmTransfer(LocalTransfer):
             arena.register(lanes.accelerator.driver)
             self._lanes = lanes if arena.is_registered else None
 
+    @override
     def close(self) -> None:
         """See KVTransfer."""
         if not self._is_closed:
             self._is_closed = True
             self.arena.close()
 
+    @override
     def _copy_out(self, block_ids: BlockIds, target: Ints) -> Digests:
         there = self.arena.listed(target)
         if self._lanes is not None:
@@ -51,6 +55,7 @@ class ShmTransfer(LocalTransfer):
                 return copies.copy_out(self._storage.bytes, self._storage.settled(block_ids), HostSide(there))
         return copy_from_pieces(self._storage.pieces_to_read(block_ids), there, num_threads=self.num_threads)
 
+    @override
     def _copy_in(self, source: Ints, block_ids: BlockIds) -> Digests:
         there = self.arena.listed(source)
         if self._lanes is not None:

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import override
+
 from alignedserve.core.errors import ConfigError
 
 FORM = "ORG/NAME[:QUANTISATION][@REVISION]"
@@ -27,6 +29,7 @@ class HubName:
     revision: str | None = None  # branch, tag or commit; the hub's main branch when unset
     quantization: str | None = None  # such as Q4_K_M
 
+    @override
     def __str__(self) -> str:
         quantization = f":{self.quantization}" if self.quantization else ""
         return f"{self.repo_id}{quantization}{f'@{self.revision}' if self.revision else ''}"

@@ -15,6 +15,7 @@ import jinja2
 from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing_extensions import override
 
 from alignedserve.core.errors import InvalidRequest, UnsupportedModel
 from alignedserve.runtime.model.text.chat_prompt import ChatPrompt, Message
@@ -131,6 +132,7 @@ class _GenerationBlocks(Extension):
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
+    @override
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+from typing_extensions import override
 
 from alignedserve.cluster.hosts import recordings
 from alignedserve.cluster.hosts.nodes import recorded_parts
@@ -195,6 +196,7 @@ class FullDisk(RecordedNode):
 
     is_full = True
 
+    @override
     def copy(self, ends_s: float) -> bool:
         if self.is_full:
             raise OSError("no space")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typing_extensions import override
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
@@ -79,6 +80,7 @@ async def test_a_copy_on_a_device_that_fails_is_its_worker_s_end(tmp_path: Path)
 class FallenStorage(BlockStorage):
     """Blocks on a device that has failed."""
 
+    @override
     def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
         fail()
         return super().pieces_to_read(block_ids)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
@@ -61,6 +62,7 @@ class NotedStreams(CheckedStreams):
         super().__init__(0)
         self.seen: list[str] = []
 
+    @override
     def stream(self, name: str) -> CheckedStream:
         stream = super().stream(name)
         run, record = stream.run, stream.record

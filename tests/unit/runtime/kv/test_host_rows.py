@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from typing_extensions import override
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Swap, Swaps
@@ -26,10 +27,12 @@ class CountingDevice(StandInDevice):
     num_registered = 0
     num_own = 0  # pieces of memory allocated for one copy
 
+    @override
     def register(self, address: int, size: int) -> str | None:
         self.num_registered += 1
         return self.refusal or super().register(address, size)
 
+    @override
     def pinned(self, num_rows: int, row_bytes: int) -> torch.Tensor:
         self.num_own += 1
         return super().pinned(num_rows, row_bytes)

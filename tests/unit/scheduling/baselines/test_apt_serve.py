@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.work import IterationWork
@@ -187,6 +188,7 @@ def test_rho_is_what_the_cost_model_says() -> None:
 
 @dataclass(frozen=True)
 class _HiddenCosts(EasyCosts):
+    @override
     def iteration_s(self, work: IterationWork) -> float:
         return EasyCosts.iteration_s(self, work) + 0.002 * work.hidden_context_len
 
