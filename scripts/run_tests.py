@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ET
@@ -78,11 +79,10 @@ class Outcome:
 class PytestProcess:
     """One pytest process over some files; shows its progress at once and keeps the rest of its output."""
 
-    def __init__(self, name: str, marker: str, tests: Sequence[str]) -> None:
-        self._report = RESULTS / f"{name}.xml"
-        self._cache = RESULTS / f"{name}.cache"
-        self._report.unlink(missing_ok=True)
-        cache = ("-o", f"cache_dir={self._cache}", "--cache-clear")
+    def __init__(self, folder: Path, name: str, marker: str, tests: Sequence[str]) -> None:
+        self._report = folder / f"{name}.xml"
+        self._cache = folder / f"{name}.cache"
+        cache = ("-o", f"cache_dir={self._cache}")
         report = (f"--junitxml={self._report}", "-o", "junit_family=xunit1")
         command = [sys.executable, "-m", "pytest", "-m", marker, *cache, *report, *tests]
         self._process = subprocess.Popen(
@@ -180,9 +180,12 @@ def rerun_failed(outcome: Outcome, name: str) -> None:
 
 
 def _run_processes(outcome: Outcome, marker: str, hands: Sequence[Sequence[str]], name: str) -> None:
-    started = [PytestProcess(f"{name}-{number}", marker, hand) for number, hand in enumerate(hands) if hand]
-    for process in started:
-        process.add_to(outcome)
+    with tempfile.TemporaryDirectory() as folder:  # of this run alone: another may go on in the same checkout
+        started = [
+            PytestProcess(Path(folder), f"{name}-{number}", marker, hand) for number, hand in enumerate(hands) if hand
+        ]
+        for process in started:
+            process.add_to(outcome)
 
 
 def _test_files(folders: Sequence[str]) -> list[str]:
