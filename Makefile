@@ -27,7 +27,7 @@ chat: install  ## talk to what `make serve` started
 	@$(BIN)/alignedserve chat
 
 cluster-demo: install  ## `ray up` on three hosts of namespaces, a checked trace, a host that is lost (as root)
-	@$(BIN)/python -m alignedserve.evaluation.cluster_demo
+	@$(BIN)/python -m tests.harnesses.hosts.cluster_demo
 
 eval: install  ## the pocket model's accuracy per skill, through the running system
 	@$(BIN)/alignedserve eval pocket

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from alignedserve.evaluation.cluster_demo import clear_former, replay_with_fault
-from alignedserve.evaluation.namespace_hosts import NamespaceHosts
-from alignedserve.evaluation.rehearsal import SETTINGS, Rehearsal
 from benchmarks.support.recording import write_result
+from tests.harnesses.hosts.cluster_demo import clear_former, replay_with_fault
+from tests.harnesses.hosts.namespace_hosts import NamespaceHosts
+from tests.harnesses.hosts.rehearsal import SETTINGS, Rehearsal
 
 _NUM_HOSTS = 3
 _FAULT_AT_S = 5.0

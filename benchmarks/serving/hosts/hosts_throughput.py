@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from alignedserve.evaluation.cluster_demo import clear_former
-from alignedserve.evaluation.namespace_hosts import NamespaceHosts
-from alignedserve.evaluation.rehearsal import SETTINGS, Rehearsal
 from alignedserve.loadgen.client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
 from benchmarks.support.process_cpu import cpu_seconds, spent
 from benchmarks.support.recording import write_result
+from tests.harnesses.hosts.cluster_demo import clear_former
+from tests.harnesses.hosts.namespace_hosts import NamespaceHosts
+from tests.harnesses.hosts.rehearsal import SETTINGS, Rehearsal
 
 _NUM_WORKERS = 3
 _NUM_TOKENS = 128

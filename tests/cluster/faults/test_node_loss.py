@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignedserve.evaluation.port_scan import listeners_of
 from tests.cluster.batch_jobs import NUM_LINES, check_answers, submit, wait_for
 from tests.cluster.serving import EXACT, Serving, serving
+from tests.harnesses.hosts.port_scan import listeners_of
 from tests.support.busy_processes import busy_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.promise, pytest.mark.alone, pytest.mark.timeout(900)]

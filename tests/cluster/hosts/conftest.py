@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from alignedserve.config.sections import ModelSectionConfig
-from alignedserve.evaluation.namespace_hosts import NamespaceHosts
-from alignedserve.evaluation.rehearsal import SETTINGS, Rehearsal
 from alignedserve.runtime.model.served_model import resolve_model
+from tests.harnesses.hosts.namespace_hosts import NamespaceHosts
+from tests.harnesses.hosts.rehearsal import SETTINGS, Rehearsal
 from tests.support.lora_folders import write_adapter
 from tests.support.waiting import wait_until
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from alignedserve.evaluation.cluster_demo import Verdict, chat_with_another_host, replay_with_fault
-from alignedserve.evaluation.namespace_hosts import obstacle
-from alignedserve.evaluation.port_scan import (
+from tests.harnesses.hosts.cluster_demo import Verdict, chat_with_another_host, replay_with_fault
+from tests.harnesses.hosts.namespace_hosts import obstacle
+from tests.harnesses.hosts.port_scan import (
     GATEWAY,
     LINKS,
     LOGIN,
@@ -21,7 +21,7 @@ from alignedserve.evaluation.port_scan import (
     probe,
     purpose_of,
 )
-from alignedserve.evaluation.rehearsal import PORT, Rehearsal
+from tests.harnesses.hosts.rehearsal import PORT, Rehearsal
 from tests.support.batch_samples import chat_lines
 from tests.support.waiting import wait_until
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
-from alignedserve.evaluation.namespace_hosts import BRIDGE, NamespaceHosts, call, obstacle
-from alignedserve.evaluation.rehearsal import PORT, SETTINGS, Rehearsal
 from alignedserve.loadgen.client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
+from tests.harnesses.hosts.namespace_hosts import BRIDGE, NamespaceHosts, call, obstacle
+from tests.harnesses.hosts.rehearsal import PORT, SETTINGS, Rehearsal
 
 REASON = obstacle()
 ADDRESSES = ("fd77::1", "fd77::2")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from alignedserve.evaluation.namespace_hosts import obstacle
-from alignedserve.evaluation.rehearsal import Rehearsal
+from tests.harnesses.hosts.namespace_hosts import obstacle
+from tests.harnesses.hosts.rehearsal import Rehearsal
 from tests.support.waiting import wait_until
 
 REASON = obstacle()

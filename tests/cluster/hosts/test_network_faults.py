@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.evaluation.namespace_hosts import NamespaceHost, NamespaceHosts, obstacle
-from alignedserve.evaluation.network_faults import (
+from tests.harnesses.hosts.namespace_hosts import NamespaceHost, NamespaceHosts, obstacle
+from tests.harnesses.hosts.network_faults import (
     SLOW_MBIT_S,
     DelayedPackets,
     cut_off,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from alignedserve.evaluation.port_scan import (
+from tests.harnesses.hosts.port_scan import (
     GATEWAY,
     LINKS,
     LOOPBACK,

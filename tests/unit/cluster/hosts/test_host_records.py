@@ -23,7 +23,7 @@ from alignedserve.cluster.hosts.operations.orders import Answer, DrainNode, Orde
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.core.errors import NotEnoughMemory, PeerLost, ResourceError
-from alignedserve.evaluation import cluster_demo, namespace_hosts
+from tests.harnesses.hosts import cluster_demo, namespace_hosts
 from tests.unit.cluster.driven_cluster import NODES, started
 
 

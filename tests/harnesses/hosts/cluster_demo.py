@@ -1,6 +1,6 @@
 """The rehearsal of a cluster on one machine: hosts of namespaces, the very `ray up`, a checked trace, a lost host.
 
-Run as `python -m alignedserve.evaluation.cluster_demo`, as root, from the top of the checkout. It differs from servers
+Run as `python -m tests.harnesses.hosts.cluster_demo`, as root, from the top of the checkout. It differs from servers
 in three things: the software is there already (no copying, no installing), all hosts share this machine's cores, and
 the file system is one.
 """
@@ -18,15 +18,15 @@ from pathlib import Path
 
 from alignedserve.core.errors import AlignedServeError, ResourceError
 from alignedserve.evaluation.checked_trace import plan_checked_trace
-from alignedserve.evaluation.namespace_hosts import NamespaceHosts
-from alignedserve.evaluation.network_faults import FAULTS, HostFault
 from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
-from alignedserve.evaluation.rehearsal import SETTINGS, Rehearsal
 from alignedserve.loadgen.client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
 from alignedserve.loadgen.load_generator import LoadGenerator
 from alignedserve.loadgen.load_plan import LoadRequest
 from alignedserve.pocket.tasks import is_correct
 from alignedserve.workload.traces import shipped_trace
+from tests.harnesses.hosts.namespace_hosts import NamespaceHosts
+from tests.harnesses.hosts.network_faults import FAULTS, HostFault
+from tests.harnesses.hosts.rehearsal import SETTINGS, Rehearsal
 
 _MODEL = "pocket"
 _MIN_HOSTS, _MAX_HOSTS = 3, 16  # two whose gateways are asked, and the one that is lost
@@ -215,7 +215,7 @@ def run(options: argparse.Namespace) -> bool:
         rehearsal.ray("down")
         time.sleep(options.settle)
         left = [line for host in hosts.hosts for line in host.processes()]
-        shared = [line for host in hosts.hosts for line in host.run("ls", "/dev/shm").stdout.split()]  # noqa: S108
+        shared = [line for host in hosts.hosts for line in host.run("ls", "/dev/shm").stdout.split()]
         print(f"after `ray down`: {len(left)} processes, {len(shared)} files of shared memory", flush=True)
         for line in (*left, *shared):
             print(f"  left: {line[:150]}")

@@ -14,7 +14,7 @@ import grpc
 
 _ANSWER_S = 1.5
 _REPLY_BYTES = 1 << 12
-_ALL_ADDRESSES = ("*", "0.0.0.0", "[::]")  # noqa: S104
+_ALL_ADDRESSES = ("*", "0.0.0.0", "[::]")
 _LINE = re.compile(r'^LISTEN\s+\d+\s+\d+\s+(\S+):(\d+)\s.*?(?:users:\(\("([^"]*)"|$)')
 # Ray's services, by a method of each.
 _RAY_METHODS = (

@@ -88,7 +88,7 @@ class NamespaceHost:
         assert self.process is not None, "a host that is down"
         (first,) = _children(self.process.pid)
         inside = ["nsenter", "--target", str(first), "--net", "--pid", "--mount", "--uts", "--ipc"]
-        return subprocess.run([*inside, *command], capture_output=True, text=True, timeout=timeout_s, check=False)  # noqa: S603
+        return subprocess.run([*inside, *command], capture_output=True, text=True, timeout=timeout_s, check=False)
 
     def processes(self) -> list[str]:
         """Return the command lines of everything that runs on the host, but its SSH server and the question itself."""
@@ -104,7 +104,7 @@ class NamespaceHosts:
         self.base = base
         self.key = base / "key"
         self.hosts = [NamespaceHost(f"host{number}", f"{_NETWORK}.0.{number + 1}") for number in range(count)]
-        hidden = (Path("/tmp"), Path.home())  # noqa: S108
+        hidden = (Path("/tmp"), Path.home())
         folders = {folder.resolve() for folder in (Path.cwd(), Path(sys.prefix), Path(sys.base_prefix), *kept)}
         self._kept = sorted(str(one) for one in folders if any(one.is_relative_to(other) for other in hidden))
 
@@ -144,7 +144,7 @@ class NamespaceHosts:
         environment = {"NAME": host.name, "BASE": str(self.base), "KEPT": " ".join(map(shlex.quote, self._kept))}
         spaces = ["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
         with (self.base / f"{host.name}.log").open("ab") as log:
-            host.process = subprocess.Popen(  # noqa: S603
+            host.process = subprocess.Popen(
                 [*spaces, "sh", "-c", f"while ! ip link show eth0 >/dev/null 2>&1; do sleep 0.02; done\n{_INIT}"],
                 env=os.environ | environment,
                 stdout=log,
@@ -216,12 +216,12 @@ def _reaches(address: str) -> bool:
 
 
 def _try(*command: str) -> bool:
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def call(*command: str) -> None:
     """Run a command. Raises ResourceError with its words when it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ResourceError(f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}")
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Protocol
 
 from alignedserve.core.errors import ResourceError
-from alignedserve.evaluation.namespace_hosts import BRIDGE, NamespaceHost, NamespaceHosts, call
+from tests.harnesses.hosts.namespace_hosts import BRIDGE, NamespaceHost, NamespaceHosts, call
 
 _INTERFACE = "eth0"
 _CHAINS = (("INPUT", "-i"), ("OUTPUT", "-o"))
@@ -95,8 +95,8 @@ class DelayedPackets:
             call("ip", "link", "set", self._outer, "master", BRIDGE)
 
     def _start(self, delay_s: float) -> "subprocess.Popen[str]":
-        module = "alignedserve.evaluation.delay_relay"
-        relay = subprocess.Popen(  # noqa: S603
+        module = "tests.harnesses.hosts.delay_relay"
+        relay = subprocess.Popen(
             [sys.executable, "-m", module, self._outer, self._inner, str(delay_s)], stdout=subprocess.PIPE, text=True
         )
         assert relay.stdout is not None, "a pipe was asked for"

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from alignedserve.core.errors import ResourceError
-from alignedserve.evaluation.namespace_hosts import NamespaceHost, NamespaceHosts
 from alignedserve.loadgen.client import OpenAiClient
+from tests.harnesses.hosts.namespace_hosts import NamespaceHost, NamespaceHosts
 
 PORT = 8000
 _CLUSTER_NAME = "alignedserve-rehearsal"
@@ -73,7 +73,7 @@ class Rehearsal:
         own = {"RAY_AUTH_MODE": "token", "PYTHONPATH": str(Path.cwd()), "ALIGNEDSERVE_API_KEYS": self.api_key}
         exported = " ".join(f"{name}={value}" for name, value in (own | self._variables).items())
         (base / "bashrc").write_text(f"export PATH={commands}:$PATH {exported}\n", encoding="utf-8")
-        for kept in Path("/tmp/ray").glob(f"cluster-{_CLUSTER_NAME}.*"):  # noqa: S108  (what Ray remembers of a former one)
+        for kept in Path("/tmp/ray").glob(f"cluster-{_CLUSTER_NAME}.*"):
             kept.unlink()
         self._file.write_text(yaml.safe_dump(self._cluster_yaml(), width=10_000), encoding="utf-8")
 
@@ -99,7 +99,7 @@ class Rehearsal:
         """Run `ray COMMAND cluster.yaml` as from a desk beside the hosts, and return what it printed."""
         environment = os.environ | {"HOME": str(self.hosts.base), "PYTHONPATH": str(Path.cwd())}
         arguments = [sys.executable, "-m", "ray.scripts.scripts", *command.split(), "-y", str(self._file)]
-        done = subprocess.run(  # noqa: S603
+        done = subprocess.run(
             arguments, env=environment, capture_output=True, text=True, timeout=_RAY_UP_S, check=False
         )
         (self.hosts.base / f"ray-{command.split()[0]}.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
@@ -129,9 +129,9 @@ class Rehearsal:
 
     def num_answers(self, index: int) -> dict[str, int]:
         """Return how many requests each worker has answered for this host's gateway."""
-        request = urllib.request.Request(f"{self.urls()[index]}/metrics")  # noqa: S310
+        request = urllib.request.Request(f"{self.urls()[index]}/metrics")
         request.add_header("Authorization", f"Bearer {self.api_key}")
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
             text = response.read().decode()
         return {name: int(float(count)) for name, count in _ANSWERS.findall(text)}
 
@@ -178,7 +178,7 @@ class Rehearsal:
 
 
 def _is_ready(host: NamespaceHost) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{_url(host)}/ready", timeout=_ANSWER_S):  # noqa: S310
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{_url(host)}/ready", timeout=_ANSWER_S):
         return True
     return False
 
