@@ -93,9 +93,9 @@ def redis_authority_path() -> Path | None:
 
 
 def redis_authority() -> str | None:
-    """Return the certificates (PEM) that sign that of the Redis, from the file named by ALIGNEDSERVE_REDIS_CA.
+    """Return the certificates (PEM) that sign the Redis' own, from the file named by ALIGNEDSERVE_REDIS_CA.
 
-    None: those that this system trusts. Raises ConfigError when the file cannot be read.
+    None: this system's trusted certificates. Raises ConfigError when the file cannot be read.
     """
     named = redis_authority_path()
     if named is None:
@@ -131,8 +131,9 @@ def trace_headers() -> tuple[tuple[str, str], ...]:
 
 
 def limit_thread_spinning() -> None:
-    """Let threads that wait for each other spin for some microseconds and then sleep, in this process and in
-    those that it starts. To be called before PyTorch is loaded. What the environment says already is left as it is.
+    """Let threads that wait for each other spin for some microseconds and then sleep, in this process and its children.
+
+    Call it before PyTorch is loaded. A setting of the environment stays as it is.
 
     By default they spin for milliseconds. Where another process has one of the cores, as gateway and router do on a
     small machine, each of some hundred waits per pass then lasts until the kernel takes the spinner's core away. Not

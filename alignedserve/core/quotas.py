@@ -160,7 +160,7 @@ class OwnShare:
     """A gateway's side: whether it is counted elsewhere, and its share for while it is not. Its clock is its own."""
 
     def __init__(self, share: float, num_keys: int, process_id: str, now: float) -> None:
-        """The share begins unused, and as the only one that there is."""
+        """Begin with an unused share, as the only gateway."""
         self._bucket = Bucket(num_keys, share, now)
         self._let_in = Bucket(num_keys, share, now)  # by this process, before it was a member
         self._process_id = process_id

@@ -11,8 +11,8 @@ class AttentionKernel(enum.Enum):
     LOAD_BALANCED = "load_balanced"  # contexts are split into even parts: time follows their sum
     ONE_BLOCK_PER_SEQUENCE = "one_block_per_sequence"  # the longest is the straggler: time follows number * maximum
 
-    def context_len(self, work: IterationWork) -> int:
-        """Return how many keys the decodes cost: those they read, or as if all were as long as the longest."""
+    def num_charged_keys(self, work: IterationWork) -> int:
+        """Count the keys that the decodes are charged for."""
         if self is AttentionKernel.LOAD_BALANCED:
             return work.decode_context_len
         return work.num_decodes * work.max_decode_context_len

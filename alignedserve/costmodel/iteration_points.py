@@ -126,9 +126,9 @@ def calibrate(
     duration_s: float,
     max_samples: int = _MAX_SAMPLES,
 ) -> tuple[Sample, ...]:
-    """Measure point after point, round after round, for about so many seconds by the clock.
+    """Measure point after point, round after round, for about `duration_s`.
 
-    A prompt that would take longer than is left, at the speed of the longest one so far, is left out.
+    A prompt that would take longer than the time left, at the speed of the longest one so far, is left out.
     """
     left_s = duration_s
     ends_s = clock() + left_s

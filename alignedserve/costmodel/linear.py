@@ -115,7 +115,7 @@ class LinearIterationModel:
 
 
 def weighted(weights: Weights, bend_tokens: float, work: IterationWork) -> float:
-    """Return the sum of weights times features, written out: it is asked for hundreds of times while a policy packs."""
+    """Return the sum of weights times features, written out, as a policy calls it hundreds of times while it packs."""
     base, token, pair, chunk, decode, context, padded, hidden, sampled, constrained, beyond = weights
     num_beyond = work.num_prompt_tokens + work.num_decodes - bend_tokens
     return (

@@ -48,7 +48,7 @@ class LearnedLinks:
         self._mean_s = 0.0
 
     def observe(self, target: str, source: str, num_blocks: int, seconds: float) -> None:
-        """Take in how long so many blocks took from `source` to `target`."""
+        """Learn from `num_blocks` that took `seconds` from `source` to `target`."""
         if num_blocks < 1:
             return
         block_s = seconds / num_blocks

@@ -18,7 +18,7 @@ def num_cache_blocks(
     block_size: int = 16,
     memory_share: float = MEMORY_SHARE,
 ) -> int:
-    """Return the blocks of keys and values that a worker of so many devices holds.
+    """Return the blocks of keys and values that a worker of `tensor_parallel` devices holds.
 
     Raises ConfigError when the model does not fit.
 

@@ -14,7 +14,7 @@ class CostModel(Protocol):
         """Return seconds from the start of an iteration to its tokens, host copies overlapped: max(compute, copies)."""
 
     def swap_s(self, num_tokens: float) -> float:
-        """Return the seconds to copy the cache of so many tokens between device and host."""
+        """Return the seconds to copy the cache of `num_tokens` between device and host."""
 
 
 class LearningCostModel(CostModel, Protocol):

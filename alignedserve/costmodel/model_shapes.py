@@ -1,4 +1,4 @@
-"""Sizes of models that cost models are asked about; `runtime.model_shape` makes one of any config.json."""
+"""Sizes of models, for cost models; `runtime.model_shape` makes one of any config.json."""
 
 from dataclasses import dataclass, replace
 
@@ -55,9 +55,9 @@ class ModelShape:
         return self._layers(self.num_chosen_experts)
 
     def read_parameters(self, num_tokens: int) -> float:
-        """Return the weights of all layers that so many tokens read, where each chooses its experts at random.
+        """Return the weights of all layers that `num_tokens` read, where each token chooses its experts at random.
 
-        Example: 128 experts of which a token passes 8; 16 tokens read 128 * (1 - (1 - 8 / 128) ** 16) = 82 of them.
+        Example: a token passes 8 of 128 experts; 16 tokens read 128 * (1 - (1 - 8 / 128) ** 16) = 82 of them.
         """
         if not self.num_expert_layers:
             return self.layer_parameters
@@ -65,7 +65,7 @@ class ModelShape:
         return self.layer_parameters - unread * (self.layer_parameters - self._layers(0))
 
     def _layers(self, num_experts: int) -> int:
-        """Return the weights of all layers, those with experts holding so many of them."""
+        """Return the weights of all layers with `num_experts` in each layer of experts."""
         attention = 2 * self.hidden_size * (self.num_heads * self.head_dim + self.kv_width)
         row = (3 if self.is_gated else 2) * self.hidden_size
         dense = (self.num_layers - self.num_expert_layers) * row * self.ffn_size

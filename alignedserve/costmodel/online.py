@@ -7,11 +7,11 @@ Weighted least squares on relative errors, older iterations forgotten little by 
 The second sum holds what iterations so far say nothing about (a worker that has only decoded) at the prior, scaled by
 how fast this machine is (s); it is not forgotten, so that a long run of equal iterations cannot let the rest drift.
 
-What grammars take is measured apart in every iteration, and so is no part of the sum that is fitted: rows under a
-grammar cost what the last such rows did, as a moving mean.
+The time of grammars is measured apart in every iteration, so it is no part of the fitted sum: rows under a grammar cost
+what the last such rows did, as a moving mean.
 
-Copies to and from the host run beside the computing. An iteration that took longer than that by more than is usual has
-waited for them and tells what they take; any other tells that they take no longer than it did.
+Copies to and from the host run beside the computing. An iteration that took unusually longer than its computing has
+waited for them, and tells how long they take. Any other tells that they take no longer than it did.
 """
 
 import math
@@ -144,9 +144,9 @@ class OnlineIterationModel:
         return 1.0 if error <= limit else limit / error
 
     def _learn(self, features: list[float], weight: float) -> None:
-        """Add an iteration's features to the sums, and move the coefficients towards what they say.
+        """Add an iteration's features to the sums, and move the coefficients towards the best fit.
 
-        Each is set once to its best with the others as they are; iterations to come go on from there.
+        Each coefficient is set once to its best value while the others stay; later iterations go on from there.
         """
         scale = math.exp(self._log_scale)
         if self._has_kernel:

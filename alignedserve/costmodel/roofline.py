@@ -103,7 +103,7 @@ class RooflineModel:
         return layers + head + self._projection_s * work.hidden_context_len
 
     def _product_s(self, num_parameters: int, num_rows: int) -> float:
-        """Return the seconds of so many rows through so many weights, which are read once for all."""
+        """Return the seconds for `num_rows` through `num_parameters` weights, which are read once for all."""
         if not num_rows:
             return 0.0
         flops_s, weights_s = 2 * num_parameters * num_rows * self._flop_s, num_parameters * self._weight_s

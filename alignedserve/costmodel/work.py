@@ -31,7 +31,7 @@ class IterationWork:
         self.num_constrained += is_last and is_constrained
 
     def add_decode(self, context_len: int, *, is_hidden: bool = False, is_constrained: bool = False) -> None:
-        """Add a request whose next token reads a context of so many tokens."""
+        """Add a request whose next token reads `context_len` tokens."""
         self.num_decodes += 1
         self.decode_context_len += context_len
         self.max_decode_context_len = max(self.max_decode_context_len, context_len)
@@ -42,7 +42,7 @@ class IterationWork:
     def add_decodes(
         self, num: int, context_len: int, max_context_len: int, hidden_context_len: int = 0, num_constrained: int = 0
     ) -> None:
-        """Add so many decodes at once: their context lengths summed, and the longest of them."""
+        """Add `num` decodes at once; `context_len` is their sum."""
         self.num_decodes += num
         self.decode_context_len += context_len
         self.max_decode_context_len = max(self.max_decode_context_len, max_context_len)
@@ -96,7 +96,7 @@ class IterationWork:
 
 
 def pairs_of(num_tokens: int, num_cached: int) -> int:
-    """Return the (query, key) pairs that a chunk after so many cached tokens scores.
+    """Return the (query, key) pairs that a chunk of `num_tokens` after `num_cached` scores.
 
     Example: 3 tokens after 10 score 11 + 12 + 13 = 36 pairs.
     """

@@ -1,7 +1,7 @@
 """Blocks that several requests of a worker use: how many are freed when some of them leave.
 
-A request uses the first blocks of its context, and a block that it shares with another is used by both together with
-all blocks before it. So the number of users never grows along a request's blocks: those that it shares come first.
+A request uses the first blocks of its context. Two requests that share a block share all blocks before it as well. So
+the number of users never grows along a request's blocks: its shared blocks come first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ HeldBlocks = Mapping[RequestId, Sequence[UsedBlock]]  # the first blocks of requ
 
 
 def num_shared(blocks: Sequence[UsedBlock]) -> int:
-    """Return how many of these blocks of one request others use as well: the first so many; by bisection."""
+    """Count a request's blocks that others use as well, by bisection; they are its first ones."""
     if not blocks or blocks[0].num_users < 2:
         return 0
     below, above = 1, len(blocks)  # all before `below` are shared, none from `above` on

@@ -95,7 +95,7 @@ class DeviceMemory:
     swap_width: float = 1.0  # bytes of a token on the host by its bytes on the device; below 1: int8
 
     def with_free(self, num_free: int, num_free_host: int) -> "DeviceMemory":
-        """Return the same memory with so much of it free."""
+        """Return a copy with `num_free` free blocks and room for `num_free_host` tokens on the host."""
         return DeviceMemory(  # a fifth of the time that `dataclasses.replace` takes
             self.num_blocks,
             num_free,
@@ -188,7 +188,7 @@ class WorkerView:
     held_blocks: HeldBlocks | None = None  # of requests that may share some; None: none does
 
     def own_blocks(self, rows: Ints) -> Ints:
-        """Return the blocks that each of these rows, if it alone left, would free: those that no other uses."""
+        """Return how many blocks each of these rows would free if it alone left."""
         num_blocks: Ints = self.table.num_blocks[rows]
         if not self.held_blocks:
             return num_blocks

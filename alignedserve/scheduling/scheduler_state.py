@@ -239,9 +239,9 @@ class SchedulerState:
         return self._bring_in(row, max(wanted - int(self.table.num_blocks[row]), 0), num_moved)
 
     def note_forced(self, request_id: RequestId, num_tokens: int) -> None:
-        """Note that a request of the iteration computed so many more tokens than planned.
+        """Note that a request of the iteration computed `num_tokens` more than planned.
 
-        Its grammar left no choice of them; they are in blocks that it has. `completed` follows.
+        Its grammar forced them, and they are in blocks that it has. `completed` follows.
         """
         table, row = self.table, self.table.row(request_id)
         self.work.add_chunk(num_tokens, int(table.context_len[row]), is_last=False)

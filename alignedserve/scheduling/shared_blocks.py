@@ -22,12 +22,12 @@ class Pair(NamedTuple):
 
 
 def slots_in_last(num_tokens: int, block_size: int) -> int:
-    """Return the slots that so many tokens, one or more, take in the last of their blocks."""
+    """Return the slots that `num_tokens`, one or more, take in the last of their blocks."""
     return (num_tokens - 1) % block_size + 1
 
 
 def num_overwritten(num_slots: int, num_beside: int, block_size: int) -> int:
-    """Return the slots of the other in a block, `num_beside` from the right, that so many from the left run into."""
+    """Count the slots where `num_slots` from the left of a block meet `num_beside` from its right."""
     return max(num_slots + num_beside - block_size, 0)
 
 
@@ -73,9 +73,9 @@ class SharedBlocks:
         return other
 
     def used_slots(self, row: int, num_more: int = 0) -> int:
-        """Return the slots that a row will have in its last block with so many more tokens; 0: it has no block.
+        """Return the slots that a row will have in its last block after `num_more` tokens; 0: it has no block.
 
-        With more tokens its cache on the host is back as well.
+        Before it computes more tokens, its cache comes back from the host, so that counts as well.
         """
         table = self._table
         num_tokens = int(table.num_cached[row]) + num_more - (0 if num_more else int(table.num_swapped[row]))

@@ -24,7 +24,7 @@ class Overwritten(NamedTuple):
 
 
 class SharingPacker(Packer):
-    """A packer with the pairs of the worker, as they are once its plan is performed."""
+    """A packer with the worker's pairs, as the plan leaves them."""
 
     def __init__(self, view: WorkerView) -> None:
         super().__init__(view)
@@ -60,7 +60,7 @@ class SharingPacker(Packer):
         return 0 if eviction.num_tokens is None else left - eviction.num_tokens
 
     def overwritten(self, row: int, num_tokens: int) -> Overwritten | None:
-        """Return what has to be evicted before a real-time row computes so many tokens in the block that it shares."""
+        """Return what has to be evicted before a real-time row computes `num_tokens` in the block that it shares."""
         other = self._partners.get(row)
         if other is None or not self._table.is_real_time[row]:
             return None
@@ -109,7 +109,7 @@ class SharingPacker(Packer):
         return num_blocks + self._leaves_partner(row, num_tokens)
 
     def join(self, row: int, num_tokens: int, other: int) -> bool:
-        """Schedule so many tokens of a row whose last new block is the last of `other`; return False if they do not
+        """Schedule `num_tokens` of a row whose last new block is the last of `other`; return False if they do not
         fit."""
         assert row not in self._partners, "a block shared by three"
         assert other not in self._partners, "a block shared by three"
@@ -154,7 +154,7 @@ class SharingPacker(Packer):
 
     @override
     def note_work(self, work: IterationWork, row: int, num_tokens: int) -> None:
-        """Add the request's tokens to `work`, and those that it moves out of a shared block."""
+        """Add the tokens to `work` that the request computes, and the tokens that it moves out of a shared block."""
         super().note_work(work, row, num_tokens)
         if row in self._left if row in self._taken else self._leaves_partner(row, num_tokens):
             moved = self._copied(row, slots_in_last(self.num_on_device(row), self._block_size))
@@ -172,9 +172,9 @@ class SharingPacker(Packer):
     # --- slots
 
     def _slots_with(self, row: int, num_tokens: int) -> int:
-        """Return the slots that a row has in its last block, or in the one it joins, with so many more tokens.
+        """Return the slots that a row has after `num_tokens` more, in its last block or in the one that it joins.
 
-        All slots, where it goes on into another block.
+        A row that goes on into another block has all slots of this one.
         """
         if not num_tokens:
             return slots_in_last(self.num_on_device(row), self._block_size)
@@ -187,7 +187,7 @@ class SharingPacker(Packer):
         return self._slots_with(row, 0 if part is None else part.num_tokens)
 
     def _leaves_partner(self, row: int, num_tokens: int) -> bool:
-        """Return whether a best-effort row with so many more tokens does not fit beside the one that it shares with."""
+        """Return whether a best-effort row no longer fits beside its partner after `num_tokens` more."""
         other = self._partners.get(row)
         if other is None or row in self._joined or self._table.is_real_time[row]:
             return False
@@ -201,9 +201,9 @@ class SharingPacker(Packer):
         return other
 
     def _rows_with_room(self, *, of_real_time: bool) -> Iterator[int]:
-        """Iterate over the rows of a class with blocks on the device, by the empty slots of the last, most first.
+        """Iterate over a class's rows on the device, emptiest last block first.
 
-        Of equals the later first.
+        Among equals the later one comes first.
         """
         if of_real_time not in self._by_room:
             table = self._table

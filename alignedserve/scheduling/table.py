@@ -38,7 +38,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def zeros(cls, capacity: int) -> "Columns":
-        """Return columns of so many rows."""
+        """Return columns of `capacity` rows, all zero."""
         return cls(
             np.zeros((len(_INTS), capacity), np.int64),
             np.zeros((len(_FLOATS), capacity), np.float64),
@@ -46,7 +46,7 @@ class Columns(NamedTuple):
         )
 
     def with_space(self, num_rows: int) -> "Columns":
-        """Return the same columns with so many rows after them."""
+        """Return the same columns with `num_rows` empty rows after them."""
         more = Columns.zeros(num_rows)
         return Columns(
             np.concatenate((self.ints, more.ints), axis=1),

@@ -32,7 +32,7 @@ def _decode_sums(table: RequestTable, rows: Ints) -> tuple[int, int, int, int]:
 def fitting_decodes(
     table: RequestTable, memory: DeviceMemory, rows: Ints, *, at_most: int, num_free: int
 ) -> FittingDecodes:
-    """Add up those of these decodes, from the front, that so many free blocks hold with one more token each."""
+    """Add up the first of these decodes that `num_free` blocks hold with one more token each."""
     if table.has_kernels:
         return native.fitting_decodes(
             table.columns, len(table), rows, at_most=at_most, num_free=num_free, sizes=_sizes(memory)
@@ -45,7 +45,7 @@ def fitting_decodes(
 
 
 def growing_rows(table: RequestTable, memory: DeviceMemory, rows: Ints, num_tokens: Ints) -> list[bool]:
-    """Return which of these rows take blocks or come back from the host as they compute so many tokens."""
+    """Return which of these rows take blocks or come back from the host as they compute `num_tokens`."""
     if table.has_kernels:
         grows = native.growing_rows(table.columns, len(table), rows, num_tokens, _sizes(memory))
         assert grows is not None, "computes tokens that are not known yet"
@@ -58,7 +58,7 @@ def growing_rows(table: RequestTable, memory: DeviceMemory, rows: Ints, num_toke
 
 
 def note_completed(table: RequestTable, rows: Ints, num_tokens: Ints, *, now: float, duration_s: float) -> Bools:
-    """Note that these rows computed so many tokens in an iteration that ends now; return which of them sampled one."""
+    """Note that these rows computed `num_tokens` in an iteration that ends now; return which of them sampled one."""
     if table.has_kernels:
         return native.note_completed(table.columns, len(table), rows, num_tokens, now=now, duration_s=duration_s)
     table.num_cached[rows] += num_tokens

@@ -101,7 +101,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskTable:
-    """Lengths of tasks of which only means are known.
+    """Lengths of tasks whose means alone are known.
 
     Assumptions, as the table has no distributions: prompts are log-normal around the task's mean number of words
     (Chinese: characters) times TOKENS_PER_WORD, with a deviation of half that; answers are evenly spread between one

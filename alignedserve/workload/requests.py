@@ -150,7 +150,7 @@ class ClosedLoopRun:
         arrivals += run.next_after(request.class_name, finished_s)     # whenever one failed or was refused
 
     The n-th request of a loop is the same in every run over the same workload, whatever the server's order. A driver
-    that refuses a request lets some time pass before it says so, or a server that refuses all is asked for ever.
+    waits a little before it reports a refusal; otherwise a server that refuses all is asked for ever.
     """
 
     def __init__(self, workload: Workload) -> None:

@@ -30,7 +30,7 @@ class PrefillFit(NamedTuple):
     square_s: float
 
     def seconds(self, num_tokens: float, num_squares: float) -> float:
-        """Return the seconds for so many tokens whose squared lengths sum up to this."""
+        """Return the seconds for prompts of `num_tokens` together; `num_squares`: their squared lengths summed."""
         return self.base_s + self.token_s * num_tokens + self.square_s * num_squares
 
 
@@ -42,7 +42,7 @@ class DecodeFit(NamedTuple):
     request_s: float
 
     def seconds(self, num_requests: int, context_len: float) -> float:
-        """Return the seconds for so many requests that read this many tokens."""
+        """Return the seconds for `num_requests` that read `context_len` tokens together."""
         return self.base_s + self.context_token_s * context_len + self.request_s * num_requests
 
 
@@ -88,11 +88,11 @@ class FittedOptModel:
         prefill = self._fit.prefill.seconds(work.num_tokens, num_squares)
         if not work.num_decodes:
             return prefill
-        attention = self._fit.small.context_token_s * self._kernel.context_len(work)
+        attention = self._fit.small.context_token_s * self._kernel.num_charged_keys(work)
         return max(prefill + attention, self._decode_s(work))
 
     def _decode_s(self, work: IterationWork) -> float:
-        context_len = self._kernel.context_len(work)
+        context_len = self._kernel.num_charged_keys(work)
         small = self._fit.small.seconds(work.num_decodes, context_len)
         if work.num_decodes < self._fit.large_from:
             return small

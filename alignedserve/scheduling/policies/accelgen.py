@@ -204,7 +204,7 @@ class _Batch:
     def _head_of(self, waiting: Ints) -> tuple[Ints, Bools]:
         """Return, in order, requests about as urgent as the first of the queue, and which of them may be chunked.
 
-        Long prompts may, and those that have begun.
+        Long prompts may be chunked, and prompts that have begun.
         """
         rows = waiting[self._may_start(waiting)]
         remaining_s = self._remaining_s[rows]

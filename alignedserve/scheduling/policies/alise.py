@@ -30,7 +30,7 @@ class AliseConfig:
 
 
 class Alise:
-    """The policy: levels of predicted remaining time, of which better ones take memory from worse ones.
+    """The policy: levels of predicted remaining time; better levels take memory from worse ones.
 
     The page docs/policies/alise.md has the formulas and an example.
     """

@@ -80,7 +80,7 @@ class AptServeChunked:
 
 
 def _earliest(view: WorkerView) -> IterationPlan:
-    """Resolve a deadlock of requests that share blocks, of which none has enough of its own for another."""
+    """Resolve a deadlock: requests share blocks, and none of them alone frees enough for another."""
     packer = Packer(view)
     if view.held_blocks:
         add_earliest(packer, view, view.limits.max_tokens)

@@ -136,7 +136,7 @@ def _value_alone(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionB
 
 
 def _take(items: _Items, budget: SelectionBudget) -> Bools:
-    """Return which items are taken, in this order, skipping those that no longer fit."""
+    """Take items in this order, skipping any that no longer fit; return which were taken."""
     taken = np.zeros(len(items.owner), np.bool_)
     is_passed = np.zeros(int(items.owner.max(initial=-1)) + 1, np.bool_)  # by owner
     left, waiting = budget, np.arange(len(items.owner))

@@ -41,7 +41,7 @@ class Fastgen:
         return packer.plan()
 
     def _add_prompts(self, packer: Packer, view: WorkerView) -> None:
-        """Add prompts in order up to the first that does not fit, those that have begun first."""
+        """Add prompts up to the first that does not fit, in order; prompts that have begun come first."""
         table = view.table
         prompts = np.flatnonzero(~table.is_decoding)
         has_begun = table.num_blocks[prompts] > 0

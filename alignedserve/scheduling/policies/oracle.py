@@ -87,7 +87,7 @@ class _Iteration:
         self._has_memory: list[int] = np.flatnonzero(table.num_blocks > 0).tolist()
 
     def fill(self) -> IterationPlan:
-        """Add decodes and prompts that can be in time, then those that are late."""
+        """Add decodes and prompts that can be in time, then late ones."""
         late = self._forecast.is_late
         self._add_decodes(np.flatnonzero(self._is_decode & ~late))
         prompts = np.flatnonzero(~self._is_decode & ~late)

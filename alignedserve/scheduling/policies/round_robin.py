@@ -23,7 +23,7 @@ class RoundRobinConfig:
 class RoundRobin:
     """The policy: two first-come-first-served queues with continuous batching, served in alternate iterations.
 
-    A class of which no request can continue passes its turn. An evicted request is recomputed (section 7.4.1). The page
+    A class whose requests cannot continue passes its turn. An evicted request is recomputed (section 7.4.1). The page
     docs/policies/round_robin.md has an example.
     """
 

@@ -79,11 +79,11 @@ def forecast_rows(table: RequestTable, situation: Situation, prompts: PrefillTim
 def rows_of(
     group: Group, table: RequestTable, forecast: RowForecasts, *, is_ready: bool, at_most: int | None = None
 ) -> Ints:
-    """Return the rows of this group that are ready or those that are not, `in_order`; the first `at_most`."""
+    """Return the first `at_most` rows of this group, ready or waiting ones, sorted by `in_order`."""
     counts = forecast.num_ready if is_ready else forecast.num_waiting
     count = 0
-    for one in group.ranks:
-        count += counts[one]
+    for rank in group.ranks:
+        count += counts[rank]
     if at_most is not None and at_most < count:
         count = at_most
     if not count:
@@ -93,8 +93,8 @@ def rows_of(
         return native.ordered_rows(table.columns, len(table), columns, is_ready=is_ready, ranks=group.bits, count=count)
     rows = np.flatnonzero((group.bits >> forecast.rank) & (forecast.is_ready == is_ready))
     if count < len(rows):
-        rank = forecast.rank[rows]
-        rows = rows[rank <= np.partition(rank, count - 1)[count - 1]]
+        ranks = forecast.rank[rows]
+        rows = rows[ranks <= np.partition(ranks, count - 1)[count - 1]]
     return in_order(rows, table, forecast)[:count]
 
 

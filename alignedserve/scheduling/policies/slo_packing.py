@@ -291,7 +291,7 @@ class SloPacking:
                 others.remove(row)
 
     def _can_copy(self, num_tokens: int, budget_s: float) -> bool:
-        """Return whether the cache of so many tokens can be copied beside the iteration within the time."""
+        """Return whether the cache of `num_tokens` can be copied within the time, beside the iteration."""
         work = self._packer.work
         copied = work.swap_in_tokens + work.swap_out_tokens + self._view.memory.copy_tokens(num_tokens)
         return self._view.costs.swap_s(copied) <= budget_s
