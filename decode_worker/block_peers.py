@@ -49,7 +49,7 @@ class BlockPeers:
         return commands
 
     def hang_up_unused(self, now: float, in_use: Callable[[], Collection[str]]) -> list[HangUp]:
-        """Hang up on peers of other nodes that had no use for long. `in_use`: finds those that have one now."""
+        """Hang up on peers of other nodes that were not used for long. `in_use`: returns peers in use now."""
         if not self._used_s:
             return []
         self._used_s |= {peer: now for peer in in_use() if peer in self._used_s}
@@ -59,7 +59,7 @@ class BlockPeers:
         return [HangUp(peer) for peer in unused]
 
     def changed(self, message: PeersChanged) -> list[Dial | StopDialling]:
-        """Dial those that have joined and stop dialling those that are gone; repeated messages change nothing."""
+        """Dial peers that have joined and stop dialling peers that have left; repeated messages change nothing."""
         joined = dict.fromkeys(message.joined)
         left = [name for name in self._names if name not in joined] if message.is_complete else message.left
         commands: list[Dial | StopDialling] = []

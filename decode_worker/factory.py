@@ -67,7 +67,7 @@ def make_logic(
 
 
 def engine_places(config: DecodeWorkerConfig, scheduling: SchedulingConfig) -> int:
-    """Return the most requests that the engine of a separate decode worker holds; those that pause are among them."""
+    """Return the most requests that the engine of a separate decode worker holds, paused ones included."""
     return max_held(config) if policy_entry(scheduling.policy).schedules_iterations else config.max_running_requests
 
 

@@ -42,7 +42,7 @@ class HeldRequest(WorkerRequest):
 
 
 class HeldRequests:
-    """Requests by id, in order of arrival; and what the engine is to be told of those that have left."""
+    """Requests by id, in order of arrival, and what the engine has yet to hear of requests that have left."""
 
     def __init__(self, memory: DeviceMemory, prefixes: PrefixCache | None = None) -> None:
         """`memory`: empty. `prefixes`: the prefix cache in it, empty; None: requests share nothing."""
@@ -109,7 +109,7 @@ class HeldRequests:
         self._wait(tracked)
 
     def drop(self, tracked: HeldRequest) -> None:
-        """Remove a request and free its blocks; those that are cached stay so until they are needed."""
+        """Remove a request and free its blocks; cached blocks stay in the cache until they are needed."""
         request_id = tracked.request.request_id
         del self._requests[request_id]
         shares_last = self.state.shared.partner(request_id) is not None
@@ -216,7 +216,7 @@ class HeldRequests:
                 self._replacements.append(BlockReplacement(request_id, adopted.place, adopted.block_id))
 
     def _leave_blocks(self, tracked: HeldRequest, num_kept: int, *, shares_last: bool = False) -> None:
-        """Free all but its first blocks, as far as they are its own; the others stay cached."""
+        """Free the request's own blocks after the first `num_kept`; shared ones stay cached."""
         own = tracked.block_ids[max(num_kept, tracked.num_shareable) :]
         self.allocator.free(own[:-1] if shares_last else own)
         if tracked.context is not None and self._prefixes is not None:

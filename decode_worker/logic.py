@@ -383,7 +383,7 @@ class DecodeLogic:
         return [send for one in candidates for send in self._router.send(one.preempted(is_refused=is_refused))]
 
     def _send_evictions(self, outcomes: list[EvictionCommand]) -> list[DecodeCommand]:
-        """Return copies as they are, and reports of preempted requests addressed to the router."""
+        """Return the copies, and send reports of preempted requests to the router."""
         commands: list[DecodeCommand] = []
         for one in outcomes:
             commands += [one] if isinstance(one, OffloadBlocks) else self._router.send(one)

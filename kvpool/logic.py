@@ -108,7 +108,10 @@ class PoolLogic:
         self._formed: FormedBatch | None = None  # the last one
 
     def on_event(self, event: CommonEvent, now: float) -> list[PoolCommand]:
-        """Same state, event and now always give the same commands. Touches nothing outside self."""
+        """Return the commands that follow from an event.
+
+        Same state, event and now always give the same commands. Touches nothing outside self.
+        """
         match event:
             case Received(peer, message):
                 commands = self._on_message(peer, message, now)

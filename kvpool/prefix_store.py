@@ -87,15 +87,15 @@ class PrefixStore:
         return self.cached.num_unused
 
     def take_names(self) -> PrefixBlocksChanged | None:
-        """Return, for routers, which blocks have come and gone since they were last told; None: none of which they are.
+        """Return the blocks that have come and gone since routers were last told; None: nothing to tell.
 
-        See `names_told`.
+        Routers are told of about one block in four (`names_told`).
         """
         stored, removed = (names_told(hashes) for hashes in self.cached.take_changes())
         return PrefixBlocksChanged(stored, removed) if stored or removed else None
 
     def all_names(self) -> tuple[bytes, ...]:
-        """Return, for a router that is new, all blocks of which it is told; `take_names` goes on from there."""
+        """Return all block names that a new router is told; `take_names` goes on from there."""
         self.cached.take_changes()
         return names_told(block.block_hash for block in self.cached)
 
@@ -126,7 +126,7 @@ class PrefixStore:
         return []
 
     def lose(self, peer: str) -> list[StoreCommand]:
-        """End what a worker that is lost was writing and reading."""
+        """End the writes and reads of a lost worker."""
         for lease_id in [lease_id for lease_id, lent in self._lent.items() if lent.worker == peer]:
             self._take_back(lease_id)
         return self._end_writing([lease_id for lease_id, one in self._writing.items() if one.worker == peer])

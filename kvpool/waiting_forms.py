@@ -1,8 +1,8 @@
-"""Batches that were asked for a decode worker whose link is not there yet.
+"""Orders to form a batch for a decode worker whose link is not there yet.
 
-A worker of another node links with a pool when its first batch of it is asked for. The question waits for the link, so
-that no other pool is asked for instead: each of those would make a link as well. It does not wait long: a worker whose
-link is down would never get what is granted to it.
+A worker of another node links with a pool when the router first wants a batch of that pool for it. The order waits for
+the link; otherwise the router would try other pools, and each try would make a link as well. It does not wait long: a
+worker whose link is down would never get its batch.
 """
 
 from alignedserve.core.ids import BatchId

@@ -1,4 +1,4 @@
-"""Blocks of a prefill worker's jobs: those that a prompt begins with may be cached from prompts before it."""
+"""Blocks of a prefill worker's jobs: the first blocks of a prompt may be cached from earlier prompts."""
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.messages.prefixes import PrefixBlocksChanged
@@ -36,7 +36,7 @@ class JobBlocks:
         return blocks_for(num_tokens, self._block_size)
 
     def allocate(self, job: PrefillJob) -> bool:
-        """Give a job all its blocks, the first ones cached as far as they are; return False if too few are free."""
+        """Give a job all its blocks, cached ones first; return False if too few are free."""
         prefixes = self._prefixes
         if job.context is None:
             job.context = self._context_of(job)
@@ -68,7 +68,7 @@ class JobBlocks:
         job.block_ids = tuple(block_ids)
 
     def free(self, job: PrefillJob) -> None:
-        """Free the blocks of a job that has left; those that are cached stay so until they are needed."""
+        """Free the blocks of a job that has left; cached blocks stay in the cache until they are needed."""
         context = job.context
         self._allocator.free(job.block_ids[0 if context is None else len(context.held) :])
         if context is not None and self._prefixes is not None:

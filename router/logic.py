@@ -103,7 +103,10 @@ class RouterLogic:
         self._num_ticks = 0
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
-        """Same state, event and now always give the same commands. Touches nothing outside self."""
+        """Return the commands that follow from an event.
+
+        Same state, event and now always give the same commands. Touches nothing outside self.
+        """
         if not isinstance(event, Received):
             commands = self._on_other(event, now)
         elif isinstance(event.message, PoolLoad):  # changes no decision, and is frequent

@@ -1,18 +1,18 @@
-"""How much the wall clock may have gained on time that has passed: it is set forward, and back, by who corrects it.
+"""How much the wall clock may have gained on the time that has passed: somebody may set it forward or back.
 
-What is removed cannot be had again, so that it goes by time that has passed. A wall clock that was set an hour forward
-makes an upload that began a second ago look an hour old, and so does one that was set back and forward again.
+Nothing that was removed comes back, so removal goes by the time that has passed. A wall clock that was set an hour
+forward makes an upload of a second ago look an hour old, and so does a clock that was set back and forward again.
 """
 
 
 class ClockGain:
-    """Watches the wall clock beside a monotonic one, of which it may be any time ahead."""
+    """Watches the wall clock beside a monotonic one; the distance between them may be any."""
 
     def __init__(self) -> None:
         self._least_ahead_s = float("inf")
 
     def look(self, wall_s: float, now: float) -> float:
-        """Return by how much the age of anything may be too high now that was dated since the first look.
+        """Return by how much the age of anything dated since the first look may be too high.
 
         Time in which this host slept counts as gained, as no monotonic clock has it.
         """

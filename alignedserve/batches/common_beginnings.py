@@ -1,11 +1,11 @@
-"""The order in which lines of a batch run: those that begin alike go one after the other.
+"""The order in which lines of a batch run: lines with a common prefix go one after the other.
 
-What they have in common is then computed once and found in the prefix cache by all that follow, however little of it
-the workers can keep. Example: ten questions about each of 1 000 documents, all first questions first, all second ones
-then. A worker that keeps 50 documents would compute every document ten times; in this order once.
+The prefix is then computed once, and all later lines find it in the prefix cache, however small that is. Example: a
+file has ten questions about each of 1 000 documents, all first questions before all second ones. A worker that keeps 50
+documents would compute every document ten times; in this order it computes each once.
 
-Beginnings are compared at four lengths, by digests: lines that have 16 KiB in common stand together within those that
-have 4 KiB in common, and so on. Otherwise lines stay in the order of the file, each group at the place of its first.
+Prefixes are compared at four lengths, by digests. Lines with 16 KiB in common stand together inside a group with 4 KiB
+in common, and so on. Otherwise lines keep the order of the file; a group stands at the place of its first line.
 """
 
 from array import array

@@ -115,7 +115,7 @@ def remaining_work(
 ) -> RemainingWork:
     """Estimate the work that is left, from the batch's own lines as far as they have ended.
 
-    `shares`: of the models that run its lines; None: of those that the lines name.
+    `shares`: by the model that runs the lines; None: by the model that the lines name.
     """
     shares = record.model_shares() if shares is None else shares
     num_lines = record.num_lines or record.input_lines

@@ -1,8 +1,8 @@
-"""How many lines may be in the cluster at a time: of each model those that its workers run, and as many on their way.
+"""How many lines may be in the cluster at a time: for each model twice as many as its workers run together.
 
-Workers and models come and go, so the places are asked for whenever lines are to be started. A batch whose lines name
-several models takes places of each in proportion to its lines. Example: places for 16 lines of A and 4 of B, a batch
-with three lines of A for every one of B: 16 of its lines, of which 4 are expected to be of B.
+Workers and models come and go, so places are counted whenever lines are to be started. A batch whose lines name several
+models takes places of each in proportion to its lines. Example: there are places for 16 lines of A and 4 of B, and the
+batch has three lines of A for every line of B. Then 16 of its lines may run, and 4 of these are expected to be of B.
 """
 
 from collections.abc import Mapping

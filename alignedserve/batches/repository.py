@@ -256,7 +256,7 @@ class BatchRepository:
     # --- statistics
 
     async def throughputs(self, assumed_tokens_per_s: float) -> Throughputs:
-        """Return the measured throughput of every model, and an assumption of those no line of which has run."""
+        """Return the measured throughput of every model, and an assumption for models that have run no line yet."""
         found = await self._read_one(_THROUGHPUTS, StoredThroughputs)
         assumed = ThroughputEstimate(tokens_per_s=assumed_tokens_per_s)
         return Throughputs(assumed, found.by_model if found is not None else {})

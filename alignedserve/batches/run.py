@@ -67,7 +67,7 @@ class BatchRun:
             self._changed.set()
 
     def model_shares(self) -> dict[str, float]:
-        """Return the part of its lines that each model runs: of those that name adapters their models."""
+        """Return the part of its lines that each model runs; a line that names an adapter counts for its model."""
         shares: dict[str, float] = {}
         for name, share in self.record.model_shares().items():
             model = self._context.runner.model_of(name)

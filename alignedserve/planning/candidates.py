@@ -38,7 +38,7 @@ class PolicyChoice:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan: so many workers of one kind under one policy."""
+    """One plan: a number of workers of one kind under one policy."""
 
     offer: Offer
     tensor_parallel: int

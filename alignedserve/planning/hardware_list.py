@@ -33,7 +33,7 @@ class Offer:
 
 
 def parse_hardware(text: str) -> tuple[Offer, ...]:
-    """Parse the list. Raises ConfigError, for an unknown accelerator with those that there are."""
+    """Parse the list. Raises ConfigError; where an accelerator is unknown, the error lists the known ones."""
     offers = tuple(_parse_offer(part.strip()) for part in text.split(",") if part.strip())
     if not offers:
         raise ConfigError("--hardware is empty: write for example '4x h100 @2.5, 8x a100-80g @1.2'")

@@ -94,7 +94,7 @@ class Plan:
         return self.chosen is not None
 
     def frontier(self) -> list[Tried]:
-        """Return the plans of which none cheaper attains as much, the cheapest first."""
+        """Return the plans that attain more than every cheaper one, the cheapest first."""
         found: list[Tried] = []
         known = (one for one in self.tried if one.outcome.is_representative)
         for one in sorted(known, key=lambda one: (one.candidate.cost, -one.outcome.attained)):

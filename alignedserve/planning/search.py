@@ -1,16 +1,16 @@
 """The search for the cheapest plan that holds: bisection inside each family, then the whole workload, cheapest first.
 
-1. Where there are windows of the workload, every family's cheapest plan that holds them is found by bisection, from an
-   estimate of the workers needed: first of the cheapest, as plans that cost SLACK times as much as one that holds are
-   left out.
-2. The whole workload is played by the cheapest plan left, of equally cheap ones the one that attained most; where it
-   fails, by the next, until one holds that costs no more than any left. Beside it, the plan of one worker less shows
-   that the windows told the truth of it, unless they held more misses than the whole may.
+1. Where the workload has windows, bisection finds every family's cheapest plan that holds them. It starts from an
+   estimate of the workers needed, and with the cheapest family, as plans that cost SLACK times as much as one that
+   holds are left out.
+2. The cheapest plan left plays the whole workload; of equally cheap plans the one that attained most. Where it fails,
+   the next one plays it, until a plan holds that costs no more than any left. The plan with one worker less plays it
+   too, and so checks what the windows said of it, unless the windows held more misses than the whole may.
 
 Without windows the first step plays the whole workload, which leaves nothing to the second.
 
-Families that can be served and those that cannot yet are searched apart, so that neither displaces the other. Where
-none holds, the best of the largest plans plays the whole workload to its end, to say what it attains.
+Families that can be served, and families that cannot be served yet, are searched apart, so that neither displaces the
+other. Where no plan holds, the best of the largest ones plays the whole workload to its end, to say what it attains.
 
 Pure: trials out, verdicts in.
 """
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """One family: the boundary between its plans that hold and those that do not."""
+    """One family, and the boundary between its plans that fail and its plans that hold."""
 
     family: Family
     number: int
@@ -96,7 +96,7 @@ class _Row:
 
     @property
     def rank(self) -> tuple[bool, int, float, int]:
-        """Return the order of families of which none holds: by the windows before that was sure, then by attainment."""
+        """Return the sort key of a family without a plan that holds: windows until that was sure, then attainment."""
         last = self.tried.get(len(self.family.members) - 1, Verdict(0.0, holds=False))
         return (not last.holds, -last.num_windows, -last.attained, self.number)
 
@@ -167,7 +167,7 @@ class PlanSearch:
         return [Trial(row.family.members[place], is_whole=not self._has_windows) for row, place in tried]
 
     def _to_the_end(self, rows: Sequence[_Row]) -> list[Trial]:
-        """Where none holds, play the best of the largest plans to its end."""
+        """Play the best of the largest plans to its end if none holds."""
         ended = (verdict for row in rows for verdict in row.played.values() if not verdict.is_abandoned)
         if self.best() is not None or next(ended, None) is not None:
             return []

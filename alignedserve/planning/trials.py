@@ -69,7 +69,7 @@ class Goals:
     span_s: float  # of arrivals
 
     def limits(self, least_share: float | None = None) -> dict[str, int]:
-        """Return how many requests of each class may miss, for the share asked for or a smaller one."""
+        """Return how many requests of each class may miss, for the wanted share or a smaller one."""
         missing = 1.0 - (self.share if least_share is None else min(least_share, self.share))
         return {name: floor(count * missing + 1e-9) for name, count in self.num_requests.items()}
 

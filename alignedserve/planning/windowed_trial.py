@@ -129,7 +129,7 @@ class WindowedTrial:
         return (one for one in self._played if name in one.missing)
 
     def _missed(self, name: str) -> float:
-        """Return how many requests of a class miss in the groups of which a window was played."""
+        """Count a class's misses in the groups that were simulated."""
         return sum(one.missing[name] * one.total(name) for one in self._of(name))
 
     def _allowed(self, name: str) -> float:

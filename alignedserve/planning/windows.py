@@ -18,7 +18,7 @@ from alignedserve.workload.requests import Window, Workload, window_of
 
 @dataclass(frozen=True, slots=True)
 class WindowSizes:
-    """Sizes of windows. They start empty but for a lead-in, which is played and not counted."""
+    """Sizes of windows. Each begins with a lead-in, which is played and not counted."""
 
     least_s: float = 60.0
     lead_in_s: float = 30.0

@@ -48,7 +48,7 @@ class BlockHasher:
         self.block_size = block_size
 
     def named(self, parent: BlockHash, token_ids: Sequence[int]) -> Iterator[NamedBlock]:
-        """Yield the full blocks of a context, each hashed when it is asked for.
+        """Yield the full blocks of a context; each is hashed when the caller takes it.
 
         `parent`: the root; or, for a context that has grown, the hash of the block before `token_ids`.
         """

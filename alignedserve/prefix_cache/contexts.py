@@ -70,7 +70,7 @@ class BlockNames(NamedTuple):
 
 
 class WaitingRuns(BlockObserver):
-    """The runs of contexts that wait, kept up to date block by block, at no cost for those that do not change."""
+    """The runs of waiting contexts, kept up to date block by block; a run that does not change costs nothing."""
 
     def __init__(self, cached: CachedBlocks) -> None:
         self._cached = cached
@@ -171,7 +171,7 @@ class PrefixCache:
         return list(self._hasher.named(root, token_ids))
 
     def wait(self, context: CachedContext, max_hit_tokens: int) -> None:
-        """Follow what a context could take, which may be so many tokens."""
+        """Follow what a context could take from the cache, at most `max_hit_tokens`."""
         assert not context.held, "a context that waits and holds blocks"
         assert not context.is_waiting, "a context that waits already"
         context.max_hit_tokens = max(max_hit_tokens, 0)
@@ -205,15 +205,15 @@ class PrefixCache:
             del context.held[num_kept:]
 
     def take_names(self) -> BlockNames | None:
-        """Return, for routers, which blocks have come and gone since they were last told; None: none of which they are.
+        """Return the blocks that have come and gone since routers were last told; None: nothing to tell.
 
-        See `names_told`: about one block in four is.
+        Routers are told of about one block in four (`names_told`).
         """
         stored, removed = (names_told(hashes) for hashes in self.blocks.take_changes())
         return BlockNames(stored, removed) if stored or removed else None
 
     def all_names(self) -> tuple[bytes, ...]:
-        """Return, for a router that is new, all blocks of which it is told; `take_names` goes on from there."""
+        """Return all block names that a new router is told; `take_names` goes on from there."""
         self.blocks.take_changes()
         return names_told(block.block_hash for block in self.blocks)
 

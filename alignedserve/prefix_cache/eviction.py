@@ -17,7 +17,7 @@ REMEMBERED_SHARE = 4  # blocks that have left and are remembered, by those in th
 
 
 class ValuedBlock(Protocol):
-    """A block of which the order knows how often it was used, and how many blocks lie before it."""
+    """A block with the two numbers that eviction looks at: its uses, and the blocks before it."""
 
     @property
     def depth(self) -> int:

@@ -123,7 +123,7 @@ class _WorkerIterations:
         ]
 
     def thinned(self) -> "_WorkerIterations":
-        """Return at most so many of them, evenly, as slowdowns take many fits to find."""
+        """Return an even sample of at most `_MAX_FITTED`, as slowdowns take many fits to find."""
         step = -(-len(self.iterations) // _MAX_FITTED) or 1
         return _WorkerIterations(self.iterations[::step], self.num_others, self.shares[::step])
 

@@ -113,7 +113,7 @@ class ObservedRun:
         self._emitted.clear()
 
     def within(self, *spans_s: tuple[float, float]) -> "ObservedRun":
-        """Return what was observed in these parts of the time: of requests those that arrived in them."""
+        """Return what was observed in these spans; a request counts where it arrived."""
 
         def is_in(time_s: float) -> bool:
             return any(begin_s <= time_s < end_s for begin_s, end_s in spans_s)

@@ -106,18 +106,18 @@ def requests_of(run: ObservedRun) -> list[ReplayedRequest]:
 
 
 def think_times_s(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int]) -> dict[str, float]:
-    """Return how long clients that keep so many requests outstanding took from the end of one to the next, by class.
+    """Return how long the clients of closed loops took from the end of one request to the next, by class.
 
-    From the last token's worker to the next request's gateway, so with what both take.
+    The time runs from the last token's worker to the next request's gateway, so it includes both.
     """
-    found = {}
+    pause_s = {}
     for name, size in outstanding.items():
         observed = [one.observed for one in requests if one.timed.class_name == name]
         arrivals = [one.request.arrival_s for one in observed][size:]  # in order, as `requests` are
         ends = sorted(one.finished_s for one in observed if one.finished_s is not None)
         pauses = [arrival_s - end_s for end_s, arrival_s in zip(ends, arrivals, strict=False)]
-        found[name] = max(statistics.median(pauses), 0.0) if pauses else 0.0
-    return found
+        pause_s[name] = max(statistics.median(pauses), 0.0) if pauses else 0.0
+    return pause_s
 
 
 def workload_of(
@@ -125,7 +125,7 @@ def workload_of(
     outstanding: Mapping[str, int],
     think_s: Mapping[str, float] = NO_PAUSES,
 ) -> Workload:
-    """Build a workload of the same requests; classes in `outstanding` become closed loops of so many at a time.
+    """Build a workload of the same requests; classes in `outstanding` become closed loops of that size.
 
     `think_s`: from the end of a request to the next one of its loop, by class.
     """
@@ -144,7 +144,7 @@ def workload_of(
 
 
 class EndedRequests(NamedTuple):
-    """The requests of a run, which took so long from the first arrival to the last end, and their gaps by class."""
+    """The requests of a run with their gaps by class; `duration_s`: from the first arrival to the last end."""
 
     records: Sequence[RequestRecord]
     gaps: Mapping[str, GapSample]
@@ -158,9 +158,9 @@ def compare(
     think_s: Mapping[str, float] = NO_PAUSES,
     num_runs: int = NUM_RUNS,
 ) -> list[Comparison]:
-    """Simulate the rounds so many times, with different jitter, and compare the means of each class's measures.
+    """Simulate the rounds `num_runs` times, with different jitter, and compare the means of each class's measures.
 
-    Each round is a run by itself, with nothing before it; a measure is of all of them together. Raises ConfigError if
+    Each round is a run by itself, with nothing before it; a measure covers all of them together. Raises ConfigError if
     the configuration cannot work.
     """
     workloads = [workload_of(requests, outstanding, think_s) for requests in rounds]

@@ -126,7 +126,7 @@ class SimulatedComponent:
         network.add(name, role, self.dispatch)
 
     def dispatch(self, event: Any) -> None:
-        """Pass an event to the logic and perform its commands; of a lost process nothing."""
+        """Pass an event to the logic and perform its commands; a lost process does nothing."""
         if self.is_lost:
             return
         self.num_events += 1

@@ -19,7 +19,7 @@ TOKEN = 1  # every other one
 
 
 class SimulatedAnswer(NamedTuple):
-    """Answer of the simulated model: a number of tokens, the last of which stops it."""
+    """Answer of the simulated model: `num_tokens` tokens; the last one stops it."""
 
     num_tokens: int
     token_id: int = TOKEN  # every one but the last
@@ -241,7 +241,7 @@ class _Timeline:
             counts.append(count)
 
     def prolong(self, seconds: float) -> None:
-        """Let the latest iteration end so much later."""
+        """Let the latest iteration end `seconds` later."""
         self._times[1][-1] += seconds
 
     def lines(self) -> list[IterationLine]:

@@ -24,7 +24,7 @@ class EventQueue:
         heappush(self._entries, (time_s, self._num_entries, action, argument))
 
     def after(self, delay_s: float, action: Callable[[Any], None], argument: object) -> None:
-        """Schedule `action(argument)` so many seconds from now."""
+        """Schedule `action(argument)` for `delay_s` from now."""
         self._num_entries += 1
         heappush(self._entries, (self.now + delay_s, self._num_entries, action, argument))
 

@@ -66,7 +66,10 @@ def unbounded(prompts: Sequence[Prompt]) -> HitCount:
 
 
 def least_recently_used(prompts: Sequence[Prompt], capacity: float) -> HitCount:
-    """Count the hits of a cache of so many blocks, which drops those used longest ago, of one prompt the last ones."""
+    """Count the hits of a cache of `capacity` blocks that drops the least recently used ones.
+
+    Of one prompt's blocks the last ones are dropped first.
+    """
     cached: OrderedDict[Hashable, None] = OrderedDict()
     count = HitCount()
     for prompt in prompts:

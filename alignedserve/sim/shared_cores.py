@@ -47,7 +47,7 @@ class SharedCores:
         self._settled_s = now
 
     def _plan(self) -> None:
-        """Schedule the end of the next iteration, with those that run now."""
+        """Schedule the end of the next iteration to end, at the speeds of the present mixture."""
         self._version += 1
         num_prompts = sum(job.has_prompt for job in self._jobs)
         for job in self._jobs:

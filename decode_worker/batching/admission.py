@@ -59,9 +59,9 @@ class Admission:
         self._share = share
 
     def within(self, candidates: Iterable[Candidate], loading: Iterable[Candidate], now: float) -> Iterator[Candidate]:
-        """Return the candidates that may enter beside what runs and what is loading, up to the first that may not.
+        """Return the candidates that may enter beside running and loading requests, up to the first that may not.
 
-        Real-time ones go first, before the others those that can still hold their mean gap.
+        Real-time candidates go first; among them, those that can still hold their mean gap.
         """
         table, work, least_s = self._table, IterationWork(), self._least_s()
         note_decodes(work, table, np.flatnonzero(table.num_blocks > 0))

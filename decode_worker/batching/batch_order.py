@@ -1,10 +1,10 @@
 """The order of batches on a decode worker, and when the next replaces the running one (AlignedServe, section 3.4).
 
-A full batch (`min_requests` or more) of similar lengths replaces the running one when that has become too small to
-saturate the worker (and no longer fills its memory), or when it has waited for `starvation_s`. From its first request
-on until the last one of the old batch has left, the two mix: the batch switch. A smaller batch, or one of any lengths
-(FCFS), does not cause a switch: it joins the running batch, which is then no longer of similar length. With a cost
-model, a batch may join at any time if its lengths add no cost to those that run.
+A full batch (`min_requests` or more) of similar lengths replaces the running batch in two cases: the running batch has
+become too small to saturate the worker (and no longer fills its memory), or the full batch has waited for
+`starvation_s`. The two mix from the new batch's first request until the last old one has left: the batch switch. A
+smaller batch, or a batch of any lengths (FCFS), causes no switch: it joins the running batch, whose lengths are then no
+longer similar. With a cost model, a batch may join at any time if its lengths add no cost to the running ones.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -36,7 +36,7 @@ class DecodeLimits:
 
 @dataclass(slots=True)
 class WaitingBatch:
-    """A batch granted to this worker, none of whose requests runs yet."""
+    """A batch granted to this worker; none of its requests runs yet."""
 
     batch_id: BatchId
     is_aligned: bool
@@ -50,8 +50,8 @@ class BatchOrder:
     def __init__(
         self, limits: SwitchLimits, is_mixing_cheaper: Callable[[Collection[int]], bool] | None = None
     ) -> None:
-        """`is_mixing_cheaper`: whether decodes of these contexts cost less beside those that run than after them;
-        None: never, batches of different lengths are kept apart."""
+        """`is_mixing_cheaper`: whether decodes of these contexts cost less beside the running ones than after them;
+        None: never, so batches of different lengths stay apart."""
         self._limits = limits
         self._is_mixing_cheaper = is_mixing_cheaper
         self._waiting: dict[BatchId, WaitingBatch] = {}
@@ -87,7 +87,7 @@ class BatchOrder:
     ) -> list[Candidate]:
         """Return the candidates that may enter now, in order: candidate requests first, else the next batch's.
 
-        `num_blocks`: taken by those that run. This also starts the next batch when it is due: its requests are then
+        `num_blocks`: held by running requests. This also starts the next batch when it is due: its requests are then
         candidate requests of the running batch.
         """
         by_id: dict[BatchId, list[Candidate]] = {}

@@ -11,7 +11,7 @@ from decode_worker.state import CacheLocation, Candidate, Loading
 
 
 class Entries:
-    """Reads candidates, batches and objectives; takes those that enter out of the candidates."""
+    """Reads candidates, batches and objectives; removes the candidates that enter."""
 
     def __init__(self, batch: DecodeBatch, candidates: Candidates, order: BatchOrder, evictions: Evictions) -> None:
         self._batch = batch
@@ -22,7 +22,7 @@ class Entries:
     def may_enter(self, now: float) -> Iterator[Candidate]:
         """Return the candidates that may enter, in order, up to the first that would break what runs.
 
-        They are worked out as they are asked for: each counts for the next. Those being copied are passed over.
+        Each one taken counts for the next, as this is a generator. Candidates being copied are skipped.
         """
         if not self._candidates:
             return

@@ -241,7 +241,7 @@ class RunningBatch:
         return Leaving(block_ids, leaving.num_computed, leaving.first_token_s, None)
 
     def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
-        """Free the blocks of an evicted request, as they are copied."""
+        """Free the blocks of an evicted request, whose copy is complete."""
         self._num_leaving_blocks -= len(block_ids)
         self._allocator.free(block_ids)
 

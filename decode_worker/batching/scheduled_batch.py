@@ -28,7 +28,7 @@ from decode_worker.state import Candidate, Loading
 
 
 class _Split(NamedTuple):
-    """A plan, without the candidates; and those that it chose."""
+    """A plan in two parts: without the candidates, and the candidates that it chose."""
 
     own: IterationPlan
     chosen: tuple[Candidate, ...]
@@ -229,7 +229,7 @@ class ScheduledBatch:
         return Leaving(tuple(leaving.block_ids), progress.num_cached, progress.first_token_s, progress.last_token_s)
 
     def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
-        """Free the blocks of an evicted request, as they are copied."""
+        """Free the blocks of an evicted request, whose copy is complete."""
         self._held.free_held(block_ids)
 
     # --- times
@@ -239,7 +239,7 @@ class ScheduledBatch:
         return decode_s(self.table, self.costs)
 
     def is_mixing_cheaper(self, context_lens: Collection[int]) -> bool:
-        """Return whether decodes of these contexts cost less beside those that run than after them."""
+        """Return whether decodes of these contexts cost less beside the running ones than after them."""
         return is_mixing_cheaper(self.table, self.costs, context_lens)
 
     # --- inside
@@ -262,7 +262,7 @@ class ScheduledBatch:
         return _Split(own, chosen)
 
     def _hold(self, chosen: Iterable[Candidate]) -> tuple[Loading, ...]:
-        """Hold blocks for candidates that the policy chose, as far as they are free."""
+        """Hold blocks for the candidates that the policy chose; a candidate without room is skipped."""
         loads = []
         for candidate in chosen:
             num_blocks = self.blocks_for(candidate.num_cached)

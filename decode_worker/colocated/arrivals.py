@@ -114,7 +114,7 @@ class Arrivals:
     # --- inside
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Return whether these blocks are free, and those that the next iterations may need beside them."""
+        """Return whether these blocks are free beside the blocks that the next iterations may need."""
         held = self._held
         has_place = len(held) + len(self._entries) < self._max_held and not held.is_copying_out
         return has_place and held.state.num_free >= num_blocks + len(held) and held.has_room_beside(num_blocks)
@@ -165,7 +165,7 @@ def lent_by(peer: str) -> str:
 
 
 def _is_of(entry: Arriving, peer: str, message: BlocksWritten) -> bool:
-    """Return whether this is the request that blocks were reserved for, whole but for its last token."""
+    """Return whether this is the request that blocks were reserved for, with all tokens except the last."""
     copy, num_tokens = message.copy, message.request.prompt_len + len(message.generated_token_ids)
     given = (message.attempt, copy.generation, peer)
     return (

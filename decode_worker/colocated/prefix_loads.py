@@ -1,13 +1,13 @@
 """Requests that wait for prefix blocks out of a pool, which this worker loads where that is faster than computing.
 
 The life of such a request:
-1. It comes, and begins with fewer cached blocks here than it could. If computing the rest takes longer than loading it
-   probably would, the pool is asked (FindPrefix). One whose next block another request waits for waits with it.
-2. PrefixFound: the run that the pool has is compared with the request's tokens. If loading it is still worth while and
-   there are blocks for it, it is copied; others compute meanwhile.
-3. Once verified the blocks enter this worker's cache, and are given back (PrefixReleased).
-4. The request is admitted, as one that comes now: what it begins with is found in the cache.
-Whatever fails (a pool that is lost, no memory, checksums that do not hold), the request is admitted and computes.
+1. It arrives, and this worker has only part of its prefix cached. If computing the rest would take longer than loading
+   it, the worker asks the pool (FindPrefix). If another request already waits for the next block, both wait together.
+2. PrefixFound: the worker compares the pool's run with the request's tokens. If loading it is still worth while and
+   blocks are free for it, it is copied; other requests compute meanwhile.
+3. Once verified, the blocks enter this worker's cache, and the lease is given back (PrefixReleased).
+4. The request is admitted like a new one, and finds its prefix in the cache.
+If anything fails (a lost pool, no memory, wrong checksums), the request is admitted and computes its prefix.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ class PrefixLoads:
         tokens_per_s: TokensPerS,
         own_pool: str,
     ) -> None:
-        """`own_pool`: that of this node, which is asked unless the router names another."""
+        """`own_pool`: this node's pool, used unless the router names another."""
         self._held = held
         self._prefixes = prefixes
         self._cached = prefixes.blocks
@@ -92,7 +92,7 @@ class PrefixLoads:
     # --- the pool
 
     def connected(self, pool: str, block_bytes: int) -> None:
-        """Begin with a pool, of whose link nothing is known."""
+        """Begin with a pool; the speed of its link is unknown."""
         self._block_s[pool] = block_bytes / _FIRST_BYTES_PER_S
 
     def disconnected(self, pool: str) -> LoadOutcome:
@@ -187,7 +187,7 @@ class PrefixLoads:
         return self._prefixes.names_of(request.prefix_root, token_ids)
 
     def _is_worth_while(self, num_blocks: int, pool: str) -> bool:
-        """Return whether so many blocks of this pool are probably loaded sooner than computed."""
+        """Return whether loading `num_blocks` from this pool is probably faster than computing them."""
         computing_s = num_blocks * self._block_size / max(self._tokens_per_s(), 1.0)
         return num_blocks > 0 and _ASKING_S + num_blocks * self._block_s[pool] < computing_s
 
@@ -207,7 +207,7 @@ class PrefixLoads:
         return 0 if self._held.is_copying_out else count
 
     def _keep(self, waiting: _Waiting) -> list[CachedBlock]:
-        """Store the blocks that were loaded, unless they have come otherwise meanwhile; return those that were."""
+        """Store the loaded blocks that the cache still lacks; return the stored ones."""
         run = self._cached.run_of(waiting.names[: waiting.num_here])
         self._cached.acquire(run, is_use=False)
         kept: list[CachedBlock] = []

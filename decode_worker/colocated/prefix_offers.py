@@ -1,13 +1,13 @@
 """Prefix blocks of this worker on their way into the pool of its node, beside iterations.
 
-A block that enters the worker's cache is offered to the pool, together with all others that did since the last offer:
-one message for those that the pool has already. It answers with places for those that it lacks and keeps; they are
-copied and reported with their checksums. There is one offer at a time, so that a slow pool gets fewer and larger ones,
-and after its copies a rest of several times as long, so that they take a small part of one core at most. Offers are a
-quarter of a second apart, and a second where little is new: messages cost as much as copies of single blocks.
+The worker offers all blocks that have entered its cache since the last offer, in one message. The pool answers with
+places for the blocks that it lacks and keeps. These are copied and reported with their checksums. There is one offer at
+a time, so that a slow pool gets fewer and larger ones. After its copies comes a rest several times as long, so that
+copies take a small part of one core at most. Offers are a quarter of a second apart, or a second if little is new, as
+a message costs as much as the copy of a block.
 
-Nothing is held for a copy, as policies count on the blocks that are free. One that has left the cache before the copy
-was done may have been overwritten in the middle of it: it is not reported, nor are those after it.
+Nothing is held for a copy, as policies count on free blocks. A block that left the cache before its copy was done may
+have been overwritten meanwhile: neither it nor the blocks after it are reported.
 """
 
 from collections.abc import Iterator
@@ -163,7 +163,7 @@ class PrefixOffers:
 
 
 def _in_parts(blocks: list[CachedBlock]) -> Iterator[list[CachedBlock]]:
-    """Split blocks into runs, in each of which every block follows the one before it."""
+    """Split blocks into runs; in a run, every block follows the one before it."""
     parts: dict[CachedBlock, list[CachedBlock]] = {}  # by their last block
     for block in blocks:
         part = parts.pop(block.parent, []) if block.parent is not None else []

@@ -9,7 +9,7 @@ from decode_worker.held_requests import HeldRequest, HeldRequests
 
 
 def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running: int) -> list[WaitingRequest]:
-    """Return those that wait. `members`: of the latest iteration, of which there may be `max_running`."""
+    """Return the waiting requests. `members`: of the latest iteration, `max_running` at most."""
     computing = {one.request.request_id for one in members}
     num_running = len(computing)
     waiting = [one for one in held if one.request.request_id not in computing and not one.is_finished]

@@ -2,8 +2,7 @@
 
     <xxh3-64 of the rest, 16 hex digits> <line> <kind> <input tokens> <output tokens> <JSON of the result>
 
-Input tokens of which some came from the prefix cache are `<input tokens>/<cached>`: logs written before there was one
-have the same form.
+Where some input tokens came from the prefix cache, the field is `<input tokens>/<cached>`.
 The first record is the head, which names the batch. A log is only ever appended to; a partial record at its end, left
 by a writer that died, does not verify and is cut off. The log alone decides which lines are done.
 """

@@ -161,7 +161,7 @@ class _RemoteWriter:
 
 
 async def _drop(reads: deque[asyncio.Task[bytes]]) -> None:
-    """End reads that are not needed, whatever comes of them."""
+    """Cancel reads that are no longer needed, and ignore their results and errors."""
     for read in reads:
         read.cancel()
     await asyncio.gather(*reads, return_exceptions=True)

@@ -87,7 +87,7 @@ class StateClient:
         self._fail_all()
 
     def on_message(self, peer: Peer, message: Message) -> None:
-        """Pass an answer on; one that comes too late is dropped."""
+        """Pass an answer on, or drop it when nobody waits for it any more."""
         assert isinstance(message, StateAnswer), "a message of no union of this client"
         waiting = self._waiting.get(message.call_id)
         if waiting is not None and not waiting.done():

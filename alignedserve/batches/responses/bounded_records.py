@@ -1,11 +1,11 @@
-"""Records of many owners in the record store, of which each owner may keep so many bytes: the oldest make room.
+"""Records of many owners in the record store. Each owner has a limit of bytes; its oldest records make room.
 
 | key | value |
 |---|---|
 | `<kind>/<id>` | the record, until its lifetime is over |
 
-Index `<kind>s/<owner>`: `<id>:<bytes>`, by the time of writing. It is trimmed from its old end after as many new bytes
-as are a sixteenth of the bound, so that adding a record is a single write and never conflicts.
+Index `<kind>s/<owner>`: `<id>:<bytes>`, by the time of writing. It is trimmed from its old end whenever new bytes make
+up a sixteenth of the limit, so that adding a record is a single write and never conflicts.
 """
 
 from typing import NamedTuple

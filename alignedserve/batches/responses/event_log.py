@@ -1,12 +1,12 @@
-"""Events of responses that are generated in the background, in chunks, within bounds of bytes.
+"""Events of responses that are generated in the background, in chunks, within limits of bytes.
 
 | key | value |
 |---|---|
 | `response-events/<id>` | EventRange: which chunks were written, and which of them are left |
-| `response-event-chunk/<id>/<number>` | events, as they are sent |
+| `response-event-chunk/<id>/<number>` | events in the form in which they are sent |
 
-The gateway that creates a response writes chunk 0, the process that generates it the others, each once. The oldest
-chunks make room: of a response once it has too many bytes, and of all responses together once those have.
+The gateway that creates a response writes chunk 0, and the process that generates it writes the others, each once. The
+oldest chunks make room when a response has too many bytes, and when all responses together have too many.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ class EventLimits(NamedTuple):
 
 
 class EventRange(StoredRecord, frozen=True):
-    """Chunks of one response: from `first` on they are left, but for those that made room for other responses."""
+    """Chunks of one response: from `first` on they are left, except those that made room for other responses."""
 
     end: int  # number of the next chunk
     first: int = 0
@@ -66,7 +66,7 @@ class EventLog:
         await self._chunks.trim_when_due(_ALL, num_bytes, limits.in_all)
 
     async def read(self, response_id: str, number: int) -> list[EventChunk]:
-        """Return chunks from this number on, as many as were written, but only so many at a time."""
+        """Return the chunks written from this number on, at most `_CHUNKS_PER_READ` at a time."""
         numbers = range(number, number + _CHUNKS_PER_READ)
         keys = [self._chunks.key(f"{response_id}/{one}") for one in numbers]
         raw, *chunks = await self._store.read([_key(response_id), *keys])
