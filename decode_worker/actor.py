@@ -13,6 +13,8 @@ from alignedserve.config.sections import (
     PrefixCacheConfig,
     SchedulingConfig,
 )
+from alignedserve.process.actor_host import ActorHost
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
 from alignedserve.runtime.engine.engine_sizes import engine_sizes, hidden_block_tokens, swapped_bytes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
@@ -22,8 +24,6 @@ from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.shared_weights import share_weights
-from alignedserve.runtime.process.actor_host import ActorHost
-from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
 from alignedserve.scheduling.policies import wants_shared_blocks
 from alignedserve.worker_core.registration import num_active, registration_of

@@ -4,9 +4,9 @@ import ray
 
 from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.process.actor_host import ActorHost
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.kv.arena_files import arena_path
-from alignedserve.runtime.process.actor_host import ActorHost
-from alignedserve.runtime.process.process_spec import ProcessSpec
 from kvpool.service import KvPool
 
 

@@ -11,11 +11,11 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.events import CommonEvent
 from alignedserve.messages.links import PoolInbound
 from alignedserve.messages.wire import Codec
+from alignedserve.process.logic_driver import LogicDriver
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
-from alignedserve.runtime.process.logic_driver import LogicDriver
-from alignedserve.runtime.process.process_spec import ProcessSpec
 from kvpool.factory import make_logic
 from kvpool.state import SetBlockGeneration
 

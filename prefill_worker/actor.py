@@ -5,14 +5,14 @@ from functools import partial
 import ray
 
 from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
+from alignedserve.process.actor_host import ActorHost
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.device_turns import shared_device_of
 from alignedserve.runtime.engine.engine_sizes import engine_sizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.actor_host import ActorHost
-from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
 from alignedserve.worker_core.registration import registration_of
 from prefill_worker.factory import make_logic

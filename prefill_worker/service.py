@@ -6,11 +6,11 @@ from alignedserve.messages.events import CommonEvent
 from alignedserve.messages.iterations import RelayBlocks, RunIteration
 from alignedserve.messages.links import PrefillWorkerInbound
 from alignedserve.messages.wire import Codec
+from alignedserve.process.logic_driver import LogicDriver
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.lending_copier import LendingCopier
-from alignedserve.runtime.process.logic_driver import LogicDriver
-from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from prefill_worker.logic import PrefillEvent, PrefillLogic, WorkCommand
 

@@ -6,9 +6,9 @@ import ray
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.core.errors import PeerLost
+from alignedserve.process.actor_host import ActorHost
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.actor_host import ActorHost
-from alignedserve.runtime.process.process_spec import ProcessSpec
 from router.service import Router
 
 

@@ -17,7 +17,7 @@ from alignedserve.core.request import Request
 from alignedserve.messages.events import Received, Send
 from alignedserve.messages.gateways import AbortRequest, ResumeRequest, SubmitRequest
 from alignedserve.messages.workers import RequestFinished
-from alignedserve.runtime.process.worker_threads import WorkerThreads
+from alignedserve.process.worker_threads import WorkerThreads
 from router.logic import RouterEvent, RouterLogic
 from router.prediction.encoders import PromptCode
 from router.prediction.journal import LearntLengths, LearntRequest

@@ -8,9 +8,9 @@ from typing import NoReturn
 from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec
+from alignedserve.process.logic_driver import LogicDriver
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.logic_driver import LogicDriver
-from alignedserve.runtime.process.process_spec import ProcessSpec
 from router.async_predictor import AsyncLengthPredictor, PredictingLogic
 from router.factory import make_logic
 from router.logic import RouterEvent

@@ -16,9 +16,9 @@ from alignedserve.core.quotas import QuotaPool
 from alignedserve.gateway.backend.connection import ClusterConnection, ClusterLinks
 from alignedserve.gateway.deployments import Deployments
 from alignedserve.gateway.services import Services, build_services
+from alignedserve.process.background_tasks import start_background
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
-from alignedserve.runtime.process.background_tasks import start_background
-from alignedserve.runtime.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
 

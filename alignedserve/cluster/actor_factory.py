@@ -18,11 +18,11 @@ from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.environment import api_keys, trace_headers
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Observing, Topology
 from alignedserve.messages.handshake import Role
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.process_spec import ProcessSpec
+from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_deployment import ServedDeployment
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.process_spec import ProcessSpec
-from alignedserve.runtime.process.tls import CertificateAuthority
 from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor, Lending
 from kvpool.actor import KvPoolActor
 from prefill_worker.actor import PrefillWorkerActor

@@ -18,11 +18,11 @@ from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ConfigError
+from alignedserve.process.addresses import AddressBook, numbered_deployment
 from alignedserve.runtime.device.devices import AUTO, CPU, gpu_names
 from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device, with_device
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.model.hub.local_model import with_local_model
-from alignedserve.runtime.process.addresses import AddressBook, numbered_deployment
 from alignedserve.scheduling.topology import require_effect
 
 

@@ -14,7 +14,7 @@ import msgspec
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Section
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.process.addresses import FIRST_DEPLOYMENT, ROUTER, deployed_name
+from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, deployed_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from alignedserve.config.environment import RUN_DIR_VARIABLE, run_root
 from alignedserve.core.errors import ResourceError
-from alignedserve.runtime.process.addresses import AddressBook
+from alignedserve.process.addresses import AddressBook
 
 _KEPT_FOLDERS = 8  # of clusters that have ended, for their logs
 _MAX_SOCKET_PATH = 107  # bytes; the system's limit

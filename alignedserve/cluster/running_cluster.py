@@ -28,9 +28,9 @@ from alignedserve.cluster.signals import interrupts_kept, signals_ignored
 from alignedserve.cluster.start_observer import Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.core.errors import AlignedServeError, NodeLost, PeerLost, ResourceError
+from alignedserve.process.loading_progress import Progress, read_progress
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.loading_progress import Progress, read_progress
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from alignedserve.cluster.sizing import SizeChoice
+from alignedserve.process.loading_progress import Progress
 from alignedserve.runtime.device_check.choice import DeviceChoice
-from alignedserve.runtime.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
 

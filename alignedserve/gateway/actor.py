@@ -12,9 +12,9 @@ from alignedserve.gateway.connections.limits import raise_file_limit
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.gateway.work_lanes import favour_the_loop
 from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.process.actor_host import ActorHost
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
-from alignedserve.runtime.process.actor_host import ActorHost
-from alignedserve.runtime.process.process_spec import ProcessSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.services import Services
 from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.process.background_tasks import start_background
 from alignedserve.runtime.lora.loaded_file import loaded_file
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
-from alignedserve.runtime.process.background_tasks import start_background
 
 logger = logging.getLogger(__name__)
 

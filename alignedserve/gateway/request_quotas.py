@@ -15,7 +15,7 @@ from alignedserve.core.errors import StorageError
 from alignedserve.core.quotas import LEASE_S, OwnShare
 from alignedserve.gateway.errors import QuotaExceeded, Unavailable
 from alignedserve.messages.state import QuotaAnswer, UseQuota
-from alignedserve.runtime.process.background_tasks import start_background
+from alignedserve.process.background_tasks import start_background
 
 _SIGN_OF_LIFE_S = LEASE_S / 5
 _ANSWER_S = 0.5

@@ -28,9 +28,9 @@ from alignedserve.gateway.metrics.disk_metrics import Disks
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.process.addresses import AddressBook
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
-from alignedserve.runtime.process.addresses import AddressBook
 
 logger = logging.getLogger(__name__)
 

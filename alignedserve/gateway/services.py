@@ -26,7 +26,7 @@ from alignedserve.gateway.timelines.timelines import Timelines
 from alignedserve.gateway.timelines.tracing import make_exporter, make_timelines
 from alignedserve.gateway.work_lanes import WorkLanes
 from alignedserve.gateway.work_process import WorkProcess
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 _READING = "alignedserve.gateway.long_bodies.process"
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from alignedserve.gateway.errors import Overloaded
 from alignedserve.gateway.work_lanes import Lane
-from alignedserve.runtime.process.child_process import ChildProcess
+from alignedserve.process.child_process import ChildProcess
 
 logger = logging.getLogger(__name__)
 

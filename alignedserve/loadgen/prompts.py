@@ -12,10 +12,10 @@ import msgspec
 from tokenizers import Tokenizer
 
 from alignedserve.core.errors import ConfigError, ModelError
+from alignedserve.gguf.file import GgufFile, is_gguf
 from alignedserve.loadgen.client import CompletionApi, CompletionCall
 from alignedserve.loadgen.load_plan import LoadRequest, TrafficClass
-from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
-from alignedserve.runtime.model.gguf.tokenizer import gguf_tokenizer
+from alignedserve.text.gguf_tokenizer import gguf_tokenizer
 
 # Short, common words: one token each, with the space before them, in nearly every tokenizer.
 # fmt: off

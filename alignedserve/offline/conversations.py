@@ -19,7 +19,7 @@ from alignedserve.gateway.openai.parsing import check_shape, parse_chat
 from alignedserve.gateway.openai.tool_calls import whole_tool_calls
 from alignedserve.offline.request_output import RequestOutput
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 _MAX_DEPTH = 64  # of messages, tools and schemas
 

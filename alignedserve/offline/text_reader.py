@@ -13,7 +13,7 @@ from alignedserve.gateway.embeddings.vectors import Vectors, computed_scores, co
 from alignedserve.gateway.errors import GenerationFailed
 from alignedserve.offline.request_output import RequestOutput
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
-from alignedserve.runtime.model.text.tokenizer import EncodedPair, Tokenizer
+from alignedserve.text.tokenizer import EncodedPair, Tokenizer
 
 _EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
 

@@ -9,6 +9,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.wire import Message
+from alignedserve.process.links import Identity
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.encoder.executor import EncoderExecutor
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
@@ -17,7 +18,6 @@ from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.links import Identity
 
 
 class Executor(Protocol):

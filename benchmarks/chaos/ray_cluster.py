@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from alignedserve.process.addresses import ROUTER
+from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.arena_files import arena_folder
-from alignedserve.runtime.process.addresses import ROUTER
-from alignedserve.runtime.process.process_spec import POOL
 from benchmarks.chaos.schedules import Target
 from benchmarks.support import kill_schedules
 from benchmarks.support.kill_cluster import KillCluster

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.process.process_spec import ProcessSpec
 
 _AGAIN_S = 0.1  # between the end of a process and its next start
 _FAILED = 75  # it could not start, and is tried again

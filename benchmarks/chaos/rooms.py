@@ -29,11 +29,11 @@ from alignedserve.config.sections import (
     Topology,
 )
 from alignedserve.gateway.actor import GatewayActor
+from alignedserve.process.addresses import ROUTER, AddressBook
+from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.process.addresses import ROUTER, AddressBook
-from alignedserve.runtime.process.process_spec import POOL
 from alignedserve.scheduling.factory import resolve_policy
 from benchmarks.chaos.ray_cluster import tail_of
 from benchmarks.chaos.room_process import RoomPlan, RoomProcess, forking, when_true

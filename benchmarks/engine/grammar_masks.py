@@ -39,7 +39,7 @@ from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.random_weights import random_weights
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.support.recording import write_result
 
 NUM_REQUESTS = 64

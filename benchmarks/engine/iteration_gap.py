@@ -34,14 +34,14 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Identity, Peer
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
-from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.worker_core.iteration_log import IterationLog
 from benchmarks.support.recording import write_result
 from decode_worker.colocated.service import ColocatedWorker

@@ -20,8 +20,8 @@ from torch import Tensor
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.built_in import SMOLLM2, model_path
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.precision.quantization import distance, logits_of
 from benchmarks.support.recording import write_result
 from kernels.float8_rows import LARGEST, dequantise_float8_rows, quantise_float8_rows

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 from alignedserve.evaluation.questions import make_questions
+from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.built_in import smollm2_file
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.source import GgufSource
-from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_loader import assemble_weights
+from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.precision.quantization import logits_of
 from benchmarks.support.greedy import greedy_answers
 from benchmarks.support.recording import RESULTS, write_result

@@ -33,8 +33,8 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.precision.quantization import distance, evaluate, load, logits_of, table_of
 from benchmarks.support.recording import write_result
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention, PagedPlan, supported_levels

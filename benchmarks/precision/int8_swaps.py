@@ -24,8 +24,8 @@ from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.support.recording import write_result
 
 BLOCK_SIZE, BATCH_SIZE = 16, 32

@@ -31,9 +31,9 @@ from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.support.recording import write_result
 
 QUANTIZATIONS = (None, "int8")

@@ -22,20 +22,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.built_in import smollm2_file
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import assemble_weights
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
+from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.precision.gguf_agreement import prompts_of
 from benchmarks.precision.quantization import logits_of
 from benchmarks.support.greedy import greedy_answers

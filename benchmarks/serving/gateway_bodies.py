@@ -26,9 +26,9 @@ from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.gateway.services import build_services
 from alignedserve.gateway.work_lanes import favour_the_loop
+from alignedserve.process.heap import settle_heap
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
-from alignedserve.runtime.process.heap import settle_heap
+from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.support.recording import write_result
 
 _TOKEN_S = 0.02

@@ -19,7 +19,7 @@ from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.gateway.services import build_services
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.support.recording import write_result
 
 

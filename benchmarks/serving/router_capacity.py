@@ -49,15 +49,15 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.heap import settle_heap
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Identity, Peer
+from alignedserve.process.logic_driver import LogicDriver
+from alignedserve.process.process_spec import ProcessSpec
+from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.heap import settle_heap
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
-from alignedserve.runtime.process.logic_driver import LogicDriver
-from alignedserve.runtime.process.process_spec import ProcessSpec
-from alignedserve.runtime.process.tls import CertificateAuthority
 from benchmarks.support.recording import write_result
 from router.async_predictor import AsyncLengthPredictor, PredictingLogic
 from router.factory import make_logic

@@ -26,8 +26,8 @@ from alignedserve.messages.gateways import TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import GatewayInbound
 from alignedserve.messages.wire import Codec
-from alignedserve.runtime.process.links import Identity, Link, connect, listen, real_address
-from alignedserve.runtime.process.tls import CertificateAuthority
+from alignedserve.process.links import Identity, Link, connect, listen, real_address
+from alignedserve.process.tls import CertificateAuthority
 from benchmarks.support.recording import write_result
 
 _NUM_REQUESTS = 8

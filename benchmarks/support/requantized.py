@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
+from alignedserve.gguf.file import GgufFile, GgufTensor
 from kernels.block_values import unpack_rows
 
 Floats = npt.NDArray[np.float32]

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 from router.prediction.encoders import HashedNgrams, PromptEncoder
 from router.prediction.journal import LearntLengths
 from router.prediction.predictor import LengthPredictor, PredictorConfig

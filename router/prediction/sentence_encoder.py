@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
-from alignedserve.runtime.model.json_fields import JsonFields, read_json_object
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.core.json_fields import JsonFields, read_json_object
+from alignedserve.text.tokenizer import Tokenizer
 from router.prediction.encoders import KEY_LEN, PromptCode, normalised, random_projection, window_of
 from router.prediction.tensors import FloatTensors
 

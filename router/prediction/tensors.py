@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.errors import ModelError
+from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.config import EMBEDDING
-from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.weight_index import WeightIndex
 from kernels.block_values import unpack_rows
 

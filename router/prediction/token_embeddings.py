@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.gguf.file import is_gguf
+from alignedserve.gguf.file import is_gguf
 from alignedserve.runtime.model.model_config import Family
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
 from router.prediction.encoders import KEY_LEN, PromptCode, normalised, random_projection, window_of

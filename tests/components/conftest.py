@@ -9,7 +9,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
     With such ticks the last notes of a call come sooner as well.
     """
-    monkeypatch.setattr("alignedserve.runtime.process.logic_driver.TICK_S", 0.05)
+    monkeypatch.setattr("alignedserve.process.logic_driver.TICK_S", 0.05)
     monkeypatch.setattr("router.logic._TICKS_PER_STATUS", 1)
     monkeypatch.setattr("alignedserve.worker_core.iteration_log._REPORT_PAUSE_S", 0.05)
     for module in ("exporter", "timeline"):

@@ -13,8 +13,8 @@ from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.gateway.backend.connection import ClusterLinks
 from alignedserve.gateway.server import GatewayServer, bind
 from alignedserve.messages.handshake import Role
+from alignedserve.process.links import Identity
 from alignedserve.runtime.model.served_deployment import ServedDeployment
-from alignedserve.runtime.process.links import Identity
 from tests.gateway.support import EOS, write_tokenizer
 from tests.support.in_process import TINY_LLAMA, RoomCluster, running, small_config
 

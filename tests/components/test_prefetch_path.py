@@ -19,8 +19,8 @@ from alignedserve.config.sections import BatchingConfig, ClusterConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.iterations import BlocksRelayed, LoadBlocks, OffloadBlocks, RelayBlocks
+from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.process.process_spec import POOL
 from tests.harnesses.client_gateway import Answer
 from tests.support.device_stand_in import HOST, LINK, PCIE, Machine
 from tests.support.in_process import RoomCluster, running, small_config

@@ -12,8 +12,8 @@ from alignedserve.config.sections import ClusterConfig, PrefixCacheConfig, Sched
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import WorkerName
 from alignedserve.core.request import SamplingParams
+from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.process.process_spec import POOL
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.colocated.service import ColocatedWorker
 from kvpool.logic import PoolLogic

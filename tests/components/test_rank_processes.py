@@ -17,6 +17,7 @@ from alignedserve.core.errors import ModelError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.caches import ArenaOffered, BlockCopy
 from alignedserve.messages.handshake import Role
+from alignedserve.process.links import Identity
 from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.engine.engine import Engine, StepSlice
 from alignedserve.runtime.engine.ranks import rank_group
@@ -28,7 +29,6 @@ from alignedserve.runtime.kv.transfers.ranked_transfer import PartsOffer, Ranked
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.process.links import Identity
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange
 from tests.support.lora_folders import write_adapter
 from tests.support.tiny_engines import GREEDY, random_tokens

@@ -10,7 +10,7 @@ from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.openai.output_parser import OutputFormat
 from alignedserve.gateway.tools.formats import FORMATS
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 from tests.gateway.support import gateway
 from tests.gateway.tool_support import function
 

@@ -22,11 +22,11 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RunIteration,
 )
+from alignedserve.process.links import Identity
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.process.links import Identity
 from tests.harnesses.transfer import NUM_POOL_BLOCKS, changed
 from tests.support.in_process import small_config
 from tests.support.samples import POOL, blocks, request

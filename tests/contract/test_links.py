@@ -20,9 +20,9 @@ from alignedserve.messages.caches import LeasesReleased
 from alignedserve.messages.gateways import AbortRequest, SubmitRequest
 from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.link_manager import _MAX_PENDING_MESSAGES, LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
-from alignedserve.runtime.process.tls import CertificateAuthority, Credentials
+from alignedserve.process.link_manager import _MAX_PENDING_MESSAGES, LinkManager
+from alignedserve.process.links import Identity, Peer
+from alignedserve.process.tls import CertificateAuthority, Credentials
 from tests.harnesses import clock_peer
 from tests.support.marks import slow
 from tests.support.waiting import holds

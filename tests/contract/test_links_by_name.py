@@ -14,11 +14,11 @@ from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.process import addresses, link_manager
-from alignedserve.runtime.process.addresses import AddressBook, AddressResolver, Publication
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.tls import CertificateAuthority
+from alignedserve.process import addresses, link_manager
+from alignedserve.process.addresses import AddressBook, AddressResolver, Publication
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Identity
+from alignedserve.process.tls import CertificateAuthority
 from tests.contract.test_links import CODEC, Recorder
 from tests.support.waiting import holds
 

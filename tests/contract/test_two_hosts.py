@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from alignedserve.runtime.process.tls import CertificateAuthority
+from alignedserve.process.tls import CertificateAuthority
 from tests.harnesses.block_peer import PeerProcess
 from tests.harnesses.link_peer import CREDENTIALS
 from tests.harnesses.two_hosts import TwoHosts, require_namespaces

@@ -15,11 +15,11 @@ from alignedserve.messages.gateways import AbortRequest, ResumeRequest, SubmitRe
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec, Message
+from alignedserve.process.addresses import ROUTER, AddressBook, deployed_name
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Identity, Peer
 from alignedserve.runtime.model.served_deployment import ServedDeployment
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from alignedserve.runtime.process.addresses import ROUTER, AddressBook, deployed_name
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
 from tests.gateway.support import EOS, tokenizer_folder
 from tests.support.in_process import TINY_LLAMA
 

@@ -23,7 +23,7 @@ from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.services import Services, build_services
-from alignedserve.runtime.model.text import tokenizer as ours
+from alignedserve.text import tokenizer as ours
 
 EOS = 1
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, how are you today?", "stop here and now"] * 4

@@ -32,9 +32,9 @@ from alignedserve.messages.gateways import (
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Identity, Peer
 from tests.support.waiting import holds
 
 SECRET = b"s" * 32

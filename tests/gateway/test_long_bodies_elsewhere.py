@@ -281,7 +281,7 @@ async def test_an_error_of_ours_is_answered_as_one_of_the_gateway() -> None:
 def test_the_process_ends_with_its_parent() -> None:
     script = f"""
 import sys
-from alignedserve.runtime.process.child_process import ChildProcess
+from alignedserve.process.child_process import ChildProcess
 child = ChildProcess({MODULE!r}, 9)
 child.start()
 print(child._process.pid, flush=True)

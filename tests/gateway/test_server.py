@@ -18,7 +18,7 @@ from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound, S
 from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.errors import Overloaded, Unavailable
 from alignedserve.gateway.server import GatewayServer, HttpServer, bind, shares_limits
-from alignedserve.runtime.process.addresses import AddressBook
+from alignedserve.process.addresses import AddressBook
 from tests.gateway.deployment_support import EchoingDeployment, deployed, gateway_links
 from tests.gateway.support import saying, services_for, tokens_of
 from tests.support.state_links import Entries

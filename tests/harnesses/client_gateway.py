@@ -24,9 +24,9 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import GatewayInbound
 from alignedserve.messages.request_notes import AskTimeline, RequestNote, RequestsNoted, TimelineTold
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.addresses import ROUTER
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.process.addresses import ROUTER
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Identity, Peer
 
 
 @dataclass

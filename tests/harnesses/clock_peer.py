@@ -10,8 +10,8 @@ import time
 from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Identity, Peer
 from tests.support.samples import request
 
 SECRET = b"c" * 32

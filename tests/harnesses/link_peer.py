@@ -18,9 +18,9 @@ from alignedserve.core.ids import RequestId
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer, real_address
-from alignedserve.runtime.process.tls import Credentials
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Identity, Peer, real_address
+from alignedserve.process.tls import Credentials
 
 CREDENTIALS = "ALIGNEDSERVE_TEST_CREDENTIALS"  # folder of a file for each name
 _SEND_S = 0.005

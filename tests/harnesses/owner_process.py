@@ -15,6 +15,7 @@ import torch
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.handshake import Role
+from alignedserve.process.links import Identity
 from alignedserve.runtime.device.accelerator import accelerator_of
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
@@ -26,7 +27,6 @@ from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
-from alignedserve.runtime.process.links import Identity
 
 SECRET = b"t" * 32
 OWNER = Identity(Role.PREFILL_WORKER, "prefill-0", SECRET, peer_timeout_s=20.0)  # a device is slow to begin

@@ -15,6 +15,8 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.messages.handshake import Role
+from alignedserve.process.links import Identity
+from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
@@ -25,8 +27,6 @@ from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.tls import CertificateAuthority
 from tests.harnesses.owner_process import ProcessMedium
 from tests.support.cpu_accelerator import cpu_lanes
 from tests.support.samples import blocks

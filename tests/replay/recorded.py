@@ -24,9 +24,9 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.recording import RUN_FILE, RunMetadata
 from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.process.addresses import ROUTER
+from alignedserve.process.recorder import Recorder, open_recorder
 from alignedserve.replay.component_replay import ComponentReplay, recordings_in
-from alignedserve.runtime.process.addresses import ROUTER
-from alignedserve.runtime.process.recorder import Recorder, open_recorder
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.result import SimulationResult

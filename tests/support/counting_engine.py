@@ -3,10 +3,10 @@
 from typing_extensions import override
 
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
+from alignedserve.process.links import Identity
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
-from alignedserve.runtime.process.links import Identity
 from tests.support.device_stand_in import Machine, StandInStorage
 from tests.support.rank_devices import RanksOnDevices
 

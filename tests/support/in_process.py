@@ -26,6 +26,10 @@ from alignedserve.config.sections import (
 from alignedserve.core.request import LoraAdapter, SamplingParams
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.process.addresses import ROUTER, AddressBook
+from alignedserve.process.links import Identity
+from alignedserve.process.process_spec import POOL, ProcessSpec
+from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, hidden_block_tokens
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.arena_files import arena_folder
@@ -33,10 +37,6 @@ from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from alignedserve.runtime.process.addresses import ROUTER, AddressBook
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
-from alignedserve.runtime.process.tls import CertificateAuthority
 from decode_worker import factory as decode_factory
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import max_held, memory_of

@@ -18,7 +18,7 @@ from alignedserve.messages.gateways import (
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
 from alignedserve.prefix_cache.block_hashes import BlockHasher
-from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.process.addresses import ROUTER
 from tests.harnesses.token_engine import BLOCK_SIZE
 
 

@@ -47,7 +47,7 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.process.addresses import ROUTER
 from alignedserve.scheduling.policy import DeviceMemory
 from decode_worker import factory as decode_factory
 from decode_worker.colocated.logic import ColocatedLogic

@@ -10,9 +10,9 @@ from alignedserve.batches.remote.state_server import StateServer
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.core.quotas import QuotaPool
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.tls import CertificateAuthority
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.links import Identity
+from alignedserve.process.tls import CertificateAuthority
 
 AUTHORITY = CertificateAuthority("test")
 SECRET = b"s" * 32

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.tls import CertificateAuthority
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.tls import CertificateAuthority
 from tests.support.device_stand_in import Machine
 from tests.support.in_process import RoomCluster
 

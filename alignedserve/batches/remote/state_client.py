@@ -9,9 +9,9 @@ from typing import TypeVar
 from alignedserve.core.errors import StorageDamaged, StorageError, StorageFull, StoreUnavailable
 from alignedserve.messages.state import Answer, Call, CallFailed, StateAnswer, StateCall, StateClientInbound
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Identity, Peer
 
 logger = logging.getLogger(__name__)
 

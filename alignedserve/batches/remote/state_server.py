@@ -41,10 +41,10 @@ from alignedserve.messages.state import (
     WriteUpload,
 )
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.background_tasks import start_background
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.background_tasks import start_background
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Identity, Peer
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.transfers.registry import available_transports
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 from kernels.cpu.packed_linear import INT8, packed_levels
 from kernels.cpu.paged_attention import supported_levels
 from kernels.linear import ONEDNN, packing

@@ -29,7 +29,7 @@ from alignedserve.cluster.hosts.supervisor import Ending
 from alignedserve.config.environment import redis_authority_path, redis_url
 from alignedserve.core.errors import PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.runtime.process.addresses import is_gateway
+from alignedserve.process.addresses import is_gateway
 
 _NUM_LAST_LINES = 6  # of a process that does not serve
 _FOLLOW_S = 0.5

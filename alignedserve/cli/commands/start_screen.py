@@ -10,8 +10,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from alignedserve.cli.console import notes
 from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.config.sections import MIB
+from alignedserve.process import loading_progress
 from alignedserve.runtime.device_check.choice import DeviceChoice
-from alignedserve.runtime.process import loading_progress
 
 _GIB = 1024 * MIB
 _FIRST_ESTIMATE_S = 1.0  # of loading; earlier ones jump

@@ -33,8 +33,8 @@ from alignedserve.cluster.process_health import Health, ProcessState
 from alignedserve.cluster.running_cluster import RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.core.errors import PeerLost
+from alignedserve.process.loading_progress import read_progress
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
-from alignedserve.runtime.process.loading_progress import read_progress
 
 _LOOK_S = 0.1
 

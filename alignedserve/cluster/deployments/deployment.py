@@ -11,12 +11,12 @@ from alignedserve.cluster.placement import NodeCapacity, NodeShare, Placement
 from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.config.sections import MIB, ClusterConfig
 from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.process.addresses import FIRST_DEPLOYMENT, AddressBook
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.engine.engine_sizes import bytes_beside_blocks
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from alignedserve.runtime.process.addresses import FIRST_DEPLOYMENT, AddressBook
 from alignedserve.scheduling.factory import resolve_policy
 
 

@@ -19,13 +19,13 @@ from alignedserve.cluster.memory_planner import Machine
 from alignedserve.config.model_settings import ModelSettings, name_of, require_adapters_apart
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ConfigError
+from alignedserve.process.addresses import AddressBook
 from alignedserve.runtime.device.devices import AUTO, CPU, CUDA
 from alignedserve.runtime.device_check.choice import DeviceChoice, with_device
 from alignedserve.runtime.lora.loaded_adapters import carry_over, settle_carried
 from alignedserve.runtime.lora.loaded_file import loaded_file, read_loaded
 from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.scheduling.topology import require_effect
 
 

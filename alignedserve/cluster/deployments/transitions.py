@@ -13,7 +13,7 @@ from alignedserve.cluster.ray_polls import have_all_ended
 from alignedserve.cluster.running_cluster import START_TIMEOUT_S, start_failure
 from alignedserve.cluster.start_observer import LoggingObserver, Patience
 from alignedserve.core.errors import ResourceError
-from alignedserve.runtime.process.loading_progress import Progress
+from alignedserve.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
 

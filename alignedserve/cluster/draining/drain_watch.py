@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from alignedserve.cluster.draining.drains import Drains
 from alignedserve.cluster.ray_polls import has_ended
 from alignedserve.core.errors import AlignedServeError
-from alignedserve.runtime.process.addresses import is_router, router_of
+from alignedserve.process.addresses import is_router, router_of
 
 logger = logging.getLogger(__name__)
 

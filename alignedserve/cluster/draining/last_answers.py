@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import BATCHES
 from alignedserve.cluster.ray_polls import has_ended
-from alignedserve.runtime.process.addresses import is_gateway
+from alignedserve.process.addresses import is_gateway
 
 
 class LastAnswers:

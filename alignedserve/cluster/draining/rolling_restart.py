@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.ray_polls import has_ended
 from alignedserve.core.errors import AlignedServeError
-from alignedserve.runtime.process.addresses import router_of
+from alignedserve.process.addresses import router_of
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from alignedserve.cluster.deployments.orders import (
 )
 from alignedserve.cluster.draining.drains import Draining, Drains
 from alignedserve.cluster.draining.rolling_restart import Registrations, RollingRestart
-from alignedserve.runtime.process.addresses import deployment_of
+from alignedserve.process.addresses import deployment_of
 
 logger = logging.getLogger(__name__)
 

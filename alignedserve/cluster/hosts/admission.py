@@ -21,8 +21,8 @@ from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.config.sections import LinksConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost
+from alignedserve.process.addresses import AddressBook
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.addresses import AddressBook
 
 logger = logging.getLogger(__name__)
 

@@ -65,8 +65,8 @@ from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.core.errors import AlignedServeError, PeerLost
+from alignedserve.process.loading_progress import Progress
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.loading_progress import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from alignedserve.cluster.hosts.members import DRIVER
-from alignedserve.runtime.process.log_files import LogFileHandler
+from alignedserve.process.log_files import LogFileHandler
 
 
 class DriverLog:

@@ -43,11 +43,11 @@ from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ConfigError, ResourceError
 from alignedserve.messages.recording import RunMetadata
+from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, numbered_deployment
+from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.device_check.choice import with_device
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.hub.local_model import with_local_model
-from alignedserve.runtime.process.addresses import FIRST_DEPLOYMENT, ROUTER, numbered_deployment
-from alignedserve.runtime.process.tls import CertificateAuthority
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.topology import require_effect
 

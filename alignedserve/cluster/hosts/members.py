@@ -17,7 +17,7 @@ from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.cluster.recording_folder import recording_into
 from alignedserve.config.sections import EngineConfig
 from alignedserve.core.errors import ResourceError
-from alignedserve.runtime.process.addresses import deployment_of
+from alignedserve.process.addresses import deployment_of
 
 DRIVER = "driver"
 _ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104

@@ -36,8 +36,8 @@ from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.config.environment import api_keys, redis_url
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ResourceError
+from alignedserve.process.addresses import AddressBook
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.addresses import AddressBook
 
 logger = logging.getLogger(__name__)
 

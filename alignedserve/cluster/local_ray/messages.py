@@ -8,7 +8,7 @@ from typing import Any
 
 from ray._private import worker
 
-from alignedserve.runtime.process.log_files import LossyFileHandler
+from alignedserve.process.log_files import LossyFileHandler
 
 _MAX_BYTES = 4 << 20
 _logger = logging.getLogger(f"{__name__}.said")  # of its own: it goes nowhere else

@@ -45,9 +45,9 @@ from alignedserve.messages.gateways import (
 )
 from alignedserve.messages.request_notes import Step
 from alignedserve.messages.wire import Message
-from alignedserve.runtime.process.addresses import ROUTER
-from alignedserve.runtime.process.background_tasks import start_background
-from alignedserve.runtime.process.links import Peer
+from alignedserve.process.addresses import ROUTER
+from alignedserve.process.background_tasks import start_background
+from alignedserve.process.links import Peer
 
 logger = logging.getLogger(__name__)
 

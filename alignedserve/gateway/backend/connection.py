@@ -13,10 +13,10 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import GatewayInbound
 from alignedserve.messages.request_notes import AskTimeline, RequestsNoted, TimelineTold
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.link_manager import LinkHandler, LinkManager
-from alignedserve.runtime.process.links import Identity, Peer
-from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.link_manager import LinkHandler, LinkManager
+from alignedserve.process.links import Identity, Peer
+from alignedserve.process.process_spec import ProcessSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from alignedserve.gateway.models.chat_model import PromptServices
 from alignedserve.gateway.openai.prompt_encoding import Prompt, encode_prompts
 from alignedserve.gateway.openai.schemas.requests import PromptForms
 from alignedserve.runtime.model.encoder.encoder_config import EmbeddingConfig
-from alignedserve.runtime.model.text.tokenizer import EncodedPair
+from alignedserve.text.tokenizer import EncodedPair
 
 _AS_MANY_AS_FIT = -1
 # What sentence-transformers puts before queries and documents, where a model names such prompts.

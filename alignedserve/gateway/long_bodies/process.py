@@ -12,8 +12,8 @@ from alignedserve.gateway.long_bodies.messages import NotRead, Order, Outcome, d
 from alignedserve.gateway.long_bodies.reading import BodyReading, LoadedModel
 from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.work_lanes import WorkLanes
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
-from alignedserve.runtime.process.frames import read_frame, write_frame
+from alignedserve.process.frames import read_frame, write_frame
+from alignedserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from alignedserve.gateway.responses.request_builder import check_prompt, new_res
 from alignedserve.gateway.responses.request_builder import count_answer as response_count_answer
 from alignedserve.gateway.responses.schemas import PromptFields as ResponseFields
 from alignedserve.gateway.work_lanes import WorkLanes
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 _SHORT = "-"  # for a prompt that is encoded
 

@@ -5,7 +5,7 @@ from typing import Protocol
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.work_lanes import WorkLanes
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 
 class GrammarCheck(Protocol):

@@ -10,7 +10,7 @@ from alignedserve.gateway.errors import Unavailable
 from alignedserve.runtime.grammar.compiler import GrammarError
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import token_table
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 _CLOSED = "The model is served no more."
 

@@ -8,7 +8,7 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.request_limiter import RequestLimiter
 from alignedserve.gateway.timelines.timelines import Timelines
 from alignedserve.gateway.work_lanes import SHORT_LEN, WorkLanes
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

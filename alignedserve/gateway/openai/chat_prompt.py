@@ -18,8 +18,8 @@ from alignedserve.gateway.tools.formats import FORMATS as TOOL_FORMATS
 from alignedserve.gateway.tools.formats import HeaderCall, ToolFormat, find_tool_format
 from alignedserve.gateway.tools.parameters import text_parameters
 from alignedserve.gateway.tools.prompted_messages import prompted_messages
-from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
-from alignedserve.runtime.model.text.chat_template import ChatTemplate
+from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.chat_template import ChatTemplate
 
 _NUM_END_TOKENS = 16  # of a prompt; a mark at its end is a few at most
 _SHORT_ID_LEN = 9  # letters and digits, as Mistral's templates want

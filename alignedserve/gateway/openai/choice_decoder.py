@@ -11,7 +11,7 @@ from alignedserve.gateway.openai.stop_strings import StopStringFinder
 from alignedserve.gateway.openai.text_options import TextOptions
 from alignedserve.gateway.output_run import OutputRun
 from alignedserve.gateway.tools.deltas import ToolCallDelta
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 _PLAIN_TEXT = TextOptions()
 _PLAIN_CONTENT = OutputFormat()

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from alignedserve.core.request import TokenLogprob
 from alignedserve.gateway.openai.held_logprobs import OffsetLogprob
 from alignedserve.gateway.openai.prompt_encoding import Prompt
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 
 class TokenNames(Protocol):

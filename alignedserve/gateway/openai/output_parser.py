@@ -13,7 +13,7 @@ from alignedserve.gateway.reasoning.parser import Part, ReasoningParser, Run
 from alignedserve.gateway.tools.call_parser import ToolCallParser
 from alignedserve.gateway.tools.formats import ToolFormat
 from alignedserve.gateway.tools.parameters import TextParameters
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

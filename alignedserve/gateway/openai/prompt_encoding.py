@@ -15,7 +15,7 @@ from alignedserve.gateway.openai.schemas.requests import (
     PromptForms,
 )
 from alignedserve.gateway.work_lanes import rough_length
-from alignedserve.runtime.model.text.tokenizer import check_length
+from alignedserve.text.tokenizer import check_length
 
 _TOKEN_LEN = 4  # what a token costs that is decoded, in characters of text
 

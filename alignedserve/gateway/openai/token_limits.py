@@ -6,7 +6,7 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.openai.prompt_encoding import check_token_ids
 from alignedserve.gateway.openai.schemas.requests import GenerationFields
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 
 def allowed_token_ids(fields: GenerationFields, services: ModelServices) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.pocket.tasks import OFFERED_SKILLS, make_task
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 4096  # limit of every request: no answer is cut off by it
 _MAX_BYTES = 256 << 20  # of one file, unpacked

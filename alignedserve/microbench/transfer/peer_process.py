@@ -9,8 +9,8 @@ from typing import Any
 
 from alignedserve.core.errors import PeerLost
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.tls import CertificateAuthority
+from alignedserve.process.links import Identity
+from alignedserve.process.tls import CertificateAuthority
 
 END = "end"
 _SECRET = bytes(32)  # of two processes that live for this measurement

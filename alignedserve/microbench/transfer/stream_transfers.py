@@ -18,13 +18,13 @@ from alignedserve.microbench.results import TransferResult
 from alignedserve.microbench.transfer.block_moves import BlockMoves
 from alignedserve.microbench.transfer.peer_process import END, identity, memory_folder, peer_process
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
+from alignedserve.process.links import Identity
+from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.tls import CertificateAuthority
 
 _KINDS = ("tcp", "tls")
 _SEND, _RECEIVE = "send", "receive"

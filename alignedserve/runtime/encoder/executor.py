@@ -21,6 +21,10 @@ from alignedserve.core.request import SampledToken
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
 from alignedserve.messages.wire import Message
+from alignedserve.process.links import Identity
+from alignedserve.process.loading_progress import LoadingProgress
+from alignedserve.process.quiet_thread import run_quietly
+from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import use_device
 from alignedserve.runtime.device.dtypes import torch_dtype
@@ -39,10 +43,6 @@ from alignedserve.runtime.kv.transfers.registry import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.encoder.encoder_weights import EncoderWeights, load_encoder_weights
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.loading_progress import LoadingProgress
-from alignedserve.runtime.process.quiet_thread import run_quietly
-from alignedserve.runtime.process.worker_threads import WorkerThreads
 
 logger = logging.getLogger(__name__)
 

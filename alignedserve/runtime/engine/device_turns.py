@@ -9,8 +9,8 @@ from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.arrivals import requests_of
 from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.wire import Message
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.device.shared_device import SharedDevice
-from alignedserve.runtime.process.process_spec import ProcessSpec
 
 
 class DeviceTurns:

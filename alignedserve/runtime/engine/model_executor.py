@@ -24,6 +24,9 @@ from alignedserve.messages.iterations import (
     RunIteration,
 )
 from alignedserve.messages.wire import Message
+from alignedserve.process.links import Identity
+from alignedserve.process.quiet_thread import run_quietly
+from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import rank_devices, use_device, working
 from alignedserve.runtime.device.dtypes import torch_dtype
@@ -51,9 +54,6 @@ from alignedserve.runtime.lora.adapter_modules import product_shapes
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.quiet_thread import run_quietly
-from alignedserve.runtime.process.worker_threads import WorkerThreads
 from kernels.cpu.rank_exchange import ExchangeBroken
 from kernels.lora import AdapterMatrices
 

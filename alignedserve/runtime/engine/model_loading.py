@@ -12,6 +12,7 @@ from llguidance import LLTokenizer
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.process.loading_progress import LoadingProgress
 from alignedserve.runtime.device.devices import CUDA, free_bytes, used_by_others
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
@@ -23,7 +24,6 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.process.loading_progress import LoadingProgress
 
 logger = logging.getLogger(__name__)
 

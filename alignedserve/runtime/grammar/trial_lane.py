@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
 
-from alignedserve.runtime.process.child_process import ChildProcess
+from alignedserve.process.child_process import ChildProcess
 
 _MAX_WALL_S = 30.0  # where cores are busy with other things, or the process is stopped
 

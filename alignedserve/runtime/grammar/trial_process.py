@@ -15,9 +15,9 @@ import msgspec
 from llguidance import LLTokenizer
 
 from alignedserve.core.errors import UnsupportedModel
+from alignedserve.process.frames import read_frame, write_frame
 from alignedserve.runtime.grammar.compiler import GrammarError, compile_now, unsupported_model
 from alignedserve.runtime.grammar.vocabulary import TokenTable
-from alignedserve.runtime.process.frames import read_frame, write_frame
 
 _MAX_MEMORY_BYTES = 4 << 30  # of addresses, half of which are other things than memory in use
 

@@ -12,12 +12,12 @@ from threading import Lock
 import msgspec
 
 from alignedserve.core.errors import ModelError
+from alignedserve.process.child_process import ChildProcess
 from alignedserve.runtime.grammar.compiler import GrammarError, unsupported_model
 from alignedserve.runtime.grammar.plain_schemas import is_plain
 from alignedserve.runtime.grammar.trial_lane import Trial, TrialLane
 from alignedserve.runtime.grammar.trial_process import Setup
 from alignedserve.runtime.grammar.vocabulary import TokenTable
-from alignedserve.runtime.process.child_process import ChildProcess
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from alignedserve.core.errors import UnsupportedModel
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 Encode = Callable[[str], list[int]]
 

@@ -19,6 +19,8 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RelayBlocks,
 )
+from alignedserve.process.links import Identity
+from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.cores import threads_per_copy
 from alignedserve.runtime.device.devices import working
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -35,8 +37,6 @@ from alignedserve.runtime.kv.transfers.ranked_transfer import (
 )
 from alignedserve.runtime.kv.transfers.registry import AUTO, SHM, open_transfer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.worker_threads import WorkerThreads
 
 logger = logging.getLogger(__name__)
 

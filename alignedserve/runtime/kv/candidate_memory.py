@@ -13,6 +13,7 @@ from typing import NamedTuple
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.messages.caches import ArenaOffered
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.kv.arena_files import ARENA_SUFFIX, arena_path, remove_stale_arenas
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
@@ -24,7 +25,6 @@ from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.ranked_transfer import LentParts
 from alignedserve.runtime.kv.transfers.registry import AUTO, OF_DEVICES
-from alignedserve.runtime.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignedserve.core.errors import AdapterError, ModelError
+from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.lora.module_patterns import NamePredicate, end, ends_with_any, whole
-from alignedserve.runtime.model.json_fields import JsonFields
 
 CONFIG_NAME = "adapter_config.json"
 ALL_LINEAR = "all-linear"

@@ -16,7 +16,7 @@ import msgspec
 
 from alignedserve.core.errors import AdapterError, InvalidRequest
 from alignedserve.core.request import MAX_ADAPTER_NAME_LEN, LoraAdapter
-from alignedserve.runtime.process.addresses import deployed_name
+from alignedserve.process.addresses import deployed_name
 
 _MAX_FILE_BYTES = 16 << 20
 _MAX_UNLOADED = 1000  # that are remembered, so that no other node brings them back

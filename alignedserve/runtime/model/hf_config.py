@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.core.errors import ModelNotFound, UnsupportedModel
+from alignedserve.core.json_fields import JsonFields, read_json_object
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.encoder.families import ENCODER_TYPES, is_encoder_type, parse_encoder_config
 from alignedserve.runtime.model.hf_families import PARSERS
-from alignedserve.runtime.model.json_fields import JsonFields, read_json_object
 from alignedserve.runtime.model.model_config import Family, ModelConfig
 from alignedserve.runtime.model.quantized.config import read_quantization
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from alignedserve.core.errors import UnsupportedModel
+from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.hf_fields import (
     DEFAULT_WINDOW,
     MAX_EXPERTS,
@@ -20,7 +21,6 @@ from alignedserve.runtime.model.hf_fields import (
     read_window,
     read_windowed_layers,
 )
-from alignedserve.runtime.model.json_fields import JsonFields
 from alignedserve.runtime.model.model_config import ExpertConfig, Family, ModelConfig, NormKind
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT, longest_context_len, read_rope, read_rope_pair
 

@@ -4,7 +4,7 @@ from typing import TypedDict
 
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import UnsupportedModel
-from alignedserve.runtime.model.json_fields import JsonFields
+from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.model_config import Activation, Family
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from alignedserve.core.errors import ModelNotFound
+from alignedserve.gguf.file import SUFFIX, GgufFile, is_gguf
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.file import SUFFIX, GgufFile, is_gguf
 from alignedserve.runtime.model.gguf.stored_weights import stored_weights
 from alignedserve.runtime.model.hf_config import read_any_config, read_model_config
 from alignedserve.runtime.model.model_config import ModelConfig

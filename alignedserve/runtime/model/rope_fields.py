@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from alignedserve.core.errors import UnsupportedModel
-from alignedserve.runtime.model.json_fields import JsonFields
+from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.model_config import RopeConfig, RopeScaling
 
 MAX_CONTEXT = 1 << 27

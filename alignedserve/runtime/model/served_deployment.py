@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from alignedserve.config.sections import PrefixCacheConfig
+from alignedserve.process.addresses import ROUTER
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.process.addresses import ROUTER
 
 
 class DeploymentPhase(Enum):

@@ -7,17 +7,17 @@ from alignedserve.config.sections import LoraConfig, ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.core.request import LoraAdapter
+from alignedserve.gguf.file import GgufFile, gguf_stem, is_gguf
 from alignedserve.runtime.model.built_in import BUILT_IN, POCKET, model_path
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.file import GgufFile, gguf_stem, is_gguf
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_served_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
-from alignedserve.runtime.model.text.tokenizer_files import read_template
+from alignedserve.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer_files import read_template
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
+from alignedserve.gguf.file import GgufFile, is_gguf
 from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.quantized.source import QuantizedSource

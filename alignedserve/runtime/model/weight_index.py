@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsafeWeights
-from alignedserve.runtime.model.json_fields import read_json_object
+from alignedserve.core.json_fields import read_json_object
 
 MAX_INDEX_BYTES = 64 << 20
 INDEX_NAME = "model.safetensors.index.json"

@@ -20,6 +20,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import ArenaOffered, BlockCopy
 from alignedserve.messages.handshake import Role
+from alignedserve.process.links import Identity
 from alignedserve.runtime.device.accelerator import accelerator_of
 from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.engine.ranks.follower_copies import FollowerCopies, FrameCount
@@ -33,7 +34,6 @@ from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadR
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.ranked_transfer import PartsLoan, PartsOffer, RankedTransfer
 from alignedserve.runtime.kv.transfers.registry import open_transfer
-from alignedserve.runtime.process.links import Identity
 
 _WAY, _PEER = "cuda_ipc", "lender"
 _GENERATION, _NUM_TURNS = 5, 5

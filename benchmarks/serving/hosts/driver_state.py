@@ -29,9 +29,9 @@ from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.config.sections import MIB, ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.tls import CertificateAuthority
 from benchmarks.support.recording import write_result
 
 NUM_NODES = (3, 10, 100, 1000)

@@ -29,9 +29,9 @@ from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.core.quotas import QuotaPool
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.process.addresses import AddressBook, Publication
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.tls import CertificateAuthority, Credentials
+from alignedserve.process.addresses import AddressBook, Publication
+from alignedserve.process.links import Identity
+from alignedserve.process.tls import CertificateAuthority, Credentials
 from benchmarks.support.recording import write_result
 
 GATEWAY = "gateway-1"

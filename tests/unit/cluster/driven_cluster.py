@@ -25,8 +25,8 @@ from alignedserve.cluster.start_observer import LoggingObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import MIB, ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping
+from alignedserve.process.addresses import AddressBook
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.process.addresses import AddressBook
 
 POCKET = resolve_model(ModelSectionConfig())
 NODES = [RayNode(f"id-{index}", f"10.0.0.{index}", f"host-{index}", is_head=index == 0) for index in range(3)]

@@ -14,9 +14,9 @@ from alignedserve.cluster import machine
 from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.cluster.start_observer import LoggingObserver, Patience
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
+from alignedserve.process.loading_progress import LoadingProgress, Progress, read_progress
 from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.process.loading_progress import LoadingProgress, Progress, read_progress
 from tests.support.tiny_models import make_tiny_model
 
 CHOICE = SizeChoice(ClusterConfig(), resolve_model(ModelSectionConfig()), ("the context is shortened",))

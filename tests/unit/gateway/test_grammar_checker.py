@@ -6,7 +6,7 @@ import pytest
 
 from alignedserve.gateway.errors import Unavailable
 from alignedserve.gateway.models.grammar_checker import GrammarChecker
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 from tests.support.grammars import PERSON, regex_grammar
 
 

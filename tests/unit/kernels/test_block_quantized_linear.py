@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.gguf.tensor_types import packed_row_bytes
+from alignedserve.gguf.tensor_types import packed_row_bytes
 from kernels.activation import ACTIVATIONS
 from kernels.block_formats import BLOCK_FORMATS, dequantize
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels, block_obstacle

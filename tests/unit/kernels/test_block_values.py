@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
-from alignedserve.runtime.model.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES
+from alignedserve.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES
 from kernels import block_values
 from tests.support.marks import each
 from tests.support.tiny_gguf import random_rows

@@ -7,8 +7,8 @@ import pytest
 from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.process_spec import POOL, ProcessSpec
 from kvpool.service import KvPool
 
 

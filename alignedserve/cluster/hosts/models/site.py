@@ -17,9 +17,9 @@ from alignedserve.cluster.hosts.models.hosted import HostedModel
 from alignedserve.cluster.hosts.models.preparing import HostedPlan, HostedPreparing, Surroundings
 from alignedserve.cluster.hosts.ray_calls import answers_so_far
 from alignedserve.cluster.start_observer import StartObserver
+from alignedserve.process.addresses import ROUTER, deployed_name
+from alignedserve.process.loading_progress import Progress
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
-from alignedserve.runtime.process.addresses import ROUTER, deployed_name
-from alignedserve.runtime.process.loading_progress import Progress
 
 
 class PartActors(NamedTuple):

@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.hosts.members import Member
-from alignedserve.runtime.process.loading_progress import Progress
+from alignedserve.process.loading_progress import Progress
 
 
 class LoadingOfNodes:

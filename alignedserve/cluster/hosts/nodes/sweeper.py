@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from alignedserve.cluster.local_ray.raylet_children import RayletChildren
+from alignedserve.process.loading_progress import remove_unused_progress
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, ARENA_SUFFIX, arena_folder, remove_stale_arenas
-from alignedserve.runtime.process.loading_progress import remove_unused_progress
 
 _POLL_S = 0.5
 _PATIENCE_S = 60.0  # with processes that live on

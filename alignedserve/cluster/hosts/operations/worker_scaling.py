@@ -22,7 +22,7 @@ from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.placement import NodeShare, engines_of
 from alignedserve.config.sections import MIB
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
-from alignedserve.runtime.process.addresses import ROUTER, deployed_name
+from alignedserve.process.addresses import ROUTER, deployed_name
 
 logger = logging.getLogger(__name__)
 

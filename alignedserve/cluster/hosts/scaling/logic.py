@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from alignedserve.config.sections import ScalingConfig
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.runtime.process.addresses import FIRST_DEPLOYMENT
+from alignedserve.process.addresses import FIRST_DEPLOYMENT
 
 _LOWER_LOAD = 0.9  # of the load at which nodes are added: below it nodes are given back
 _GROWTH = 2  # nodes are added up to this many times those that serve: what is on its way changes the forecast

@@ -10,7 +10,7 @@ from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
 from alignedserve.cluster.hosts.scaling.logic import GiveBack, ScaledNode
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
-from alignedserve.runtime.process.addresses import is_gateway
+from alignedserve.process.addresses import is_gateway
 
 
 class NodeScaling:

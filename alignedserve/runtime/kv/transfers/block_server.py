@@ -16,12 +16,12 @@ from pathlib import Path
 
 from alignedserve.core.errors import HandoffRejected, PeerError, ProtocolError
 from alignedserve.messages.blocks import OpenTransfer, TransferOpened, TransferRefused
+from alignedserve.process.links import Identity, real_address
 from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.kv.transfers.block_channel import OWNER_RANK
 from alignedserve.runtime.kv.transfers.channel_opener import ChannelOpener, open_stream
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep_alive, listen_at
 from alignedserve.runtime.kv.transfers.session import ServedBuffer, TransferSession
-from alignedserve.runtime.process.links import Identity, real_address
 
 logger = logging.getLogger(__name__)
 

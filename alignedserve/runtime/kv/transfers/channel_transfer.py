@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from alignedserve.core.errors import PeerError
 from alignedserve.messages.blocks import ReadBlocks, WriteBlocks
+from alignedserve.process.links import Identity
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK
 from alignedserve.runtime.kv.transfers.block_stream import BlockStream
@@ -23,7 +24,6 @@ from alignedserve.runtime.kv.transfers.requests import (
     negotiate,
     runs_in_order,
 )
-from alignedserve.runtime.process.links import Identity
 
 
 class ChannelTransfer(ServedTransfer):

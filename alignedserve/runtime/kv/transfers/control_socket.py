@@ -18,8 +18,8 @@ from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.blocks import BlockClientInbound, BlockServerInbound
 from alignedserve.messages.handshake import Challenge, HandshakeMessage, Hello, Welcome
 from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
-from alignedserve.runtime.process.links import Identity, Peer, check_proof, check_version, proof_of
-from alignedserve.runtime.process.tls import check_certificate
+from alignedserve.process.links import Identity, Peer, check_proof, check_version, proof_of
+from alignedserve.process.tls import check_certificate
 
 _HEADER = struct.Struct("<I")
 _MAX_HANDSHAKE_BYTES = 4096

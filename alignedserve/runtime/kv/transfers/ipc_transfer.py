@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from alignedserve.core.errors import HandoffRejected, PeerError
 from alignedserve.messages.blocks import BlocksCopied, ReadBlocks, TransferOpened, WriteBlocks
+from alignedserve.process.links import Identity
 from alignedserve.runtime.device.accelerator import SharedRows
 from alignedserve.runtime.kv.block_checksums import expand_runs, run_checksums
 from alignedserve.runtime.kv.block_runs import Ints
@@ -27,7 +28,6 @@ from alignedserve.runtime.kv.transfers.requests import (
     negotiate,
     runs_in_order,
 )
-from alignedserve.runtime.process.links import Identity
 
 
 class IpcTransfer(ServedTransfer):

@@ -12,11 +12,11 @@ import msgspec
 
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun
+from alignedserve.process.links import Identity
 from alignedserve.runtime.kv.block_checksums import joined_checksums, runs_with_checksums
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, PartTransfer, verified
 from alignedserve.runtime.kv.transfers.local_transfer import LocalTransfer, Relayed, relay_unverified, verified_relay
 from alignedserve.runtime.kv.transfers.requests import ServedTransfer
-from alignedserve.runtime.process.links import Identity
 
 Checksums = list[int] | None  # of one request's runs, or of a rank's parts of them; None: it is refused
 T = TypeVar("T")

@@ -8,13 +8,13 @@ import torch
 
 from alignedserve.core.errors import HandoffRejected, PeerLost, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
+from alignedserve.process.links import Identity
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import PartTransfer
 from alignedserve.runtime.kv.transfers.shm_transfer import open_shm_transfer
-from alignedserve.runtime.process.links import Identity
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from alignedserve.core.errors import UnsupportedModel
+from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig, EncoderFamily, HeadActivation
 from alignedserve.runtime.model.encoder.sentence_files import (
     max_text_tokens,
@@ -20,7 +21,6 @@ from alignedserve.runtime.model.hf_fields import (
     read_activation,
     read_dtype,
 )
-from alignedserve.runtime.model.json_fields import JsonFields
 from alignedserve.runtime.model.model_config import Activation
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
 

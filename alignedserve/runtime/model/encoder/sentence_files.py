@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
+from alignedserve.core.json_fields import JsonFields, read_json_list, read_json_object
 from alignedserve.runtime.model.encoder.encoder_config import DenseConfig, EmbeddingConfig, HeadActivation, Pooling
 from alignedserve.runtime.model.hf_fields import MAX_WIDTH
-from alignedserve.runtime.model.json_fields import JsonFields, read_json_list, read_json_object
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
 
 _MAX_FILE_BYTES = 1 << 20

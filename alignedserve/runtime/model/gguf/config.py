@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
-from alignedserve.runtime.model.gguf.file import GgufFile
+from alignedserve.core.json_fields import JsonFields
+from alignedserve.gguf.file import GgufFile
+from alignedserve.gguf.tensor_types import FLOAT_TYPES
 from alignedserve.runtime.model.gguf.names import check_names
 from alignedserve.runtime.model.gguf.rope import RopeReader
-from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES
 from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
-from alignedserve.runtime.model.json_fields import JsonFields
 from alignedserve.runtime.model.model_config import (
     Activation,
     ExpertConfig,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from alignedserve.core.errors import UnsupportedModel
-from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
+from alignedserve.gguf.file import GgufFile, GgufTensor
 from alignedserve.runtime.model.gguf.rope import FREQUENCY_FACTORS, LONG_DIVISORS, SHORT_DIVISORS
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_names import ParameterNames

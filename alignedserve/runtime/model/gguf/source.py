@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
+from alignedserve.gguf.file import GgufFile, GgufTensor
+from alignedserve.gguf.tensor_types import computed_as
 from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
-from alignedserve.runtime.model.gguf.tensor_types import computed_as
 from alignedserve.runtime.model.model_config import Family, ModelConfig, NormKind
 from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
 from kernels.block_values import unpack_rows, wider_blocks

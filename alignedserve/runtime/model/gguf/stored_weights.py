@@ -5,9 +5,9 @@ from importlib.util import find_spec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import ModelError
+from alignedserve.gguf.file import GgufFile, GgufTensor
+from alignedserve.gguf.tensor_types import FLOAT_TYPES, packed_row_bytes
 from alignedserve.runtime.model.gguf.config import EMBEDDING, HEAD
-from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
-from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES, packed_row_bytes
 from alignedserve.runtime.model.stored_weights import StoredWeights
 
 _HAS_KERNELS = find_spec("kernels._native") is not None

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import PurePosixPath
 
 from alignedserve.core.errors import ModelNotFound, UnsafeWeights, UnsupportedModel
-from alignedserve.runtime.model.gguf.file import part_names
+from alignedserve.gguf.file import part_names
 from alignedserve.runtime.model.hub.hub_name import HubName
 from alignedserve.runtime.model.weight_index import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME
 

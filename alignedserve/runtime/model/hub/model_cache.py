@@ -10,7 +10,7 @@ from huggingface_hub.errors import CacheNotFound
 from huggingface_hub.file_download import repo_folder_name
 
 from alignedserve.core.errors import ModelError, ModelNotFound, StorageError
-from alignedserve.runtime.model.gguf.file import SUFFIX, part_names
+from alignedserve.gguf.file import SUFFIX, part_names
 from alignedserve.runtime.model.hub.hub_name import HubName
 from alignedserve.runtime.model.weight_index import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME, listed_shards
 

@@ -7,8 +7,8 @@ and each has to fit one of the schemes read here.
 from collections.abc import Callable
 
 from alignedserve.core.errors import UnsupportedModel
+from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.hf_fields import MAX_WIDTH
-from alignedserve.runtime.model.json_fields import JsonFields
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod, WeightScheme
 
 MAX_CONFIG_GROUPS = 64

@@ -25,9 +25,9 @@ from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, NotEnoughMemory, ResourceError
+from alignedserve.process.loading_progress import LoadingProgress, Progress, read_progress
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.process.loading_progress import LoadingProgress, Progress, read_progress
 from alignedserve.scheduling.factory import resolve_policy
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,9 @@ from alignedserve.config.model_settings import load_models
 from alignedserve.config.sections import MIB
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.core.request import LoraAdapter
+from alignedserve.process.addresses import AddressBook
 from alignedserve.runtime.lora.loaded_file import loaded_file, with_loaded, write_changes
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.process.addresses import AddressBook
 from tests.support.in_process import TINY_LLAMA
 from tests.support.lora_folders import write_adapter
 

@@ -24,7 +24,7 @@ from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.cluster.hosts.succession import ClusterState, Succession, digest_of, left_by_former
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.config.unset_sizes import from_mapping
-from alignedserve.runtime.process.tls import CertificateAuthority
+from alignedserve.process.tls import CertificateAuthority
 from tests.unit.cluster.driven_cluster import NODES, KeeperMemory
 
 

@@ -11,7 +11,7 @@ import transformers
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 from router.prediction.encoders import KEY_LEN
 from router.prediction.sentence_encoder import BertNetwork, SentenceEncoder
 

@@ -15,6 +15,8 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import OffloadBlocks, RunIteration
+from alignedserve.process.links import Identity
+from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.devices import working
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
@@ -24,8 +26,6 @@ from alignedserve.runtime.kv.block_runs import BlockIds
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.worker_threads import WorkerThreads
 from kernels.cpu.block_copies import BlockList
 
 GPU = torch.device("cuda:1")

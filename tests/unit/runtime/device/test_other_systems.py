@@ -10,10 +10,10 @@ import pytest
 from alignedserve.cli import machine
 from alignedserve.cluster.deployments import admin_door
 from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.device import cores
 from alignedserve.runtime.device.shared_pages import map_file, take_pages
 from alignedserve.runtime.kv import arena_files, shm_arena
-from alignedserve.runtime.process.tls import CertificateAuthority
 from kernels.cpu.unnamed_files import take_space, unnamed_file
 
 _PAGE = 4096

@@ -16,7 +16,7 @@ from alignedserve.runtime.grammar.lark import serialize_alone
 from alignedserve.runtime.grammar.plain_schemas import is_plain
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import TokenTable, token_table
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 from tests.support.grammars import PERSON, json_grammar, regex_grammar
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 from tests.support.grammars import json_grammar, regex_grammar
 
 POCKET = Path("alignedserve/pocket/model")

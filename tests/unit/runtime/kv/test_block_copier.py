@@ -18,9 +18,9 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RelayBlocks,
 )
+from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
-from alignedserve.runtime.process.worker_threads import WorkerThreads
 from tests.harnesses.transfer import CLIENT, content, filled, layout_of
 from tests.support.samples import DECODE, POOL, R1, blocks
 

@@ -10,10 +10,10 @@ import pytest
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.handshake import Role
+from alignedserve.process.links import Identity
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
-from alignedserve.runtime.process.links import Identity
 
 
 def test_connections_are_accepted_again_when_files_can_be_opened_again(

@@ -10,6 +10,10 @@ import pytest
 
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.handshake import Role
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.links import Identity
+from alignedserve.process.process_spec import ProcessSpec
+from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
@@ -21,10 +25,6 @@ from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.registry import open_transfer
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.process_spec import ProcessSpec
-from alignedserve.runtime.process.tls import CertificateAuthority
 from tests.harnesses.transfer import layout_of
 from tests.support.device_stand_in import Machine, StandInDevice, StandInStorage
 from tests.support.samples import DECODE, PREFILL, blocks

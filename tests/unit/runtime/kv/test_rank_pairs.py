@@ -13,6 +13,10 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory, PeerLost, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered, BlockCopy
 from alignedserve.messages.handshake import Role
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.links import Identity
+from alignedserve.process.process_spec import ProcessSpec
+from alignedserve.process.tls import CertificateAuthority, Credentials
 from alignedserve.runtime.engine.ranks.follower_copies import FollowerCopies, FrameCount
 from alignedserve.runtime.engine.ranks.group_copies import GroupCopies
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -24,10 +28,6 @@ from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadR
 from alignedserve.runtime.kv.transfers.own_buffer_transfer import OwnBufferTransfer
 from alignedserve.runtime.kv.transfers.ranked_transfer import PartsLoan, PartsOffer, RankedTransfer
 from alignedserve.runtime.kv.transfers.registry import open_transfer
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.process_spec import ProcessSpec
-from alignedserve.runtime.process.tls import CertificateAuthority, Credentials
 from tests.support.cpu_accelerator import cpu_lanes
 from tests.support.device_stand_in import LINK, Machine, StandInStorage
 from tests.support.rank_devices import device_of

@@ -16,6 +16,8 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.caches import ArenaOffered, BlockCopy
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, BlocksOffloaded, Load, LoadBlocks, OffloadBlocks
+from alignedserve.process.links import Identity
+from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.engine.ranks.follower_copies import FollowerCopies, FrameCount
 from alignedserve.runtime.engine.ranks.group_copies import GroupCopies
 from alignedserve.runtime.kv.block_checksums import joined_checksums
@@ -26,8 +28,6 @@ from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadR
 from alignedserve.runtime.kv.transfers.ranked_transfer import PartsOffer, RankedTransfer
 from alignedserve.runtime.kv.transfers.registry import SHM
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.worker_threads import WorkerThreads
 from kernels.cpu.rank_exchange import ExchangeBroken
 from tests.support.device_stand_in import HOST, PCIE, Machine, StandInStorage
 

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from alignedserve.core.errors import PeerLost
+from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
-from alignedserve.runtime.process.tls import CertificateAuthority
 
 
 class LatePoll:

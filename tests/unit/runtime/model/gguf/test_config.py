@@ -8,8 +8,8 @@ import pytest
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
+from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.stored_weights import stored_weights
 from alignedserve.runtime.model.model_config import Family
 from alignedserve.runtime.model.model_files import check_weight_files, read_config

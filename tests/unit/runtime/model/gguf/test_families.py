@@ -9,8 +9,8 @@ from torch import Tensor
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import UnsupportedModel
+from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.converted_gguf import write_converted

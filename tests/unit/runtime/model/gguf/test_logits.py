@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils
 
 from alignedserve.core.errors import ModelError
+from alignedserve.gguf.file import GgufFile
+from alignedserve.gguf.tensor_types import computed_as
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.source import GgufSource
-from alignedserve.runtime.model.gguf.tensor_types import computed_as
 from alignedserve.runtime.model.weight_loader import assemble_weights
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_gguf import HEAD_DIM, write_tiny_gguf

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
-from alignedserve.runtime.model.json_fields import JsonFields
+from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.quantized.config import read_quantization
 from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod, WeightScheme
 from tests.support.marks import each

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.json_fields import JsonFields
+from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.packed_products import BlockRows, GroupedRows, Int8Rows, packed_product
 from alignedserve.runtime.model.quantized.config import read_quantization
 from alignedserve.runtime.model.quantized.layout import StoredMatrix, stored_matrix

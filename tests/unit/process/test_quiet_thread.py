@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from alignedserve.runtime.process.quiet_thread import run_quietly
+from alignedserve.process.quiet_thread import run_quietly
 
 
 def niceness() -> int:

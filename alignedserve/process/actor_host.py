@@ -17,10 +17,10 @@ import psutil
 import uvloop
 
 from alignedserve.core.errors import AlignedServeError
-from alignedserve.runtime.process.heap import settle_heap
-from alignedserve.runtime.process.loading_progress import read_progress
-from alignedserve.runtime.process.log_files import LogFileHandler
-from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.process.heap import settle_heap
+from alignedserve.process.loading_progress import read_progress
+from alignedserve.process.log_files import LogFileHandler
+from alignedserve.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from alignedserve.core.errors import PeerLost
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.addresses import AddressBook, AddressResolver, is_name
-from alignedserve.runtime.process.background_tasks import start_background
-from alignedserve.runtime.process.links import Identity, Link, Peer, connect, listen, real_address
+from alignedserve.process.addresses import AddressBook, AddressResolver, is_name
+from alignedserve.process.background_tasks import start_background
+from alignedserve.process.links import Identity, Link, Peer, connect, listen, real_address
 
 logger = logging.getLogger(__name__)
 

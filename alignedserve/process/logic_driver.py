@@ -22,12 +22,12 @@ from alignedserve.messages.events import (
 )
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.messages.workers import RegistrationRefused
-from alignedserve.runtime.process.held_messages import HeldMessages, Prepare
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Peer
-from alignedserve.runtime.process.observer import Observer, Relay
-from alignedserve.runtime.process.process_spec import ProcessSpec
-from alignedserve.runtime.process.recorder import Recorder
+from alignedserve.process.held_messages import HeldMessages, Prepare
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Peer
+from alignedserve.process.observer import Observer, Relay
+from alignedserve.process.process_spec import ProcessSpec
+from alignedserve.process.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.caches import LeasesReleased
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.wire import Codec
-from alignedserve.runtime.process.addresses import AddressBook
-from alignedserve.runtime.process.actor_host import ActorHost
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.process_spec import ProcessSpec
-from alignedserve.runtime.process.logic_driver import LogicDriver
-from alignedserve.runtime.process.link_manager import LinkManager
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.actor_host import ActorHost
+from alignedserve.process.links import Identity
+from alignedserve.process.process_spec import ProcessSpec
+from alignedserve.process.logic_driver import LogicDriver
+from alignedserve.process.link_manager import LinkManager
 
 folder = Path(sys.argv[1])
 spec = ProcessSpec(Role.ROUTER, "router", "c", b"s" * 32, 5.0, AddressBook(folder), folder / "logs")
@@ -114,8 +114,8 @@ def test_an_error_of_the_tree_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("steps", "outcome"), [(6, "None"), (1, "TimeoutError")])
 def test_a_start_may_take_as_long_as_its_loading_makes_progress(tmp_path: Path, steps: int, outcome: str) -> None:
     script = f"""
-    from alignedserve.runtime.process import actor_host
-    from alignedserve.runtime.process.loading_progress import LoadingProgress
+    from alignedserve.process import actor_host
+    from alignedserve.process.loading_progress import LoadingProgress
     actor_host._STALL_S = 0.5
     async def build():
         for step in range(6):

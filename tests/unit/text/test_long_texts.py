@@ -12,9 +12,9 @@ import pytest
 
 from alignedserve.core.errors import ContextTooLong
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.text.sliced_search import SlicedPattern
-from alignedserve.runtime.model.text.token_lengths import longest_token_len
-from alignedserve.runtime.model.text.tokenizer import Tokenizer, check_length
+from alignedserve.text.sliced_search import SlicedPattern
+from alignedserve.text.token_lengths import longest_token_len
+from alignedserve.text.tokenizer import Tokenizer, check_length
 from tests.support.marks import each
 
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}

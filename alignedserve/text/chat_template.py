@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from typing_extensions import override
 
 from alignedserve.core.errors import InvalidRequest, UnsupportedModel
-from alignedserve.runtime.model.text.chat_prompt import ChatPrompt, Message
+from alignedserve.text.chat_prompt import ChatPrompt, Message
 
 TOOLS = "tools"
 ADD_GENERATION_PROMPT = "add_generation_prompt"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from alignedserve.core.errors import ModelError, ModelNotFound
-from alignedserve.runtime.model.gguf import cursor
+from alignedserve.gguf import cursor
+from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.file import GgufFile
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 from tests.support.marks import many
 from tests.support.tiny_gguf import HIDDEN, byte_level_tokens, mutated_header, write_tiny_gguf
 

@@ -14,9 +14,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.loadgen.prompts import load_tokenizer
-from alignedserve.runtime.model.gguf.pre_tokenizers import PRE_TOKENIZERS
-from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.pre_tokenizers import PRE_TOKENIZERS
+from alignedserve.text.tokenizer import Tokenizer
 from tests.support.marks import each
 from tests.support.tiny_gguf import byte_level_tokens
 from tests.support.tiny_gguf import write_tiny_gguf as write

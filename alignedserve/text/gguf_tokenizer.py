@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
-from alignedserve.runtime.model.gguf.file import GgufFile
-from alignedserve.runtime.model.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from alignedserve.runtime.model.json_fields import JsonFields
+from alignedserve.core.json_fields import JsonFields
+from alignedserve.gguf.file import GgufFile
+from alignedserve.text.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _SPACE = "\u2581"  # SentencePiece's mark

@@ -8,10 +8,10 @@ from typing import Any
 
 from alignedserve.config.sections import RecordingConfig
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.process.addresses import FIRST_DEPLOYMENT, ROUTER, AddressBook, deployed_name
-from alignedserve.runtime.process.links import Identity
-from alignedserve.runtime.process.recorder import Recorder, open_recorder
-from alignedserve.runtime.process.tls import Credentials
+from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, AddressBook, deployed_name
+from alignedserve.process.links import Identity
+from alignedserve.process.recorder import Recorder, open_recorder
+from alignedserve.process.tls import Credentials
 
 POOL = "pool-0"  # of the first node; every node has its own
 _KEY_BYTES = 32

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError, ModelNotFound
-from alignedserve.runtime.model.gguf import file as gguf_file
+from alignedserve.gguf import file as gguf_file
+from alignedserve.gguf.file import GgufFile, part_names
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.file import GgufFile, part_names
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 from tests.support.converted_gguf import split_in_parts
 from tests.support.marks import many
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder

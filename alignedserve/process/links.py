@@ -24,7 +24,7 @@ from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.clocks import ClockOffset, on_this_clock
 from alignedserve.messages.handshake import Challenge, HandshakeMessage, Hello, Ping, Role, Welcome
 from alignedserve.messages.wire import MAX_FRAME_BYTES, PROTOCOL_VERSION, Codec, Message
-from alignedserve.runtime.process.tls import Credentials, check_certificate
+from alignedserve.process.tls import Credentials, check_certificate
 
 logger = logging.getLogger(__name__)
 

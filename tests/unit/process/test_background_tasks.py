@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from alignedserve.runtime.process.background_tasks import start_background
+from alignedserve.process.background_tasks import start_background
 
 
 async def test_a_broken_task_reaches_the_loop() -> None:

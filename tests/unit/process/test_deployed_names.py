@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.process.addresses import FIRST_DEPLOYMENT, AddressBook, deployed_name
-from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.process.addresses import FIRST_DEPLOYMENT, AddressBook, deployed_name
+from alignedserve.process.process_spec import ProcessSpec
 
 
 def spec(deployment_id: str) -> ProcessSpec:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
-from alignedserve.runtime.model.gguf.cursor import HeaderCursor, Value
-from alignedserve.runtime.model.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
+from alignedserve.gguf.cursor import HeaderCursor, Value
+from alignedserve.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
 
 SUFFIX = ".gguf"
 MAX_ENTRIES = 1 << 16  # of metadata, and of tensors

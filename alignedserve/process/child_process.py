@@ -6,7 +6,7 @@ from contextlib import suppress
 from threading import Timer
 from typing import IO
 
-from alignedserve.runtime.process.frames import read_frame, write_frame
+from alignedserve.process.frames import read_frame, write_frame
 
 _START = "import importlib, sys; sys.path[:] = sys.argv[2:]; importlib.import_module(sys.argv[1]).main()"
 

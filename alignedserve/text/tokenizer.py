@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, UnsupportedModel
-from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
-from alignedserve.runtime.model.gguf.tokenizer import gguf_tokenizer
-from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
-from alignedserve.runtime.model.text.chat_template import ChatTemplate
-from alignedserve.runtime.model.text.sliced_search import SlicedPattern
-from alignedserve.runtime.model.text.text_stream import ByteStream, TextStream, WindowStream
-from alignedserve.runtime.model.text.token_lengths import longest_token_len
-from alignedserve.runtime.model.text.token_pieces import ByteLevelPieces, pieces_for
-from alignedserve.runtime.model.text.tokenizer_files import (
+from alignedserve.gguf.file import GgufFile, is_gguf
+from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.chat_template import ChatTemplate
+from alignedserve.text.gguf_tokenizer import gguf_tokenizer
+from alignedserve.text.sliced_search import SlicedPattern
+from alignedserve.text.text_stream import ByteStream, TextStream, WindowStream
+from alignedserve.text.token_lengths import longest_token_len
+from alignedserve.text.token_pieces import ByteLevelPieces, pieces_for
+from alignedserve.text.tokenizer_files import (
     read_config,
     read_definition,
     special_tokens_of,

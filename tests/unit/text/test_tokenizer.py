@@ -13,10 +13,10 @@ from tokenizers import decoders, models
 
 from alignedserve.core.errors import InvalidRequest, ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.runtime.model.text import tokenizer_files as module
-from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
-from alignedserve.runtime.model.text.chat_template import ChatTemplate
-from alignedserve.runtime.model.text.tokenizer import Tokenizer
+from alignedserve.text import tokenizer_files as module
+from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.chat_template import ChatTemplate
+from alignedserve.text.tokenizer import Tokenizer
 from tests.gateway.support import EOS, tokenizer, tokenizer_folder, write_tokenizer
 from tests.support.marks import each
 

@@ -6,8 +6,8 @@ from alignedserve.core.ids import RequestId
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.link_manager import LinkManager
-from alignedserve.runtime.process.links import Identity, Link, Peer
+from alignedserve.process.link_manager import LinkManager
+from alignedserve.process.links import Identity, Link, Peer
 
 POOL = Peer(Role.KV_POOL, "pool-0")
 MESSAGE = AbortRequest(RequestId("r1"))

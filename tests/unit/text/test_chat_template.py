@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.runtime.model.text.chat_prompt import ChatPrompt
-from alignedserve.runtime.model.text.chat_template import CallForm, ChatTemplate
-from alignedserve.runtime.model.text.tokenizer import Tokenizer, control_mark
+from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.chat_template import CallForm, ChatTemplate
+from alignedserve.text.tokenizer import Tokenizer, control_mark
 from tests.gateway.support import EOS, tokenizer, write_tokenizer
 from tests.gateway.tool_support import HERMES, TEXT_ARGUMENTS
 
