@@ -197,9 +197,9 @@ def engines_of(share: NodeShare, config: EngineConfig, node: NodeCapacity) -> Ma
 
 
 def first_gpus(gpus: Sequence[str], tensor_parallel: int) -> tuple[str, ...]:
-    """Return the first of every so many neighbouring GPUs, which the ranks of a worker have; none: there are no GPUs.
+    """Return the first GPU of each group of `tensor_parallel` neighbouring GPUs; empty without GPUs.
 
-    Raises ConfigError where no so many are neighbours.
+    The ranks of a worker share such a group. Raises ConfigError where there is no such group.
     """
     if tensor_parallel == 1:
         return tuple(gpus)

@@ -234,7 +234,7 @@ class RunningCluster:
             self._end_everything()
 
     def leave(self) -> None:
-        """End this process's part after an error that is a fault of its own; what can go on without it does.
+        """Shut down after an internal error; whatever can run without this process keeps running.
 
         Stops a cluster of one host, whose actors belong to this process. May be followed by `stop`; never raises.
         """

@@ -48,7 +48,7 @@ class WorkLanes:
 
 
 class Lane:
-    """Threads, and the work that waits for one of them: only so much."""
+    """A thread pool with a bounded queue."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, f"work-{name}")

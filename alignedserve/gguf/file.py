@@ -105,9 +105,9 @@ def gguf_stem(name: str) -> str:
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all parts of the model of whose first part this is the name; of any other file, its own.
+    """List the files of a split model, given the name of its first; otherwise the file itself.
 
-    Raises ModelError when it is another part than the first, or one of too many.
+    Raises ModelError for any other part of a split model, and where it has too many parts.
     """
     part = _PART_NAME.fullmatch(name)
     if part is None:

@@ -7,7 +7,7 @@ _SLICE_LEN = 65_536
 
 
 class SlicedPattern:
-    """A pattern of which no match is longer than so many characters."""
+    """A pattern whose matches have at most `max_len` characters."""
 
     def __init__(self, pattern: str, max_len: int) -> None:
         self.pattern = pattern

@@ -76,7 +76,7 @@ class Site(Protocol):
         """Create its processes. Raises RayError or ValueError."""
 
     def end_deployment(self, deployment_id: str) -> Ending:
-        """Begin to end its processes, of which none is started again; it is known until `forget_deployment`."""
+        """Stop the deployment's processes without restarting them; its record stays until `forget_deployment`."""
 
     def forget_deployment(self, deployment_id: str) -> None:
         """Forget a deployment that has ended, or was not started after all."""

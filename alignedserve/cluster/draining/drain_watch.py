@@ -30,8 +30,8 @@ class DrainWatch:
         now = time.monotonic()
         for name in list(self._asked):
             self._take(name)
-        over = self._drains.ended(now, self._left)
-        workers, moved, draining = self._drains.workers, self._drains.moved(now), self._drains.gateways
+        over = self._drains.finished(now, self._left)
+        workers, moved, draining = self._drains.workers, self._drains.due_to_move(now), self._drains.gateways
         routers = dict.fromkeys((*(router_of(one) for one in workers), *(one for one in self._told if is_router(one))))
         for router in routers:
             own, gone = (tuple(one for one in names if router_of(one) == router) for names in (workers, moved))

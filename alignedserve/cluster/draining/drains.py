@@ -76,12 +76,12 @@ class Drains:
         """Gateways that send requests elsewhere."""
         return tuple(name for one in self._going_on.values() for name in one.gateways)
 
-    def moved(self, now: float) -> tuple[str, ...]:
+    def due_to_move(self, now: float) -> tuple[str, ...]:
         """Return the workers and pools whose requests are to go elsewhere now."""
         return tuple(name for one in self._going_on.values() if now >= one.moves_s for name in one.workers)
 
-    def ended(self, now: float, left: Mapping[str, int]) -> list[str]:
-        """Return the drains that are over. `left`: what each process that has answered since its drain began holds."""
+    def finished(self, now: float, left: Mapping[str, int]) -> list[str]:
+        """Return the drains that are over. `left`: the requests of each process that has answered since its drain."""
         self._seen_s = now
         return [
             name

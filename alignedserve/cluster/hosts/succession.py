@@ -81,7 +81,7 @@ def digest_of(*configs: ClusterConfig) -> str:
 
 
 def _typed(value: object) -> str:
-    """Return what is more than a plain value in other words than that: a default is not the same as a setting."""
+    """Encode a value that is not plain with its type, so that a default differs from the same text as a setting."""
     return f"{type(value).__name__} {value}"
 
 

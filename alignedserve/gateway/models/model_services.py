@@ -68,7 +68,7 @@ class ModelServices:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Hold the model: its deployment is not ended before it is left, but for one that is killed."""
+        """Keep the deployment from being stopped inside the `with` block, except by a kill."""
         self.uses.num_open += 1
         try:
             yield

@@ -123,9 +123,9 @@ def _line(asked: CreateResponseRequest, items: list[Item], response: dict[str, A
 
 
 def take_streamed_response(body: dict[str, Any], owner: str) -> dict[str, Any] | None:
-    """Take from a line's body the response as it was queued; None where no events are to be written.
+    """Take the queued response out of a line's body; None: no events are to be written.
 
-    Only lines that are made here have it: in those of clients, whose owners are others, it is an unknown field.
+    Only lines that this server creates carry the field. From a client it is an unknown field.
     """
     return body.pop(_STREAMED_RESPONSE, None) if owner.endswith(f"/{_API}") else None
 

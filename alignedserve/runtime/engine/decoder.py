@@ -30,8 +30,8 @@ class Decoder:
     """A model ready to run. Keys and values live in the storage that is passed in; a pass leaves only its times."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, ranks: DecoderRanks | None = None) -> None:
-        """`ranks`: those that compute the model together, of which `weights` are one's share, as is `config`, but for
-        its vocabulary; every rank makes the same passes. None: there is one."""
+        """`ranks`: the tensor-parallel group, None: one process. `weights` and `config` are this rank's shard, except
+        that `config` has the whole vocabulary. Every rank makes the same passes."""
         self.config = config
         self._ranks = ranks
         self.dtype = weights.embedding.dtype

@@ -27,12 +27,12 @@ class AnswerMatcher:
 
     @property
     def forced(self) -> Sequence[int]:
-        """Return the tokens that can only come next, as far as they are foreseen."""
+        """Return the next tokens that the grammar forces, as far as `foresee` has matched them."""
         return self._forced
 
     @property
     def place(self) -> int:
-        """Return how many tokens were matched: while it stays and nothing else is noted, so does the next mask."""
+        """Return how many tokens were matched. The next mask stays the same until this changes or a token is noted."""
         return self._num_matched
 
     @property
@@ -49,7 +49,7 @@ class AnswerMatcher:
             self._unmatched += token_ids[num_forced:]
 
     def current(self) -> LLMatcher:
-        """Return the matcher, at the end of the answer and its forced tokens, or in error where that does not match.
+        """Return the matcher, after the answer and its forced tokens; it is in error where these do not match.
 
         Waits until it is compiled. Raises GrammarError if it cannot be.
         """
@@ -62,9 +62,10 @@ class AnswerMatcher:
         return self._matcher
 
     def foresee(self, ends: Collection[int]) -> None:
-        """Match tokens that can only come next, up to one of `ends`; raises GrammarError as `current` does.
+        """Match the tokens that the grammar forces next, up to one of `ends`; raises GrammarError as `current` does.
 
-        One after the other: each is the only one that a mask would allow there, in the model's own tokenisation.
+        It matches one token after the other. Each is the only one that a mask would allow at its place, in the model's
+        own tokenisation.
         """
         matcher = self.current()
         while len(self._forced) < _MAX_FORCED:

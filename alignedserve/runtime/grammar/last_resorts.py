@@ -21,7 +21,7 @@ class LastResorts:
         self._masks = np.array(list(masks.values()), np.uint32).view(np.int32)
 
     def remove_from(self, bits: Bits, rows: IntArray) -> None:
-        """Take the tokens out of these rows of masks [rows, words], but where nothing would be left."""
+        """Clear these tokens in the masks [rows, words]; a row that would become empty stays as it is."""
         before = bits[rows[:, None], self._words]
         has_any = (before & self._masks).any(axis=1)
         if not has_any.any():  # as at most places in answers

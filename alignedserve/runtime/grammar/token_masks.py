@@ -206,7 +206,7 @@ class TokenMasks:
 
 
 def _may_jump(sampling: SamplingParams) -> bool:
-    """Return whether a token that a grammar forces is the one chosen, and nothing else is asked about its step."""
+    """Return whether a forced token may skip its step: the request wants no log-probabilities, and bars no token."""
     return sampling.num_logprobs is None and not (sampling.allowed_token_ids or sampling.bad_words)
 
 

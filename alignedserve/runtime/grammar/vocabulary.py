@@ -29,7 +29,8 @@ class TokenTable:
         try:
             return LLTokenizer(words, n_vocab=len(self.tokens), eos_token=list(self.eos_token_ids))
         except ValueError as error:
-            raise UnsupportedModel(f"its tokens cannot be matched: {str(error)[:200]}") from error
+            reason = str(error)[:200]
+            raise UnsupportedModel(f"grammars cannot be applied to the model's tokenizer: {reason}") from error
 
 
 def token_table(tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenTable:

@@ -93,8 +93,8 @@ def test_the_only_worker_of_its_kind_is_not_waited_for() -> None:
     restarts_of_second = restarts(drains, answers)
     restarts_of_second.order("1", RestartWorkers("second"), DEPLOYMENTS)
     restarts_of_second.look([])
-    assert drains.workers == drains.moved(float("inf")) == ("decode-0.m2",)
-    assert drains.ended(1e9, {"decode-0.m2": 1}) == ["decode-0.m2"]
+    assert drains.workers == drains.due_to_move(float("inf")) == ("decode-0.m2",)
+    assert drains.finished(1e9, {"decode-0.m2": 1}) == ["decode-0.m2"]
 
 
 def test_what_cannot_be_restarted_is_said() -> None:

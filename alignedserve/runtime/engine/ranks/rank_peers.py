@@ -44,7 +44,7 @@ class RankPeers:
                 buffer, address, identity=loan.identity, transports=loan.transports, open_channel=open_channel
             )
         except OSError as error:  # such as no more file descriptors
-            raise NotEnoughMemory(f"its parts cannot be served: {error}") from error
+            raise NotEnoughMemory(f"a rank could not open a socket to lend its candidate buffer: {error}") from error
         self._servers[peer] = server
         self._transfers[peer] = OwnBufferTransfer(storage, buffer)
         return server.address

@@ -150,7 +150,7 @@ def receive_answers(control: ControlSocket, planned: Sequence[PlannedRequest]) -
     """Receive the owner's answer about these requests: whether it holds each."""
     answer = control.receive()
     if not isinstance(answer, BlocksAnswered) or len(answer.is_held) != len(planned):
-        raise ProtocolError("an unexpected answer")
+        raise ProtocolError(f"the owner of the blocks gave no answer about all {len(planned)} requests")
     return answer.is_held
 
 

@@ -58,9 +58,10 @@ class RemoteFile:
 
 
 class Download:
-    """One file on its way into a folder of blobs; `count` is told of bytes as they come (fewer than none: come again).
+    """One download in progress, into a folder of blobs.
 
-    `stop` ends it from another thread.
+    Calls `count` with the bytes of each part; a negative number takes back bytes that come again. `stop` ends it from
+    another thread.
     """
 
     def __init__(

@@ -40,40 +40,40 @@ def drains() -> Drains:
 def test_a_drain_ends_when_nothing_is_left() -> None:
     going_on = drains()
     assert (going_on.workers, going_on.gateways) == (NODE.workers, NODE.gateways)
-    assert going_on.ended(1.0, NOTHING | {"gateway-1": 2}) == []
-    assert going_on.ended(1.0, NOTHING) == ["node-1"]
+    assert going_on.finished(1.0, NOTHING | {"gateway-1": 2}) == []
+    assert going_on.finished(1.0, NOTHING) == ["node-1"]
     going_on.end("node-1")
     assert not going_on.workers
     assert not going_on.gateways
 
 
 def test_what_has_not_answered_may_hold_something() -> None:
-    assert drains().ended(1.0, {}) == []
-    assert drains().ended(1.0, {name: 0 for name in NODE.names if name != "pool-1"}) == []
+    assert drains().finished(1.0, {}) == []
+    assert drains().finished(1.0, {name: 0 for name in NODE.names if name != "pool-1"}) == []
 
 
 def test_what_is_left_in_the_end_is_moved_and_then_not_waited_for() -> None:
     going_on, busy = drains(), dict.fromkeys(NODE.names, 3)
-    assert going_on.moved(59.9) == ()
-    assert going_on.moved(60.0) == NODE.workers
-    assert going_on.ended(60.0, busy) == []
-    assert going_on.ended(60.0 + MOVING_S, busy) == ["node-1"]
-    assert going_on.ended(60.0 + MOVING_S, {}) == ["node-1"]
+    assert going_on.due_to_move(59.9) == ()
+    assert going_on.due_to_move(60.0) == NODE.workers
+    assert going_on.finished(60.0, busy) == []
+    assert going_on.finished(60.0 + MOVING_S, busy) == ["node-1"]
+    assert going_on.finished(60.0 + MOVING_S, {}) == ["node-1"]
 
 
 def test_a_drain_can_be_given_another_time() -> None:
     going_on = drains()
     going_on.begin("node-1", Draining(NODE.workers, NODE.gateways, moves_s=5.0))
-    assert going_on.moved(5.0) == NODE.workers
+    assert going_on.due_to_move(5.0) == NODE.workers
 
 
 def test_a_drain_goes_on_with_the_time_that_it_had_left_on_a_host_that_was_started_anew() -> None:
     going_on = drains()
-    assert going_on.ended(50.0, {}) == []
+    assert going_on.finished(50.0, {}) == []
     for now in (5.0, 7.0):  # the second time on the same host
         going_on.resume(now)
-    assert going_on.moved(14.9) == ()
-    assert going_on.moved(15.0) == NODE.workers
+    assert going_on.due_to_move(14.9) == ()
+    assert going_on.due_to_move(15.0) == NODE.workers
 
 
 RECORDS = (

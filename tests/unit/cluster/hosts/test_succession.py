@@ -66,7 +66,7 @@ def test_a_driver_looks_once_a_second_at_most(cluster: ClusterOnHosts) -> None:
 
 def test_what_has_not_changed_is_handed_over_once(cluster: ClusterOnHosts, keepers: list[KeeperMemory]) -> None:
     for second in range(4):
-        cluster._joining.drains.ended(float(second), {})
+        cluster._joining.drains.finished(float(second), {})
         cluster._hand_over()
     assert [(len(keeper.copies), keeper.num_heard) for keeper in keepers] == [(1, 3), (1, 3)]
 
@@ -115,7 +115,7 @@ def test_every_change_is_handed_over(cluster: ClusterOnHosts, keepers: list[Keep
         lambda: known._vacant.setdefault(("host-7", ""), []).append((share,)),
         lambda: known._vacant["host-7", ""].pop(),
         lambda: known.drains.begin("node-1", Draining(("decode-1",), (), 60.0)),
-        lambda: known.drains.ended(1.0, {}),
+        lambda: known.drains.finished(1.0, {}),
         lambda: known.drained.update({"id-7": other.without_keeper()}),
         lambda: setattr(known, "_num_nodes", 9),
         lambda: setattr(known, "_num_folders", 9),
