@@ -30,7 +30,7 @@ class Decoder:
     """A model ready to run. Keys and values live in the storage that is passed in; a pass leaves only its times."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, ranks: DecoderRanks | None = None) -> None:
-        """`ranks`: the tensor-parallel group, None: one process. `weights` and `config` are this rank's shard, except
+        """`ranks`: the tensor-parallel group (None: one process). `weights` and `config` are this rank's shard, except
         that `config` has the whole vocabulary. Every rank makes the same passes."""
         self.config = config
         self._ranks = ranks
