@@ -2,10 +2,10 @@
 
 import ray
 
+from alignedserve.api.backend.connection import ClusterLinks
 from alignedserve.batch_worker.service import BatchService, StateServing
 from alignedserve.batches.location import BatchLocation
 from alignedserve.config.sections import GatewayConfig, Observing
-from alignedserve.gateway.backend.connection import ClusterLinks
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment

@@ -6,41 +6,40 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from alignedserve.batches.interfaces import LineRequest
-from alignedserve.batches.records import Endpoint
-from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.request import Slo
-from alignedserve.gateway.anthropic.message_format import MessageFormatter
-from alignedserve.gateway.anthropic.message_request import build_message_request
-from alignedserve.gateway.anthropic.parsing import BodyParser
-from alignedserve.gateway.anthropic.schemas import MessagesRequest
-from alignedserve.gateway.embeddings.request_builder import build_embedding_request
-from alignedserve.gateway.embeddings.response_format import EmbeddingFormatter
-from alignedserve.gateway.embeddings.schemas import EmbeddingRequest
-from alignedserve.gateway.files.submission import client_of
-from alignedserve.gateway.models.model_services import ModelServices
-from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.parsing import check_shape, parse, parse_chat, parse_completion
-from alignedserve.gateway.openai.request_builder import (
+from alignedserve.api.anthropic.message_format import MessageFormatter
+from alignedserve.api.anthropic.message_request import build_message_request
+from alignedserve.api.anthropic.parsing import BodyParser
+from alignedserve.api.anthropic.schemas import MessagesRequest
+from alignedserve.api.embeddings.request_builder import build_embedding_request
+from alignedserve.api.embeddings.response_format import EmbeddingFormatter
+from alignedserve.api.embeddings.schemas import EmbeddingRequest
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.parsing import check_shape, parse, parse_chat, parse_completion
+from alignedserve.api.openai.request_builder import (
     Arrival,
     GenerationRequest,
     build_chat_request,
     build_completion_request,
 )
-from alignedserve.gateway.openai.response_format import BodyFormatter, ChatFormatter, CompletionFormatter
-from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.gateway.openai.schemas.requests import ChatCompletionRequest, CompletionRequest
-from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER
-from alignedserve.gateway.responses.background import take_streamed_response
-from alignedserve.gateway.responses.background_events import BackgroundFormatter
-from alignedserve.gateway.responses.context import resolve_references
-from alignedserve.gateway.responses.formatter import ResponsesFormatter
-from alignedserve.gateway.responses.items import parse_items
-from alignedserve.gateway.responses.parsing import parse_response
-from alignedserve.gateway.responses.request_builder import build_response_request, new_response_id
-from alignedserve.gateway.responses.schemas import CreateResponseRequest
-from alignedserve.gateway.services import Services
-from alignedserve.gateway.timelines.request_ids import REQUEST_ID_HEADER
+from alignedserve.api.openai.response_format import BodyFormatter, ChatFormatter, CompletionFormatter
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest
+from alignedserve.api.openai.slo_headers import DEADLINE_HEADER
+from alignedserve.api.own_batches import client_of, take_streamed_response
+from alignedserve.api.responses.background_events import BackgroundFormatter
+from alignedserve.api.responses.context import resolve_references
+from alignedserve.api.responses.formatter import ResponsesFormatter
+from alignedserve.api.responses.items import parse_items
+from alignedserve.api.responses.parsing import parse_response
+from alignedserve.api.responses.request_builder import build_response_request, new_response_id
+from alignedserve.api.responses.schemas import CreateResponseRequest
+from alignedserve.api.services import ApiServices
+from alignedserve.api.timelines.request_ids import REQUEST_ID_HEADER
+from alignedserve.batches.interfaces import LineRequest
+from alignedserve.batches.records import Endpoint
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.request import Slo
 
 _SERVICE_TIER = "flex"  # best effort
 _ALLOWED_SERVICE_TIERS = ("auto", "default", "standard_only", _SERVICE_TIER)
@@ -65,7 +64,7 @@ class LineJob(NamedTuple):
     make_event_formatter: Callable[[Generation], BackgroundFormatter] | None = None  # its events are written
 
 
-async def build_job(line: LineRequest, services: Services, held: ExitStack) -> LineJob:
+async def build_job(line: LineRequest, services: ApiServices, held: ExitStack) -> LineJob:
     """Return the job of a line, whose model `held` holds from here on.
 
     Raises InvalidRequest: the line can never be run; Unavailable: not now.
@@ -84,7 +83,7 @@ async def build_job(line: LineRequest, services: Services, held: ExitStack) -> L
 @dataclass(frozen=True, slots=True)
 class _JobBuilder:
     line: LineRequest
-    services: Services
+    services: ApiServices
     held: ExitStack
     arrival: Arrival
     ignored: IgnoredFields | None

@@ -2,6 +2,12 @@
 
 from contextlib import ExitStack
 
+from alignedserve.api.anthropic.errors import anthropic_error_body
+from alignedserve.api.errors import GenerationError, Overloaded, Unavailable, Unservable, error_body, http_error_of
+from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.response_format import collect_body
+from alignedserve.api.responses.background_events import generate_body
+from alignedserve.api.services import ApiServices
 from alignedserve.batch_worker.line_jobs import LineJob, build_job
 from alignedserve.batches.interfaces import (
     ClusterTotals,
@@ -14,12 +20,6 @@ from alignedserve.batches.interfaces import (
 from alignedserve.batches.records import Endpoint
 from alignedserve.batches.responses.event_log import EventLimits, EventLog
 from alignedserve.core.errors import AlignedServeError, InvalidRequest
-from alignedserve.gateway.anthropic.errors import anthropic_error_body
-from alignedserve.gateway.errors import GenerationError, Overloaded, Unavailable, Unservable, error_body, http_error_of
-from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.response_format import collect_body
-from alignedserve.gateway.responses.background_events import generate_body
-from alignedserve.gateway.services import Services
 
 _RETRY_AFTER_S = 1.0
 
@@ -27,7 +27,7 @@ _RETRY_AFTER_S = 1.0
 class ClusterLineRunner:
     """A LineRunner that generates in the cluster."""
 
-    def __init__(self, services: Services, events: EventLog | None = None) -> None:
+    def __init__(self, services: ApiServices, events: EventLog | None = None) -> None:
         """`events`: where events of responses are written; None: nowhere."""
         self._services = services
         self._events = events

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import msgspec
 
+from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
+from alignedserve.api.deployments import Deployments
+from alignedserve.api.services import ApiServices
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchLocation, DriverStores, open_driver_stores
 from alignedserve.batches.remote.state_server import StateServer
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.core.quotas import QuotaPool
-from alignedserve.gateway.backend.connection import ClusterConnection, ClusterLinks
-from alignedserve.gateway.deployments import Deployments
-from alignedserve.gateway.services import Services, build_services
 from alignedserve.process.background_tasks import start_background
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
@@ -63,7 +63,7 @@ class BatchService:
         self._location = location
         self._state = state
         self._observing = observing
-        self._services: Services | None = None
+        self._services: ApiServices | None = None
         self._is_restarted = is_restarted
         self._state_server: StateServer | None = None
         self._connection: ClusterConnection | None = None
@@ -75,7 +75,7 @@ class BatchService:
         """Connect to the cluster and start the driver. Raises ModelError or StorageError."""
         self._stores = open_driver_stores(self._location)
         await self._start_state_server(self._stores)
-        services = build_services(self._config, reply_to=self._links.own_address, observing=self._observing)
+        services = ApiServices.of(self._config, reply_to=self._links.own_address, observing=self._observing)
         self._services = services
         self._connection = ClusterConnection(self._links, services.timelines, services.questions)
         await self._connection.start()

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import msgspec
 import ray
 
+from alignedserve.api.backend.connection import ClusterLinks
+from alignedserve.api.work_lanes import favour_the_loop
 from alignedserve.batches.location import SharedState
 from alignedserve.config.sections import GatewayConfig, Observing
-from alignedserve.gateway.backend.connection import ClusterLinks
 from alignedserve.gateway.connections.limits import raise_file_limit
 from alignedserve.gateway.server import GatewayServer
-from alignedserve.gateway.work_lanes import favour_the_loop
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec

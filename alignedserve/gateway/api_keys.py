@@ -4,7 +4,7 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 
-from alignedserve.gateway.errors import Unauthorized
+from alignedserve.api.errors import Unauthorized
 
 PUBLIC_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/version"})
 

@@ -9,10 +9,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.gateway.anthropic.errors import error_view, is_anthropic
-from alignedserve.gateway.errors import error_json
+from alignedserve.api.anthropic.errors import error_view
+from alignedserve.api.errors import error_json
 from alignedserve.gateway.head_requests import HeadMiddleware
-from alignedserve.gateway.json_response import JsonResponse
+from alignedserve.gateway.json_response import JsonResponse, is_anthropic
 from alignedserve.gateway.middleware import GatewayMiddleware
 from alignedserve.gateway.routes import (
     adapters,

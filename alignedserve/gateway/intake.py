@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from alignedserve.gateway.errors import Draining
+from alignedserve.api.errors import Draining
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 

@@ -1,10 +1,18 @@
-"""The HTTP response of every JSON endpoint."""
+"""The HTTP responses of every JSON endpoint, and of errors in the shapes of both APIs."""
 
 from typing import Any
 
 import orjson
+from starlette.datastructures import Headers
 from starlette.responses import Response
+from starlette.types import Scope
 from typing_extensions import override
+
+from alignedserve.api.anthropic.errors import anthropic_error_body, anthropic_status
+from alignedserve.api.errors import error_body, error_headers, http_error_of
+
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_HEADER = "anthropic-version"
 
 
 class JsonResponse(Response):
@@ -16,3 +24,21 @@ class JsonResponse(Response):
     def render(self, content: Any) -> bytes:
         """Return the encoded content."""
         return content if isinstance(content, bytes) else orjson.dumps(content)
+
+
+def error_response(error: Exception) -> Response:
+    """Return the HTTP response for this error, in OpenAI's shape."""
+    return JsonResponse(error_body(error), http_error_of(error).status, headers=error_headers(error))
+
+
+def anthropic_error_response(error: Exception, *, request_id: str) -> Response:
+    """Return the HTTP response for this error, in Anthropic's shape."""
+    body = anthropic_error_body(error, request_id=request_id)
+    return JsonResponse(body, anthropic_status(error), headers=error_headers(error))
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether this request speaks Anthropic's API: by its path, or by the header that its clients send."""
+    path = scope["path"]
+    is_its_path = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+    return is_its_path or _ANTHROPIC_HEADER in Headers(scope=scope)

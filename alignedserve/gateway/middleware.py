@@ -9,19 +9,18 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from alignedserve.gateway.anthropic.errors import anthropic_error_response, is_anthropic
-from alignedserve.gateway.api_keys import ApiKeys
-from alignedserve.gateway.errors import (
+from alignedserve.api.errors import (
     INTERNAL_ERROR,
     ClientDisconnected,
-    error_response,
     http_error_of,
     rejection_code,
 )
+from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.timelines.request_ids import plain_request_id
+from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.intake import Intake
-from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
-from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.gateway.timelines.request_ids import plain_request_id
+from alignedserve.gateway.json_response import anthropic_error_response, error_response, is_anthropic
 
 logger = logging.getLogger(__name__)
 

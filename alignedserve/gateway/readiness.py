@@ -1,7 +1,7 @@
 """Readiness of a gateway: whether requests are to come to it."""
 
+from alignedserve.api.models.model_registry import ModelRegistry
 from alignedserve.gateway.intake import Intake
-from alignedserve.gateway.models.model_registry import ModelRegistry
 
 
 class Readiness:

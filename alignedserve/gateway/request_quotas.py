@@ -10,10 +10,10 @@ import secrets
 import time
 from collections.abc import Sequence
 
+from alignedserve.api.errors import QuotaExceeded, Unavailable
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError
 from alignedserve.core.quotas import LEASE_S, OwnShare
-from alignedserve.gateway.errors import QuotaExceeded, Unavailable
 from alignedserve.messages.state import QuotaAnswer, UseQuota
 from alignedserve.process.background_tasks import start_background
 

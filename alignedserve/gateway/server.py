@@ -13,16 +13,16 @@ from typing import cast
 import uvicorn
 from typing_extensions import override
 
+from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
+from alignedserve.api.deployments import Deployments
 from alignedserve.batches.location import BatchStores, SharedState, open_stores
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.app import build_app
-from alignedserve.gateway.backend.connection import ClusterConnection, ClusterLinks
 from alignedserve.gateway.connections.http_protocol import BoundedHttpProtocol
 from alignedserve.gateway.connections.limits import ConnectionLimits
-from alignedserve.gateway.deployments import Deployments
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.metrics.disk_metrics import Disks
 from alignedserve.gateway.request_quotas import RequestQuotas

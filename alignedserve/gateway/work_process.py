@@ -4,8 +4,8 @@ import logging
 import weakref
 from functools import partial
 
-from alignedserve.gateway.errors import Overloaded
-from alignedserve.gateway.work_lanes import Lane
+from alignedserve.api.errors import Overloaded
+from alignedserve.api.work_lanes import Lane
 from alignedserve.process.child_process import ChildProcess
 
 logger = logging.getLogger(__name__)

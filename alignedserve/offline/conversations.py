@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, NamedTuple, TypedDict
 
+from alignedserve.api.backend.interface import GeneratedTokens
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.openai.chat_grammar import chat_grammar
+from alignedserve.api.openai.chat_prompt import chat_output_format, chat_prompt
+from alignedserve.api.openai.choice_decoder import ChoiceDecoder
+from alignedserve.api.openai.output_parser import OutputFormat
+from alignedserve.api.openai.parsing import check_shape, parse_chat
+from alignedserve.api.openai.tool_calls import whole_tool_calls
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
-from alignedserve.gateway.backend.interface import GeneratedTokens
-from alignedserve.gateway.models.model_card import ModelCard
-from alignedserve.gateway.openai.chat_grammar import chat_grammar
-from alignedserve.gateway.openai.chat_prompt import chat_output_format, chat_prompt
-from alignedserve.gateway.openai.choice_decoder import ChoiceDecoder
-from alignedserve.gateway.openai.output_parser import OutputFormat
-from alignedserve.gateway.openai.parsing import check_shape, parse_chat
-from alignedserve.gateway.openai.tool_calls import whole_tool_calls
 from alignedserve.offline.request_output import RequestOutput
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
 from alignedserve.text.tokenizer import Tokenizer

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
 
+from alignedserve.api.embeddings.vectors import Vectors
+from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import (
     DecodeWorkerConfig,
     EngineConfig,
@@ -23,8 +25,6 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter, Request, SamplingParams
-from alignedserve.gateway.embeddings.vectors import Vectors
-from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.messages.events import PeerConnected, Received, Send, SendTo
 from alignedserve.messages.gateways import TokensEmitted
 from alignedserve.messages.handshake import Role

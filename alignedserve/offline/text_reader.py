@@ -4,13 +4,13 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypedDict
 
+from alignedserve.api.embeddings.request_builder import check_dimensions
+from alignedserve.api.embeddings.text_prompts import limit_of, prompt_named
+from alignedserve.api.embeddings.vectors import Vectors, computed_scores, cosines, unit_vectors
+from alignedserve.api.errors import GenerationFailed
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
-from alignedserve.gateway.embeddings.request_builder import check_dimensions
-from alignedserve.gateway.embeddings.text_prompts import limit_of, prompt_named
-from alignedserve.gateway.embeddings.vectors import Vectors, computed_scores, cosines, unit_vectors
-from alignedserve.gateway.errors import GenerationFailed
 from alignedserve.offline.request_output import RequestOutput
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.text.tokenizer import EncodedPair, Tokenizer

@@ -20,12 +20,12 @@ from typing import Any
 import psutil
 import uvloop
 
+from alignedserve.api.backend.scripted import Script, ScriptedBackend
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.work_lanes import favour_the_loop
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
-from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.gateway.services import build_services
-from alignedserve.gateway.work_lanes import favour_the_loop
 from alignedserve.process.heap import settle_heap
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer

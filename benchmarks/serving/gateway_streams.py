@@ -13,9 +13,9 @@ import time
 
 import uvloop
 
+from alignedserve.api.backend.scripted import Script, ScriptedBackend
+from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
-from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.gateway.services import build_services
 from alignedserve.runtime.model.built_in import pocket_folder

@@ -6,12 +6,12 @@
 import statistics
 import time
 
+from alignedserve.api.timelines.spans import Origin, export_of
+from alignedserve.api.timelines.timeline import CallFacts, Timeline
+from alignedserve.api.timelines.timelines import Timelines
 from alignedserve.config.sections import ExplainConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
-from alignedserve.gateway.timelines.spans import Origin, export_of
-from alignedserve.gateway.timelines.timeline import CallFacts, Timeline
-from alignedserve.gateway.timelines.timelines import Timelines
 from alignedserve.messages.request_notes import RequestNote, RequestsNoted, Step
 
 _NUM_CALLS, _NUM_ROUNDS = 1000, 7

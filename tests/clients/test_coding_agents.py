@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.models.model_card import ModelCard
 from tests.clients.running import run_client
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.support import EOS, gateway

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
+from alignedserve.api.backend.connection import ClusterLinks
 from alignedserve.config.sections import GatewayConfig, Observing
-from alignedserve.gateway.backend.connection import ClusterLinks
 from alignedserve.gateway.server import GatewayServer, bind
 from alignedserve.messages.handshake import Role
 from alignedserve.process.links import Identity

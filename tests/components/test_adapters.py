@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import (
     BatchingConfig,
     ClusterConfig,
@@ -19,7 +20,6 @@ from alignedserve.config.sections import (
     Topology,
 )
 from alignedserve.core.request import LoraAdapter, SamplingParams, Slo
-from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.messages.gateways import RequestFailed
 from alignedserve.runtime.model.model_files import read_config
 from tests.harnesses.client_gateway import Answer

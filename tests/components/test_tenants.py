@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from alignedserve.api.backend.cluster import ClusterBackend
+from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig, PrefixCacheConfig, Topology
 from alignedserve.gateway.app import build_app
-from alignedserve.gateway.backend.cluster import ClusterBackend
-from alignedserve.gateway.backend.connection import ClusterConnection, ClusterLinks
-from alignedserve.gateway.models.model_card import ModelCard
-from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.services import build_services
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.model.served_deployment import ServedDeployment

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from alignedserve import LLM, SamplingParams
-from alignedserve.gateway.models.model_card import ModelCard
-from alignedserve.gateway.openai.output_parser import OutputFormat
-from alignedserve.gateway.tools.formats import FORMATS
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.openai.output_parser import OutputFormat
+from alignedserve.api.tools.formats import FORMATS
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from tests.gateway.support import gateway

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from typing_extensions import override
 
+from alignedserve.api.errors import QuotaExceeded, Unavailable
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log.log_format import LineOutcome, ResultRecord
 from alignedserve.batches.records import FileId, ResultKind
@@ -23,7 +24,6 @@ from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.core.quotas import LEASE_S, QuotaPool
-from alignedserve.gateway.errors import QuotaExceeded, Unavailable
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.state import (

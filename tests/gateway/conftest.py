@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from typing_extensions import override
 
+from alignedserve.api.models import grammar_checker
 from alignedserve.batches import driver, run
-from alignedserve.gateway.models import grammar_checker
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import TokenTable
 

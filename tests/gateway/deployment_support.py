@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from alignedserve.api.backend.connection import ClusterLinks
+from alignedserve.api.backend.scripted import IDLE_STATUS
 from alignedserve.config.sections import ModelSectionConfig, PrefixCacheConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason
-from alignedserve.gateway.backend.connection import ClusterLinks
-from alignedserve.gateway.backend.scripted import IDLE_STATUS
 from alignedserve.messages.gateways import AbortRequest, ResumeRequest, SubmitRequest, TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import RouterInbound

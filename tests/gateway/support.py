@@ -15,13 +15,13 @@ import httpx
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from alignedserve.api.backend.readiness_probe import ReadinessProbe
+from alignedserve.api.backend.scripted import Script, ScriptedBackend
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app
-from alignedserve.gateway.backend.readiness_probe import ReadinessProbe
-from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
-from alignedserve.gateway.models.model_card import ModelCard
-from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.text import tokenizer as ours
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request, RequestClass, Slo
-from alignedserve.gateway.backend.scripted import Script
 from tests.gateway.support import EOS, chunks_of, error_of, gateway, saying, tokens_of
 
 

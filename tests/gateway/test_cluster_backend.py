@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.api.backend import cluster as cluster_backend
+from alignedserve.api.backend.cluster import ClusterBackend
+from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
+from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
+from alignedserve.api.errors import GenerationError, GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
-from alignedserve.gateway.backend import cluster as cluster_backend
-from alignedserve.gateway.backend.cluster import ClusterBackend
-from alignedserve.gateway.backend.connection import ClusterConnection, ClusterLinks
-from alignedserve.gateway.backend.interface import GeneratedTokens, RequestStream
-from alignedserve.gateway.errors import GenerationError, GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.gateway.backend.scripted import Script
+from alignedserve.api.backend.scripted import Script
 from tests.gateway.support import EOS, chunks_of, error_of, gateway, saying, tokenizer, tokens_of
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from alignedserve.gateway.backend.scripted import Script
+from alignedserve.api.backend.scripted import Script
 from alignedserve.gateway.intake import Intake
 from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
 from tests.support.waiting import holds

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from alignedserve.gateway.backend.scripted import IDLE_STATUS
+from alignedserve.api.backend.scripted import IDLE_STATUS
 from tests.gateway.support import gateway
 from tests.support.samples import TOTALS
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.errors import GenerationFailed
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.errors import GenerationFailed
 from tests.gateway.live_samples import BUSY_STATUS
 from tests.gateway.support import Gateway, gateway, saying
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from alignedserve.api.errors import Overloaded
+from alignedserve.api.openai.json_cost import check_cost
+from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import Overloaded
-from alignedserve.gateway.openai.json_cost import check_cost
-from alignedserve.gateway.work_lanes import WorkLanes, rough_length
 from tests.gateway.support import Gateway, error_of, gateway, tokenizer
 from tests.support.waiting import holds
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from typing_extensions import override
 
+from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
 from alignedserve.gateway import services, work_process
-from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.routes import request_bodies
 from alignedserve.gateway.work_process import WorkProcess
 from tests.gateway.support import EOS, Gateway, error_of, gateway

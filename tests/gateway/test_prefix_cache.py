@@ -6,12 +6,12 @@ from typing import Any
 import openai
 import pytest
 
+from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.interfaces import LineRequest
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
-from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.messages.prefixes import MAX_BLOCK_NAMES, split_names
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.support import Gateway, chunks_of, error_of, gateway, saying

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.errors import GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
-from alignedserve.gateway.openai import streaming
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.errors import GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
+from alignedserve.gateway import streaming
 from tests.gateway.support import error_of, gateway, saying, tokens_of
 from tests.support.waiting import holds
 

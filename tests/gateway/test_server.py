@@ -11,12 +11,12 @@ import httpx
 import openai
 import pytest
 
+from alignedserve.api.backend.scripted import Script, ScriptedBackend
+from alignedserve.api.errors import Overloaded, Unavailable
 from alignedserve.batches.location import BatchLocation, SharedState
 from alignedserve.batches.stores.redis_records import RedisLocation
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound, StorageError
-from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
-from alignedserve.gateway.errors import Overloaded, Unavailable
 from alignedserve.gateway.server import GatewayServer, HttpServer, bind, shares_limits
 from alignedserve.process.addresses import AddressBook
 from tests.gateway.deployment_support import EchoingDeployment, deployed, gateway_links

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from alignedserve.api.backend.scripted import IDLE_STATUS, Script
+from alignedserve.api.errors import Unavailable
 from alignedserve.core.quotas import OwnShare
-from alignedserve.gateway.backend.scripted import IDLE_STATUS, Script
-from alignedserve.gateway.errors import Unavailable
 from tests.gateway.support import EOS, error_of, gateway, probe_of, saying, tokens_of
 from tests.support.waiting import holds
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.openai.stop_strings import StopStringFinder
 from alignedserve.core.request import FinishReason
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.openai.stop_strings import StopStringFinder
 from tests.gateway.support import Gateway, chunks_of, gateway, saying, tokenizer, tokens_of
 from tests.gateway.tool_support import HERMES, function, model_with
 

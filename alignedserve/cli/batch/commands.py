@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from alignedserve.api.openai.parsing import parse
 from alignedserve.batches.records import Endpoint
 from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, RequestRefused
 from alignedserve.cli.batch.formatting import batches_table, outlook, problem_text, summary
@@ -23,7 +24,6 @@ from alignedserve.cli.batch.watch import byte_bar, watch_until_over
 from alignedserve.cli.console import FAILURE, print_error, results
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.gateway.files.schemas import CreateBatchRequest, window_s
-from alignedserve.gateway.openai.parsing import parse
 
 _SHORT_NAMES = {
     "chat": Endpoint.CHAT,

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from alignedserve.api.timelines.request_ids import plain_request_id
 from alignedserve.cli.commands.explained_request import (
     ExplainedChoice,
     ExplainedEvent,
@@ -17,7 +18,6 @@ from alignedserve.cli.commands.explained_request import (
 from alignedserve.cli.console import print_json, printable, results
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import ConfigError, ProtocolError
-from alignedserve.gateway.timelines.request_ids import plain_request_id
 from alignedserve.loadgen.client import OpenAiClient
 
 _BAR_WIDTH = 24

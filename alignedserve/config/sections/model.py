@@ -4,7 +4,7 @@ from typing_extensions import override
 
 from alignedserve.config.sections.base import Section
 
-# Names of alignedserve.gateway.tools.formats and alignedserve.gateway.reasoning.formats, which stand on a higher floor.
+# Names of alignedserve.api.tools.formats and alignedserve.api.reasoning.formats, which stand on a higher floor.
 TOOL_FORMATS = (
     "smollm2",
     "qwen3_coder",

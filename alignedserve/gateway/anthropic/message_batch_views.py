@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from alignedserve.api.anthropic.errors import error_view
+from alignedserve.api.anthropic.timestamps import timestamp
 from alignedserve.batches.records import BatchStatus
 from alignedserve.batches.repository import BatchSnapshot
-from alignedserve.gateway.anthropic.errors import error_view
-from alignedserve.gateway.anthropic.timestamps import timestamp
 
 # Codes of lines that did not run, and this API's names of them.
 _UNRUN = {"batch_expired": "expired", "batch_cancelled": "canceled"}

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 import orjson
 from pydantic import FailFast, Field
 
+from alignedserve.api.errors import NotFound
+from alignedserve.api.schema import Schema
 from alignedserve.batches.records import Endpoint, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.anthropic.message_batch_views import result_view
-from alignedserve.gateway.errors import NotFound
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.files.submission import input_line, submit_lines
-from alignedserve.gateway.schema import Schema
 from alignedserve.gateway.services import Services
 
 

@@ -2,8 +2,8 @@
 
 import zlib
 
+from alignedserve.api.errors import BodyTooLarge, WrongContentType
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import BodyTooLarge, WrongContentType
 
 _GZIP_BITS = 16 + zlib.MAX_WBITS
 _KNOWN = ("", "identity", "gzip", "x-gzip")

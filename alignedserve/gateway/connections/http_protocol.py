@@ -12,8 +12,8 @@ from typing import Any
 from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from alignedserve.api.errors import error_json
 from alignedserve.gateway.connections.limits import ConnectionLimits
-from alignedserve.gateway.errors import error_json
 
 _BODY_CHECK_S = 10.0
 _LINGER_S = 5.0  # in which a client may read why its body was refused, while it still sends

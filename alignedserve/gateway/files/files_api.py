@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from alignedserve.api.errors import Conflict, NotFound, QuotaExceeded
 from alignedserve.batches.eta import estimate_eta, remaining_work
 from alignedserve.batches.garbage_collection import delete_file, is_used_by
 from alignedserve.batches.location import BatchStores
@@ -32,7 +33,6 @@ from alignedserve.batches.repository import BatchRepository, BatchSnapshot, Stor
 from alignedserve.batches.results import result_bytes
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import Conflict, NotFound, QuotaExceeded
 from alignedserve.gateway.files.schemas import CreateBatchRequest, endpoint_of, lifetime_of, window_s
 from alignedserve.gateway.files.uploads import Upload
 

@@ -5,19 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from alignedserve.api.schema import Metadata, Schema
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.schema import Schema
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
 MIN_WINDOW_S, MAX_WINDOW_S = 60.0, 7 * 86_400.0
 MIN_LIFETIME_S, MAX_LIFETIME_S = 3600, 2_592_000
-_MAX_METADATA = 16
-
-MetadataKey = Annotated[str, Field(max_length=64)]
-MetadataValue = Annotated[str, Field(max_length=512)]
-Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=_MAX_METADATA)]
 
 
 class ExpiresAfter(Schema):

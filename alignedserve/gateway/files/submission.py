@@ -1,8 +1,4 @@
-"""Batches that other APIs than Files make from requests of their own.
-
-They belong to an owner beside the client's own, so that each API lists only what it made; limits of batches hold for
-each of them.
-"""
+"""Makes the batches of other APIs than Files, each from requests of its own (see `api/own_batches.py`)."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -17,16 +13,6 @@ from alignedserve.gateway.files.schemas import CreateBatchRequest, ExpiresAfter
 from alignedserve.gateway.files.uploads import Upload
 
 WINDOW = "24h"
-
-
-def api_owner(client: str, api: str) -> str:
-    """Return the owner of the batches that an API makes for this client."""
-    return f"{client}/{api}"
-
-
-def client_of(owner: str) -> str:
-    """Return the client whose batch this owner has."""
-    return owner.partition("/")[0]
 
 
 def input_line(custom_id: str, endpoint: Endpoint, body: dict[str, Any]) -> bytes:

@@ -9,10 +9,10 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
+from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 from alignedserve.batches.interfaces import BlobWriter, ContentStore
 from alignedserve.batches.records import FileId
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 
 _MAX_FIELD_BYTES = 4096
 _MAX_PARTS = 16

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 from prometheus_client import Histogram
 
+from alignedserve.api.metrics.model_metrics import ModelMetrics
+from alignedserve.api.models.model_registry import RegisteredModel
+from alignedserve.api.models.model_services import ModelServices
 from alignedserve.batches.records import BatchTotals
-from alignedserve.gateway.metrics.model_metrics import ModelMetrics
-from alignedserve.gateway.models.model_registry import RegisteredModel
-from alignedserve.gateway.models.model_services import ModelServices
 from alignedserve.gateway.services import Services
 from alignedserve.messages.gateways import ClusterStatus
 

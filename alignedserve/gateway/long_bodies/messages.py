@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.openai.prompt_encoding import Prompt, Prompts
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
-from alignedserve.gateway.models.model_card import ModelCard
-from alignedserve.gateway.openai.prompt_encoding import Prompt, Prompts
 
 
 class Kind(enum.Enum):

@@ -6,12 +6,12 @@ import os
 import sys
 from pathlib import Path
 
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ModelError
 from alignedserve.gateway.long_bodies.messages import NotRead, Order, Outcome, decode_order, encode
 from alignedserve.gateway.long_bodies.reading import BodyReading, LoadedModel
-from alignedserve.gateway.models.model_card import ModelCard
-from alignedserve.gateway.work_lanes import WorkLanes
 from alignedserve.process.frames import read_frame, write_frame
 from alignedserve.text.tokenizer import Tokenizer
 

@@ -1,8 +1,8 @@
 """Sends long bodies to the process that reads them."""
 
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.long_bodies.messages import Answer, Kind, NotRead, Order, ReadBody, Refusal, decode_outcome
 from alignedserve.gateway.long_bodies.messages import encode as encoded
-from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.services import Services
 
 

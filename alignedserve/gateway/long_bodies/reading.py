@@ -6,26 +6,26 @@ from typing import Any
 
 import orjson
 
+from alignedserve.api.anthropic.message_request import count_answer, message_prompts
+from alignedserve.api.anthropic.parsing import BodyParser
+from alignedserve.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from alignedserve.api.embeddings.request_builder import PairSides, embedding_prompts, pair_prompts
+from alignedserve.api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion, parse_json
+from alignedserve.api.openai.prompt_encoding import Prompts, chat_prompts, completion_prompts
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.openai.schemas.requests import DetokenizeRequest
+from alignedserve.api.openai.token_answers import parse_tokenize, text_answer, tokens_answer
+from alignedserve.api.responses.items import Item, parse_items
+from alignedserve.api.responses.parsing import parse_input_tokens, parse_response
+from alignedserve.api.responses.request_builder import check_prompt, new_response_id
+from alignedserve.api.responses.request_builder import count_answer as response_count_answer
+from alignedserve.api.responses.schemas import PromptFields as ResponseFields
+from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.anthropic.message_request import count_answer, message_prompts
-from alignedserve.gateway.anthropic.parsing import BodyParser
-from alignedserve.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
-from alignedserve.gateway.embeddings.request_builder import PairSides, embedding_prompts, pair_prompts
-from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from alignedserve.gateway.long_bodies.messages import Answer, EncodedPrompt, Kind, NotRead, Outcome, ReadBody, Refusal
-from alignedserve.gateway.models.model_card import ModelCard
-from alignedserve.gateway.openai.parsing import parse, parse_chat, parse_completion, parse_json
-from alignedserve.gateway.openai.prompt_encoding import Prompts, chat_prompts, completion_prompts
-from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.gateway.openai.schemas.requests import DetokenizeRequest
-from alignedserve.gateway.openai.token_answers import parse_tokenize, text_answer, tokens_answer
-from alignedserve.gateway.responses.items import Item, parse_items
-from alignedserve.gateway.responses.parsing import parse_input_tokens, parse_response
-from alignedserve.gateway.responses.request_builder import check_prompt, new_response_id
-from alignedserve.gateway.responses.request_builder import count_answer as response_count_answer
-from alignedserve.gateway.responses.schemas import PromptFields as ResponseFields
-from alignedserve.gateway.work_lanes import WorkLanes
 from alignedserve.text.tokenizer import Tokenizer
 
 _SHORT = "-"  # for a prompt that is encoded

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 import orjson
 from typing_extensions import override
 
-from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.response_format import Formatter, MakeFormatter
-from alignedserve.gateway.openai.streaming import BodyResponse, EventStreamResponse
-from alignedserve.gateway.responses.formatter import ResponsesFormatter
+from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.response_format import Formatter, MakeFormatter
+from alignedserve.api.responses.formatter import ResponsesFormatter
+from alignedserve.gateway.streaming import BodyResponse, EventStreamResponse
 
 Keep = Callable[[bytes], Awaitable[None]]
 

@@ -11,17 +11,18 @@ from typing import Any
 import msgspec
 import orjson
 
+from alignedserve.api.errors import Conflict, NotFound
+from alignedserve.api.own_batches import BACKGROUND, STREAMED_RESPONSE, api_owner
+from alignedserve.api.responses.items import Item, item_id
+from alignedserve.api.responses.schemas import CreateResponseRequest
+from alignedserve.api.responses.state import raw_json
 from alignedserve.batches.records import BatchKey, BatchRecord, BatchStatus, Endpoint, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import Conflict, NotFound
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.files.schemas import MAX_LIFETIME_S, MIN_LIFETIME_S, ExpiresAfter
-from alignedserve.gateway.files.submission import WINDOW, api_owner, input_line, submit_lines
-from alignedserve.gateway.responses.items import Item, item_id
-from alignedserve.gateway.responses.schemas import CreateResponseRequest
-from alignedserve.gateway.responses.state import raw_json
+from alignedserve.gateway.files.submission import WINDOW, input_line, submit_lines
 
 _STATUS = {
     BatchStatus.VALIDATING: "queued",
@@ -31,8 +32,6 @@ _STATUS = {
 }
 _GENERATED = ("status", "output", "usage", "incomplete_details", "error", "completed_at")
 _LEFT_OUT = {"background", "conversation", "metadata", "previous_response_id", "store", "stream", "input"}
-_API = "background"
-_STREAMED_RESPONSE = "streamed_response"  # field of a line whose events are written
 _SERVICE_TIERS = ("auto", "default", "flex")
 
 
@@ -92,7 +91,7 @@ class BackgroundJobs:
 
     @property
     def _owner(self) -> str:
-        return api_owner(self.owner, _API)
+        return api_owner(self.owner, BACKGROUND)
 
     def _results_expire(self) -> ExpiresAfter:
         seconds = int(min(max(self.lifetime_s, MIN_LIFETIME_S), MAX_LIFETIME_S))
@@ -118,16 +117,8 @@ class BackgroundJobs:
 def _line(asked: CreateResponseRequest, items: list[Item], response: dict[str, Any]) -> bytes:
     """Return the line of the batch. It holds all turns, so that it depends on no stored response."""
     body = asked.model_dump(exclude=_LEFT_OUT, exclude_none=True, exclude_unset=True, by_alias=True) | {"input": items}
-    body |= {_STREAMED_RESPONSE: response} if asked.stream else {}
+    body |= {STREAMED_RESPONSE: response} if asked.stream else {}
     return input_line(response["id"], Endpoint.RESPONSES, body)
-
-
-def take_streamed_response(body: dict[str, Any], owner: str) -> dict[str, Any] | None:
-    """Take the queued response out of a line's body; None: no events are to be written.
-
-    Only lines that this server creates carry the field. From a client it is an unknown field.
-    """
-    return body.pop(_STREAMED_RESPONSE, None) if owner.endswith(f"/{_API}") else None
 
 
 def _generated(result: dict[str, Any], response_id: str) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import orjson
 
+from alignedserve.api.errors import NotFound
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.responses.items import Item, is_conversation_id, parse_items
+from alignedserve.api.responses.state import raw_json
 from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES
 from alignedserve.batches.responses.conversation_repository import ConversationRepository, StoredConversation
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import NotFound
-from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.gateway.responses.items import Item, is_conversation_id, parse_items
-from alignedserve.gateway.responses.state import raw_json
 
 _MAX_BYTES = MAX_RECORD_BYTES // 2  # of a conversation's items; an answer may still be added to as many
 _MAX_BESIDE_BYTES = 500_000  # of what a record holds beside items

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from alignedserve.api.responses.items import Item
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.responses.items import Item
 
 
 class ItemPage(NamedTuple):

@@ -8,23 +8,23 @@ from typing import Any
 import msgspec
 import orjson
 
+from alignedserve.api.errors import Conflict, NotFound
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.responses.background_events import write_first_events
+from alignedserve.api.responses.context import PREVIOUS, Context, load_context, output_of, resolve_references
+from alignedserve.api.responses.items import Item, parse_items
+from alignedserve.api.responses.request_builder import new_response_id
+from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields
+from alignedserve.api.responses.state import ResponseState, check_storable, items_of, raw_json
+from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.responses.conversation_repository import StoredConversation
 from alignedserve.batches.responses.event_log import EventLimits, EventLog
 from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import Conflict, NotFound
-from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.responses.background import BackgroundJobs, cancelled, without_room
-from alignedserve.gateway.responses.background_events import write_first_events
-from alignedserve.gateway.responses.context import PREVIOUS, Context, load_context, output_of, resolve_references
 from alignedserve.gateway.responses.conversations import Conversations, check_has_room, conversation_items
-from alignedserve.gateway.responses.items import Item, parse_items
-from alignedserve.gateway.responses.request_builder import new_response_id
-from alignedserve.gateway.responses.schemas import CreateResponseRequest, PromptFields
-from alignedserve.gateway.responses.state import ResponseState, check_storable, items_of, raw_json
 from alignedserve.gateway.services import Services
-from alignedserve.gateway.work_lanes import WorkLanes, rough_length
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
+from alignedserve.api.errors import NotFound, error_body
+from alignedserve.api.responses.formatter import encoded_event
 from alignedserve.batches.responses.event_log import EventLog
 from alignedserve.batches.responses.response_repository import StoredResponse
-from alignedserve.gateway.errors import NotFound, error_body
 from alignedserve.gateway.intake import release_early
-from alignedserve.gateway.openai.streaming import EVENT_STREAM_HEADERS, TimedSender, while_connected
-from alignedserve.gateway.responses.formatter import encoded_event
 from alignedserve.gateway.responses.responses_api import ResponsesApi
+from alignedserve.gateway.streaming import EVENT_STREAM_HEADERS, TimedSender, while_connected
 
 _POLL_S = 0.2
 _LAST_EVENTS = {"completed": "completed", "failed": "failed"}  # by status; of others: incomplete

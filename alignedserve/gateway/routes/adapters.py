@@ -7,10 +7,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from alignedserve.api.models.adapter_directory import AdapterDirectory
+from alignedserve.api.openai.parsing import parse
+from alignedserve.api.openai.schemas.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.models.adapter_directory import AdapterDirectory
-from alignedserve.gateway.openai.parsing import parse
-from alignedserve.gateway.openai.schemas.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.request_bodies import read_body
 

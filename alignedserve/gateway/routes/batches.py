@@ -6,11 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from alignedserve.api.openai.parsing import parse
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.files.schemas import CreateBatchRequest
 from alignedserve.gateway.files.views import batch_view, limits_view, list_view
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.openai.parsing import parse
 from alignedserve.gateway.routes.dependencies import files_api_of, services_of
 from alignedserve.gateway.routes.request_bodies import read_body
 from alignedserve.gateway.routes.request_parameters import positive

@@ -4,10 +4,10 @@ from typing import Any
 
 from starlette.requests import HTTPConnection, Request
 
-from alignedserve.gateway.errors import NotFound
+from alignedserve.api.errors import NotFound
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.files.files_api import FilesApi
-from alignedserve.gateway.models.model_services import ModelServices
-from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.services import Services
 
 

@@ -6,23 +6,23 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.gateway.embeddings.request_builder import PairSides, build_embedding_request, build_score_request
-from alignedserve.gateway.embeddings.response_format import (
+from alignedserve.api.embeddings.request_builder import PairSides, build_embedding_request, build_score_request
+from alignedserve.api.embeddings.response_format import (
     EmbeddingFormatter,
     RerankFormatter,
     ScoreFormatter,
     ScoreReader,
 )
-from alignedserve.gateway.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
-from alignedserve.gateway.embeddings.vectors import computed_scores, cosines
+from alignedserve.api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from alignedserve.api.embeddings.vectors import computed_scores, cosines
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.parsing import parse
 from alignedserve.gateway.long_bodies.messages import Kind
-from alignedserve.gateway.models.model_services import ModelServices
-from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.parsing import parse
-from alignedserve.gateway.openai.streaming import BodyResponse
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of
 from alignedserve.gateway.routes.request_bodies import read_prompts
+from alignedserve.gateway.streaming import BodyResponse
 
 router = APIRouter()
 

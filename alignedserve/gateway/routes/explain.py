@@ -4,9 +4,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.gateway.errors import NotFound
+from alignedserve.api.errors import NotFound
+from alignedserve.api.timelines.request_ids import plain_request_id
 from alignedserve.gateway.routes.dependencies import rate_limited_services
-from alignedserve.gateway.timelines.request_ids import plain_request_id
 
 router = APIRouter()
 

@@ -7,9 +7,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from alignedserve.api.errors import RangeNotSatisfiable
 from alignedserve.batches.records import FileRecord
 from alignedserve.core.errors import StorageDamaged
-from alignedserve.gateway.errors import RangeNotSatisfiable
 from alignedserve.gateway.files.files_api import FilesApi, new_file_id
 from alignedserve.gateway.files.uploads import receive_upload
 from alignedserve.gateway.files.views import file_view, list_view

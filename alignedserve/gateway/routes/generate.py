@@ -6,21 +6,21 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.gateway.long_bodies.messages import Kind
-from alignedserve.gateway.models.model_services import ModelServices
-from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.parsing import parse_chat, parse_completion
-from alignedserve.gateway.openai.request_builder import (
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.parsing import parse_chat, parse_completion
+from alignedserve.api.openai.request_builder import (
     Arrival,
     GenerationRequest,
     build_chat_request,
     build_completion_request,
 )
-from alignedserve.gateway.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter
-from alignedserve.gateway.openai.streaming import BodyResponse, EventStreamResponse
+from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter
+from alignedserve.gateway.long_bodies.messages import Kind
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.request_bodies import read_prompts
 from alignedserve.gateway.services import Services
+from alignedserve.gateway.streaming import BodyResponse, EventStreamResponse
 
 router = APIRouter()
 

@@ -7,8 +7,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from alignedserve.api.errors import error_json
 from alignedserve.core.errors import StorageError
-from alignedserve.gateway.errors import error_json
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.metrics.batch_metrics import batch_metrics

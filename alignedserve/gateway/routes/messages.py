@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.gateway.anthropic.message_format import MessageFormatter
-from alignedserve.gateway.anthropic.message_request import build_message_request, count_answer
-from alignedserve.gateway.anthropic.parsing import BodyParser
-from alignedserve.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
+from alignedserve.api.anthropic.message_format import MessageFormatter
+from alignedserve.api.anthropic.message_request import build_message_request, count_answer
+from alignedserve.api.anthropic.parsing import BodyParser
+from alignedserve.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.long_bodies.messages import Kind
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services

@@ -6,10 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.gateway.anthropic.errors import is_anthropic
-from alignedserve.gateway.anthropic.model_info import model_info, model_list
-from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.models.model_card import ModelCard
+from alignedserve.api.anthropic.model_info import model_info, model_list
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.gateway.json_response import JsonResponse, is_anthropic
 from alignedserve.gateway.routes.dependencies import services_of
 
 router = APIRouter()

@@ -1,18 +1,23 @@
 """Reads the bodies of requests: short ones here, longer ones on threads, the longest in a process of their own."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
+from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
+from alignedserve.api.openai.parsing import parse_json
+from alignedserve.api.openai.prompt_encoding import Prompts
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN
+from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.connections.content_encoding import check_encoding, decoded
 from alignedserve.gateway.long_bodies.messages import Answer, Kind, ReadBody
 from alignedserve.gateway.long_bodies.reader import read_long
-from alignedserve.gateway.openai.parsing import parse_json, read_raw
-from alignedserve.gateway.openai.prompt_encoding import Prompts
-from alignedserve.gateway.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.gateway.services import Services
-from alignedserve.gateway.work_lanes import LONG_LEN, SHORT_LEN
+
+_BODY_TIMEOUT_S = 30.0
 
 BodyT = TypeVar("BodyT")
 
@@ -71,7 +76,7 @@ async def receive(http: Request, services: Services) -> bytes:
     """Return the body as JSON, decompressed. Raises InvalidRequest, Overloaded."""
     config, encoding = services.config, http.headers.get("content-encoding", "")
     check_encoding(encoding)
-    raw = await read_raw(http, config)
+    raw = await _read_raw(http, config)
     if not encoding:
         return raw
     return await services.lanes.run(SHORT_LEN + 1, lambda: decoded(raw, encoding, config.max_body_bytes))
@@ -80,3 +85,31 @@ async def receive(http: Request, services: Services) -> bytes:
 async def parsed(raw: bytes, services: Services, parse: Callable[[dict[str, Any]], BodyT]) -> BodyT:
     """Return the body, parsed by `parse`: a long one on a thread. Raises InvalidRequest, Overloaded."""
     return await services.lanes.run(len(raw), lambda: parse(parse_json(raw, services.config)))
+
+
+async def _read_raw(request: Request, config: GatewayConfig) -> bytes:
+    """Return the body of a request that declares JSON. Raises InvalidRequest."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        # Also keeps other sites' pages from posting here: JSON needs a preflight, answered for cors_origins alone.
+        raise WrongContentType("The Content-Type header must be application/json.")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > config.max_body_bytes:
+        raise BodyTooLarge(f"The body is larger than {config.max_body_bytes} bytes.")
+    return await _read_body(request, config.max_body_bytes)
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise BodyTooLarge(f"The body is larger than {limit} bytes.")
+                chunks.append(chunk)
+    except TimeoutError as error:
+        raise BodyTooSlow("The body did not arrive in time.") from error
+    except ClientDisconnect as error:
+        raise ClientDisconnected("The client disconnected before its body was complete.") from error
+    return b"".join(chunks)

@@ -7,20 +7,20 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.request_builder import GenerationRequest
+from alignedserve.api.responses.formatter import ResponsesFormatter, new_response
+from alignedserve.api.responses.parsing import parse_input_tokens, parse_response
+from alignedserve.api.responses.request_builder import build_response_request, count_answer
+from alignedserve.api.responses.schemas import CreateResponseRequest, InputTokensRequest
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Slo
 from alignedserve.gateway.files.views import list_view
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.long_bodies.messages import Kind
-from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.request_builder import GenerationRequest
 from alignedserve.gateway.responses.answering import ResponseBody, ResponseEvents
-from alignedserve.gateway.responses.formatter import ResponsesFormatter, new_response
 from alignedserve.gateway.responses.item_pages import page_of
-from alignedserve.gateway.responses.parsing import parse_input_tokens, parse_response
-from alignedserve.gateway.responses.request_builder import build_response_request, count_answer
 from alignedserve.gateway.responses.responses_api import ResponsesApi, Turn
-from alignedserve.gateway.responses.schemas import CreateResponseRequest, InputTokensRequest
 from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.generate import arrival_of

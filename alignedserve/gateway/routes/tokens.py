@@ -6,11 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from alignedserve.api.openai.parsing import parse
+from alignedserve.api.openai.schemas.requests import DetokenizeRequest, TokenizeRequest
+from alignedserve.api.openai.token_answers import parse_tokenize, text_answer, tokens_answer
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.long_bodies.messages import Kind
-from alignedserve.gateway.openai.parsing import parse
-from alignedserve.gateway.openai.schemas.requests import DetokenizeRequest, TokenizeRequest
-from alignedserve.gateway.openai.token_answers import parse_tokenize, text_answer, tokens_answer
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
 from alignedserve.gateway.routes.request_bodies import read_and_answer
 

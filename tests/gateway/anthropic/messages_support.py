@@ -13,8 +13,8 @@ from anthropic.types.shared import ErrorResponse
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
+from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
-from alignedserve.gateway.backend.scripted import Script
 from tests.gateway.support import Gateway, gateway
 
 _EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

@@ -7,8 +7,8 @@ import anthropic
 import pytest
 from anthropic.types.messages import MessageBatch
 
+from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request, RequestClass
-from alignedserve.gateway.backend.scripted import Script
 from tests.gateway.anthropic.messages_support import sdk_of
 from tests.gateway.batches.batch_support import batch_gateway, eventually
 from tests.gateway.support import EOS, saying, tokens_of

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.errors import GenerationFailed
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.errors import GenerationFailed
 from tests.gateway.anthropic.messages_support import ask, count, events_of, failure_of, message_of
 from tests.gateway.support import gateway, saying, tokens_of
 

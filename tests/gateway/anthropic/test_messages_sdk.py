@@ -5,8 +5,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.errors import GenerationFailed, Overloaded, TimedOut, Unavailable
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.errors import GenerationFailed, Overloaded, TimedOut, Unavailable
 from tests.gateway.anthropic.messages_support import sdk_client
 from tests.gateway.support import saying, tokens_of
 

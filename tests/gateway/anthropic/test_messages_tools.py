@@ -10,9 +10,9 @@ from anthropic import beta_async_tool
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.models.model_card import ModelCard
 from tests.gateway.anthropic.messages_support import ask, count, failure_of, message_of, sdk_client
 from tests.gateway.support import EOS, gateway
 from tests.gateway.tool_support import HERMES, LEVELS, OPENED, THINKING, model_with

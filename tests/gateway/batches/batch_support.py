@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
+from alignedserve.api.backend.scripted import Script, ScriptedBackend
+from alignedserve.api.models.model_card import ModelCard
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import DriverStores, stores_in
@@ -17,9 +19,7 @@ from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app
-from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.files.files_api import FilesApi
-from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.services import Services
 from tests.gateway.support import EOS, saying, services_for, tokens_of
 from tests.support.batch_samples import chat_lines

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from alignedserve.api.backend.scripted import Script
 from alignedserve.batches.records import Endpoint
 from alignedserve.cli.batch.input_check import check_file
 from alignedserve.cli.main import main
 from alignedserve.core.request import Request
-from alignedserve.gateway.backend.scripted import Script
 from tests.gateway.batches.batch_server import CuttingProxy, listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import EOS, tokens_of

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
-from alignedserve.gateway.models.model_card import ModelCard
+from alignedserve.api.backend.scripted import Script, ScriptedBackend
+from alignedserve.api.models.model_card import ModelCard
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import EOS, saying, tokenizer, tokenizer_folder
 from tests.support.batch_samples import chat_line

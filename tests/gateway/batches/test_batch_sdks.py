@@ -19,8 +19,8 @@ from typing import Any
 import openai
 import pytest
 
+from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
-from alignedserve.gateway.backend.scripted import Script
 from tests.gateway.batches.batch_server import Recorder, listening, transcript
 from tests.gateway.batches.batch_support import batch_gateway
 from tests.gateway.support import EOS, tokens_of

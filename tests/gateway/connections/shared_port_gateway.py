@@ -4,8 +4,8 @@ import asyncio
 import os
 import sys
 
+from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.server import HttpServer, bind
 from tests.gateway.support import services_for
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.connections import http_protocol
 from alignedserve.gateway.connections.limits import ConnectionLimits, most_connections
 from alignedserve.gateway.server import HttpServer, bind

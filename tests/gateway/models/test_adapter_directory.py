@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.api.errors import NotFound
+from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.config.sections import LoraConfig, ModelSectionConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import NotFound
-from alignedserve.gateway.models.adapter_directory import AdapterDirectory
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.lora_folders import write_adapter

@@ -7,16 +7,16 @@ from typing import Any
 import httpx
 import pytest
 
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.errors import Unservable
+from alignedserve.api.models.adapter_directory import AdapterDirectory
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_registry import RegisteredModel
+from alignedserve.api.prefix_hasher import PrefixHasher
+from alignedserve.api.work_lanes import LONG_LEN
 from alignedserve.config.sections import LoraConfig
 from alignedserve.core.request import Request
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.errors import Unservable
-from alignedserve.gateway.models.adapter_directory import AdapterDirectory
-from alignedserve.gateway.models.model_card import ModelCard
-from alignedserve.gateway.models.model_registry import RegisteredModel
-from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.routes import request_bodies
-from alignedserve.gateway.work_lanes import LONG_LEN
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway

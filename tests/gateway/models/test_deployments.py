@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from alignedserve.api import deployments as gateway_deployments
+from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig, PrefixCacheConfig
-from alignedserve.gateway import deployments as gateway_deployments
-from alignedserve.gateway.prefix_hasher import PrefixHasher
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
 from tests.gateway.deployment_support import EchoingDeployment, deployed, gateway_links

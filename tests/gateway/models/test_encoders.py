@@ -11,8 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
+from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import RequestClass
-from alignedserve.gateway.models.model_card import ModelCard
 from alignedserve.gateway.routes import request_bodies
 from alignedserve.runtime.model.encoder.encoder_config import (
     EmbeddingConfig,

@@ -6,9 +6,9 @@ import httpx
 import pytest
 from openai.types.responses import ResponseUsage
 
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.errors import Overloaded, TimedOut
 from alignedserve.core.request import RequestClass
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.errors import Overloaded, TimedOut
 from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import Gateway, error_of, gateway, saying, tokenizer, tokens_of
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.errors import Unservable
 from alignedserve.core.request import RequestClass
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.errors import Unservable
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.responses.responses_support import response_of, text_of
 from tests.gateway.support import error_of, saying, tokenizer

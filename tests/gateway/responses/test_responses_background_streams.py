@@ -12,10 +12,10 @@ import httpx
 import pytest
 from starlette.types import Message
 
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.errors import ClientDisconnected, Unservable
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.errors import ClientDisconnected, Unservable
-from alignedserve.gateway.openai import streaming
+from alignedserve.gateway import streaming
 from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually

@@ -7,9 +7,9 @@ import pytest
 from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from alignedserve.gateway.openai.choice_decoder import ChoiceDelta
-from alignedserve.gateway.responses.output import OutputBuilder
-from alignedserve.gateway.tools.deltas import ToolCallDelta
+from alignedserve.api.openai.choice_decoder import ChoiceDelta
+from alignedserve.api.responses.output import OutputBuilder
+from alignedserve.api.tools.deltas import ToolCallDelta
 
 _EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 _ITEM: TypeAdapter[Any] = TypeAdapter(ResponseOutputItem)

@@ -5,9 +5,9 @@ from typing import Any
 
 import httpx
 
+from alignedserve.api.backend.scripted import ScriptedBackend
+from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.backend.scripted import ScriptedBackend
-from alignedserve.gateway.models.model_card import ModelCard
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import EOS, error_of, saying, tokenizer, tokenizer_folder

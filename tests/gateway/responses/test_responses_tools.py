@@ -9,9 +9,9 @@ from typing import Any
 import openai
 from pydantic import BaseModel
 
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.models.model_card import ModelCard
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.responses.responses_support import events_of, response_of

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 
+from alignedserve.api.timelines import exporter as exporter_module
+from alignedserve.api.timelines.explanation import explanation
+from alignedserve.api.timelines.exporter import TraceExporter
+from alignedserve.api.timelines.timeline import CallFacts, Timeline
+from alignedserve.api.timelines.timelines import Timelines
+from alignedserve.api.timelines.trace_context import trace_of
 from alignedserve.config.sections import ExplainConfig, TracingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
-from alignedserve.gateway.timelines import exporter as exporter_module
-from alignedserve.gateway.timelines.explanation import explanation
-from alignedserve.gateway.timelines.exporter import TraceExporter
-from alignedserve.gateway.timelines.timeline import CallFacts, Timeline
-from alignedserve.gateway.timelines.timelines import Timelines
-from alignedserve.gateway.timelines.trace_context import trace_of
 from alignedserve.messages.request_notes import RequestNote, RequestsNoted, Step
 from tests.gateway.support import gateway
 from tests.support.otlp_receiver import collecting

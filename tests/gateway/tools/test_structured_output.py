@@ -10,8 +10,8 @@ from llguidance import LLMatcher
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
+from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
-from alignedserve.gateway.backend.scripted import Script
 from alignedserve.runtime.grammar.limits import PARSER_LIMITS
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from benchmarks.structured_output.random_answers import is_valid

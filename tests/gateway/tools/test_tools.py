@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from alignedserve.gateway.backend.scripted import Script
-from alignedserve.gateway.tools.formats import FORMATS
+from alignedserve.api.backend.scripted import Script
+from alignedserve.api.tools.formats import FORMATS
 from tests.gateway.support import EOS, chunks_of, error_of, gateway
 from tests.gateway.tool_support import (
     CALL,

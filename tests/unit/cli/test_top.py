@@ -10,6 +10,7 @@ import orjson
 import pytest
 from typing_extensions import override
 
+from alignedserve.api.backend.scripted import ScriptedBackend
 from alignedserve.batches.records import BatchTotals
 from alignedserve.cli.console import results
 from alignedserve.cli.top import command
@@ -17,7 +18,6 @@ from alignedserve.cli.top.document import LiveDocument, Reading
 from alignedserve.cli.top.tables import drawn
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
-from alignedserve.gateway.backend.scripted import ScriptedBackend
 from alignedserve.gateway.live.view import live_view
 from alignedserve.messages.gateways import ClusterStatus
 from tests.gateway.live_samples import BUSY_STATUS

@@ -1,0 +1,135 @@
+"""Translates a body of the Messages API into one of a chat completion, and names of its fields back."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from alignedserve.api.anthropic.conversation import Conversation
+from alignedserve.api.anthropic.parsing import BodyParser
+from alignedserve.api.anthropic.schemas import JsonFormat, MessagesRequest, PromptFields, Thinking, Tool, ToolChoice
+from alignedserve.core.errors import InvalidRequest
+
+_SERVICE_TIERS = {"auto": "auto", "standard_only": "default", "priority": "priority", "flex": "flex"}
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_EFFORTS = {
+    "low": "low",
+    "medium": "medium",
+    "xhigh": "xhigh",
+    "max": "xhigh",
+}  # "high" is the default: it asks nothing
+_SWITCHES = ("enable_thinking", "thinking")  # the names that templates have for it
+_INDEXED = re.compile(r"(messages|tools)\[(\d+)\]")
+# Paths in a chat body, and this API's.
+_NAMES = (
+    ("response_format.json_schema.schema", "output_config.format.schema"),
+    ("response_format", "output_config.format"),
+    (".function.parameters", ".input_schema"),
+    ("tool_choice.function", "tool_choice"),
+    (".function", ""),
+    ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+    ("reasoning_effort", "output_config.effort"),
+    ("thinking_token_budget", "thinking.budget_tokens"),
+    ("chat_template_kwargs", "thinking"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBody:
+    """The fields of a chat completion, and where its messages and tools came from."""
+
+    fields: dict[str, Any]
+    message_paths: list[str]
+    tool_paths: list[str]
+
+    @contextmanager
+    def naming_own_fields(self) -> Iterator[None]:
+        """Raise every InvalidRequest from inside with the Messages API's name of its field."""
+        try:
+            yield
+        except InvalidRequest as error:
+            if error.param is None:
+                raise
+            name = self._own_name(error.param)
+            message = str(error).replace(error.param, name, 1)
+            raise type(error)(message, param=name, code=error.code) from error
+
+    def _own_name(self, path: str) -> str:
+        if path == "stop":
+            return "stop_sequences"
+        found = _INDEXED.match(path)
+        if found is not None:
+            places = self.message_paths if found[1] == "messages" else self.tool_paths
+            place = places[int(found[2])] if int(found[2]) < len(places) else found[1]
+            path = place if found[1] == "messages" else place + path[found.end() :]
+        for chat_name, own_name in _NAMES:
+            path = path.replace(chat_name, own_name)
+        return path
+
+
+def chat_body_of(asked: PromptFields, parser: BodyParser) -> ChatBody:
+    """Return the body with all fields that decide the prompt. Raises InvalidRequest naming the field."""
+    conversation = Conversation(asked.system, asked.messages, parser)
+    tools = {
+        f"tools[{place}]": tool
+        for place, tool in enumerate(parser.tools(asked.tools))
+        if not tool.defer_loading or tool.name in conversation.referenced_tools
+    }
+    fields = {"model": asked.model, "messages": conversation.messages}
+    fields |= {"tools": [_function(tool) for tool in tools.values()]} if tools else {}
+    fields |= _tool_choice_fields(asked.tool_choice) if asked.tool_choice is not None else {}
+    fields |= _thinking_fields(asked.thinking) if asked.thinking is not None else {}
+    fields |= _output_fields(asked)
+    return ChatBody(fields, conversation.paths, list(tools))
+
+
+def sampling_fields(asked: MessagesRequest) -> dict[str, Any]:
+    """Return the other fields of the chat body. Its answer is limited by the context alone (see message_request)."""
+    return {
+        "stream": asked.stream,
+        "stop": asked.stop_sequences,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "service_tier": _SERVICE_TIERS[asked.service_tier],
+    }
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    function |= {"description": tool.description} if tool.description is not None else {}
+    function |= {"strict": tool.strict} if tool.strict is not None else {}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice_fields(choice: ToolChoice) -> dict[str, Any]:
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidRequest("tool_choice.name belongs to the type 'tool', and only to it.", param="tool_choice.name")
+    named = {"type": "function", "function": {"name": choice.name}}
+    parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    return {"tool_choice": _TOOL_CHOICES.get(choice.type, named)} | parallel
+
+
+def _thinking_fields(thinking: Thinking) -> dict[str, Any]:
+    """Return what turns thinking on or off; a model that adapts decides itself, as it does by default."""
+    if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
+        raise InvalidRequest(
+            "thinking.budget_tokens belongs to the type 'enabled', and only to it.", param="thinking.budget_tokens"
+        )
+    if thinking.type == "adaptive":
+        return {}
+    budget = {"thinking_token_budget": thinking.budget_tokens} if thinking.budget_tokens is not None else {}
+    return {"chat_template_kwargs": dict.fromkeys(_SWITCHES, thinking.type == "enabled")} | budget
+
+
+def _output_fields(asked: PromptFields) -> dict[str, Any]:
+    config = asked.output_config
+    form = config.format if config is not None and config.format is not None else asked.output_format
+    effort = _EFFORTS.get(config.effort) if config is not None and config.effort is not None else None
+    effort_fields = {"reasoning_effort": effort} if effort is not None else {}
+    return effort_fields | ({"response_format": _response_format(form)} if form is not None else {})
+
+
+def _response_format(form: JsonFormat) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.json_schema, "strict": True}}

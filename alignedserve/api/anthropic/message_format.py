@@ -1,0 +1,111 @@
+"""Formats messages, streamed or whole, in the shapes of Anthropic's API."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from alignedserve.api.anthropic.content_blocks import ContentBlocks, Event, collect_blocks
+from alignedserve.api.anthropic.errors import anthropic_error_body
+from alignedserve.api.anthropic.schemas import MessagesRequest
+from alignedserve.api.openai.choice_decoder import ChoiceDelta
+from alignedserve.api.openai.generation import Generation
+from alignedserve.core.request import FinishReason
+
+_SERVICE_TIERS = {"default": "standard", "priority": "priority", "flex": "batch"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def server_sent_event(kind: str, payload: bytes) -> bytes:
+    """Return an event with a name."""
+    return b"event: " + kind.encode() + b"\ndata: " + payload + b"\n\n"
+
+
+class MessageFormatter:
+    """Formats the one answer of a generation."""
+
+    def __init__(self, generation: Generation, asked: MessagesRequest) -> None:
+        self._generation = generation
+        self._request = generation.request
+        self._asked = asked
+        self._has_begun = False
+        self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        is_omitted = asked.thinking is not None and asked.thinking.display == "omitted"
+        self._blocks = ContentBlocks(shows_thinking=not is_omitted)
+
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return message_start once, then the events of content blocks."""
+        events = [] if self._has_begun else [self._message_start(), {"type": "ping"}]
+        self._has_begun = True
+        events += self._blocks.extend(delta)
+        self._note_stop(delta)
+        return _encode(events)
+
+    def closing_events(self) -> bytes:
+        """Return the end of the last block, of the message, and of the stream."""
+        usage = self._usage()
+        del usage["service_tier"]
+        message_delta = {"type": "message_delta", "delta": self._stop, "usage": usage} | self._extension()
+        return _encode([*self._blocks.close(), message_delta, {"type": "message_stop"}])
+
+    def failure_events(self, error: Exception) -> bytes:
+        """Return the last event of a stream that fails."""
+        request_id = self._request.response_id.removeprefix("msg_")
+        return server_sent_event("error", anthropic_error_body(error, request_id=request_id))
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        """Return the whole message."""
+        events: list[Event] = []
+        for delta in choices[0]:
+            events += self._blocks.extend(delta)
+            self._note_stop(delta)
+        events += self._blocks.close()
+        return orjson.dumps(self._message(collect_blocks(events)) | self._stop | self._extension())
+
+    def _message_start(self) -> dict[str, Any]:
+        return {"type": "message_start", "message": self._message([]) | self._stop}
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._request.response_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._request.model,
+            "content": content,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the counts: prompt tokens from the prefix cache are not among the input tokens."""
+        usage = self._generation.usage()
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        counts = {
+            "input_tokens": usage["prompt_tokens"] - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": usage["completion_tokens"],
+            "service_tier": _SERVICE_TIERS[self._request.service_tier],
+        }
+        details = usage.get("completion_tokens_details")
+        return counts | ({"output_tokens_details": {"thinking_tokens": details["reasoning_tokens"]}} if details else {})
+
+    def _note_stop(self, delta: ChoiceDelta) -> None:
+        if delta.stop_string is not None:
+            self._stop = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_string}
+        elif delta.finish_reason is not None:
+            self._stop["stop_reason"] = self._stop_reason(delta.finish_reason)
+
+    def _stop_reason(self, reason: FinishReason) -> str:
+        has_all_tokens = self._request.requests[0].sampling.max_tokens == self._asked.max_tokens
+        if reason is FinishReason.LENGTH and not has_all_tokens:
+            return "model_context_window_exceeded"
+        return _STOP_REASONS[reason.value]
+
+    def _extension(self) -> dict[str, Any]:
+        """Return our own key, only for clients that sent SLO headers."""
+        report = self._generation.slo_report()
+        return {"alignedserve": report} if report is not None else {}
+
+
+def _encode(events: Sequence[dict[str, Any]]) -> bytes:
+    return b"".join(server_sent_event(event["type"], orjson.dumps(event)) for event in events)

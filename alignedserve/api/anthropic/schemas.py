@@ -1,0 +1,175 @@
+"""Bodies that clients of the Messages API may send. Content blocks are checked one by one, by their types."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import FailFast, Field
+
+from alignedserve.api.openai.schemas.messages import MAX_PARTS
+from alignedserve.api.openai.schemas.requests import StopString
+from alignedserve.api.schema import Schema
+
+BlockList = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class CacheControl(Schema):
+    """A mark of where a prefix may be cached. The prefix cache finds prefixes by itself: it has no effect."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(Schema):
+    """The fields of every block of content."""
+
+    cache_control: CacheControl | None = None
+
+
+BlockTypes = Mapping[str, type[Block]]
+
+
+class TextBlock(Block):
+    """A text of any role."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(Block):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Block):
+    """The result of a tool's call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1)
+    content: str | BlockList = ""
+    is_error: bool = False
+
+
+class ToolReferenceBlock(Block):
+    """A deferred tool that a tool's result makes known."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+class ThinkingBlock(Block):
+    """A thought of the assistant. Its signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(Block):
+    """A thought that only the server it came from can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+SYSTEM_BLOCKS: BlockTypes = {"text": TextBlock}
+USER_BLOCKS: BlockTypes = {"text": TextBlock, "tool_result": ToolResultBlock}
+RESULT_BLOCKS: BlockTypes = {"text": TextBlock, "tool_reference": ToolReferenceBlock}
+ASSISTANT_BLOCKS: BlockTypes = {
+    "text": TextBlock,
+    "tool_use": ToolUseBlock,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedThinkingBlock,
+}
+
+
+class InputMessage(Schema):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[BlockList, Field(min_length=1)]
+
+
+class Tool(Schema):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    defer_loading: bool = False  # it is not shown to the model before a tool_reference block names it
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = None  # inputs are always streamed as they come
+
+
+class ToolChoice(Schema):
+    """Whether, and which, tools must be used."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Schema):
+    """The switch of thoughts before an answer."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonFormat(Schema):
+    """The schema of an answer in JSON."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Schema):
+    """The form of the answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+
+
+class Metadata(Schema):
+    """Facts about the end user; they never change an answer."""
+
+    user_id: str | None = None
+
+
+class PromptFields(Schema):
+    """Fields that decide the prompt."""
+
+    model: str
+    messages: Annotated[list[InputMessage], Field(min_length=1), FailFast()]
+    system: str | BlockList = ""
+    tools: Annotated[list[dict[str, Any]], FailFast()] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None  # the older name of output_config.format
+    cache_control: CacheControl | None = None
+    user_profile_id: str | None = None  # whom a request is accounted to; there are no accounts here
+
+
+class CountTokensRequest(PromptFields):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(PromptFields):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[StopString], FailFast()] = Field(default_factory=list)
+    stream: bool = False
+    temperature: float = Field(1.0, ge=0.0, le=1.0)
+    top_p: float = 1.0
+    top_k: int = Field(0, ge=0)
+    metadata: Metadata | None = None
+    # The last two are ours: a best-effort class, and one before others.
+    service_tier: Literal["auto", "standard_only", "priority", "flex"] = "auto"

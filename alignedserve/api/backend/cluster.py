@@ -1,0 +1,341 @@
+"""The backend of one deployment of a running cluster: requests go to its router, tokens come straight from the workers.
+
+The life of a request here: 1. `submit` sends it to the router. 2. Workers send deltas; they are put in order by
+`first_index`, repeats are dropped, and tokens behind a gap are held until the gap is filled. 3. It leaves the table
+with its last token, by `abort`, or by failing: rejected or failed by the router, or silence past its deadline, which
+one task watches for all requests. While the router is lost, requests with tokens go on, as workers need no router, and
+those without wait for the next one, as do those that come meanwhile.
+Only the gateway knows which tokens the client has: when the router reports that a request was interrupted, or connects
+again after a loss, the gateway sends it the position to resume from.
+"""
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from alignedserve.api.backend.connection import ClusterConnection
+from alignedserve.api.backend.interface import RequestStream
+from alignedserve.api.errors import (
+    GenerationError,
+    GenerationFailed,
+    Overloaded,
+    TimedOut,
+    Unavailable,
+    Unservable,
+)
+from alignedserve.api.prefix_hasher import PrefixHasher
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import FinishReason, Request, TokenLogprob
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    ClusterStatus,
+    GatewayRegistered,
+    PromptScored,
+    RequestFailed,
+    RequestInterrupted,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+    TokenDelta,
+    TokensEmitted,
+)
+from alignedserve.messages.request_notes import Step
+from alignedserve.messages.wire import Message
+from alignedserve.process.addresses import ROUTER
+from alignedserve.process.background_tasks import start_background
+from alignedserve.process.links import Peer
+
+logger = logging.getLogger(__name__)
+
+_MAX_CHECK_PAUSE_S = 0.5
+# A request that is silent for this long is sent to the router again, which ignores it if all is well: no request waits
+# for ever, whichever message was lost.
+_RESEND_AFTER_S = 10.0
+_ROUTER_RETURNS_S = 60.0  # after its loss, for which requests without a token wait for the next one
+_HEAD_RETURNS_S = 10.0  # the same of new ones among several hosts: others' gateways answer if this one is cut off
+_NO_ROUTER = "The router is not connected."
+
+
+class ClusterBackend:
+    """A CompletionBackend and the DeploymentHandler of its links. `start` before use, `stop` once."""
+
+    def __init__(
+        self,
+        connection: ClusterConnection,
+        config: GatewayConfig,
+        router: str = ROUTER,
+        prefix_hasher: PrefixHasher | None = None,
+    ) -> None:
+        """`router`: the name of the deployment's. `prefix_hasher`: None: its prefix cache is off."""
+        self._links = connection
+        self._config = config
+        self._router_name = router
+        self._prefix_hasher = prefix_hasher
+        self._open: dict[RequestId, _OpenRequest] = {}
+        self._router: str | None = None  # its name while linked
+        self._status: ClusterStatus | None = None
+        self._num_answers: Counter[str] = Counter()
+        self._latest_attempt = 0  # as a router last reported
+        self._router_lost_s = -math.inf  # when, while there is none; without one from the beginning: long ago
+        self._deadline_task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Dial the router."""
+        self._links.join(self._router_name, self)
+        self._deadline_task = start_background(self._watch_deadlines(), "the deadlines of open requests")
+
+    def stop(self, reason: str = "The gateway is shutting down.") -> None:
+        """Close the link to the router; open requests fail with this reason. May be repeated."""
+        if self._deadline_task is not None:
+            self._deadline_task.cancel()
+        for request_id in tuple(self._open):
+            self._fail(request_id, Unavailable(reason))
+        self._links.leave(self._router_name)
+        self._router = self._status = None
+
+    # --- CompletionBackend
+
+    def submit(self, request: Request) -> RequestStream:
+        """Send the request to the router; after a loss to the next one. Raises Unavailable if none is to come."""
+        now = asyncio.get_running_loop().time()
+        stream = RequestStream(request)
+        entry = _OpenRequest(request, stream, now)
+        if self._router is not None:
+            self._submit(self._router, entry)
+        elif not self._is_router_expected(entry, now):
+            raise Unavailable(_NO_ROUTER)
+        self._open[request.request_id] = entry
+        return stream
+
+    def abort(self, request_id: RequestId) -> None:
+        """Forget the request and abort it at the router, once that is connected."""
+        if self._open.pop(request_id, None) is not None:
+            self._links.send_later(self._router_name, AbortRequest(request_id))
+
+    def status(self) -> ClusterStatus | None:
+        """Return the router's last report; None while it is not connected."""
+        return self._status
+
+    def num_answers(self) -> Mapping[str, int]:
+        """See CompletionBackend."""
+        return self._num_answers
+
+    # --- DeploymentHandler
+
+    def is_open(self, request_id: RequestId) -> bool:
+        """Return whether this request is open here."""
+        return request_id in self._open
+
+    def on_linked(self, peer: Peer) -> None:
+        """Register with the router and resume every open request there: one that restarted knows none of them.
+
+        Those that came meanwhile are new to it, and it may reject them as any other.
+        """
+        self._router = peer.name
+        self._links.send(peer.name, GatewayRegistered(self._links.links.node))
+        for entry in self._open.values():
+            if entry.is_sent:
+                self._links.send(peer.name, self._resumption(entry))
+            else:
+                self._submit(peer.name, entry)
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        """Pass tokens and failures to their requests; unknown ids belong to requests that ended here."""
+        match message:
+            case TokensEmitted():
+                now = asyncio.get_running_loop().time()
+                for delta in message.deltas:
+                    self._on_delta(peer, delta, now)
+            case PromptScored():
+                self._on_prompt_logprobs(peer, message)
+            case RequestRejected():
+                self._fail(message.request_id, Overloaded(message.reason, retry_after_s=message.retry_after_s))
+            case RequestFailed():
+                self._fail(message.request_id, _error_of(message))
+            case RequestInterrupted():
+                self._resume(peer, message.request_id)
+            case ClusterStatus():
+                self._status = message
+                self._latest_attempt = max(self._latest_attempt, message.latest_attempt)
+
+    def on_lost(self, peer: Peer) -> None:
+        """Wait for a router that is lost: every open request is resumed at the next one.
+
+        A lost worker's last tokens may not have arrived although it reported the request as finished: the router is
+        asked to resume from here, which it ignores for requests that it knows to be running.
+        """
+        if peer.name != self._router:
+            for entry in [one for one in self._open.values() if one.last_worker in (None, peer.name)]:
+                entry.last_worker = None
+                if self._router is not None:
+                    self._links.send(self._router, self._resumption(entry))
+            return
+        self._router = self._status = None
+        self._router_lost_s = asyncio.get_running_loop().time()
+
+    # --- inside
+
+    def _submit(self, router: str, entry: "_OpenRequest") -> None:
+        self._links.send(router, SubmitRequest(entry.request, self._block_names(entry.request)))
+        entry.is_sent = True
+
+    def _is_router_expected(self, entry: "_OpenRequest", now: float) -> bool:
+        """Return whether this request still waits for the next router, while there is none."""
+        is_new_among_hosts = not entry.is_sent and bool(self._links.links.node)
+        return now - self._router_lost_s <= (_HEAD_RETURNS_S if is_new_among_hosts else _ROUTER_RETURNS_S)
+
+    def _on_delta(self, worker: Peer, delta: TokenDelta, now: float) -> None:
+        entry = self._open.get(delta.request_id)
+        if entry is None:
+            return
+        entry.last_worker = worker.name
+        entry.accept(delta, now)
+        self._end_if_complete(worker, delta.request_id, entry)
+
+    def _on_prompt_logprobs(self, worker: Peer, message: PromptScored) -> None:
+        entry = self._open.get(message.request_id)
+        if entry is None:
+            return
+        entry.accept_prompt_logprobs(message, asyncio.get_running_loop().time())
+        self._end_if_complete(worker, message.request_id, entry)
+
+    def _end_if_complete(self, worker: Peer, request_id: RequestId, entry: "_OpenRequest") -> None:
+        """Count the answer for the worker of its tokens; for this one where there are none."""
+        if entry.is_complete:
+            self._num_answers[entry.last_worker or worker.name] += 1
+            del self._open[request_id]
+
+    def _resume(self, router: Peer, request_id: RequestId) -> None:
+        entry = self._open.get(request_id)
+        self._links.send(router.name, AbortRequest(request_id) if entry is None else self._resumption(entry))
+
+    def _resumption(self, entry: "_OpenRequest") -> ResumeRequest:
+        if self._links.timelines is not None:
+            self._links.timelines.note(entry.request.request_id, Step.RESUMED)
+        token_ids = entry.resumed_token_ids
+        names = self._block_names(entry.request, token_ids)
+        holder = entry.last_worker if entry.num_tokens and entry.last_worker is not None else ""
+        return ResumeRequest(entry.request, token_ids, self._latest_attempt, names, holder)
+
+    def _block_names(self, request: Request, generated_token_ids: tuple[int, ...] = ()) -> bytes:
+        return self._prefix_hasher.block_names(request, generated_token_ids) if self._prefix_hasher is not None else b""
+
+    def _fail(self, request_id: RequestId, error: GenerationError) -> None:
+        entry = self._open.pop(request_id, None)
+        if entry is not None:
+            entry.stream.fail(error)
+
+    async def _watch_deadlines(self) -> None:
+        """Abort and fail requests that are silent past their deadline."""
+        first_s, next_s = self._config.first_token_timeout_s, self._config.token_timeout_s
+        pause_s = min(_MAX_CHECK_PAUSE_S, first_s / 4, next_s / 4)
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(pause_s)
+            now = loop.time()
+            for request_id, entry in tuple(self._open.items()):
+                if self._router is not None and entry.is_resend_due(now):
+                    self._links.send(self._router, self._resumption(entry))
+                limit_s = next_s if entry.num_tokens else first_s
+                if now - entry.last_heard_s > limit_s:
+                    self.abort(request_id)
+                    entry.stream.fail(TimedOut(f"No token came for {limit_s:g} s."))
+                elif self._router is None and not entry.num_tokens and not self._is_router_expected(entry, now):
+                    self._fail(request_id, Unavailable(_NO_ROUTER))
+
+
+class _OpenRequest:
+    """One request that has not ended, and its tokens in order."""
+
+    def __init__(self, request: Request, stream: RequestStream, now: float) -> None:
+        self.is_sent = False  # to a router
+        self.stream = stream
+        self.last_heard_s = now  # when new tokens last came
+        self.last_worker: str | None = None  # whose tokens came last, until its link is lost
+        self._last_sent_s = now
+        self._has_last = False
+        self.request = request
+        self._token_ids: list[int] = []  # delivered, without gap
+        self._num_prompt_logprobs = 0
+        self._out_of_order: dict[int, TokenDelta] = {}  # behind a gap, by first index
+        self._out_of_order_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens delivered to the stream."""
+        return len(self._token_ids)
+
+    @property
+    def is_complete(self) -> bool:
+        """True once the last token and all prompt log-probabilities are here."""
+        return self._has_last and self.stream.has_prompt_logprobs
+
+    def is_resend_due(self, now: float) -> bool:
+        """Return whether it has been silent too long; True starts the next wait."""
+        is_due = now - max(self.last_heard_s, self._last_sent_s) > _RESEND_AFTER_S
+        if is_due:
+            self._last_sent_s = now
+        return is_due
+
+    @property
+    def resumed_token_ids(self) -> tuple[int, ...]:
+        """Tokens after which it may be resumed: none while prompt log-probabilities are missing."""
+        return tuple(self._token_ids) if self.stream.has_prompt_logprobs else ()
+
+    def accept(self, delta: TokenDelta, now: float) -> None:
+        """Accept a delta, whether early, in order or repeated."""
+        if delta.first_index > self.num_tokens:
+            if delta.first_index <= self.request.sampling.max_tokens:
+                self._out_of_order[delta.first_index] = delta
+            return
+        self._deliver(delta, now)
+        while self._out_of_order and min(self._out_of_order) <= self.num_tokens:
+            self._deliver(self._out_of_order.pop(min(self._out_of_order)), now)
+
+    def accept_prompt_logprobs(self, message: PromptScored, now: float) -> None:
+        """Accept prompt log-probabilities; the first entry belongs to position 1."""
+        self._out_of_order_logprobs[message.first_position - 1] = message.entries
+        while self._out_of_order_logprobs:
+            first = min(self._out_of_order_logprobs)
+            if first > self._num_prompt_logprobs:
+                break
+            new = self._out_of_order_logprobs.pop(first)[self._num_prompt_logprobs - first :]
+            if new:
+                self._num_prompt_logprobs += len(new)
+                self.last_heard_s = now
+                self.stream.push_prompt_logprobs(new)
+        if self.request.sampling.max_tokens == 0 and self.stream.has_prompt_logprobs and not self._has_last:
+            # No token was asked for: the answer is complete with its prompt log-probabilities, even before a delta.
+            self._has_last = True
+            self.stream.push((), (), FinishReason.LENGTH)
+
+    def _deliver(self, delta: TokenDelta, now: float) -> None:
+        num_known = self.num_tokens - delta.first_index
+        new = delta.token_ids[num_known:]
+        # A repeat that ends before the delivered tokens is stale, and so is its end.
+        is_stale = not new and (delta.finish_reason is None or num_known > len(delta.token_ids))
+        if self._has_last or is_stale:
+            return
+        if not self._token_ids:  # a later attempt counts answers among its hits
+            self.stream.num_cached_tokens = min(delta.num_cached_tokens, self.request.prompt_len)
+            self.stream.embedding = delta.embedding
+        self._token_ids += new
+        self.last_heard_s = now
+        self._has_last = delta.finish_reason is not None
+        self.stream.push(new, delta.logprobs[num_known:], delta.finish_reason)
+
+
+def _error_of(message: RequestFailed) -> GenerationError:
+    match message.kind:
+        case FailureKind.OVERLOADED:
+            return Overloaded(message.reason, retry_after_s=1.0)
+        case FailureKind.WORKER_LOST:
+            return Unavailable(message.reason)
+        case FailureKind.UNSERVABLE:
+            return Unservable(message.reason)
+        case FailureKind.INTERNAL:
+            return GenerationFailed("The request failed inside the cluster.")

@@ -1,0 +1,190 @@
+"""The deployments that a gateway, or the batch worker, serves: as the cluster's driver lists them.
+
+The life of one here: 1. It is listed: its router is dialled and its tokenizer loaded, in a thread. 2. A probe's token
+comes through, and goes for others after every loss. 3. While its phase is SERVING, requests find it by its model's
+name. 4. DRAINING: no more do, those that hold it go on. 5. It is listed no more: its links are closed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from alignedserve.api.backend.cluster import ClusterBackend
+from alignedserve.api.backend.connection import ClusterConnection
+from alignedserve.api.models.adapter_directory import AdapterDirectory
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_registry import RegisteredModel
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.prefix_hasher import PrefixHasher
+from alignedserve.api.services import ApiServices
+from alignedserve.core.errors import ModelError
+from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.process.background_tasks import start_background
+from alignedserve.runtime.lora.loaded_file import loaded_file
+from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
+
+logger = logging.getLogger(__name__)
+
+_TOLD_AGAIN_S = 10.0  # within which the driver of a cluster lists the deployments to a process that restarted
+
+
+class Deployments:
+    """Keeps the registry of models as the driver's last list says. All methods run on one loop."""
+
+    def __init__(self, services: ApiServices, connection: ClusterConnection) -> None:
+        self._services = services
+        self._connection = connection
+        self._deployments: dict[str, _Deployment] = {}  # by id, in the order of the list
+        self._told = asyncio.Event()
+        self._waiting: asyncio.Task[None] | None = None
+
+    async def load(self, deployments: Sequence[ServedDeployment]) -> None:
+        """Serve the first list, with every tokenizer loaded. Raises ModelError."""
+        self.serve(deployments)
+        for one in self._deployments.values():
+            await one.loaded()
+
+    def serve_until_told(self, deployments: Sequence[ServedDeployment]) -> None:
+        """Serve a list that may be of old, as a process that restarted has it, until the driver sends the current one.
+
+        Meanwhile, but not for long, an unknown model is one that may come.
+        """
+        self.serve(deployments)
+        self._told.clear()
+        self._services.models.is_complete = False
+        self._waiting = start_background(self._wait_to_be_told(), "waiting for the list of models")
+
+    def serve(self, deployments: Sequence[ServedDeployment]) -> tuple[DeploymentState, ...]:
+        """Serve exactly these from now on, in this order; return how each stands. May be repeated.
+
+        Of one that is new the tokenizer is loaded and the router dialled in the background. Requests that still hold
+        one that is gone fail.
+        """
+        self._services.models.is_complete = True
+        self._told.set()
+        listed = {deployed.deployment_id: deployed for deployed in deployments}
+        for deployment_id, known in tuple(self._deployments.items()):
+            if deployment_id not in listed or not known.is_of(listed[deployment_id]):
+                self._remove(deployment_id)
+        for deployment_id, deployed in listed.items():
+            one = self._deployments.pop(deployment_id, None)
+            if one is None:
+                one = _Deployment(deployed, self._services, self._connection, self._register)
+            one.phase = deployed.phase
+            self._deployments[deployment_id] = one
+        self._register()
+        return tuple(one.state() for one in self._deployments.values())
+
+    def _remove(self, deployment_id: str) -> None:
+        self._deployments.pop(deployment_id).stop("The model is served no more.")
+        self._services.metrics.remove_deployment(deployment_id)
+
+    async def told(self) -> None:
+        """Return once the list is the driver's current one, or no driver tells."""
+        await self._told.wait()
+
+    def first_status(self) -> ClusterStatus | None:
+        """Return the last report of the first deployment's router; None while that is not connected."""
+        return next((one.backend.status() for one in self._deployments.values()), None)
+
+    def statuses(self) -> dict[str, ClusterStatus]:
+        """Return the last report of every deployment's router that is connected, by deployment."""
+        found = {deployment_id: one.backend.status() for deployment_id, one in self._deployments.items()}
+        return {deployment_id: status for deployment_id, status in found.items() if status is not None}
+
+    def close(self) -> None:
+        """Close every deployment; open requests fail. May be repeated."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+        for one in self._deployments.values():
+            one.stop("The gateway is shutting down.")
+        self._deployments = {}
+
+    def _register(self) -> None:
+        """Let requests find those that serve, by the names of their models."""
+        by_phase: dict[DeploymentPhase, list[_Deployment]] = {phase: [] for phase in DeploymentPhase}
+        for one in self._deployments.values():
+            by_phase[one.phase].append(one)
+        expected = [one.card.name for one in by_phase[DeploymentPhase.PREPARING]]
+        self._services.models.replace_all([one.registered() for one in by_phase[DeploymentPhase.SERVING]], expected)
+
+    async def _wait_to_be_told(self) -> None:
+        try:
+            async with asyncio.timeout(_TOLD_AGAIN_S):
+                await self._told.wait()
+        except TimeoutError:
+            self._services.models.is_complete = True
+            self._told.set()
+
+
+class _Deployment:
+    """One deployment: its links from the beginning, its model once that is loaded."""
+
+    def __init__(
+        self,
+        deployed: ServedDeployment,
+        services: ApiServices,
+        connection: ClusterConnection,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` is called when `registered` has changed."""
+        self.phase = deployed.phase
+        self.card = ModelCard.of(deployed.served)
+        self._deployed = deployed
+        self._services = services
+        self._on_change = on_change
+        self._hasher = PrefixHasher.of(deployed, key=connection.links.prefix_key)
+        self.backend = ClusterBackend(connection, services.config, deployed.router, self._hasher)
+        self._adapters = None
+        if deployed.served.lora.is_enabled and deployed.served.encoder is None:
+            file = loaded_file(connection.links.book.folder, deployed.deployment_id)
+            self._adapters = AdapterDirectory(deployed.served, file)
+        self._model: ModelServices | None = None
+        self._error: ModelError | None = None
+        self.backend.start()
+        self._loading = start_background(self._load(), f"loading the tokenizer of {self.card.name}")
+        self._probing: asyncio.Task[None] | None = None
+
+    def is_of(self, deployed: ServedDeployment) -> bool:
+        """Return whether this is that deployment, in whichever phase."""
+        return replace(deployed, phase=self._deployed.phase) == self._deployed
+
+    async def loaded(self) -> None:
+        """Wait for the tokenizer. Raises ModelError."""
+        await self._loading
+        if self._error is not None:
+            raise self._error
+
+    def registered(self) -> RegisteredModel:
+        """Return what requests find."""
+        if self._error is not None:
+            return RegisteredModel(self.card, problem=f"its tokenizer cannot be loaded: {self._error}")
+        return RegisteredModel(self.card, self._model)
+
+    def state(self) -> DeploymentState:
+        """Return how it stands here."""
+        num_open = self._model.uses.num_open if self._model is not None else 0
+        return DeploymentState(self._deployed.deployment_id, self.registered().missing(), num_open)
+
+    def stop(self, reason: str) -> None:
+        """Close its links; requests that are open fail with this reason."""
+        self._loading.cancel()
+        if self._probing is not None:
+            self._probing.cancel()
+        if self._model is not None:
+            self._model.grammars.close()
+        self.backend.stop(reason)
+
+    async def _load(self) -> None:
+        try:
+            tokenizer = await asyncio.to_thread(self.card.load_tokenizer)
+        except ModelError as error:
+            logger.error("the tokenizer of %s cannot be loaded: %s", self.card.name, error)
+            self._error = error
+        else:
+            deployment_id = self._deployed.deployment_id
+            shared = (self.card, self.backend, tokenizer, self._hasher, deployment_id, self._adapters)
+            self._model = self._services.make_model(*shared)
+            self._probing = start_background(self._model.readiness_probe.run(), "the readiness probe")
+        self._on_change()

@@ -1,0 +1,62 @@
+"""Bodies of /v1/embeddings, /v1/score and /v1/rerank."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator
+
+from alignedserve.api.openai.schemas.requests import (
+    MAX_CACHE_SALT_LEN,
+    PromptForms,
+    ServiceTierName,
+    checked_prompt,
+)
+from alignedserve.api.schema import Schema
+
+TEXT_FORMS = "must be a string or a list of strings, not empty"
+
+
+def _checked_texts(value: Any) -> list[str]:
+    """Return one text or several as a list. Checked by hand, as `checked_prompt`. Raises ValueError."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and texts and all(type(text) is str for text in texts):
+        return texts
+    raise ValueError(TEXT_FORMS)
+
+
+_Texts = Annotated[list[str], PlainValidator(_checked_texts)]
+
+
+class PromptFields(Schema):
+    """Fields of every body about prompts alone, none of which is answered with text."""
+
+    model: str
+    service_tier: ServiceTierName = "auto"
+    priority: int | None = Field(None, ge=-1000, le=1000)  # smaller goes first; by service_tier when unset
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LEN)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # only the first ones are read; -1: as many as fit
+    user: str | None = None  # a hint; it never changes an answer
+
+
+class EmbeddingRequest(PromptFields):
+    """POST /v1/embeddings."""
+
+    input: Annotated[PromptForms, PlainValidator(checked_prompt)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+    prompt_name: str | None = None  # an extension: of sentence-transformers' prompts, the one before every text
+
+
+class ScoreRequest(PromptFields):
+    """POST /v1/score: one text against one or several, or as many pairs as there are texts."""
+
+    text_1: _Texts
+    text_2: _Texts
+
+
+class RerankRequest(PromptFields):
+    """POST /v1/rerank."""
+
+    query: str
+    documents: _Texts
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool = True

@@ -1,0 +1,117 @@
+"""The adapters that requests may name: those of the configuration, and those that were loaded while serving.
+
+The latter are in a file of the node (`runtime/lora/loaded_file.py`), which its gateways and its batch worker share, so
+that one that is restarted knows them again. What a name means is in memory; the file is read when it has changed.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from alignedserve.api.errors import NotFound
+from alignedserve.core.errors import AdapterError, InvalidRequest
+from alignedserve.core.request import LoraAdapter
+from alignedserve.runtime.lora.adapter_folders import find_adapter
+from alignedserve.runtime.lora.loaded_file import (
+    Changes,
+    changing_loaded,
+    loaded_of,
+    read_changes,
+    with_loaded,
+    without_loaded,
+    write_changes,
+)
+from alignedserve.runtime.model.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOADED = 1000
+
+
+class AdapterDirectory:
+    """The adapters of one deployment. `load` and `unload` block: they read and write files."""
+
+    def __init__(self, served: ServedModel, path: Path) -> None:
+        """`path`: of the file, which need not exist."""
+        self._served = served
+        self._path = path
+        self._configured = {adapter.name: adapter for adapter in served.adapters}
+        self._changes: Changes = {}
+        self._loaded: dict[str, LoraAdapter] = {}  # by these
+        self._stamp: tuple[int, int] | None = None
+        self._lock = threading.RLock()  # of both, which belong together
+
+    @property
+    def all(self) -> tuple[LoraAdapter, ...]:
+        """Return all adapters, those of the configuration first."""
+        self._refresh()
+        return (*self._configured.values(), *self._loaded.values())
+
+    def find(self, name: str) -> LoraAdapter | None:
+        """Return the adapter of this name."""
+        if name in self._configured:
+            return self._configured[name]
+        self._refresh()
+        return self._loaded.get(name)
+
+    def load(self, name: str, path: str, *, replaces: bool = False) -> LoraAdapter:
+        """Read and check an adapter, and let requests name it. `replaces`: one of that name may be there.
+
+        Raises InvalidRequest.
+        """
+        if not name.isprintable() or name in self._configured or name == self._served.name:
+            raise InvalidRequest("lora_name is a name of the configuration, or not printable.", param="lora_name")
+        try:
+            adapter = find_adapter(name, path, self._served.lora, self._served.decoder)
+        except AdapterError as error:
+            raise InvalidRequest(str(error), param="lora_path", code="invalid_adapter") from error
+        with self._changing():
+            if name in self._loaded and not replaces:
+                raise InvalidRequest("An adapter of this name is loaded already; set load_inplace.", param="lora_name")
+            if len(self._loaded) >= _MAX_LOADED and name not in self._loaded:
+                raise InvalidRequest(f"At most {_MAX_LOADED} adapters can be loaded.", param="lora_name")
+            self._changes = with_loaded(self._changes, adapter)
+        logger.info("loaded adapter %r", name)
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Let no new request name the adapter; those that have it go on. Raises NotFound, InvalidRequest."""
+        if name in self._configured:
+            raise InvalidRequest("An adapter of the configuration is not unloaded.", param="lora_name")
+        with self._changing():
+            if name not in self._loaded:
+                raise NotFound("No adapter of this name is loaded.", param="lora_name", code="adapter_not_found")
+            self._changes = without_loaded(self._changes, name)
+        logger.info("unloaded adapter %r", name)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change what was loaded, one process at a time."""
+        with changing_loaded(self._path), self._lock:
+            self._refresh()
+            yield
+            write_changes(self._path, self._changes)
+            self._loaded = loaded_of(self._changes)
+            self._stamp = self._current_stamp()
+
+    def _current_stamp(self) -> tuple[int, int] | None:
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_mtime_ns, found.st_ino
+
+    def _refresh(self) -> None:
+        """Read the file if it has changed."""
+        with self._lock:
+            stamp = self._current_stamp()
+            if stamp == self._stamp:
+                return
+            self._stamp = stamp
+            try:
+                self._changes = read_changes(self._path)
+                self._loaded = loaded_of(self._changes)
+            except AdapterError:
+                logger.exception("the adapters in %s cannot be read", self._path)

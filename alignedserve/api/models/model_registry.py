@@ -1,0 +1,104 @@
+"""The models that requests may name."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from alignedserve.api.errors import Unavailable, UnknownModel
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelServices
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredModel:
+    """A model that requests may name."""
+
+    card: ModelCard
+    services: ModelServices | None = None  # None: it is not loaded here
+    problem: str = "its tokenizer is being loaded"  # why it is not
+
+    def missing(self) -> str | None:
+        """Return the reason why it does not answer; None when it does."""
+        return self.problem if self.services is None else self.services.readiness_probe.missing()
+
+    def adapter_cards(self) -> tuple[ModelCard, ...]:
+        """Return its adapters as clients see them."""
+        adapters = self.services.adapters if self.services is not None else None
+        return tuple(self.card.of_adapter(adapter) for adapter in adapters.all) if adapters is not None else ()
+
+
+class ModelRegistry:
+    """Finds the services of the model that a request names. The first model serves those that name none."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, RegisteredModel] = {}
+        self._expected: frozenset[str] = frozenset()
+        self.is_complete = True  # False: there may be models of which this process has not been told yet
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether requests may name this model."""
+        return name in self._models or (isinstance(name, str) and self._adapted(name) is not None)
+
+    @property
+    def cards(self) -> tuple[ModelCard, ...]:
+        """Return the models, each followed by its adapters, as clients see them."""
+        return tuple(card for model in self.all for card in (model.card, *model.adapter_cards()))
+
+    @property
+    def all(self) -> tuple[RegisteredModel, ...]:
+        """Return the models in the order in which clients see them."""
+        return tuple(self._models.values())
+
+    def add(self, model: RegisteredModel) -> None:
+        """Let requests name one more model."""
+        self._models[model.card.name] = model
+
+    def replace_all(self, models: Sequence[RegisteredModel], expected: Collection[str] = ()) -> None:
+        """Let requests name these models and no others. `expected`: names of others that will be served."""
+        self._models = {model.card.name: model for model in models}
+        self._expected = frozenset(expected)
+
+    def missing(self) -> str | None:
+        """Return which model does not answer, and why; None when all do."""
+        reasons = {model.card.name: why for model in self.all if (why := model.missing()) is not None}
+        if len(self._models) == 1:
+            return next(iter(reasons.values()), None)
+        if not self._models:
+            return "no model is served"
+        return "; ".join(f"model {name}: {why}" for name, why in reasons.items()) or None
+
+    def card(self, name: str) -> ModelCard:
+        """Return the model of this name as clients see it. Raises UnknownModel, Unavailable."""
+        return self._registered(name).card
+
+    def base_of(self, name: str) -> str:
+        """Return the name of the model that an adapter belongs to; any other name itself."""
+        if name in self._models:
+            return name
+        adapted = self._adapted(name)
+        return name if adapted is None or adapted.card.parent is None else adapted.card.parent
+
+    def find(self, name: str | None) -> ModelServices:
+        """Return the model of this name; None means the first one. Raises UnknownModel.
+
+        Raises Unavailable for one that is still loaded.
+        """
+        services = self._registered(name).services
+        if services is None:
+            raise Unavailable("The model is not loaded yet.")
+        return services
+
+    def _registered(self, name: str | None) -> RegisteredModel:
+        found = next(iter(self._models.values()), None) if name is None else self._models.get(name)
+        if found is None and name is not None:
+            found = self._adapted(name)
+        if found is None and (name in self._expected or not self.is_complete):
+            raise Unavailable("The model is not served yet.")
+        if found is None:
+            raise UnknownModel("The requested model does not exist here; see /v1/models.", param="model")
+        return found
+
+    def _adapted(self, name: str) -> RegisteredModel | None:
+        """Return the adapter of this name, of the first model that has one."""
+        adapted = (model.services.with_adapter(name) for model in self.all if model.services is not None)
+        services = next((one for one in adapted if one is not None), None)
+        return None if services is None else RegisteredModel(services.model, services)

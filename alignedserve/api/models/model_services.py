@@ -1,0 +1,76 @@
+"""The objects that every request to one model shares. No HTTP here."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from alignedserve.api.backend.interface import CompletionBackend
+from alignedserve.api.backend.readiness_probe import ReadinessProbe
+from alignedserve.api.metrics.model_metrics import ModelMetrics
+from alignedserve.api.models.adapter_directory import AdapterDirectory
+from alignedserve.api.models.grammar_checker import GrammarChecker
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.prefix_hasher import PrefixHasher
+from alignedserve.api.request_limiter import RequestLimiter
+from alignedserve.api.timelines.timelines import Timelines
+from alignedserve.api.work_lanes import SHORT_LEN, WorkLanes
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.request import LoraAdapter, Request
+from alignedserve.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Uses:
+    """How many requests hold a model."""
+
+    num_open: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelServices:
+    """One model's shared objects, and of its gateway's what a request needs on its way. ModelRegistry finds them."""
+
+    model: ModelCard
+    backend: CompletionBackend
+    tokenizer: Tokenizer
+    grammars: GrammarChecker
+    metrics: ModelMetrics
+    readiness_probe: ReadinessProbe
+    config: GatewayConfig
+    limiter: RequestLimiter  # of all models' requests
+    lanes: WorkLanes  # likewise
+    reply_to: str  # address where workers send tokens
+    timelines: Timelines  # of all models' requests
+    prefix_hasher: PrefixHasher | None = None  # None: the prefix cache is off
+    uses: Uses = field(default_factory=Uses)
+    adapters: AdapterDirectory | None = None  # that requests may name instead of the model; None: none
+    adapter: LoraAdapter | None = None  # that these requests have
+
+    def with_adapter(self, name: str) -> "ModelServices | None":
+        """Return what requests share that name one of the model's adapters; None: it has none of this name."""
+        adapter = self.adapters.find(name) if self.adapters is not None else None
+        if adapter is None:
+            return None
+        return replace(self, model=self.model.of_adapter(adapter), adapter=adapter)
+
+    def prefix_root(self, tenant: str, salt: str | None) -> bytes:
+        """Return the root of the block hashes of a client's request; empty: it shares nothing."""
+        if self.prefix_hasher is None:
+            return b""
+        return self.prefix_hasher.root(tenant, salt, self.adapter.digest if self.adapter is not None else b"")
+
+    async def name_blocks(self, request: Request) -> None:
+        """Name the blocks of a long prompt beside the loop, so that they are known when it is submitted."""
+        hasher, length = self.prefix_hasher, request.prompt_len
+        if hasher is not None and request.prefix_root and length > SHORT_LEN:
+            await self.lanes.run(length, partial(hasher.prompt_names, request.prefix_root, request.prompt_token_ids))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the deployment from being stopped inside the `with` block, except by a kill."""
+        self.uses.num_open += 1
+        try:
+            yield
+        finally:
+            self.uses.num_open -= 1

@@ -1,0 +1,152 @@
+"""The grammar of a chat's answer: a thought, and then content that matches a constraint, free text, or tool calls."""
+
+from functools import partial
+from typing import Any
+
+from alignedserve.api.harmony.grammar import HarmonyGrammar
+from alignedserve.api.harmony.marks import CALL
+from alignedserve.api.models.chat_model import ChatModel
+from alignedserve.api.openai.output_parser import OutputFormat
+from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
+from alignedserve.api.openai.schemas.tools import Tool
+from alignedserve.api.openai.structured_output import answer_part
+from alignedserve.api.reasoning.thought_grammar import thought_rules, thought_symbol
+from alignedserve.api.tools.call_grammar import CallableTool, Literal, call_rules, lead_rules
+from alignedserve.api.tools.formats import ParameterCall, ToolFormat
+from alignedserve.api.tools.parameters import check_parameters, text_parameters
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.request import MAX_GRAMMAR_LEN
+from alignedserve.runtime.grammar.json_schema import normalize_schema
+from alignedserve.runtime.grammar.lark import GrammarPart, literal, serialize, serialize_alone
+
+_GAP = "GAP: /\\n{1,2}/"  # what models write between a thought and the rest
+_TEXT = "TEXT: /(?s:.*)/"
+
+
+async def chat_grammar(chat: ChatCompletionRequest, form: OutputFormat, model: ChatModel, tenant: str = "") -> str:
+    """Return the grammar that the answer is decoded under; empty: anything goes. Raises InvalidRequest."""
+    part = await answer_part(chat, model, tenant)
+    if chat.thinking_token_budget is not None and form.reasoning is None:
+        raise InvalidRequest("This is not a reasoning model.", param="thinking_token_budget")
+    is_free = part is None and form.tools is None
+    if is_free and chat.thinking_token_budget is None:
+        return ""
+    if part is not None and form.tools is None and form.reasoning is None:
+        return serialize_alone(part)
+    as_literal = partial(_literal, model)
+    if form.is_harmony:
+        skeleton = _harmony_rules(chat, form, as_literal, model, has_part=part is not None)
+    else:
+        skeleton = _skeleton(chat, form, part, as_literal)
+    grammar = serialize(skeleton, {"content": part} if part is not None else {})
+    if len(grammar) > MAX_GRAMMAR_LEN:
+        raise InvalidRequest("The tools are too large.", param="tools")
+    try:
+        await model.grammars.check(grammar, tenant)
+    except InvalidRequest as error:
+        param = "tools" if form.tools is not None else "thinking_token_budget"
+        raise InvalidRequest(f"Invalid value for {param}: {error}.", param=param, code=error.code) from error
+    return grammar
+
+
+def _skeleton(chat: ChatCompletionRequest, form: OutputFormat, part: GrammarPart | None, as_literal: Literal) -> str:
+    budget = chat.thinking_token_budget
+    rules = [_TEXT, _GAP]
+    thought = ""
+    if form.reasoning is not None:
+        thought = thought_symbol(form.thought_start, is_bounded=budget is not None)
+        rules.append(thought_rules(form.reasoning, as_literal, budget))
+    if form.tools is not None:
+        rules.append(_tool_rules(chat, form.tools, as_literal))
+    answer, is_text = _answer(chat, form.tools, part, as_literal)
+    gap = "GAP?" if thought and not is_text else ""
+    return "\n".join([f"start: {thought} {gap} answer", f"answer: {answer}", *rules])
+
+
+def _harmony_rules(
+    chat: ChatCompletionRequest, form: OutputFormat, as_literal: Literal, model: ChatModel, *, has_part: bool
+) -> str:
+    if form.is_continued and chat.tool_choice.mode == "required":
+        raise InvalidRequest(
+            "a call cannot go on with the last message: continue_final_message does not go with this tool_choice.",
+            param="tool_choice",
+        )
+    ends_answer = model.tokenizer.control_token_ids(CALL) <= set(model.model.eos_token_ids)
+    grammar = HarmonyGrammar(
+        tools=_callable_tools(chat, form.tools) if form.tools is not None else (),
+        must_call=chat.tool_choice.mode == "required",
+        has_content_part=has_part,
+        budget=chat.thinking_token_budget,
+        is_continued=form.is_continued,
+    )
+    return grammar.rules(as_literal, call_end="" if ends_answer else CALL)
+
+
+def _answer(
+    chat: ChatCompletionRequest, tools: ToolFormat | None, part: GrammarPart | None, as_literal: Literal
+) -> tuple[str, bool]:
+    """Return what follows a thought, and whether that may be any text."""
+    if tools is None:
+        return ("TEXT", True) if part is None else ("@content", False)
+    calls = f"{as_literal(tools.begin)} calls"
+    if chat.tool_choice.mode == "required":
+        return calls, False
+    if part is None:
+        return "free | lead calls", bool(tools.begin)
+    if not tools.begin:
+        raise InvalidRequest(
+            "response_format beside tools is not supported for this model: its calls are not marked.",
+            param="response_format",
+            code="unsupported_parameter",
+        )
+    return f"@content | {calls}", False
+
+
+def _callable_tools(chat: ChatCompletionRequest, form: ToolFormat) -> list[CallableTool]:
+    """Return the tools that may be called."""
+    names = chat.tool_choice.names
+    return [
+        CallableTool(
+            tool.function.name,
+            _arguments_schema(_parameters_path(chat, place), tool, form),
+            text_parameters(tool.function.parameters or {}),
+        )
+        for place, tool in enumerate(chat.tools)
+        if names is None or tool.function.name in names
+    ]
+
+
+def _tool_rules(chat: ChatCompletionRequest, form: ToolFormat, as_literal: Literal) -> str:
+    rules = [call_rules(form, _callable_tools(chat, form), as_literal, is_parallel=chat.parallel_tool_calls)]
+    return "\n".join([*rules, lead_rules(form, as_literal)] if chat.tool_choice.mode == "auto" else rules)
+
+
+def _parameters_path(chat: ChatCompletionRequest, place: int) -> str:
+    return f"functions[{place}].parameters" if chat.functions else f"tools[{place}].function.parameters"
+
+
+def _arguments_schema(param: str, tool: Tool, form: ToolFormat) -> dict[str, Any]:
+    """Return the normalized schema of the arguments. Raises InvalidRequest."""
+    try:
+        schema = normalize_schema(_object_schema(tool.function.parameters or {}))
+        if isinstance(form.call, ParameterCall):
+            check_parameters(schema)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"Invalid value for {param}: {error}.", param=param, code=error.code) from error
+    return schema
+
+
+def _object_schema(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object that has no parameters but those that are listed, unless it says otherwise."""
+    if parameters.get("type", "object") != "object":
+        raise InvalidRequest("the type must be 'object'", code="invalid_json_schema")
+    has_others = any(name in parameters for name in _OPEN)
+    return {"type": "object", "properties": {}, **({} if has_others else {"additionalProperties": False}), **parameters}
+
+
+# Keywords by which a schema says itself which other properties there may be.
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
+
+
+def _literal(model: ChatModel, text: str) -> str:
+    return literal(model.tokenizer.split_control(text))

@@ -1,0 +1,134 @@
+"""Makes what a model's chat template is given out of a checked conversation."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from alignedserve.api.harmony.messages import harmony_effort, harmony_messages, harmony_tools
+from alignedserve.api.models.chat_model import PromptModel
+from alignedserve.api.openai.conversation import template_messages
+from alignedserve.api.openai.output_parser import OutputFormat
+from alignedserve.api.openai.schemas.messages import ChatMessage
+from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, ConversationFields
+from alignedserve.api.reasoning.effort import effort_variables
+from alignedserve.api.reasoning.formats import FORMATS as REASONING_FORMATS
+from alignedserve.api.reasoning.formats import ReasoningFormat, find_reasoning_format, thought_start
+from alignedserve.api.tools.formats import FORMATS as TOOL_FORMATS
+from alignedserve.api.tools.formats import HeaderCall, ToolFormat, find_tool_format
+from alignedserve.api.tools.parameters import text_parameters
+from alignedserve.api.tools.prompted_messages import prompted_messages
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.chat_template import ChatTemplate
+
+_NUM_END_TOKENS = 16  # of a prompt; a mark at its end is a few at most
+_SHORT_ID_LEN = 9  # letters and digits, as Mistral's templates want
+
+
+def chat_prompt(fields: ConversationFields, model: PromptModel) -> ChatPrompt:
+    """Return the conversation for the model's template. Raises InvalidRequest for what the template cannot show."""
+    template = model.tokenizer.chat_template
+    if template is None:
+        raise InvalidRequest("This model has no chat template; use completions.", param="messages")
+    # A model that may not call is not told of tools either: nothing then keeps it from calling but its prompt.
+    tools = [] if fields.tool_choice.mode == "none" else [tool.as_template_tool() for tool in fields.tools]
+    form, _ = answer_forms(model)
+    if tools and form is None:
+        raise _no_tools("How this model writes tool calls is not known; model.tool_format can say it.")
+    shown = template_messages(fields.messages)
+    if form is not None and form.has_short_ids:
+        shown = [_with_ids(message, _short_id) for message in shown]
+    if form is not None and isinstance(form.call, HeaderCall) and form.call.is_numbered:
+        ids = _numbered_ids(shown)
+        shown = [_with_ids(message, lambda call_id: ids.get(call_id, call_id)) for message in shown]
+    is_harmony = form is not None and form.is_harmony
+    if is_harmony:
+        shown, tools = harmony_messages(shown), harmony_tools(tools)
+    if not template.knows_tools and (tools or _has_calls(fields.messages)):
+        if form is None or form.prompt is None:
+            raise _no_tools("tools are not supported by this model's chat template.")
+        shown, tools = prompted_messages(shown, tools, form), []
+    ends = (fields.add_generation_prompt, fields.continue_final_message)
+    if all(ends) and "add_generation_prompt" in fields.model_fields_set:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message cannot both be true.", param="add_generation_prompt"
+        )
+    return ChatPrompt(shown, tools, _variables(fields, template, is_harmony=is_harmony), *ends)
+
+
+def answer_forms(model: PromptModel) -> tuple[ToolFormat | None, ReasoningFormat | None]:
+    """Return how the served model writes calls, and how it marks a thought; None: it is not known, or does not."""
+    source = _source(model)
+    tools = find_tool_format(model.model.tool_format, source)
+    reasoning = find_reasoning_format(model.model.reasoning_format, source)
+    if any(form is not None and form.is_harmony for form in (tools, reasoning)):
+        return TOOL_FORMATS["gpt_oss"], REASONING_FORMATS["gpt_oss"]  # one form for both
+    return tools, reasoning
+
+
+def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], model: PromptModel) -> OutputFormat:
+    """Return what the answer to this prompt may hold beside content."""
+    tools, reasoning = answer_forms(model)
+    if not chat.tools or chat.tool_choice.mode == "none":
+        tools = None
+    texts = {tool.function.name: text_parameters(tool.function.parameters or {}) for tool in chat.tools}
+    if reasoning is None:
+        return OutputFormat(tools=tools, texts_of_tools=texts)
+    prompt_end = model.tokenizer.decode(prompt[-_NUM_END_TOKENS:], skip_special_tokens=False)
+    start = thought_start(prompt_end, reasoning)
+    return OutputFormat(reasoning, start, tools, texts, is_continued=chat.continue_final_message)
+
+
+def _source(model: PromptModel) -> str:
+    template = model.tokenizer.chat_template
+    return template.source if template is not None else ""
+
+
+def _variables(fields: ConversationFields, template: ChatTemplate, *, is_harmony: bool) -> dict[str, Any]:
+    """Return the template's further variables: those of `reasoning_effort`, and over them the client's own."""
+    if any(name in template.reserved for name in fields.chat_template_kwargs):
+        raise InvalidRequest(
+            "chat_template_kwargs may not replace the messages, the tools or what belongs to the model.",
+            param="chat_template_kwargs",
+        )
+    variables: dict[str, Any] | None = {}
+    if fields.reasoning_effort is not None:
+        effort = harmony_effort(fields.reasoning_effort) if is_harmony else fields.reasoning_effort
+        variables = effort_variables(effort, template.variables) if effort is not None else None
+    if variables is None:
+        raise InvalidRequest(
+            "reasoning_effort is not supported by this model's chat template.",
+            param="reasoning_effort",
+            code="unsupported_parameter",
+        )
+    return variables | fields.chat_template_kwargs
+
+
+def _has_calls(messages: Sequence[ChatMessage]) -> bool:
+    return any(message.tool_calls for message in messages)
+
+
+def _with_ids(message: dict[str, Any], shown_id: Callable[[str], str]) -> dict[str, Any]:
+    shown = dict(message)
+    if "tool_calls" in shown:
+        shown["tool_calls"] = [{**call, "id": shown_id(call["id"])} for call in shown["tool_calls"]]
+    if "tool_call_id" in shown:
+        shown["tool_call_id"] = shown_id(shown["tool_call_id"])
+    return shown
+
+
+def _numbered_ids(messages: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the ids by which Kimi's template shows calls: the function's name and the call's number so far."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    return {call["id"]: f"functions.{call['function']['name']}:{place}" for place, call in enumerate(calls)}
+
+
+def _short_id(call_id: str) -> str:
+    """Return the id, or a digest of one that the template would refuse: clients may have it from another model."""
+    if len(call_id) == _SHORT_ID_LEN and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:_SHORT_ID_LEN]
+
+
+def _no_tools(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="tools", code="unsupported_parameter")

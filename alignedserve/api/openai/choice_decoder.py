@@ -1,0 +1,149 @@
+"""Decodes one choice of a response: token ids in; text, thoughts, tool calls and visible log-probabilities out."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from alignedserve.api.backend.interface import GeneratedTokens
+from alignedserve.api.openai.held_logprobs import HeldLogprobs, OffsetLogprob
+from alignedserve.api.openai.output_parser import OutputFormat
+from alignedserve.api.openai.stop_strings import StopStringFinder
+from alignedserve.api.openai.text_options import TextOptions
+from alignedserve.api.output_run import OutputRun
+from alignedserve.api.tools.deltas import ToolCallDelta
+from alignedserve.core.request import FinishReason, Request, TokenLogprob
+from alignedserve.text.tokenizer import Tokenizer
+
+_PLAIN_TEXT = TextOptions()
+_PLAIN_CONTENT = OutputFormat()
+
+
+class ChoiceDelta(NamedTuple):
+    """New visible output of one choice, in the order reasoning, text, tool calls."""
+
+    text: str
+    logprobs: tuple[OffsetLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    stop_string: str | None = None  # the one that ended the choice
+    token_ids: tuple[int, ...] = ()  # the new tokens, visible or not
+
+
+class ChoiceDecoder:
+    """Decodes one choice. `num_tokens` counts generated tokens, hidden end tokens included."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        *,
+        stops: Sequence[str] = (),
+        eos_token_ids: Sequence[int] = (),
+        output_format: OutputFormat = _PLAIN_CONTENT,
+        options: TextOptions = _PLAIN_TEXT,
+    ) -> None:
+        """Make a decoder. Stop strings end the content; they are not looked for in thoughts and calls."""
+        sampling = request.sampling
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.is_stopped = False  # a stop string was found: the worker may stop
+        self._parser = parser = output_format.parser(tokenizer)
+        self._shows_stop = options.shows_stop
+        shown = tokenizer.control_token_ids(output_format.texts())
+        self._stream = tokenizer.stream(shown, skip_special_tokens=not options.shows_special_tokens)
+        self._stops = StopStringFinder(stops, is_shown=options.shows_stop)
+        self._min_tokens = sampling.min_tokens
+        # A token that ends the answer is not part of its text.
+        self._end_token_ids = frozenset(sampling.stop_token_ids) | frozenset(
+            () if sampling.ignore_eos else eos_token_ids
+        )
+        self._is_plain = not stops and sampling.num_logprobs is None and parser is None
+        self._logprobs = HeldLogprobs()
+        self._num_visible = 0
+
+    def decode(self, new: GeneratedTokens) -> ChoiceDelta:
+        """Add new tokens and return the text that becomes visible."""
+        if self.is_stopped:
+            return ChoiceDelta("")
+        token_ids = self._without_end_token(new)
+        if self._is_plain:
+            self.num_tokens += len(new.token_ids)
+            text = self._stream.push(token_ids)
+            if new.finish_reason is not None:
+                text += self._stream.end()
+            return ChoiceDelta(text, (), new.finish_reason, new.prompt_logprobs, token_ids=new.token_ids)
+        num_before = self.num_tokens
+        runs = self._decode_one_by_one(token_ids, new.logprobs)
+        if new.finish_reason is not None and not self.is_stopped:
+            self.num_tokens += len(new.token_ids) - len(token_ids)
+            runs += self._flush()
+            self.is_stopped = self._stops.found is not None
+        is_all = new.finish_reason is not None and not self.is_stopped
+        return ChoiceDelta(
+            "".join([run.content for run in runs]),
+            self._logprobs.release(self._num_visible, is_all=is_all),
+            self._finish_reason(new),
+            new.prompt_logprobs,
+            "".join([run.reasoning for run in runs]),
+            tuple(call for run in runs for call in run.tool_calls),
+            self._stops.found,
+            new.token_ids[: self.num_tokens - num_before],  # what came behind a stop string is no part of the answer
+        )
+
+    def _finish_reason(self, new: GeneratedTokens) -> FinishReason | None:
+        if self.is_stopped:
+            return FinishReason.STOP
+        has_calls = self._parser is not None and self._parser.has_calls
+        return FinishReason.TOOL_CALLS if has_calls and new.finish_reason is FinishReason.STOP else new.finish_reason
+
+    def _without_end_token(self, new: GeneratedTokens) -> tuple[int, ...]:
+        token_ids = new.token_ids
+        if self._shows_stop:
+            return token_ids
+        is_ended = new.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self._end_token_ids
+        return token_ids[:-1] if is_ended else token_ids
+
+    def _decode_one_by_one(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[OutputRun]:
+        visible: list[OutputRun] = []
+        for index, token_id in enumerate(token_ids):
+            if index < len(logprobs):
+                self._logprobs.hold(logprobs[index])
+            self.num_tokens += 1
+            visible += self._visible(self._parsed(self._stream.push((token_id,))))
+            if self._stops.found is not None:
+                self.is_stopped = True
+                break
+        return visible
+
+    def _parsed(self, text: str) -> Sequence[OutputRun]:
+        self._logprobs.decoded(len(text))
+        if self._parser is None:
+            return (OutputRun(len(text), text),)
+        was_reasoning = self._parser.is_reasoning
+        runs = self._parser.push(text)
+        self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
+        return runs
+
+    def _visible(self, runs: Sequence[OutputRun]) -> list[OutputRun]:
+        """Return the runs with the content that may be shown now."""
+        return [run._replace(content=self._filter_stops(run)) for run in runs]
+
+    def _filter_stops(self, run: OutputRun) -> str:
+        self._logprobs.add_text(run.length, len(run.content))
+        if self._stops.found is not None:
+            return ""
+        visible = self._stops.push(run.content) if self.num_tokens > self._min_tokens else run.content
+        self._num_visible += len(visible)
+        return visible
+
+    def _flush(self) -> list[OutputRun]:
+        rest = self._stream.end()
+        if self._parser is None:
+            runs = [OutputRun(len(rest), rest)]
+        else:
+            runs = [*self._parser.push(rest), *self._parser.end()]
+        visible = self._visible(runs)
+        held = self._stops.flush()
+        self._num_visible += len(held)
+        return [*visible, OutputRun(0, held)]

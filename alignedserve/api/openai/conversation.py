@@ -1,0 +1,110 @@
+"""Checks the messages of a conversation against each other, and turns them into those that chat templates read."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import orjson
+
+from alignedserve.api.openai.schemas.messages import ChatMessage, ToolCall
+from alignedserve.core.errors import InvalidRequest
+
+_MAX_ARGUMENTS_DEPTH = 32
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """Raise InvalidRequest, naming the field, unless every message fits its role and its place.
+
+    The results of an assistant's calls follow the calls at once, one for each, in any order.
+    """
+    open_calls: set[str] = set()  # ids that still need a result
+    for place, message in enumerate(messages):
+        path = f"messages[{place}]"
+        _check_fields(message, path)
+        if message.role == "tool":
+            if message.tool_call_id not in open_calls:
+                refuse(f"{path}.tool_call_id", "no call before it has this id")
+            open_calls.discard(message.tool_call_id)
+        elif open_calls:
+            refuse(f"{path}.role", "the calls before it have no results yet; 'tool' messages must follow them")
+        open_calls |= _call_ids(message, path)
+    if open_calls:
+        refuse("messages", "the last calls have no results; 'tool' messages must follow them")
+
+
+def refuse(path: str, problem: str) -> NoReturn:
+    """Raise for the value of a field."""
+    raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="invalid_value")
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return the messages for chat templates, of a conversation that was checked.
+
+    `developer` is a newer name of `system`; results get the name of their function.
+    """
+    names: dict[str, str] = {}
+    shown = []
+    for message in messages:
+        names |= {call.id: call.function.name for call in message.tool_calls}
+        shown.append(_template_message(message, names))
+    return shown
+
+
+def _template_message(message: ChatMessage, names: Mapping[str, str]) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text,
+    }
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.tool_calls:
+        shown["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    if message.thought:
+        shown["reasoning_content"] = message.thought
+    if message.tool_call_id is not None:
+        shown |= {"tool_call_id": message.tool_call_id, "name": names.get(message.tool_call_id, "")}
+    return shown
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    arguments = _arguments_of(call)
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _check_fields(message: ChatMessage, path: str) -> None:
+    for name in message.fields_of_other_roles():
+        refuse(f"{path}.{name}", f"messages of role '{message.role}' do not have it")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise _missing(f"{path}.tool_call_id")
+    if message.content is None and not message.tool_calls:
+        raise _missing(f"{path}.content")
+
+
+def _call_ids(message: ChatMessage, path: str) -> set[str]:
+    ids: set[str] = set()
+    for place, call in enumerate(message.tool_calls):
+        if call.id in ids:
+            refuse(f"{path}.tool_calls[{place}].id", "two calls of one message have it")
+        if _arguments_of(call) is None:
+            refuse(f"{path}.tool_calls[{place}].function.arguments", "it must be the text of a JSON object")
+        ids.add(call.id)
+    return ids
+
+
+def _arguments_of(call: ToolCall) -> dict[str, Any] | None:
+    """Return the arguments of the call; none at all count as an empty object. None: they are not an object."""
+    try:
+        arguments = orjson.loads(call.function.arguments or "{}")
+    except orjson.JSONDecodeError:
+        return None
+    return arguments if isinstance(arguments, dict) and _is_shallow(arguments, _MAX_ARGUMENTS_DEPTH) else None
+
+
+def _is_shallow(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    children = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_is_shallow(child, depth - 1) for child in children)
+
+
+def _missing(path: str) -> InvalidRequest:
+    return InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")

@@ -1,0 +1,255 @@
+"""Runs all choices of one request to the API and measures them; choices still open at the end are aborted."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Any
+
+from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.call_facts import call_facts, cause_of
+from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
+from alignedserve.api.openai.request_builder import GenerationRequest
+from alignedserve.api.timelines.timeline import Timeline
+from alignedserve.core.request import FinishReason, Request
+from alignedserve.messages.request_notes import Cause
+
+
+class Generation:
+    """An async context manager: entering submits every choice, leaving aborts those that have not ended."""
+
+    def __init__(self, request: GenerationRequest, services: ModelServices) -> None:
+        self.request = request
+        self.tokenizer = services.tokenizer
+        self.has_started = False  # every choice was submitted
+        self._services = services
+        self._ready = asyncio.Event()
+        self._timeline: Timeline | None = None  # None: not submitted yet
+        self._choices: list[_Choice] = []
+        self._open: list[_Choice] = []
+
+    async def __aenter__(self) -> "Generation":
+        self._services.limiter.acquire(len(self.request.requests))
+        self._timeline = self._services.timelines.begin(call_facts(self.request, self._services), self.request.requests)
+        try:
+            for index, request in enumerate(self.request.requests):
+                await self._services.name_blocks(request)
+                stream = _submit(request, self._services)
+                stream.call_when_ready(self._ready.set)
+                self._choices.append(_Choice(index, request, stream, self.request, self._services))
+        except BaseException as error:
+            self._end_timeline(error)
+            self._close()
+            raise
+        self._open = list(self._choices)
+        self.has_started = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        is_failure = kind is not None and issubclass(kind, Exception)
+        for choice in self._open:
+            choice.count_unfinished(is_failure=is_failure)
+        if self.is_complete:
+            num_generated = max((choice.decoder.num_tokens for choice in self._choices), default=0)
+            self._services.metrics.count_request(self.request.requests, num_generated)
+        self._end_timeline(error)
+        self._close()
+
+    def _end_timeline(self, error: BaseException | None) -> None:
+        """Note the end of what has not ended by itself, and that of the call."""
+        if self._timeline is not None:
+            now, cause = time.monotonic(), cause_of(error)
+            for choice in self._open or self._choices:
+                self._timeline.choice_ended(choice.index, now, num_tokens=choice.decoder.num_tokens, cause=cause)
+            self._services.timelines.end(self._timeline)
+
+    def _close(self) -> None:
+        for choice in self._choices:
+            if not choice.has_ended:
+                self._services.backend.abort(choice.request.request_id)
+        self._services.limiter.release(len(self.request.requests))
+        self._open = []
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
+        """Yield (choice, its new text) as it comes, until every choice has ended. Raises GenerationError."""
+        while self._open:
+            self._ready.clear()
+            is_idle = True
+            for choice in tuple(self._open):
+                new = choice.stream.read_new()
+                if new is not None:
+                    is_idle = False
+                    yield choice.index, self._decode(choice, new)
+            if is_idle:  # otherwise a failure may follow right behind the tokens that were read
+                await self._ready.wait()
+
+    @property
+    def is_complete(self) -> bool:
+        """True once every choice has ended."""
+        return not self._open
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's usage object."""
+        num_prompt, num_generated = self.request.num_prompt_tokens, self.num_generated_tokens
+        usage: dict[str, Any] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+        if self.request.output_format.reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return usage
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all choices."""
+        return sum(choice.decoder.num_tokens for choice in self._choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of all choices' thoughts, and of the marks around them."""
+        return sum(choice.decoder.num_reasoning_tokens for choice in self._choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache: of each prompt those that none of its choices computed."""
+        num_per_prompt = len(self.request.requests) // len(self.request.prompts)
+        cached = [choice.stream.num_cached_tokens for choice in self._choices]
+        return sum(min(cached[first : first + num_per_prompt]) for first in range(0, len(cached), num_per_prompt))
+
+    @property
+    def embeddings(self) -> list[bytes]:
+        """Embedding of each choice's prompt, float32, once every choice has ended; empty where not asked for."""
+        return [choice.stream.embedding for choice in self._choices]
+
+    def slo_report(self) -> dict[str, Any] | None:
+        """Return whether the SLO held, for the slowest choice; None when the client named none."""
+        slo = self.request.slo
+        report: dict[str, Any] = {}
+        if slo.ttft_s is not None:
+            ttft_s = max((choice.ttft_s for choice in self._choices), default=0.0)
+            report["ttft"] = _verdict(ttft_s, slo.ttft_s)
+        if slo.tpot_s is not None:
+            tpot_s = max((choice.tpot_s for choice in self._choices), default=0.0)
+            report["tpot"] = _verdict(tpot_s, slo.tpot_s)
+        if slo.deadline_s is not None:
+            end_to_end_s = max((choice.end_to_end_s for choice in self._choices), default=0.0)
+            report["deadline"] = _verdict(end_to_end_s, slo.deadline_s)
+        return {"slo": report} if report else None
+
+    def _decode(self, choice: "_Choice", new: GeneratedTokens) -> ChoiceDelta:
+        delta = choice.decoder.decode(new)
+        now = time.monotonic()
+        if choice.measure(len(new.token_ids), now) and self._timeline is not None:
+            self._timeline.first_token(choice.index, now, choice.stream.num_cached_tokens)
+        if delta.finish_reason is not None:
+            self._open.remove(choice)
+            choice.has_ended = new.finish_reason is not None
+            self._finish(choice, delta.finish_reason.value, now)
+        return delta
+
+    def _finish(self, choice: "_Choice", reason: str, now: float) -> None:
+        choice.count_finished(reason)
+        cause = None
+        if not choice.has_ended:  # ended by a stop string, which the worker does not know
+            cause = Cause.STOP_STRING
+            self._services.backend.abort(choice.request.request_id)
+        if self._timeline is not None:
+            num_tokens = choice.decoder.num_tokens
+            self._timeline.choice_ended(choice.index, now, num_tokens=num_tokens, finish_reason=reason, cause=cause)
+
+
+class _Choice:
+    """One request in the cluster, with its times."""
+
+    def __init__(
+        self, index: int, request: Request, stream: RequestStream, of: GenerationRequest, services: ModelServices
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.stream = stream
+        self.has_ended = False  # as far as the cluster knows
+        self.decoder = ChoiceDecoder(
+            services.tokenizer,
+            request,
+            stops=of.stop_strings,
+            eos_token_ids=services.model.eos_token_ids,
+            output_format=of.output_format,
+            options=of.text_options,
+        )
+        self._metrics = services.metrics
+        self._num_tokens = 0
+        self._first_s: float | None = None
+        self._last_s = request.arrival_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Time from arrival to first token."""
+        return (self._last_s if self._first_s is None else self._first_s) - self.request.arrival_s
+
+    @property
+    def end_to_end_s(self) -> float:
+        """Time from arrival to last token."""
+        return self._last_s - self.request.arrival_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean gap between tokens; 0 for a single one."""
+        if self._first_s is None or self._num_tokens < 2:
+            return 0.0
+        return (self._last_s - self._first_s) / (self._num_tokens - 1)
+
+    def measure(self, num_new: int, now: float) -> bool:
+        """Record the metrics of tokens that came together now; return whether the first is among them."""
+        is_first = bool(num_new) and self._first_s is None
+        if is_first:
+            self._first_s = now
+            self._metrics.ttft_s.observe(now - self.request.arrival_s)
+            self._metrics.count_prompt(self.request, self.stream.num_cached_tokens)
+        elif num_new:
+            self._metrics.tbt_s.observe((now - self._last_s) / num_new)
+        self._last_s = now
+        self._num_tokens += num_new
+        self._metrics.generation_tokens.inc(num_new)
+        return is_first
+
+    def count_finished(self, reason: str) -> None:
+        """Record the metrics of a complete choice."""
+        metrics = self._metrics
+        metrics.count_finished(reason)
+        metrics.e2e_s.observe(self.end_to_end_s)
+        metrics.num_generated.observe(self._num_tokens)
+        metrics.decode_s.observe(self.end_to_end_s - self.ttft_s)
+        if self._num_tokens > 1:
+            metrics.tpot_s.observe(self.tpot_s)
+        metrics.count_objectives(self.request, self.ttft_s, self.tpot_s, self.end_to_end_s)
+
+    def count_unfinished(self, *, is_failure: bool) -> None:
+        """Record the metrics of a choice whose client left or, with `is_failure`, that failed: it held no objective."""
+        self._metrics.count_finished("error" if is_failure else "abort")
+        if is_failure:
+            self._metrics.count_objectives(self.request, math.inf, math.inf, math.inf)
+
+
+def _submit(request: Request, services: ModelServices) -> RequestStream:
+    """Submit the request, unless it asks for nothing but its own prompt."""
+    sampling = request.sampling
+    is_about_prompt = sampling.wants_embedding or (sampling.num_prompt_logprobs is not None and request.prompt_len > 1)
+    if sampling.max_tokens > 0 or is_about_prompt:
+        return services.backend.submit(request)
+    stream = RequestStream(request)
+    stream.push((), (), FinishReason.LENGTH)
+    return stream
+
+
+def _verdict(measured_s: float, target_s: float) -> dict[str, Any]:
+    return {
+        "target_ms": round(target_s * 1000.0, 3),
+        "measured_ms": round(measured_s * 1000.0, 3),
+        "held": measured_s <= target_s,
+    }

@@ -1,0 +1,113 @@
+"""Log-probabilities in OpenAI's two shapes."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+from alignedserve.api.openai.held_logprobs import OffsetLogprob
+from alignedserve.api.openai.prompt_encoding import Prompt
+from alignedserve.core.request import TokenLogprob
+from alignedserve.text.tokenizer import Tokenizer
+
+
+class TokenNames(Protocol):
+    """Texts and bytes of tokens, as log-probabilities show them. A Tokenizer is one."""
+
+    def token_text(self, token_id: int) -> str:
+        """Return the token's text."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the token's bytes."""
+
+
+class TokenIdNames:
+    """Names tokens by their ids, which are distinct where texts are not. Implements TokenNames."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.token_bytes = tokenizer.token_bytes
+
+    def token_text(self, token_id: int) -> str:
+        """Return `token_id:N`, as vLLM writes it."""
+        return f"token_id:{token_id}"
+
+
+# OpenAI's value for "very unlikely"; JSON has no minus infinity.
+_LOWEST = -9999.0
+
+
+def chat_logprobs(logprobs: Sequence[OffsetLogprob], names: TokenNames) -> dict[str, Any]:
+    """Return `logprobs` of a chat choice or chunk."""
+    return {"content": [_chat_entry(one.logprob, names) for one in logprobs], "refusal": None}
+
+
+def completion_logprobs(
+    logprobs: Sequence[OffsetLogprob], names: TokenNames, *, first_offset: int = 0
+) -> dict[str, list[Any]]:
+    """Return `logprobs` of a completion choice or chunk."""
+    return {
+        "tokens": [names.token_text(one.logprob.token_id) for one in logprobs],
+        "token_logprobs": [_finite(one.logprob.logprob) for one in logprobs],
+        "top_logprobs": [_top_by_text(one.logprob, names) for one in logprobs],
+        "text_offset": [first_offset + one.text_offset for one in logprobs],
+    }
+
+
+def echoed_logprobs(
+    prompt: Prompt, logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer, names: TokenNames
+) -> dict[str, list[Any]]:
+    """Return `logprobs` of an echoed prompt, whose first token has none."""
+    stream = tokenizer.stream()
+    lengths = [len(stream.push((token_id,))) for token_id in prompt.token_ids]
+    return {
+        "tokens": [names.token_text(token_id) for token_id in prompt.token_ids],
+        "token_logprobs": [None, *(_finite(one.logprob) for one in logprobs)],
+        "top_logprobs": [None, *(_top_by_text(one, names) for one in logprobs)],
+        "text_offset": list(accumulate(lengths[:-1], initial=0)),
+    }
+
+
+def prompt_logprobs(
+    logprobs: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Return vLLM's `prompt_logprobs`: of each prompt token, by its id, its own and those of the likeliest."""
+    return [None, *(_by_id(one, num_top, tokenizer) for one in logprobs)]
+
+
+def concatenate(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Concatenate the `logprobs` of two completions."""
+    return {name: first[name] + second[name] for name in first}
+
+
+def _chat_entry(entry: TokenLogprob, names: TokenNames) -> dict[str, Any]:
+    top = [_token_fields(token_id, logprob, names) for token_id, logprob in entry.top]
+    return _token_fields(entry.token_id, entry.logprob, names) | {"top_logprobs": top}
+
+
+def _token_fields(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
+    return {
+        "token": names.token_text(token_id),
+        "logprob": _finite(logprob),
+        "bytes": list(names.token_bytes(token_id)),
+    }
+
+
+def _top_by_text(entry: TokenLogprob, names: TokenNames) -> dict[str, float]:
+    """Return the likeliest tokens and the chosen one. Of two tokens with the same text the likelier is kept."""
+    by_text: dict[str, float] = {}
+    for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+        by_text.setdefault(names.token_text(token_id), _finite(logprob))
+    return by_text
+
+
+def _by_id(entry: TokenLogprob, num_top: int, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [(token_id, logprob, place) for place, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
+    by_id: dict[str, dict[str, Any]] = {}
+    for token_id, logprob, rank in ranked:
+        shown = {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+        by_id.setdefault(str(token_id), shown)
+    return by_id
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

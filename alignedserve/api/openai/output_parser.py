@@ -1,0 +1,118 @@
+"""Divides the text of an answer into its thought, its content and its tool calls."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from alignedserve.api.harmony.marks import MARKS
+from alignedserve.api.harmony.parser import HarmonyParser
+from alignedserve.api.output_run import OutputRun
+from alignedserve.api.reasoning.formats import ReasoningFormat, ThoughtStart
+from alignedserve.api.reasoning.parser import Part, ReasoningParser, Run
+from alignedserve.api.tools.call_parser import ToolCallParser
+from alignedserve.api.tools.formats import ToolFormat
+from alignedserve.api.tools.parameters import TextParameters
+from alignedserve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """The parts that an answer may hold beside its content."""
+
+    reasoning: ReasoningFormat | None = None  # None: no thought
+    thought_start: ThoughtStart = ThoughtStart.UNDECIDED
+    tools: ToolFormat | None = None  # None: no calls
+    texts_of_tools: Mapping[str, TextParameters] = field(default_factory=dict)  # see ToolCallParser
+    is_continued: bool = False  # the prompt ends inside of the answer
+
+    @property
+    def is_harmony(self) -> bool:
+        """Return whether answers are messages in channels."""
+        return self.reasoning is not None and self.reasoning.is_harmony
+
+    def texts(self) -> str:
+        """Return all texts that may hold control tokens."""
+        if self.is_harmony:
+            return "".join(MARKS)
+        reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning is not None else ()
+        return "".join(reasoning) + (self.tools.texts() if self.tools is not None else "")
+
+    def parser(self, tokenizer: Tokenizer) -> "OutputParser | None":
+        """Return a parser for one answer; None: all of it is content."""
+        if self.is_harmony:
+            return HarmonyParser(
+                tokenizer.marked, _new_id, has_tools=self.tools is not None, is_continued=self.is_continued
+            )
+        return None if self.reasoning is None and self.tools is None else MarkParser(self, tokenizer)
+
+
+class OutputParser(Protocol):
+    """Divides the text of one answer. The lengths of all runs together are the length of the text."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Return whether the answer is in its thought."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether the answer has called a tool."""
+
+    def push(self, text: str) -> list[OutputRun]:
+        """Return the runs that this text completes."""
+
+    def end(self) -> list[OutputRun]:
+        """Return the runs of what was held back."""
+
+
+class MarkParser:
+    """An OutputParser of a thought between marks, and content and calls after it."""
+
+    def __init__(self, form: OutputFormat, tokenizer: Tokenizer) -> None:
+        self._reasoning = self._tools = None
+        if form.reasoning is not None:
+            self._reasoning = ReasoningParser(form.reasoning.marked(tokenizer.marked), form.thought_start)
+        if form.tools is not None:
+            new_id = _new_short_id if form.tools.has_short_ids else _new_id
+            self._tools = ToolCallParser(form.tools, tokenizer.marked, new_id, form.texts_of_tools)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Return whether the answer is in its thought."""
+        return self._reasoning is not None and self._reasoning.is_thinking
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether the answer has called a tool."""
+        return self._tools is not None and self._tools.has_calls
+
+    def push(self, text: str) -> list[OutputRun]:
+        """Return the runs that this text completes."""
+        runs = [Run(Part.ANSWER, text)] if self._reasoning is None else self._reasoning.push(text)
+        return [parsed for run in runs for parsed in self._parse(run)]
+
+    def end(self) -> list[OutputRun]:
+        """Return the runs of what was held back."""
+        runs = [] if self._reasoning is None else self._reasoning.end()
+        parsed = [parsed for run in runs for parsed in self._parse(run)]
+        if self._tools is not None:
+            parsed += [OutputRun(run.length, run.content) for run in self._tools.end()]
+        return parsed
+
+    def _parse(self, run: Run) -> list[OutputRun]:
+        if run.part is Part.HIDDEN:
+            return [OutputRun(len(run.text))]
+        if run.part is Part.THOUGHT:
+            return [OutputRun(len(run.text), reasoning=run.text)]
+        if self._tools is None:
+            return [OutputRun(len(run.text), run.text)]
+        calls = self._tools.push(run.text)
+        return [OutputRun(call.length, call.content, "", call.tool_calls) for call in calls]
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _new_short_id() -> str:
+    return secrets.token_hex(5)[:9]

@@ -1,0 +1,175 @@
+"""Parses bodies into checked schemas: sizes, JSON, unsupported fields, types, unknown fields, in this order."""
+
+from typing import Any, NoReturn, TypeVar
+
+import orjson
+from pydantic import ValidationError
+
+from alignedserve.api.openai.functions import checked_conversation
+from alignedserve.api.openai.json_cost import check_cost
+from alignedserve.api.openai.schemas import unsupported_fields as unsupported
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields, unknown_fields
+from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest
+from alignedserve.api.openai.schemas.tools import TOOL_CHOICE_FORMS
+from alignedserve.api.schema import Schema
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import InvalidRequest
+
+_MAX_ECHOED_NAME_LEN = 64
+_MAX_MEMBERS = 1000  # of one object; logit_bias has the most
+
+SchemaT = TypeVar("SchemaT", bound=Schema)
+
+
+def parse_json(raw: bytes, config: GatewayConfig) -> dict[str, Any]:
+    """Return the body as an object. Raises InvalidRequest, whose message never shows the body."""
+    check_cost(raw, config)
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error.msg}.", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
+    check_shape(body, config.max_json_depth)
+    return body
+
+
+def parse_chat(body: dict[str, Any], ignored: IgnoredFields | None = None) -> ChatCompletionRequest:
+    """Check the body of a chat completion; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
+    fields = without_neutral(body, unsupported.CHAT)
+    chat = parse(ChatCompletionRequest, _with_common(plain_messages(fields)), ignored)
+    return checked_conversation(chat)
+
+
+def parse_completion(body: dict[str, Any], ignored: IgnoredFields | None = None) -> CompletionRequest:
+    """Check the body of a completion; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
+    return parse(CompletionRequest, _with_common(without_neutral(body, unsupported.COMPLETION)), ignored)
+
+
+def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with plain messages. Raises InvalidRequest naming the first unsupported field in one."""
+    messages, tools = fields.get("messages"), fields.get("tools")
+    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if isinstance(tool, dict) and tool.get("type") in unsupported.TOOL_TYPES:
+            _refuse_unsupported(f"tools[{place}].type", tool["type"])
+    if not isinstance(messages, list):
+        return fields
+    plain = [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return fields | {"messages": plain}
+
+
+def parse(
+    schema: type[SchemaT], fields: dict[str, Any], ignored: IgnoredFields | None = None, *, parent: str = ""
+) -> SchemaT:
+    """Return the fields as a checked schema. Raises InvalidRequest naming the field, which stands behind `parent`.
+
+    `ignored` gets the fields that the schema does not know; None: the first one is refused.
+    """
+    try:
+        parsed = schema.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        _refuse(error, parent)
+    for path in (parent + _path_of(location) for location in unknown_fields(parsed)):
+        if ignored is None:
+            raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+        ignored.add(path)
+    return parsed
+
+
+def check_shape(body: Any, max_depth: int) -> None:
+    """Bound the depth and the members of a body before validation. Raises InvalidRequest."""
+    level, depth = [body], 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise InvalidRequest(f"The body is nested more than {max_depth} deep.", code="invalid_json")
+        if any(len(container) > _MAX_MEMBERS for container in level if isinstance(container, dict)):
+            raise InvalidRequest(f"An object has more than {_MAX_MEMBERS} members.", code="invalid_json")
+        level = [
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, dict | list)
+        ]
+
+
+def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
+    if fields.get("service_tier") in unsupported.SERVICE_TIERS:
+        _refuse_unsupported("service_tier", fields["service_tier"])
+    return fields
+
+
+def _plain_message(message: Any, path: str) -> Any:
+    if not isinstance(message, dict):
+        return message
+    given = {name: value for name, value in message.items() if value is not None}
+    fields = without_neutral(given, unsupported.MESSAGE, f"{path}.")
+    parts = fields.get("content")
+    if isinstance(parts, list):
+        fields["content"] = [_plain_part(part, f"{path}.content[{place}]") for place, part in enumerate(parts)]
+    return fields
+
+
+def _plain_part(part: Any, path: str) -> Any:
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") in unsupported.PART_TYPES:
+        _refuse_unsupported(f"{path}.type", part["type"])
+    return without_neutral(part, unsupported.PART, f"{path}.")
+
+
+def without_neutral(fields: dict[str, Any], table: unsupported.NeutralValues, path: str = "") -> dict[str, Any]:
+    """Return the fields without neutral ones. Raises InvalidRequest for those that ask for an unsupported feature."""
+    kept = {}
+    for name, value in fields.items():
+        if name not in table:
+            kept[name] = value
+        elif value is not None and not _is_neutral(value, table[name]):
+            _refuse_unsupported(f"{path}{name}")
+    return kept
+
+
+def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
+    # 1 == True in Python, but not in JSON.
+    return any(value == neutral and type(value) is type(neutral) for neutral in neutral_values)
+
+
+def _refuse_unsupported(path: str, known_value: str | None = None) -> NoReturn:
+    """Raise for a field. Only values of OpenAI's own lists are repeated; others could be a client's content."""
+    what = f"{path} {known_value!r}" if known_value is not None else path
+    raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
+
+
+def _refuse(error: ValidationError, parent: str) -> NoReturn:
+    """Raise for the first problem; its message shows the field's name, never its value."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = parent + _path_of(problem["loc"])
+    if problem["type"] == "extra_forbidden":  # in a constraint, which must not be misread
+        raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+    if problem["type"] == "missing":
+        raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
+    expected = _UNION_FIELDS.get(path.rpartition(".")[2], problem["msg"].replace("Value error, ", "Input "))
+    raise InvalidRequest(f"Invalid value for {path}: {expected}.", param=path, code="invalid_value")
+
+
+def _path_of(location: tuple[int | str, ...]) -> str:
+    """Return a path such as `messages[0].content`, without the names of union members that pydantic inserts."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.replace("_", "").isidentifier() and step not in _UNION_MEMBERS:
+            path += f".{step[:_MAX_ECHOED_NAME_LEN]}" if path else step[:_MAX_ECHOED_NAME_LEN]
+        elif not path:
+            path = "(a name that is not an identifier)"
+    return path
+
+
+_UNION_FIELDS = {
+    "stop": "Input should be a string or a list of strings, none empty",
+    "content": "Input should be a string or a list of text parts, not empty",
+    "tool_choice": f"Input {TOOL_CHOICE_FORMS}",
+}
+_UNION_MEMBERS = frozenset({"str", "int", "float", "list", "bool"})

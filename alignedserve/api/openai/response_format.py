@@ -1,0 +1,320 @@
+"""Formats responses, streamed or whole, in OpenAI's shapes. Plain dicts and orjson: this runs for every token."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Protocol
+
+import orjson
+from typing_extensions import override
+
+from alignedserve.api.errors import error_body
+from alignedserve.api.openai.choice_decoder import ChoiceDelta
+from alignedserve.api.openai.generation import Generation
+from alignedserve.api.openai.held_logprobs import OffsetLogprob
+from alignedserve.api.openai.logprobs import (
+    TokenIdNames,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    concatenate,
+    echoed_logprobs,
+    prompt_logprobs,
+)
+from alignedserve.api.openai.prompt_encoding import Prompt
+from alignedserve.api.openai.tool_calls import function_call_chunk, tool_call_chunk, whole_tool_calls
+from alignedserve.api.tools.deltas import ToolCallDelta
+from alignedserve.core.request import FinishReason, TokenLogprob
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(payload: bytes) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + payload + b"\n\n"
+
+
+class BodyFormatter(Protocol):
+    """Formats whole responses in the shapes of one endpoint."""
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        """Return the response to a generation that has ended, from all deltas of every choice."""
+
+
+class Formatter(BodyFormatter, Protocol):
+    """Formats responses in the shapes of one API, streamed or whole."""
+
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return the events for what became visible of a choice; empty when there is nothing to show."""
+
+    def closing_events(self) -> bytes:
+        """Return the events after the last choice."""
+
+    def failure_events(self, error: Exception) -> bytes:
+        """Return the last events of a stream that fails."""
+
+
+MakeFormatter = Callable[[Generation], Formatter]
+
+
+async def collect_body(generation: Generation, make_formatter: Callable[[Generation], BodyFormatter]) -> bytes:
+    """Generate and return the body of a whole response. Raises GenerationError."""
+    formatter = make_formatter(generation)
+    choices: list[list[ChoiceDelta]] = [[] for _ in generation.request.requests]
+    async with generation, aclosing(generation.deltas()) as deltas:
+        async for index, delta in deltas:
+            choices[index].append(delta)
+        return formatter.body(choices)
+
+
+def extension_of(generation: Generation) -> dict[str, Any]:
+    """Return our own key, only for clients that sent SLO headers and lines of batches with ignored fields."""
+    report = generation.slo_report() or {}
+    if generation.request.ignored_fields:
+        report["ignored_fields"] = generation.request.ignored_fields
+    return {"alignedserve": report} if report else {}
+
+
+class ResponseFormatter(ABC):
+    """Formats the response to one generation, in the shapes of one of OpenAI's two endpoints."""
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._request = generation.request
+        self._tokenizer = tokenizer = generation.tokenizer
+        self._names: TokenNames = TokenIdNames(tokenizer) if self._request.names_tokens_by_id else tokenizer
+        self._has_begun = [False] * len(generation.request.requests)
+
+    @abstractmethod
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return the events for new text of a choice; empty when there is nothing to show."""
+
+    @abstractmethod
+    def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]: ...
+
+    def closing_events(self) -> bytes:
+        """Return the events after the last choice: the usage chunk, where asked for, and the end mark."""
+        if not self._request.includes_usage:
+            return DONE
+        chunk = self._envelope(self.chunk_kind, []) | {"usage": self._generation.usage()}
+        return event(orjson.dumps(chunk | self._extension())) + DONE
+
+    def failure_events(self, error: Exception) -> bytes:
+        """Return the last events of a stream that fails."""
+        return event(error_body(error))
+
+    def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        """Return the whole response."""
+        whole_choices = [self._whole_choice(index, deltas) for index, deltas in enumerate(choices)]
+        whole = self._envelope(self.kind, whole_choices) | {"usage": self._generation.usage()}
+        return orjson.dumps(whole | self._whole_extension(choices))
+
+    def _whole_extension(self, choices: Sequence[Sequence[ChoiceDelta]]) -> dict[str, Any]:
+        """Return the keys of a whole response that only some requests ask for."""
+        return self._extension()
+
+    def _token_ids(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """Return the ids of a choice's new tokens, visible or not, where asked for."""
+        if not self._request.has_token_ids:
+            return {}
+        return {"token_ids": [token_id for delta in deltas for token_id in delta.token_ids]}
+
+    def _prompt_logprobs(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """Return the log-probabilities of the prompt of a choice, where asked for apart from an echo."""
+        num_top = self._request.num_prompt_logprobs
+        if num_top is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(_prompt_scores(deltas), num_top, self._tokenizer)}
+
+    def _prompt_token_ids(self, index: int) -> dict[str, Any]:
+        """Return the ids of a choice's prompt, where asked for."""
+        return {"prompt_token_ids": self._prompt(index).token_ids} if self._request.has_token_ids else {}
+
+    def _prompt(self, index: int) -> Prompt:
+        num_per_prompt = len(self._request.requests) // len(self._request.prompts)
+        return self._request.prompts[index // num_per_prompt]
+
+    def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._request.response_id,
+            "object": kind,
+            "created": self._request.created,
+            "model": self._request.model,
+            "service_tier": self._request.service_tier,
+            "choices": choices,
+        }
+
+    def _extension(self) -> dict[str, Any]:
+        return extension_of(self._generation)
+
+    def _last_chunk_extension(self) -> dict[str, Any]:
+        """Return the extension for the last choice's last event, where no usage chunk follows it."""
+        if self._request.includes_usage or not self._generation.is_complete:
+            return {}
+        return self._extension()
+
+
+class ChatFormatter(ResponseFormatter):
+    """Chat completions."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(generation)
+        empty = orjson.dumps(self._envelope(self.chunk_kind, []))
+        self._head = b"data: " + empty[: -len(b"]}")]
+        self._plain_tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
+
+    @override
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return the role once, then thought, text and tool calls, then the finish reason."""
+        events = b""
+        if not self._has_begun[index]:
+            self._has_begun[index] = True
+            role = b'{"role":"assistant","content":"","refusal":null}'
+            events += self._chunk(index, role, b"null", b"null", self._prompt_token_ids(index))
+        if self._request.has_token_ids and delta.token_ids:
+            events += self._chunk(index, b"{}", b"null", b"null", token_ids=delta.token_ids)
+        if delta.reasoning:
+            thought = b'{"reasoning_content":' + orjson.dumps(delta.reasoning) + b"}"
+            events += self._chunk(index, thought, b"null", b"null")
+        if delta.text or delta.logprobs:
+            content = b'{"content":' + orjson.dumps(delta.text) + b"}"
+            events += self._chunk(index, content, self._logprobs(delta.logprobs), b"null")
+        if delta.tool_calls:
+            events += self._call_chunks(index, delta.tool_calls)
+        if delta.finish_reason is not None:
+            reason = orjson.dumps(self._finish_reason([delta]))
+            events += self._chunk(index, b"{}", b"null", reason, self._last_chunk_extension())
+        return events
+
+    @override
+    def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": _message(deltas, calls_functions=self._request.calls_functions),
+            "logprobs": chat_logprobs(_logprobs_of(deltas), self._names) if self._request.has_logprobs else None,
+            "finish_reason": self._finish_reason(deltas),
+        } | self._token_ids(deltas)
+
+    def _call_chunks(self, index: int, deltas: Sequence[ToolCallDelta]) -> bytes:
+        """Return the chunk of new calls, or one for each delta of a function's call."""
+        if not self._request.calls_functions:
+            calls = b'{"tool_calls":' + orjson.dumps([tool_call_chunk(delta) for delta in deltas]) + b"}"
+            return self._chunk(index, calls, b"null", b"null")
+        payloads = [b'{"function_call":' + orjson.dumps(function_call_chunk(delta)) + b"}" for delta in deltas]
+        return b"".join([self._chunk(index, payload, b"null", b"null") for payload in payloads])
+
+    def _finish_reason(self, deltas: Sequence[ChoiceDelta]) -> str | None:
+        reason = _finish_reason_of(deltas)
+        is_call = reason == FinishReason.TOOL_CALLS.value and self._request.calls_functions
+        return "function_call" if is_call else reason
+
+    @override
+    def _whole_extension(self, choices: Sequence[Sequence[ChoiceDelta]]) -> dict[str, Any]:
+        return self._prompt_token_ids(0) | self._prompt_logprobs(choices[0]) | self._extension()
+
+    def _logprobs(self, logprobs: Sequence[OffsetLogprob]) -> bytes:
+        return orjson.dumps(chat_logprobs(logprobs, self._names)) if self._request.has_logprobs else b"null"
+
+    def _chunk(
+        self,
+        index: int,
+        delta: bytes,
+        logprobs: bytes,
+        reason: bytes,
+        extension: dict[str, Any] | None = None,
+        token_ids: Sequence[int] = (),
+    ) -> bytes:
+        more = b',"token_ids":' + orjson.dumps(token_ids) if token_ids else b""
+        choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}' % (index, delta, logprobs, reason, more)
+        if not extension:
+            return self._head + choice + self._tail()
+        return self._head + choice + b"]," + orjson.dumps(extension)[1:-1] + self._tail()[1:]
+
+    def _tail(self) -> bytes:
+        if not self._request.has_continuous_usage:
+            return self._plain_tail
+        return b'],"usage":' + orjson.dumps(self._generation.usage()) + b"}\n\n"
+
+
+class CompletionFormatter(ResponseFormatter):
+    """Completions; with `echo` each choice begins with its prompt."""
+
+    kind = chunk_kind = "text_completion"
+
+    @override
+    def events(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return one event per delta."""
+        is_first, self._has_begun[index] = not self._has_begun[index], True
+        begins_with_prompt = is_first and self._request.echoes
+        shows_tokens = self._request.has_token_ids and delta.token_ids
+        if not (delta.text or delta.logprobs or delta.finish_reason is not None or begins_with_prompt or shows_tokens):
+            return b""
+        choice = self._choice(index, [delta], begins_with_prompt) | (self._prompt_token_ids(index) if is_first else {})
+        chunk = self._envelope(self.chunk_kind, [choice])
+        if self._request.includes_usage:
+            chunk["usage"] = self._generation.usage() if self._request.has_continuous_usage else None
+        if delta.finish_reason is not None:
+            chunk |= self._last_chunk_extension()
+        return event(orjson.dumps(chunk))
+
+    @override
+    def _whole_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        of_prompt = self._prompt_token_ids(index) | self._prompt_logprobs(deltas)
+        return self._choice(index, deltas, self._request.echoes) | of_prompt
+
+    def _choice(self, index: int, deltas: Sequence[ChoiceDelta], begins_with_prompt: bool) -> dict[str, Any]:
+        text = _text_of(deltas)
+        return {
+            "index": index,
+            "text": self._prompt(index).text + text if begins_with_prompt else text,
+            "logprobs": self._logprobs(index, deltas, begins_with_prompt) if self._request.has_logprobs else None,
+            "finish_reason": _finish_reason_of(deltas),
+        } | self._token_ids(deltas)
+
+    def _logprobs(self, index: int, deltas: Sequence[ChoiceDelta], begins_with_prompt: bool) -> dict[str, list[Any]]:
+        prompt = self._prompt(index)
+        first_offset = len(prompt.text) if self._request.echoes else 0
+        generated = completion_logprobs(_logprobs_of(deltas), self._names, first_offset=first_offset)
+        if not begins_with_prompt:
+            return generated
+        echoed = self._echoed_logprobs(prompt, deltas)
+        return concatenate(echoed, generated)
+
+    def _echoed_logprobs(self, prompt: Prompt, deltas: Sequence[ChoiceDelta]) -> dict[str, list[Any]]:
+        num_top = self._request.requests[0].sampling.num_logprobs or 0
+        scores = [replace(entry, top=entry.top[:num_top]) for entry in _prompt_scores(deltas)]
+        return echoed_logprobs(prompt, scores, self._tokenizer, self._names)
+
+
+def _message(deltas: Sequence[ChoiceDelta], *, calls_functions: bool) -> dict[str, Any]:
+    """Return a whole chat message. Text and calls that there are none of are left out, the content is null then."""
+    text, calls = _text_of(deltas), whole_tool_calls(deltas)
+    thought = "".join([delta.reasoning for delta in deltas])
+    message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+    message |= {"reasoning_content": thought} if thought else {}
+    if calls and calls_functions:
+        return message | {"function_call": calls[0]["function"]}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _text_of(deltas: Sequence[ChoiceDelta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def _logprobs_of(deltas: Sequence[ChoiceDelta]) -> list[OffsetLogprob]:
+    return [entry for delta in deltas for entry in delta.logprobs]
+
+
+def _prompt_scores(deltas: Sequence[ChoiceDelta]) -> list[TokenLogprob]:
+    return [entry for delta in deltas for entry in delta.prompt_logprobs]
+
+
+def _finish_reason_of(deltas: Sequence[ChoiceDelta]) -> str | None:
+    reason = deltas[-1].finish_reason if deltas else None
+    return None if reason is None else reason.value

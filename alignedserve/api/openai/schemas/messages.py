@@ -1,0 +1,72 @@
+"""Messages of a conversation as clients may send them; `conversation` checks what one message cannot know alone."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import FailFast, Field
+
+from alignedserve.api.schema import Schema
+
+MAX_PARTS = 1024
+MAX_CALLS = 128
+MAX_CALL_ID_LEN = 256
+FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
+
+FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
+CallId = Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID_LEN)]
+
+
+class TextPart(Schema):
+    """One text part of a message."""
+
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # without effect: see Hints
+
+
+class FunctionCall(Schema):
+    """The function that an assistant called, and its arguments as JSON."""
+
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Schema):
+    """One call in an assistant's message."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Schema):
+    """One message of a conversation. Null fields are unset."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS), FailFast()] = Field(default_factory=list)
+    reasoning_content: str | None = None  # of an assistant
+    reasoning: str | None = None  # another name of reasoning_content
+    tool_call_id: CallId | None = None  # of a tool's result
+    name: str | None = Field(None, max_length=64)  # of the participant; templates may show it
+    function_call: FunctionCall | None = None  # of an assistant: what tool_calls replaced
+
+    @property
+    def text(self) -> str:
+        """Return the content as one text: parts become lines."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
+
+    @property
+    def thought(self) -> str | None:
+        """Return the assistant's reasoning, by whichever name it came."""
+        return self.reasoning_content if self.reasoning_content is not None else self.reasoning
+
+    def fields_of_other_roles(self) -> list[str]:
+        """Return the set fields that a message of this role does not have."""
+        own: dict[str, tuple[str, ...]] = {
+            "assistant": ("tool_calls", "function_call", "reasoning_content", "reasoning"),
+            "tool": ("tool_call_id",),
+        }
+        every: dict[str, Any] = {name: getattr(self, name) for names in own.values() for name in names}
+        return [name for name, value in every.items() if value and name not in own.get(self.role, ())]

@@ -1,0 +1,73 @@
+"""Items of earlier responses: those that a new response continues, and those that its input refers to."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import orjson
+
+from alignedserve.api.errors import NotFound
+from alignedserve.api.responses.items import Item, place_of
+from alignedserve.api.responses.state import ResponseState, items_of
+from alignedserve.batches.responses.response_repository import StoredResponse
+from alignedserve.core.errors import InvalidRequest
+
+PREVIOUS = "previous_response_id"
+Find = Callable[[str], Awaitable[StoredResponse]]
+
+_MAX_CONTEXT_BYTES = 16_000_000  # of the stored responses that one more may continue
+_MAX_REFERENCED = 16  # stored responses to whose items one input may refer
+
+
+class Context(NamedTuple):
+    """What a response continues."""
+
+    items: list[Item]  # inputs and outputs of all ancestors
+    ancestors: tuple[str, ...] = ()  # the first one first
+    num_bytes: int = 0  # in the store
+
+
+async def load_context(state: ResponseState, previous: StoredResponse) -> Context:
+    """Return all turns up to a response. Raises NotFound, or InvalidRequest for a conversation that is too long."""
+    if previous.batch_id is not None:
+        message = "The previous response is not over yet."
+        raise InvalidRequest(message, param=PREVIOUS, code="previous_response_in_progress")
+    if previous.conversation_id is not None:
+        message = "The previous response is part of a conversation; continue that by its id."
+        raise InvalidRequest(message, param=PREVIOUS, code="response_in_conversation")
+    if len(previous.ancestors) >= state.max_turns or previous.context_bytes > _MAX_CONTEXT_BYTES:
+        message = f"A conversation may have {state.max_turns} stored responses and {_MAX_CONTEXT_BYTES} bytes."
+        raise InvalidRequest(message, param=PREVIOUS, code="context_length_exceeded")
+    turns = [*await state.find_all(previous.ancestors, param=PREVIOUS), previous]
+    items = [item for turn in turns for item in (*items_of(turn), *output_of(turn))]
+    return Context(items, (*previous.ancestors, previous.response_id), previous.context_bytes)
+
+
+async def resolve_references(find: Find | None, items: Sequence[Item]) -> list[Item]:
+    """Return the items with those in place that they refer to. Raises NotFound, InvalidRequest.
+
+    `find`: returns the response of an id; None: there are none.
+    """
+    places = [place_of(item["id"]) for item in items if item["type"] == "item_reference"]
+    wanted = list(dict.fromkeys(place.response_id for place in places if place is not None))
+    if len(wanted) > _MAX_REFERENCED:
+        raise InvalidRequest(f"input refers to items of more than {_MAX_REFERENCED} responses.", param="input")
+    turns = {} if find is None else {response_id: await find(response_id) for response_id in wanted}
+    return [_resolved(item, turns) for item in items]
+
+
+def _resolved(item: Item, turns: Mapping[str, StoredResponse]) -> Item:
+    if item["type"] != "item_reference":
+        return item
+    place = place_of(item["id"])
+    if place is not None and place.response_id in turns:
+        turn = turns[place.response_id]
+        known = items_of(turn) if place.is_input else output_of(turn)
+        if place.place < len(known):
+            return known[place.place]
+    raise NotFound("An item that input refers to does not exist.", param="input", code="item_not_found")
+
+
+def output_of(record: StoredResponse) -> list[Item]:
+    """Return the items that a response consists of."""
+    output: list[Item] = orjson.loads(bytes(record.response))["output"]
+    return output

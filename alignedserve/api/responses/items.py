@@ -1,0 +1,176 @@
+"""Items of an input, checked and in one form: as OpenAI lists them, with ids of ours.
+
+An item's id names its response: `msg_<response>i<place>` is an item of its input, `…o<place>` one of its output.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from alignedserve.api.openai.parsing import parse
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.responses.schemas import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    ItemReference,
+    MessageItem,
+    ReasoningItem,
+    ReasoningPart,
+    RefusalPart,
+    TextPart,
+    known_fields,
+)
+from alignedserve.api.schema import Schema
+from alignedserve.core.errors import InvalidRequest
+
+Item = dict[str, Any]
+
+_RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})", re.ASCII)
+_CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{32}", re.ASCII)
+_ITEM_ID = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{32})([io])([0-9a-f]{1,6})", re.ASCII)
+_SCHEMAS: dict[str, type[Schema]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "reasoning": ReasoningItem,
+    "item_reference": ItemReference,
+}
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_OUTPUT_PARTS: dict[str, type[Schema]] = {"input_text": TextPart, "output_text": TextPart}
+_MESSAGE_PARTS = _OUTPUT_PARTS | {"refusal": RefusalPart}
+_SUMMARY_PARTS: dict[str, type[Schema]] = {"summary_text": ReasoningPart}
+_THOUGHTS: dict[str, type[Schema]] = {"reasoning_text": ReasoningPart}
+_UNSUPPORTED = (
+    *("input_image", "input_file", "input_audio", "computer_screenshot"),
+    *("file_search_call", "web_search_call", "computer_call", "computer_call_output", "image_generation_call"),
+    *("code_interpreter_call", "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output"),
+    *("apply_patch_call", "apply_patch_call_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+    *(
+        "mcp_call",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "compaction",
+        "tool_search_call",
+        "tool_search_output",
+    ),
+)
+
+
+class ItemPlace(NamedTuple):
+    """Where a stored item is."""
+
+    response_id: str
+    is_input: bool
+    place: int
+
+
+def parsed_response_id(text: str) -> str | None:
+    """Return the text if it has the form of a response's id; nothing else ever becomes a key."""
+    return text if _RESPONSE_ID.fullmatch(text) else None
+
+
+def is_conversation_id(text: str) -> bool:
+    """Return whether the text has the form of a conversation's id; nothing else ever becomes a key."""
+    return _CONVERSATION_ID.fullmatch(text) is not None
+
+
+def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) -> str:
+    """Return the id of an item, by its type and its place in its response."""
+    return f"{_PREFIXES[kind]}_{response_id.removeprefix('resp_')}{'i' if is_input else 'o'}{index:x}"
+
+
+def place_of(text: str) -> ItemPlace | None:
+    """Return the place that an item's id names; None for an id that is none of ours."""
+    match = _ITEM_ID.fullmatch(text)
+    return ItemPlace(f"resp_{match[1]}", match[2] == "i", int(match[3], 16)) if match else None
+
+
+def parse_items(
+    given: str | Sequence[dict[str, Any]],
+    response_id: str,
+    ignored: IgnoredFields | None = None,
+    *,
+    param: str = "input",
+) -> list[Item]:
+    """Return the items of a field. Raises InvalidRequest naming the field. References are left as they are.
+
+    `response_id`: its hex digits, or others, are in their ids. `ignored`: see `parse`.
+    """
+    parser = _ItemParser(ignored)
+    sent = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = [parser.parse(one, f"{param}[{place}]") for place, one in enumerate(sent)]
+    for place, item in enumerate(items):
+        if item["type"] != "item_reference":
+            item["id"] = item_id(item["type"], response_id, place, is_input=True)
+    return items
+
+
+def text_of(content: str | Sequence[dict[str, Any]]) -> str:
+    """Return the text of an item's parts, each on lines of its own."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
+
+
+class _ItemParser:
+    """Checks items one by one."""
+
+    def __init__(self, ignored: IgnoredFields | None) -> None:
+        self._ignored = ignored
+
+    def parse(self, given: dict[str, Any], path: str) -> Item:
+        """Return an item in its one form, without an id. Raises InvalidRequest."""
+        kind = given.get("type") or ("message" if "role" in given else "item_reference")
+        item = parse(_schema_of(kind, _SCHEMAS, path), given, self._ignored, parent=f"{path}.")
+        members = known_fields(item) | {"id": "", "type": kind, "status": "completed"}
+        match item:
+            case MessageItem():
+                del members["phase"]
+                return members | {"content": self._content(item, path)}
+            case FunctionCallItem():
+                return {name: value for name, value in members.items() if value is not None}
+            case FunctionCallOutputItem():
+                del members["name"], members["namespace"]
+                if isinstance(item.output, str):
+                    return members
+                return members | {"output": self._parts(item.output, f"{path}.output", _OUTPUT_PARTS)}
+            case ReasoningItem():
+                summary = self._parts(item.summary, f"{path}.summary", _SUMMARY_PARTS)
+                return members | {
+                    "summary": summary,
+                    "content": self._parts(item.content, f"{path}.content", _THOUGHTS),
+                }
+            case ItemReference():
+                return {"type": kind, "id": item.id}
+        return members
+
+    def _content(self, item: MessageItem, path: str) -> list[Item]:
+        if isinstance(item.content, str):
+            return [_text_part("output_text" if item.role == "assistant" else "input_text", item.content)]
+        if not item.content:
+            raise InvalidRequest(f"{path}.content must not be empty.", param=f"{path}.content", code="invalid_value")
+        return self._parts(item.content, f"{path}.content", _MESSAGE_PARTS)
+
+    def _parts(self, given: Sequence[dict[str, Any]], path: str, schemas: Mapping[str, type[Schema]]) -> list[Item]:
+        parts = []
+        for place, one in enumerate(given):
+            at = f"{path}[{place}]"
+            part = parse(_schema_of(one.get("type"), schemas, at), one, self._ignored, parent=f"{at}.")
+            parts.append(_text_part(part.type, part.text) if isinstance(part, TextPart) else known_fields(part))
+        return parts
+
+
+def _schema_of(kind: Any, schemas: Mapping[str, type[Schema]], path: str) -> type[Schema]:
+    """Return the schema of a type. Raises InvalidRequest naming the type only if it is one of OpenAI's."""
+    if kind in _UNSUPPORTED:
+        message = f"{path}.type {kind!r} is not supported."
+        raise InvalidRequest(message, param=f"{path}.type", code="unsupported_parameter")
+    if not isinstance(kind, str) or kind not in schemas:
+        message = f"Invalid value for {path}.type: it must be {' or '.join(schemas)}."
+        raise InvalidRequest(message, param=f"{path}.type", code="invalid_value")
+    return schemas[kind]
+
+
+def _text_part(kind: str, text: str) -> dict[str, Any]:
+    """Return a part; annotations and log-probabilities of an answer that was sent back are not kept."""
+    return {"type": kind, "text": text} | ({"annotations": []} if kind == "output_text" else {})

@@ -1,0 +1,69 @@
+"""Builds the request that generates a response, for routes and for lines of batches."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import orjson
+
+from alignedserve.api.models.chat_model import PromptServices
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.parsing import parse_chat
+from alignedserve.api.openai.prompt_encoding import chat_prompts, encode_chat
+from alignedserve.api.openai.request_builder import Arrival, GenerationRequest, build_chat_request
+from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
+from alignedserve.api.responses.chat_body import chat_body, name_as_asked
+from alignedserve.api.responses.items import Item
+from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields
+from alignedserve.api.responses.truncation import build_truncated
+from alignedserve.api.work_lanes import rough_length
+from alignedserve.core.errors import InvalidRequest
+
+
+def new_response_id() -> str:
+    """Make a random id of a response that cannot be guessed."""
+    return f"resp_{secrets.token_hex(16)}"
+
+
+async def build_response_request(
+    asked: CreateResponseRequest, items: Sequence[Item], response_id: str, arrival: Arrival, services: ModelServices
+) -> GenerationRequest:
+    """Return the request for a response to these items, earlier turns first. Raises InvalidRequest."""
+
+    async def build(kept: Sequence[Item]) -> GenerationRequest:
+        return await build_chat_request(await _translated(asked, kept, services), arrival, services)
+
+    with _named_as_asked():
+        is_truncated = asked.truncation == "auto"
+        request = await (build_truncated(build, items) if is_truncated else build(items))
+    return replace(request, response_id=response_id)
+
+
+async def check_prompt(asked: CreateResponseRequest, items: Sequence[Item], services: PromptServices) -> None:
+    """Raise InvalidRequest as `build_response_request` does for the prompt of these items alone."""
+    with _named_as_asked():
+        await chat_prompts(await _translated(asked, items, services), services)
+
+
+async def count_answer(asked: PromptFields, items: Sequence[Item], services: PromptServices) -> bytes:
+    """Return the answer that has the length of the prompt in tokens. Raises InvalidRequest."""
+    with _named_as_asked():
+        token_ids = await encode_chat(await _translated(asked, items, services), services)
+    return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+
+
+async def _translated(asked: PromptFields, items: Sequence[Item], services: PromptServices) -> ChatCompletionRequest:
+    model = {"model": services.model.name}
+    return await services.lanes.run(rough_length(items), lambda: parse_chat(chat_body(asked, items) | model))
+
+
+@contextmanager
+def _named_as_asked() -> Iterator[None]:
+    """Name fields in errors of the chat completion as the client knows them."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = None if error.param is None else name_as_asked(error.param)
+        error.args = (name_as_asked(str(error)),)
+        raise

@@ -1,0 +1,246 @@
+"""Bodies of the Responses API and the items of an input. Items are dispatched by type in `parsing`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from alignedserve.api.openai.schemas.messages import MAX_PARTS
+from alignedserve.api.openai.schemas.requests import ServiceTierName
+from alignedserve.api.schema import Metadata, Schema
+
+MAX_ITEMS = 4096  # of one input
+MAX_NEW_ITEMS = 20  # of one call that adds items to a conversation
+MAX_TOOLS = 128
+_MAX_ID_LEN = 256
+
+ItemId = Annotated[str, Field(max_length=_MAX_ID_LEN)]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
+class Reasoning(Schema):
+    """How much the model thinks, and what is shown of it: always all, in the item's content."""
+
+    effort: str | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class TextFormat(Schema):
+    """`text.format`: chat's `response_format` with the members of `json_schema` beside its type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Schema):
+    """`text`: form and length of the answer."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class StreamOptions(Schema):
+    """Options of a streamed response."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class FunctionTool(Schema):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamespaceTool(Schema):
+    """Functions under a common name."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
+
+
+Tool = FunctionTool | NamespaceTool
+
+
+class ConversationId(Schema):
+    """The conversation that a response is part of."""
+
+    id: str
+
+
+class CreateConversationRequest(Schema):
+    """Body of POST /v1/conversations."""
+
+    items: Annotated[list[dict[str, Any]], Field(max_length=MAX_NEW_ITEMS)] = Field(default_factory=list)
+    metadata: Metadata = Field(default_factory=dict)
+
+
+class UpdateConversationRequest(Schema):
+    """Body of POST /v1/conversations/{id}."""
+
+    metadata: Metadata
+
+
+class CreateItemsRequest(Schema):
+    """Body of POST /v1/conversations/{id}/items."""
+
+    items: Annotated[list[dict[str, Any]], Field(max_length=MAX_NEW_ITEMS)]
+
+
+class PromptFields(Schema):
+    """Fields that shape the prompt: those of a response and of a count of input tokens."""
+
+    model: str
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS)] = Field(default_factory=list)
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationId | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+
+    @property
+    def conversation_id(self) -> str | None:
+        """Return the id of the conversation, however it was given."""
+        given = self.conversation
+        return given.id if isinstance(given, ConversationId) else given
+
+
+class InputTokensRequest(PromptFields):
+    """Body of POST /v1/responses/input_tokens."""
+
+    model: str | None = None  # type: ignore[assignment]  # unset: the served one
+
+
+class CreateResponseRequest(PromptFields):
+    """Body of POST /v1/responses. Unset means OpenAI's default."""
+
+    background: bool = False
+    include: list[Include] = Field(default_factory=list)
+    max_output_tokens: int | None = Field(None, ge=1)
+    max_tool_calls: int | None = Field(None, ge=1)  # of hosted tools, which are refused
+    metadata: Metadata = Field(default_factory=dict)
+    service_tier: ServiceTierName = "auto"
+    store: bool | None = None  # where responses are stored: True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = 1.0
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_p: float = 1.0
+    # Hints about the end user; they never change an answer.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Extensions, by the names that chat completions have.
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class TextPart(Schema):
+    """Text of a message, or of what a function returned."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] = Field(default_factory=list)  # of answers sent back, like the next
+    logprobs: list[Any] = Field(default_factory=list)
+
+
+class RefusalPart(Schema):
+    """A refusal in an answer sent back."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ReasoningPart(Schema):
+    """A part of a thought."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+Parts = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)]
+
+
+class Item(Schema):
+    """Base of items. Clients send `id` and `status` back as they got them; both are given anew."""
+
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+
+
+class MessageItem(Item):
+    """A message; `type` may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Parts
+    phase: str | None = None  # of answers sent back
+
+
+class FunctionCallItem(Item):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: ItemId
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+
+class FunctionCallOutputItem(Item):
+    """What a called function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: ItemId
+    output: str | Parts
+    name: str | None = None  # of the function, which the call tells, like the next
+    namespace: str | None = None
+
+
+class ReasoningItem(Item):
+    """A thought of the model, sent back."""
+
+    type: Literal["reasoning"]
+    summary: Parts = Field(default_factory=list)
+    content: Parts = Field(default_factory=list)
+
+
+class ItemReference(Schema):
+    """An item of a stored response, by its id; `type` may be left out."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: ItemId
+
+
+def known_fields(body: Schema, *, with_unset: bool = True) -> dict[str, Any]:
+    """Return the fields that the schema has, by the names that clients use; those of other schemas are not for this."""
+    fields = {field.alias or name: getattr(body, name) for name, field in type(body).model_fields.items()}
+    return fields if with_unset else {name: value for name, value in fields.items() if value is not None}

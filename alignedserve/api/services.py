@@ -1,0 +1,100 @@
+"""The objects that every request of one gateway (or batch worker) shares, whichever model it names. No HTTP here."""
+
+from dataclasses import dataclass, field
+
+from alignedserve.api.backend.interface import CompletionBackend
+from alignedserve.api.backend.readiness_probe import ReadinessProbe
+from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
+from alignedserve.api.models.adapter_directory import AdapterDirectory
+from alignedserve.api.models.grammar_checker import GrammarChecker
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.prefix_hasher import PrefixHasher
+from alignedserve.api.request_limiter import RequestLimiter
+from alignedserve.api.timelines.exporter import TraceExporter
+from alignedserve.api.timelines.questions import TimelineQuestions
+from alignedserve.api.timelines.timelines import Timelines
+from alignedserve.api.timelines.tracing import make_exporter, make_timelines
+from alignedserve.api.work_lanes import WorkLanes
+from alignedserve.config.sections import GatewayConfig, Observing
+from alignedserve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiServices:
+    """Shared objects of a process that generates, made once by `of`."""
+
+    config: GatewayConfig
+    reply_to: str  # address where workers send tokens
+    metrics: GatewayMetrics
+    limiter: RequestLimiter
+    timelines: Timelines
+    questions: TimelineQuestions
+    exporter: TraceExporter | None = None  # None: no call is traced
+    lanes: WorkLanes = field(default_factory=WorkLanes)
+    models: ModelRegistry = field(default_factory=ModelRegistry)
+
+    @classmethod
+    def of(cls, config: GatewayConfig, *, reply_to: str = "", observing: Observing | None = None) -> "ApiServices":
+        """Make the objects, without a model. `observing`: None: calls are explained, and not traced."""
+        observing = observing or Observing()
+        exporter = make_exporter(observing, reply_to)
+        timelines = make_timelines(observing, exporter)
+        return cls(
+            config=config,
+            reply_to=reply_to,
+            metrics=GatewayMetrics(exporter),
+            limiter=RequestLimiter(config.max_concurrent_requests),
+            timelines=timelines,
+            questions=TimelineQuestions(timelines),
+            exporter=exporter,
+        )
+
+    def close(self) -> None:
+        """Send the traces that wait, for a moment."""
+        if self.exporter is not None:
+            self.exporter.close()
+
+    def find_model(self, name: str | None) -> ModelServices:
+        """Return what requests to the model of this name share; None: to the first one. Raises UnknownModel."""
+        return self.models.find(name)
+
+    def add_model(
+        self,
+        model: ModelCard,
+        backend: CompletionBackend,
+        tokenizer: Tokenizer,
+        prefix_hasher: PrefixHasher | None = None,
+    ) -> ModelServices:
+        """Serve one more model, until the end. `prefix_hasher`: None: its prefix cache is off."""
+        added = self.make_model(model, backend, tokenizer, prefix_hasher)
+        self.models.add(RegisteredModel(model, added))
+        return added
+
+    def make_model(
+        self,
+        model: ModelCard,
+        backend: CompletionBackend,
+        tokenizer: Tokenizer,
+        prefix_hasher: PrefixHasher | None = None,
+        deployment_id: str = "",
+        adapters: AdapterDirectory | None = None,
+    ) -> ModelServices:
+        """Make what requests to a model share; nothing finds it yet."""
+        probe_token_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0
+        return ModelServices(
+            model=model,
+            backend=backend,
+            tokenizer=tokenizer,
+            grammars=GrammarChecker(tokenizer, model.eos_token_ids),
+            metrics=self.metrics.add_model(model.name, backend, deployment_id),
+            readiness_probe=ReadinessProbe(backend, token_id=probe_token_id, reply_to=self.reply_to),
+            config=self.config,
+            limiter=self.limiter,
+            lanes=self.lanes,
+            reply_to=self.reply_to,
+            prefix_hasher=prefix_hasher,
+            adapters=adapters,
+            timelines=self.timelines,
+        )

@@ -1,0 +1,125 @@
+"""A request's course as phases that follow one another without a gap: each begins with a step of it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from alignedserve.api.timelines.timeline import GATEWAY, ChoiceTimeline, SourcedNote, Timeline
+from alignedserve.messages.request_notes import Cause, Step
+
+
+class PhaseName(Enum):
+    """What happens to a request, or what it waits for."""
+
+    TOKENISE = "tokenise"  # body read and checked, template, tokens, grammar
+    TO_ROUTER = "to router"
+    ROUTER_QUEUE = "router queue"
+    TO_WORKER = "to worker"
+    WORKER_QUEUE = "worker queue"
+    PREFILL = "prefill"
+    HANDOFF = "handoff"
+    POOL = "pool"
+    TO_BATCH = "to batch"  # granted by the pool, not yet at the decode worker
+    PREFETCH = "prefetch"  # a candidate there: prefetched, then loaded when it may join
+    DECODE = "decode"
+    EVICTED = "evicted"
+    RESUME = "resume"  # its holder is lost: it is queued again
+    STREAM_END = "stream end"
+
+
+# Phases in which nothing is computed for the request.
+WAITS = frozenset(
+    {
+        *(PhaseName.ROUTER_QUEUE, PhaseName.WORKER_QUEUE, PhaseName.POOL, PhaseName.PREFETCH),
+        *(PhaseName.HANDOFF, PhaseName.EVICTED, PhaseName.RESUME),
+    }
+)
+_BEGINS = {
+    Step.RECEIVED: PhaseName.TOKENISE,
+    Step.SUBMITTED: PhaseName.TO_ROUTER,
+    Step.RESUMED: PhaseName.RESUME,
+    Step.QUEUED: PhaseName.ROUTER_QUEUE,
+    Step.PREEMPTED: PhaseName.ROUTER_QUEUE,
+    Step.DISPATCHED: PhaseName.TO_WORKER,
+    Step.INTERRUPTED: PhaseName.RESUME,
+    Step.ACCEPTED: PhaseName.WORKER_QUEUE,
+    Step.STARTED: PhaseName.PREFILL,
+    Step.PREFILLED: PhaseName.HANDOFF,
+    Step.OFFERED: PhaseName.HANDOFF,
+    Step.POOLED: PhaseName.POOL,
+    Step.RETURNED: PhaseName.POOL,
+    Step.GRANTED: PhaseName.TO_BATCH,
+    Step.ARRIVED: PhaseName.PREFETCH,
+    Step.JOINED: PhaseName.DECODE,
+    Step.MOVED: PhaseName.DECODE,
+    Step.SWAPPED_IN: PhaseName.DECODE,
+    Step.EVICTED: PhaseName.EVICTED,
+    Step.SWAPPED_OUT: PhaseName.EVICTED,
+    Step.FINISHED: PhaseName.STREAM_END,
+}
+# Of waits so short that no tick told another: rooms look at what waits four times a second.
+_USUAL_CAUSES = {
+    PhaseName.WORKER_QUEUE: [Cause.ITERATION],
+    PhaseName.HANDOFF: [Cause.COPY],
+    PhaseName.PREFETCH: [Cause.PREFETCH],
+}
+
+
+@dataclass(slots=True)
+class Phase:
+    """A part of a request's time, and what was noted meanwhile."""
+
+    name: PhaseName
+    source: str  # the process that it is at; GATEWAY: this one
+    start_s: float
+    end_s: float
+    notes: list[SourcedNote] = field(default_factory=list)
+
+    @property
+    def causes(self) -> list[Cause]:
+        """The causes noted in it, each once, in order; of a wait without any the usual one."""
+        noted = list(dict.fromkeys(one.note.cause for one in self.notes if one.note.cause is not None))
+        return noted or _USUAL_CAUSES.get(self.name, [])
+
+
+def notes_of(choice: ChoiceTimeline) -> list[SourcedNote]:
+    """Return a choice's notes in order of time; of one time, as they came."""
+    return sorted(choice.notes, key=lambda one: one.note.at_s)
+
+
+def phases_of(choice: ChoiceTimeline, now: float) -> list[Phase]:
+    """Return the phases of a choice, up to its end or to now; those that took no time are left out."""
+    phases = list(_phases(notes_of(choice), now if choice.ended_s is None else choice.ended_s))
+    return [phase for phase in phases if phase.end_s > phase.start_s]
+
+
+def _phases(notes: Sequence[SourcedNote], end_s: float) -> Iterator[Phase]:
+    phase: Phase | None = None
+    for one in notes:
+        begins, at_s = _BEGINS.get(one.note.step), min(one.note.at_s, end_s)
+        if begins is not None and (phase is None or (begins, _place(one)) != (phase.name, phase.source)):
+            if phase is not None:
+                phase.end_s = at_s
+                yield phase
+            phase = Phase(begins, _place(one), at_s, end_s)
+        if phase is not None:
+            phase.notes.append(one)
+    if phase is not None:
+        yield phase
+
+
+def _place(one: SourcedNote) -> str:
+    """Return the process at which a phase is that begins with this note."""
+    return GATEWAY if one.note.step is Step.FINISHED else one.source
+
+
+def end_of(timeline: Timeline) -> float:
+    """Return the time at which a call ended; it must have."""
+    assert timeline.ended_s is not None, "a call that goes on"
+    return timeline.ended_s
+
+
+def num_spans(timeline: Timeline) -> int:
+    """Return how many spans a call has that has ended: its own, and those of its phases and of several choices."""
+    num_phases = sum(len(phases_of(choice, end_of(timeline))) for choice in timeline.choices)
+    return 1 + num_phases + (len(timeline.choices) if len(timeline.choices) > 1 else 0)

@@ -1,0 +1,162 @@
+"""The record of one call of the API: its facts, and the course of each of its choices."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from alignedserve.api.timelines.trace_context import TraceContext
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request
+from alignedserve.messages.request_notes import Cause, RequestNote, Step
+
+GATEWAY = ""  # as the source of its own notes
+_MAX_NOTES = 256  # of a choice; later ones are counted, but for those of its end
+LAST_NOTES_S = 1.0  # after the end of a call, in which the last notes of every process come, each at its own next tick
+_LAST_STEPS = (Step.FINISHED, Step.ENDED)
+# Measured with tracemalloc, and rounded up (tests/api/timelines/test_timelines.py).
+_FACTS_BYTES, _NOTE_BYTES = 3072, 512
+_CHOICE_BYTES = 1024 + 4 * _NOTE_BYTES  # with the gateway's own notes
+
+
+@dataclass(frozen=True, slots=True)
+class CallFacts:
+    """What is known of a call when it is submitted. No text of it."""
+
+    response_id: str
+    http_id: str  # the id that the gateway gave it
+    client_id: str | None  # the client's own, if it has one
+    owner: str  # of its key
+    model: str
+    service_tier: str
+    num_prompt_tokens: int
+    received_s: float  # monotonic
+    received_unix_s: float
+    trace: TraceContext | None = None  # None: it is not traced
+
+
+class SourcedNote(NamedTuple):
+    """A note and the process that it is from."""
+
+    source: str
+    note: RequestNote
+
+
+class Objective(NamedTuple):
+    """An objective of a choice, and what came of it."""
+
+    name: str
+    target_s: float
+    measured_s: float | None  # None: nothing yet
+    is_held: bool | None
+
+
+@dataclass(slots=True)
+class ChoiceTimeline:
+    """The course of one request to the cluster."""
+
+    request_id: RequestId
+    prompt_len: int
+    max_tokens: int
+    received_s: float
+    request_class: str
+    priority: int
+    targets: tuple[tuple[str, float], ...]
+    notes: list[SourcedNote] = field(default_factory=list)
+    num_left_out: int = 0
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    num_tokens: int = 0  # once it has ended
+    num_cached_tokens: int = 0
+    finish_reason: str = ""
+
+    def add(self, source: str, note: RequestNote) -> bool:
+        """Add a note; return whether it was kept."""
+        if len(self.notes) >= _MAX_NOTES and note.step not in _LAST_STEPS:
+            self.num_left_out += 1
+            return False
+        self.notes.append(SourcedNote(source, note))
+        return True
+
+    def objectives(self) -> list[Objective]:
+        """Return its objectives, as far as they are known."""
+        return [self._objective(name, target_s) for name, target_s in self.targets]
+
+    def _objective(self, name: str, target_s: float) -> Objective:
+        measured_s = self._measured_s(name)
+        return Objective(name, target_s, measured_s, None if measured_s is None else measured_s <= target_s)
+
+    def _measured_s(self, name: str) -> float | None:
+        if name == "ttft":
+            return None if self.first_token_s is None else self.first_token_s - self.received_s
+        if self.ended_s is None or not self.finish_reason:
+            return None
+        if name == "deadline":
+            return self.ended_s - self.received_s
+        if self.first_token_s is None or self.num_tokens < 2:
+            return 0.0
+        return (self.ended_s - self.first_token_s) / (self.num_tokens - 1)
+
+
+class Timeline:
+    """The course of one call. The generation tells it what the gateway sees; the rest comes from the rooms."""
+
+    def __init__(self, facts: CallFacts, requests: Iterable[Request]) -> None:
+        """`requests`: one per choice."""
+        self.facts = facts
+        self.choices = [_choice_of(request, facts.received_s) for request in requests]
+        self.num_bytes = _FACTS_BYTES + len(self.choices) * _CHOICE_BYTES
+        self.ended_s: float | None = None
+
+    @property
+    def ids(self) -> set[str]:
+        """The ids by which a client may ask for it."""
+        ids = {self.facts.response_id, self.facts.http_id, self.facts.client_id or self.facts.http_id}
+        return ids | {choice.request_id for choice in self.choices}
+
+    def is_complete(self, now: float) -> bool:
+        """Return whether it has ended, and every process has had the time to tell its part."""
+        return self.ended_s is not None and now - self.ended_s >= LAST_NOTES_S
+
+    def add(self, choice: ChoiceTimeline, source: str, note: RequestNote) -> int:
+        """Add another process's note to one of its choices; return the bytes that it takes."""
+        num_bytes = _NOTE_BYTES if choice.add(source, note) else 0
+        self.num_bytes += num_bytes
+        return num_bytes
+
+    def mark(self, index: int, step: Step, now: float, *, cause: Cause | None = None, num_tokens: int = 0) -> None:
+        """Note a step that the gateway sees."""
+        choice = self.choices[index]
+        choice.add(GATEWAY, RequestNote(choice.request_id, step, now, cause=cause, num_tokens=num_tokens))
+
+    def received(self, submitted_s: float) -> None:
+        """Note that all choices were received and have been tokenised."""
+        for index in range(len(self.choices)):
+            self.mark(index, Step.RECEIVED, self.facts.received_s)
+            self.mark(index, Step.SUBMITTED, submitted_s)
+
+    def first_token(self, index: int, now: float, num_cached_tokens: int) -> None:
+        """Note the first token of a choice."""
+        choice = self.choices[index]
+        choice.first_token_s, choice.num_cached_tokens = now, num_cached_tokens
+        self.mark(index, Step.FIRST_TOKEN, now)
+
+    def choice_ended(
+        self, index: int, now: float, *, num_tokens: int, finish_reason: str = "", cause: Cause | None = None
+    ) -> None:
+        """Note the end of a choice: with a reason to finish, or else with the cause of its failure."""
+        choice = self.choices[index]
+        if choice.ended_s is None:
+            choice.ended_s, choice.num_tokens, choice.finish_reason = now, num_tokens, finish_reason
+            self.mark(index, Step.ENDED, now, cause=cause, num_tokens=num_tokens)
+
+
+def _choice_of(request: Request, received_s: float) -> ChoiceTimeline:
+    return ChoiceTimeline(
+        request.request_id,
+        request.prompt_len,
+        request.sampling.max_tokens,
+        received_s,
+        request.request_class.value,
+        request.priority,
+        request.slo.targets,
+    )

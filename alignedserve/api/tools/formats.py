@@ -1,0 +1,224 @@
+"""How families of models write tool calls.
+
+An answer that calls tools is `begin`, `prefix`, its calls with `separator` between them, `suffix`. Names of control
+tokens stand in these texts as they are; a model's tokenizer tells which of them are tokens.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alignedserve.api.tools.parameters import GLM45, QWEN3_CODER, ParameterTags, parameters_text
+from alignedserve.api.tools.prompts import CALLS_PROMPT, LIST_PROMPT
+from alignedserve.config.sections import TOOL_FORMATS
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectCall:
+    """A call is a JSON object of `name` and its arguments."""
+
+    arguments_key: str = "arguments"
+
+    def before_arguments(self, name: str, place: int = 0) -> str:
+        """Return the text of a call of this function up to its arguments."""
+        return f'{{"name": "{name}", "{self.arguments_key}": '
+
+    @property
+    def after_arguments(self) -> str:
+        """Return the text that ends a call."""
+        return "}"
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderCall:
+    """A call is the function's name, `between`, its arguments and what ends it; `opening` stands before a name.
+
+    `is_numbered`: the name is followed by a colon and the number of the call, from 0.
+    """
+
+    opening: str
+    between: str
+    after_arguments: str = ""
+    is_numbered: bool = False
+
+    def before_arguments(self, name: str, place: int = 0) -> str:
+        """Return the text of a call of this function, the `place`-th of an answer, up to its arguments."""
+        return name + (f":{place}" if self.is_numbered else "") + self.between
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCall:
+    """A call is the function's name and its parameters between tags; `is_opened`: calls begin with the name."""
+
+    tags: ParameterTags = QWEN3_CODER
+    is_opened: bool = False
+
+    def before_arguments(self, name: str, place: int = 0) -> str:
+        """Return the text of a call of this function up to its arguments."""
+        return ("" if self.is_opened else self.tags.function) + name + self.tags.function_name_end
+
+    @property
+    def after_arguments(self) -> str:
+        """Return the text that ends a call."""
+        return "" if self.is_opened else self.tags.function_end
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One family's way to write calls."""
+
+    begin: str  # where calls begin; empty: with the answer, whose first character tells
+    prefix: str = ""
+    separator: str = ""
+    suffix: str = ""
+    call: ObjectCall | HeaderCall | ParameterCall = ObjectCall()
+    hints: tuple[str, ...] = ()  # any of these in a chat template means that the model writes so
+    optional_begin: str = ""  # a control token that may stand before calls without `begin`
+    prompt: str | None = None  # tells tools to models whose template cannot; None: there is no way
+    has_short_ids: bool = False  # templates want ids of nine letters and digits
+    is_harmony: bool = False  # answers are messages in channels: `gateway.harmony` reads and holds them
+
+    def text_of(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Return an answer that makes these calls, each a name and the text of its arguments."""
+        written = [
+            self.call.before_arguments(name, place) + self._arguments_text(arguments) + self.call.after_arguments
+            for place, (name, arguments) in enumerate(calls)
+        ]
+        return self.begin + self.prefix + self.separator.join(written) + self.suffix
+
+    def _arguments_text(self, arguments: str) -> str:
+        if not isinstance(self.call, ParameterCall):
+            return arguments
+        return parameters_text(json.loads(arguments), self.call.tags)
+
+    def texts(self) -> str:
+        """Return all texts that may hold control tokens."""
+        between = self.call.between if isinstance(self.call, HeaderCall) else ""
+        if isinstance(self.call, ParameterCall):
+            between = self.call.tags.parameter + self.call.tags.parameter_name_end + self.call.tags.value_end
+        return self.begin + self.prefix + self.separator + self.suffix + between + self.optional_begin
+
+    @property
+    def first_character(self) -> str:
+        """Return the character that tells calls without `begin` from content."""
+        return (self.prefix or "{")[0]
+
+
+# DeepSeek's control tokens have a full-width bar and a block for the underscore.
+_DEEPSEEK = {
+    name: f"<\uff5ctool\u2581{name.replace('_', chr(0x2581))}\uff5c>"
+    for name in ("calls_begin", "calls_end", "call_begin", "call_end", "sep")
+}
+_DEEPSEEK_V3 = _DEEPSEEK["call_begin"] + "function" + _DEEPSEEK["sep"]
+_KIMI = {
+    name: f"<|{name}|>"
+    for name in ("tool_calls_section_begin", "tool_calls_section_end", "tool_call_end", "tool_call_argument_begin")
+}
+_KIMI_CALL = "<|tool_call_begin|>functions."  # before a function's name
+_HARMONY = "<|start|>assistant to=functions."  # before a function's name
+# The first whose hint a template has is its own, so the narrower come first.
+FORMATS = {
+    "smollm2": ToolFormat(
+        "<tool_call>",
+        prefix="[",
+        separator=", ",
+        suffix="]</tool_call>",
+        hints=("named SmolLM,",),
+        prompt=LIST_PROMPT,
+    ),
+    "qwen3_coder": ToolFormat(
+        "<tool_call>",
+        prefix="\n",
+        separator="\n</tool_call>\n<tool_call>\n",
+        suffix="\n</tool_call>",
+        call=ParameterCall(),
+        hints=(QWEN3_CODER.parameter,),
+    ),
+    "glm45": ToolFormat(
+        GLM45.function,
+        separator=GLM45.function_end + "\n" + GLM45.function,
+        suffix=GLM45.function_end,
+        call=ParameterCall(GLM45, is_opened=True),
+        hints=(GLM45.parameter,),
+    ),
+    "functionary": ToolFormat(
+        "<function=",
+        separator="</function>\n<function=",
+        suffix="</function>",
+        call=HeaderCall("<function=", ">"),
+        hints=("<function=",),
+    ),
+    "deepseek_v3": ToolFormat(
+        _DEEPSEEK["calls_begin"],
+        prefix=_DEEPSEEK_V3,
+        separator=_DEEPSEEK["call_end"] + "\n" + _DEEPSEEK_V3,
+        suffix=_DEEPSEEK["call_end"] + _DEEPSEEK["calls_end"],
+        call=HeaderCall(_DEEPSEEK_V3, "\n```json\n", "\n```"),
+        hints=(f"tool['type'] + '{_DEEPSEEK['sep']}", f"function{_DEEPSEEK['sep']}"),
+    ),
+    "deepseek_v31": ToolFormat(
+        _DEEPSEEK["calls_begin"],
+        prefix=_DEEPSEEK["call_begin"],
+        separator=_DEEPSEEK["call_end"] + _DEEPSEEK["call_begin"],
+        suffix=_DEEPSEEK["call_end"] + _DEEPSEEK["calls_end"],
+        call=HeaderCall(_DEEPSEEK["call_begin"], _DEEPSEEK["sep"]),
+        hints=(_DEEPSEEK["calls_begin"],),
+    ),
+    "kimi_k2": ToolFormat(
+        _KIMI["tool_calls_section_begin"],
+        prefix=_KIMI_CALL,
+        separator=_KIMI["tool_call_end"] + _KIMI_CALL,
+        suffix=_KIMI["tool_call_end"] + _KIMI["tool_calls_section_end"],
+        call=HeaderCall(_KIMI_CALL, _KIMI["tool_call_argument_begin"], is_numbered=True),
+        hints=(_KIMI["tool_calls_section_begin"],),
+    ),
+    "mistral_args": ToolFormat(
+        "[TOOL_CALLS]",
+        separator="[TOOL_CALLS]",
+        call=HeaderCall("[TOOL_CALLS]", "[ARGS]"),
+        hints=("[ARGS]",),
+        has_short_ids=True,
+    ),
+    "mistral": ToolFormat(
+        "[TOOL_CALLS]", prefix="[", separator=", ", suffix="]", hints=("[TOOL_CALLS]",), has_short_ids=True
+    ),
+    "hermes": ToolFormat(
+        "<tool_call>",
+        prefix="\n",
+        separator="\n</tool_call>\n<tool_call>\n",
+        suffix="\n</tool_call>",
+        hints=("<tool_call>",),
+        prompt=CALLS_PROMPT,
+    ),
+    "llama3_json": ToolFormat(
+        "",
+        separator="; ",
+        call=ObjectCall("parameters"),
+        hints=("<|python_tag|>", '"parameters": dictionary of argument name'),
+        optional_begin="<|python_tag|>",
+    ),
+    "phi4_mini": ToolFormat(
+        "<|tool_call|>",
+        separator="<|/tool_call|><|tool_call|>",
+        suffix="<|/tool_call|>",
+        hints=("<|/tool_call|>",),
+    ),
+    "granite": ToolFormat("<|tool_call|>", prefix="[", separator=", ", suffix="]", hints=("<|tool_call|>",)),
+    "gpt_oss": ToolFormat(
+        _HARMONY,
+        separator="<|call|>" + _HARMONY,
+        suffix="<|call|>",
+        call=HeaderCall(_HARMONY, "<|channel|>commentary json<|message|>"),
+        hints=("<|channel|>commentary",),
+        is_harmony=True,
+    ),
+    "json": ToolFormat("", prefix="[", separator=", ", suffix="]"),
+}
+assert tuple(FORMATS) == TOOL_FORMATS, "the configuration knows other names"
+
+
+def find_tool_format(name: str | None, template: str) -> ToolFormat | None:
+    """Return the configured format, or that of the chat template; None: it is not known."""
+    if name is not None:
+        return FORMATS[name]
+    return next((one for one in FORMATS.values() if any(hint in template for hint in one.hints)), None)
