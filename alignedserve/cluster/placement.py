@@ -7,7 +7,7 @@ which takes batches of their pool.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -87,20 +87,32 @@ class NodeShare:
         )
 
 
+@dataclass(slots=True)
+class PlacedCounts:
+    """How much of a deployment has been placed, so that names and ports are given once and never again."""
+
+    num_nodes: int = 0
+    num_named: dict[str, int] = field(default_factory=dict)  # by kind
+    num_ports: dict[str, int] = field(default_factory=dict)  # gateways by address
+
+
 class Placement:
     """Shares a deployment out over the nodes of its cluster, of which more may join.
 
-    Names are given once and never again. The gateways, which serve all deployments, are placed with the first.
+    The gateways, which serve all deployments, are placed with the first.
     """
 
-    def __init__(self, config: ClusterConfig, deployment_id: str = FIRST_DEPLOYMENT) -> None:
-        """`config`: with its topology chosen; counts that are unset follow the nodes."""
+    def __init__(
+        self, config: ClusterConfig, deployment_id: str = FIRST_DEPLOYMENT, counts: PlacedCounts | None = None
+    ) -> None:
+        """`config`: with its topology chosen; counts that are unset follow the nodes.
+
+        `counts`: of a former driver's placement, to go on with.
+        """
         self._config = config
         self.deployment_id = deployment_id
         self._is_separate = config.chosen_topology.is_separate
-        self._num_named: dict[str, int] = {}  # by kind
-        self._num_nodes = 0
-        self._num_ports: dict[str, int] = {}  # gateways by address
+        self.counts = counts or PlacedCounts()
 
     def place(self, nodes: Sequence[NodeCapacity], room: Mapping[str, int] | None = None) -> list[NodeShare]:
         """Share everything out over the first nodes of the cluster, the head first.
@@ -151,11 +163,12 @@ class Placement:
 
     def _share(self, node: NodeCapacity, num_prefill: int, num_decode: int, num_gateways: int) -> NodeShare:
         num_standby = self._config.decode.standby if num_decode else 0
-        index, self._num_nodes = self._num_nodes, self._num_nodes + 1
+        index, self.counts.num_nodes = self.counts.num_nodes, self.counts.num_nodes + 1
         if self.deployment_id != FIRST_DEPLOYMENT:
             num_gateways = 0
-        first_port = self._config.gateway.port + self._num_ports.get(node.address, 0)
-        self._num_ports[node.address] = self._num_ports.get(node.address, 0) + num_gateways
+        num_ports = self.counts.num_ports.get(node.address, 0)
+        first_port = self._config.gateway.port + num_ports
+        self.counts.num_ports[node.address] = num_ports + num_gateways
         ports: Sequence[int] = range(first_port, first_port + num_gateways)
         if self._config.gateway.shared_port:
             ports = [self._config.gateway.port] * num_gateways
@@ -172,8 +185,8 @@ class Placement:
 
     def names(self, kind: str, count: int) -> tuple[str, ...]:
         """Return so many new names of this kind."""
-        first = self._num_named.get(kind, 0)
-        self._num_named[kind] = first + count
+        first = self.counts.num_named.get(kind, 0)
+        self.counts.num_named[kind] = first + count
         numbers = range(first, first + count)
         return tuple(deployed_name(f"{kind}-{number}", self.deployment_id) for number in numbers)
 

@@ -16,7 +16,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from typing_extensions import override
 
 from alignedserve.core.errors import ProtocolError
 
@@ -51,29 +50,34 @@ class Credentials:
 
 
 class CertificateAuthority:
-    """Issues the certificates of one cluster. Its key is never written to a disk.
+    """Issues the certificates of one cluster. Its key is never written to a disk."""
 
-    It can be pickled, for the memory of the processes that keep it for the cluster's next driver.
-    """
+    def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+        self._key = key
+        self._certificate = certificate
+        self._name = certificate.subject
 
-    def __init__(self, cluster_id: str) -> None:
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = _named(f"AlignedServe {cluster_id}")
-        builder = _builder(self._name, self._name, self._key.public_key())
+    @classmethod
+    def new(cls, cluster_id: str) -> "CertificateAuthority":
+        """Return a new authority for this cluster."""
+        key, name = ec.generate_private_key(ec.SECP256R1()), _named(f"AlignedServe {cluster_id}")
+        builder = _builder(name, name, key.public_key())
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
-        self._certificate = builder.sign(self._key, hashes.SHA256())
+        return cls(key, builder.sign(key, hashes.SHA256()))
 
-    @override
-    def __getstate__(self) -> tuple[bytes, bytes]:
+    @classmethod
+    def from_pem(cls, key: bytes, certificate: bytes) -> "CertificateAuthority":
+        """Return the authority that `pem` described. Raises ValueError or TypeError when it describes none."""
+        private = serialization.load_pem_private_key(key, password=None)
+        if not isinstance(private, ec.EllipticCurvePrivateKey):
+            raise TypeError("the key of another kind of authority")
+        return cls(private, x509.load_pem_x509_certificate(certificate))
+
+    @property
+    def pem(self) -> tuple[bytes, bytes]:
+        """Return its key and its certificate, for the memory of those who keep them for the cluster's next driver."""
         return _private_pem(self._key), _pem(self._certificate)
-
-    def __setstate__(self, state: tuple[bytes, bytes]) -> None:
-        key = serialization.load_pem_private_key(state[0], password=None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey), "the key of another kind of authority"
-        self._key = key
-        self._certificate = x509.load_pem_x509_certificate(state[1])
-        self._name = self._certificate.subject
 
     def issue(self, process_name: str) -> Credentials:
         """Return new credentials for the process with this name."""

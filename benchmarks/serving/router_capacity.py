@@ -324,7 +324,7 @@ def measure(kind: str, num_nodes: int, arguments: argparse.Namespace) -> dict[st
     """Measure with links of this kind."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{Path(folder)}/r.sock" if kind == "unix" else f"tls:127.0.0.1:{arguments.port}"
-        transport = Transport(kind, address, CertificateAuthority("benchmark"))
+        transport = Transport(kind, address, CertificateAuthority.new("benchmark"))
         here, there = multiprocessing.get_context("spawn").Pipe()
         identity = transport.identity(Role.ROUTER, ROUTER)
         process = multiprocessing.get_context("spawn").Process(

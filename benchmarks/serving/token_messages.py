@@ -95,7 +95,7 @@ def _run(main: Any, *arguments: Any) -> None:
 def measure(kinds: Sequence[str], num_iterations: int) -> float:
     """Return the microseconds of an iteration's messages, in all processes together."""
     fork = multiprocessing.get_context("fork")
-    authority = CertificateAuthority("benchmark")
+    authority = CertificateAuthority.new("benchmark")
     places, spent, begins, ends = fork.Queue(), fork.Queue(), fork.Event(), fork.Event()
     with tempfile.TemporaryDirectory() as folder:
         addresses = [

@@ -29,7 +29,7 @@ from tests.support.waiting import holds
 
 pytestmark = pytest.mark.slow
 
-AUTHORITY = CertificateAuthority("this cluster")
+AUTHORITY = CertificateAuthority.new("this cluster")
 CODEC = Codec(AbortRequest | Ping)
 
 
@@ -134,7 +134,7 @@ async def test_a_peer_without_the_secret_is_refused(address: str, caplog: pytest
 @pytest.mark.parametrize(
     ("credentials", "said"),
     [
-        pytest.param(CertificateAuthority("another").issue("dialler"), "", id="another cluster's certificate"),
+        pytest.param(CertificateAuthority.new("another").issue("dialler"), "", id="another cluster's certificate"),
         pytest.param(AUTHORITY.issue("prefill-3"), "of another process", id="another process's certificate"),
     ],
 )

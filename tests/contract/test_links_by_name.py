@@ -52,7 +52,7 @@ class SharedDirectory:
             raise PeerLost("the directory is away")
 
 
-AUTHORITY = CertificateAuthority("test")
+AUTHORITY = CertificateAuthority.new("test")
 
 
 def manager(name: str, book: AddressBook | None) -> tuple[LinkManager, Recorder]:

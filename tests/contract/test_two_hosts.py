@@ -50,7 +50,7 @@ class Ends:
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    authority = CertificateAuthority("test")
+    authority = CertificateAuthority.new("test")
     for name in ("prefill-0", "decode-0", "router"):
         (tmp_path / name).write_bytes(msgspec.json.encode(authority.issue(name)))
     monkeypatch.setenv(CREDENTIALS, str(tmp_path))

@@ -34,7 +34,7 @@ from tests.support.stored_blocks import read_blocks, write_blocks
 
 NUM_POOL_BLOCKS, NUM_STORAGE_BLOCKS, BLOCK_SIZE = 24, 16, 8
 SECRET = b"t" * 32
-AUTHORITY = CertificateAuthority("tests")
+AUTHORITY = CertificateAuthority.new("tests")
 OWNER = Identity(Role.PREFILL_WORKER, "prefill-0", SECRET, 3.0, AUTHORITY.issue("prefill-0"))
 CLIENT = Identity(Role.DECODE_WORKER, "decode-0", SECRET, 3.0, AUTHORITY.issue("decode-0"))
 Bytes = npt.NDArray[np.uint8]

@@ -14,7 +14,7 @@ from alignedserve.process.addresses import AddressBook
 from alignedserve.process.links import Identity
 from alignedserve.process.tls import CertificateAuthority
 
-AUTHORITY = CertificateAuthority("test")
+AUTHORITY = CertificateAuthority.new("test")
 SECRET = b"s" * 32
 
 

@@ -34,7 +34,7 @@ def two_nodes(config: ClusterConfig, folder: Path, *, has_tls: bool, machine: Ma
     """Make a cluster in which FAR is to run on the other node, whose pool is never there."""
     (folder / "far").mkdir(parents=True)
     cluster = RoomCluster(config, folder, machine)
-    cluster.authority = CertificateAuthority("two nodes") if has_tls else None
+    cluster.authority = CertificateAuthority.new("two nodes") if has_tls else None
     directory = Entries()
     cluster.addresses = AddressBook(folder, "node-0", "127.0.0.1", directory, has_tls=has_tls)
     cluster.books[FAR] = AddressBook(folder / "far", "node-1", "127.0.0.1", directory, has_tls=has_tls)

@@ -48,7 +48,7 @@ class ClusterOfModels(RunningCluster):
         super().__init__(first.node, first.served, first.factory, observer)
         self._deployments = {one.deployment_id: one for one in deployments}
         self._preparing = preparing
-        logic = DeploymentsLogic({one.deployment_id: one.served.name for one in deployments})
+        logic = DeploymentsLogic.of_start({one.deployment_id: one.served.name for one in deployments})
         self._driver = DeploymentsDriver(self, logic, self._answer)
         self._door: AdminDoor | None = None
         drains = Drains()

@@ -12,11 +12,9 @@ other; a draining deployment holds up none.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-
-from typing_extensions import override
 
 from alignedserve.cluster.deployments.orders import AddModel, ModelOrder, RemoveModel, ReplaceModel
 from alignedserve.config.model_settings import MAX_MODELS
@@ -171,14 +169,16 @@ class _Deployment:
     since_s: float = 0.0  # when its phase began
     num_open: int | None = None
 
-    @override
-    def __getstate__(self) -> tuple[object, ...]:
-        # What is handed on is the same while nothing but the number of requests changes.
-        return self.name, self.phase, self.order_id, self.replaces, self.drains_within_s, self.since_s
 
-    def __setstate__(self, state: tuple[str, Phase, str | None, str | None, float | None, float]) -> None:
-        self.name, self.phase, self.order_id, self.replaces, self.drains_within_s, self.since_s = state
-        self.num_open = None
+@dataclass(frozen=True, slots=True)
+class LeftDeployment:
+    """A deployment as a driver leaves it to the next one."""
+
+    deployment_id: str
+    name: str
+    phase: Phase
+    order_id: str | None = None
+    drains_within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +192,15 @@ class Standing:
 
 
 class DeploymentsLogic:
-    """The deployments of one cluster. `first`: names of those that serve from its start, by their ids."""
+    """The deployments of one cluster."""
 
-    def __init__(self, first: Mapping[str, str]) -> None:
-        self._deployments = {one: _Deployment(name, Phase.SERVING) for one, name in first.items()}
-        self._num_named = len(first)
+    def __init__(self, first: Iterable[LeftDeployment], num_named: int) -> None:
+        """`first`: those that there are, with the number of ids that were given."""
+        self._deployments = {
+            one.deployment_id: _Deployment(one.name, one.phase, one.order_id, drains_within_s=one.drains_within_s)
+            for one in first
+        }
+        self.num_named = num_named
         self._waiting: deque[Ordered] = deque()
         self._current: str | None = None  # the order that no other may overtake
 
@@ -204,6 +208,19 @@ class DeploymentsLogic:
     def standings(self) -> tuple[Standing, ...]:
         """Return all deployments, in the order in which clients see their models."""
         return tuple(Standing(one, it.name, it.phase, it.num_open) for one, it in self._deployments.items())
+
+    @classmethod
+    def of_start(cls, names: Mapping[str, str]) -> "DeploymentsLogic":
+        """Return that of a new cluster. `names`: of the models that serve from its start, by deployment."""
+        return cls([LeftDeployment(one, name, Phase.SERVING) for one, name in names.items()], len(names))
+
+    @property
+    def left(self) -> tuple[LeftDeployment, ...]:
+        """Return all deployments for the next driver, which calls `resume`."""
+        return tuple(
+            LeftDeployment(one, it.name, it.phase, it.order_id, it.drains_within_s)
+            for one, it in self._deployments.items()
+        )
 
     def knows(self, order_id: str) -> bool:
         """Return whether an order waits or is being carried out."""
@@ -266,8 +283,8 @@ class DeploymentsLogic:
         if isinstance(order, RemoveModel):
             assert target is not None, "a removal without a model"
             return self._drain(target, order_id, order.drains_within_s, now)
-        self._num_named += 1
-        deployment_id, self._current = str(self._num_named), order_id
+        self.num_named += 1
+        deployment_id, self._current = str(self.num_named), order_id
         within_s = order.drains_within_s if isinstance(order, ReplaceModel) else None
         new = _Deployment(order.name or order.path, Phase.PREPARING, order_id, target, within_s, now)
         self._deployments[deployment_id] = new

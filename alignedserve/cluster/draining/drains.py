@@ -6,8 +6,7 @@ workers, and a little later it ends, whatever is left. It ends as soon as nothin
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-from typing_extensions import override
+from types import MappingProxyType
 
 MOVING_S = 5.0  # between the move of what is left and the end
 
@@ -35,16 +34,20 @@ class Draining:
 class Drains:
     """The drains that go on, by the name of their node or worker."""
 
-    def __init__(self) -> None:
-        self._going_on: dict[str, Draining] = {}
-        self._seen_s = 0.0  # when it was last asked what is over
+    def __init__(self, going_on: Mapping[str, Draining] = MappingProxyType({}), seen_s: float = 0.0) -> None:
+        """`going_on`, `seen_s`: of a former driver; see `resume`."""
+        self._going_on = dict(going_on)
+        self._seen_s = seen_s  # when it was last asked what is over
 
-    @override
-    def __getstate__(self) -> tuple[dict[str, Draining], float]:
-        return self._going_on, self._seen_s if self._going_on else 0.0  # the same while nothing goes on
+    @property
+    def going_on(self) -> Mapping[str, Draining]:
+        """Return what drains."""
+        return self._going_on
 
-    def __setstate__(self, state: tuple[dict[str, Draining], float]) -> None:
-        self._going_on, self._seen_s = state
+    @property
+    def seen_s(self) -> float:
+        """Return when it was last asked what is over; 0 while nothing drains."""
+        return self._seen_s if self._going_on else 0.0
 
     def __contains__(self, name: str) -> bool:
         return name in self._going_on

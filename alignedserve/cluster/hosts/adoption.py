@@ -9,14 +9,15 @@ import ray
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory
 from alignedserve.cluster.hosts.admission import keeper_name
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
+from alignedserve.cluster.hosts.handover import ClusterState
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.left_behind import end_by_name, end_cluster
 from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
-from alignedserve.cluster.hosts.nodes.placement_group import release
+from alignedserve.cluster.hosts.nodes.placement_group import find_group, release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import read_record
-from alignedserve.cluster.hosts.succession import OTHER_BUILD, ClusterState, Succession, left_by_former
+from alignedserve.cluster.hosts.succession import Succession, left_by_former
 from alignedserve.core.errors import AlignedServeError, PeerLost, ProtocolError, ResourceError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def adopt_cluster(asked: str, actor_classes: ActorClasses, driving: Driving) -> 
     if state is not None and state.asked == asked:
         try:
             return _adopt(state, actor_classes, replace(driving, succession=Succession(asked, state)))
-        except (AlignedServeError, *OTHER_BUILD) as error:
+        except AlignedServeError as error:
             logger.warning("the former cluster cannot be taken over, and is ended: %s", error)
     end_cluster(record)
     return None
@@ -58,7 +59,7 @@ def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -
         end_by_name([*names, keeper_name(member.prepared.folder.name)])
         release(member.prepared.folder.name)
         state.joining.keep_share(member)
-    members = [_with_keeper(member) for member in state.members if member not in lost]
+    members = [_found_again(member) for member in state.members if member not in lost]
     if not any(member.prepared.share.is_head for member in members):
         members.insert(0, _prepared_head(state.joining, nodes[0]))
     served = state.joining.plan.served
@@ -77,12 +78,16 @@ def _settled_nodes() -> list[RayNode]:
     return alive_nodes()
 
 
-def _with_keeper(member: Member) -> Member:
-    name = keeper_name(member.prepared.folder.name)
+def _found_again(member: Member) -> Member:
+    """Return a member with its keeper and its placement group, which Ray finds by their names. Raises PeerLost."""
+    folder_name = member.prepared.folder.name
     try:
-        return replace(member, keeper=replace(member.keeper, actor=ray.get_actor(name, NAMESPACE)))
+        keeper = ray.get_actor(keeper_name(folder_name), NAMESPACE)
     except ValueError as error:
         raise PeerLost(f"the keeper of {member.ray_node} is gone") from error
+    found = replace(member, keeper=replace(member.keeper, actor=keeper))
+    found.use(find_group(folder_name, member.placed))
+    return found
 
 
 def _prepared_head(joining: Joining, node: RayNode) -> Member:

@@ -20,7 +20,7 @@ from alignedserve.cluster.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.driver_log import DriverLog
 from alignedserve.cluster.hosts.joining import Joining, Preparation
 from alignedserve.cluster.hosts.left_behind import kill_actors
-from alignedserve.cluster.hosts.members import Member, drained_record, record_of
+from alignedserve.cluster.hosts.members import Member, record_of
 from alignedserve.cluster.hosts.membership import (
     Announce,
     CancelPreparation,
@@ -231,7 +231,7 @@ class ClusterOnHosts(RunningCluster):
             models=tuple(msgspec.structs.replace(one, num_open=None) for one in self._models.reports()),
             started=self._succession.started,
             is_ready=self._ready_s is not None,
-            nodes=(*used, *(drained_record(member) for member in self._joining.drained.values()), *refused),
+            nodes=(*used, *(node.record for node in self._joining.drained.values()), *refused),
             driver=self._driver_id,
             drain_s=self.config.gateway.drain_s,
         )

@@ -25,7 +25,8 @@ from alignedserve.cluster.hosts.admission import (
     warn_of_clocks,
 )
 from alignedserve.cluster.hosts.device_agreement import JoiningDevice
-from alignedserve.cluster.hosts.members import Member, group_for, member_of, resources_of
+from alignedserve.cluster.hosts.members import DrainedNode, Member, group_for, member_of, resources_of
+from alignedserve.cluster.hosts.membership import Host
 from alignedserve.cluster.hosts.models.hosted import HostedModel
 from alignedserve.cluster.hosts.models.planning import (
     PlannedModel,
@@ -36,8 +37,8 @@ from alignedserve.cluster.hosts.models.planning import (
 )
 from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.plan import NodePart, NodeResources, node_config, plan_joining
+from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
+from alignedserve.cluster.hosts.plan import ClusterPlan, NodePart, NodeResources, node_config, plan_joining
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeShare
 from alignedserve.cluster.ray_polls import have_all_ended
@@ -54,22 +55,21 @@ Shares = tuple[NodeShare, ...]  # of one node: that with its gateways first, the
 class Joining:
     """Gives nodes their shares: those of a former node of the same host, or of their own. Outlives a driver."""
 
-    def __init__(self, models: Mapping[str, HostedModel], head: NodeReport, cluster_id: str, num_nodes: int) -> None:
-        """`models`: by deployment, the first one first. `head`: what the head reported of itself.
+    def __init__(self, plan: ClusterPlan, models: Mapping[str, HostedModel], cluster_id: str, num_nodes: int) -> None:
+        """`plan`: of the first deployment, by which gateways are placed, also when its model is gone.
 
         `num_nodes`: that the cluster was started with.
         """
-        self.plan = next(iter(models.values())).plan  # by which gateways are placed, also when its model is gone
+        self.plan = plan
         self.models = dict(models)
         self.device = JoiningDevice(self.plan.config.engine.device)
-        self.logic = DeploymentsLogic({one: model.served.name for one, model in models.items()})
+        self.logic = DeploymentsLogic.of_start({one: model.served.name for one, model in models.items()})
         self.wholes: dict[str, Machine] = {}  # what each node had before the first model, by its name
         self.cluster_id = cluster_id
-        self._head = head
-        self._vacant: dict[tuple[str, str], list[Shares]] = {}  # of hosts that are gone, for when they come back
-        self._num_nodes = self._num_folders = num_nodes
+        self.vacant: dict[Host, list[Shares]] = {}  # of hosts that are gone, for when they come back
+        self.num_nodes = self.num_folders = num_nodes
         self.drains = Drains()
-        self.drained: dict[str, Member] = {}  # nodes that stay out, by the ids under which they were members
+        self.drained: dict[str, DrainedNode] = {}  # nodes that stay out, by the ids under which they were members
 
     def vacate(self, member: Member) -> None:
         """Keep the share of a node that has not, or no more, its actors for the next one of its host."""
@@ -79,7 +79,7 @@ class Joining:
     def keep_share(self, member: Member) -> None:
         """Keep the share of a node that is gone with its keeper for the next one of its host, and no more in Ray."""
         release(member.prepared.folder.name)
-        self._vacant.setdefault(member.ray_node.host, []).append(tuple(part.share for part in member.parts))
+        self.vacant.setdefault(member.ray_node.host, []).append(tuple(part.share for part in member.parts))
 
     def begin(self, node: RayNode, members: Iterable[Member] = ()) -> "Preparation":
         """Begin to examine a node and to make it ready for its actors. `members`: that there are."""
@@ -93,21 +93,21 @@ class Joining:
             folders = [model.folder for model in models.values()]
             (report,) = yield [admission.ask_report(node, self.device.asked, folders)]
             warn_of_clocks({node: report}, asked_s, time.time())
-            head = replace(self._head, digests=tuple(model.digest for model in models.values()))
+            head = NodeReport(own_versions(), digests=tuple(model.digest for model in models.values()))
             found = differences({node: report}, head)
             refusal = found.get(node) or self.device.refusal(report)
             if refusal is not None:
                 raise ResourceError(refusal)
             missing = {list(models)[place] for place in missing_copies(report, head.digests)}
-            resources = resources_of(f"node-{self._num_nodes}", node, report)
+            resources = resources_of(f"node-{self.num_nodes}", node, report)
             able = {one: model for one, model in models.items() if one not in missing}
             planned, shares = self._take_shares(node, resources, needed_first(able, members))
-            self._num_folders += 1
-            folder_name = f"{self.cluster_id}-{self._num_folders}"
+            self.num_folders += 1
+            folder_name = f"{self.cluster_id}-{self.num_folders}"
             try:
                 keeper = create_keeper(node, folder_name)
             except (RayError, ValueError) as error:
-                self._vacant.setdefault(node.host, []).append(shares)
+                self.vacant.setdefault(node.host, []).append(shares)
                 # A driver that died before it had told anyone has used the name; the next attempt has another.
                 raise PeerLost(f"its keeper cannot be started: {error}") from error
             try:
@@ -124,7 +124,7 @@ class Joining:
                 yield from _placed(node, group)
                 member.use(group)
             except BaseException:
-                self._vacant.setdefault(node.host, []).append(shares)
+                self.vacant.setdefault(node.host, []).append(shares)
                 release(folder_name)
                 end_keepers([keeper])
                 raise
@@ -143,11 +143,11 @@ class Joining:
 
         A node that comes back has what it had, of those; and what has room beside that.
         """
-        vacant = self._vacant.get(node.host)
+        vacant = self.vacant.get(node.host)
         if vacant:
             shares = {share.deployment_id: share for share in vacant.pop()}
         else:
-            self._num_nodes += 1
+            self.num_nodes += 1
             shares = {}
         first = self.plan.placement.deployment_id
         wanted = {one: planned_again(one, model.plan, {resources.capacity.name}) for one, model in able.items()}

@@ -152,12 +152,12 @@ def _prepare_cluster(
         if_it_fails.pop_all()
     for plan in plans.values():
         driving.observer.sizes_chosen(next(iter(plan.choices.values())), has_others=len(plans) > 1)
-    authority = CertificateAuthority(cluster_id) if configs[0].links.tls else None
+    authority = CertificateAuthority.new(cluster_id) if configs[0].links.tls else None
     models = {
         one: HostedModel(plan, own, digest)
         for (one, plan), own, digest in zip(plans.items(), driving.settings.own, head.digests, strict=True)
     }
-    joining = Joining(models, head, cluster_id, len(members))
+    joining = Joining(plans[FIRST_DEPLOYMENT], models, cluster_id, len(members))
     joining.device = joining_device(device, choice)
     joining.wholes = {one.capacity.name: one.machine for one in found.values()}
     cluster_secrets = ClusterSecrets(authority=authority)

@@ -4,10 +4,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper, keeper_name
-from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, create_group, is_placed, release, worker_shares
+from alignedserve.cluster.hosts.nodes.placement_group import (
+    NodeGroup,
+    WorkerShare,
+    create_group,
+    is_placed,
+    release,
+    worker_shares,
+)
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.recorded_parts import parts_folder
 from alignedserve.cluster.hosts.nodes.report import NodeReport
@@ -35,6 +43,7 @@ class Member:
     prepared: PreparedNode
     keeper: Keeper
     others: dict[str, PreparedNode] = field(default_factory=dict)  # parts of further deployments, by id
+    placed: Mapping[str, WorkerShare] = field(default_factory=dict)  # what its workers take of its placement group
 
     @property
     def name(self) -> str:
@@ -78,14 +87,24 @@ class Member:
         if deployment_id == self.prepared.share.deployment_id:
             self.prepared = replace(self.prepared, share=self.prepared.share.without_model())
 
-    def without_keeper(self) -> "Member":
-        """Return it as it is handed from one driver to the next."""
-        return replace(self, keeper=replace(self.keeper, actor=None))
-
     def use(self, group: NodeGroup) -> None:
         """Place its processes in this group."""
+        self.placed = group.shares
         for part in self.parts:
             self.set_part(replace(part, options_of=group.options_of))
+
+
+class DrainedNode(NamedTuple):
+    """A node whose processes have ended, and that stays out."""
+
+    name: str  # in the cluster
+    ray_node: RayNode
+
+    @property
+    def record(self) -> NodeRecord:
+        """Return what the record of the cluster says of it."""
+        node = self.ray_node
+        return NodeRecord(self.name, node.node_id, node.address, node.hostname, drain=DRAINED)
 
 
 def member_of(node: RayNode, parts: Sequence[NodePart], keeper: Keeper) -> Member:
@@ -132,12 +151,6 @@ def resources_of(name: str, node: RayNode, report: NodeReport) -> NodeResources:
     assert report.machine is not None, "a node without a report of its memory"
     gpus = report.gpus[: int(node.num_gpus)]  # the others are not Ray's to give
     return NodeResources(NodeCapacity(name, node.address, report.machine.num_cores, gpus), report.machine)
-
-
-def drained_record(member: Member) -> NodeRecord:
-    """Return what the record of the cluster says of this node, whose processes have ended."""
-    node = member.ray_node
-    return NodeRecord(member.name, node.node_id, node.address, node.hostname, drain=DRAINED)
 
 
 def record_of(

@@ -8,36 +8,28 @@ from keepers that the cluster's record names, over Ray's authenticated channel.
 
 import contextlib
 import hashlib
-import io
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pickle import UnpicklingError
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-from ray import cloudpickle
 from ray.exceptions import RayError
-from typing_extensions import override
 
-from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
+from alignedserve.cluster.actor_factory import ClusterSecrets
+from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.left_behind import SILENT_S, kept_by
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.nodes.keeper import KeptState
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import own_versions
 from alignedserve.cluster.hosts.ray_calls import answers_so_far
 from alignedserve.cluster.hosts.ray_storage import HEAD_RETURNS_S
 from alignedserve.cluster.hosts.record import ClusterRecord
-from alignedserve.cluster.placement import NodeCapacity, NodeShare
-from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.config.environment import api_keys, redis_url
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import ResourceError
-from alignedserve.process.addresses import AddressBook
-from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.core.errors import ProtocolError, ResourceError
 
 logger = logging.getLogger(__name__)
 
@@ -49,25 +41,6 @@ _ORPHANED_S = 50.0
 _BEFORE_RAY_S = 10.0
 _POLL_S = 0.5
 _PATIENCE_S = 15.0  # with a driver that does not end
-# Parts of a state that never change: another one takes their place.
-_UNCHANGING = (
-    *(AddressBook, ClusterConfig, ClusterSecrets, NodeCapacity, NodeShare, PreparedNode, RayNode),
-    *(ServedModel, SizeChoice),
-)
-# Raised where the classes of a state have changed and their version has not, as happens to those who work on them.
-OTHER_BUILD = (UnpicklingError, AttributeError, EOFError, ImportError, IndexError, TypeError)
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterState:
-    """All that the next driver of a cluster has to know."""
-
-    number: int  # counts what was handed over
-    asked: str  # what it serves, by `digest_of`
-    started: float  # Unix time
-    secrets: ClusterSecrets
-    joining: Joining  # with the plan
-    members: tuple[Member, ...]  # the head first
 
 
 def digest_of(*configs: ClusterConfig) -> str:
@@ -83,36 +56,6 @@ def digest_of(*configs: ClusterConfig) -> str:
 def _typed(value: object) -> str:
     """Encode a value that is not plain with its type, so that a default differs from the same text as a setting."""
     return f"{type(value).__name__} {value}"
-
-
-class Fingerprint(cloudpickle.CloudPickler):
-    """Bytes that are others when anything of a state has changed, in a fraction of the time of pickling it.
-
-    What never changes counts as the object that it is; all of those are held, so that none takes the place of another.
-    """
-
-    def __init__(self, *parts: object) -> None:
-        self._written = io.BytesIO()
-        super().__init__(self._written)  # type: ignore[no-untyped-call]
-        self._held: list[object] = []
-        self.dump(parts)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def of(cls, joining: Joining, members: Sequence[Member], cluster_secrets: ClusterSecrets) -> "Fingerprint":
-        """Build it of all that is handed over and may change."""
-        return cls(joining, [(one.ray_node, one.parts, one.keeper.book) for one in members], cluster_secrets)
-
-    @override
-    def persistent_id(self, found: object) -> int | None:
-        """Return what stands for an object; None: it is pickled."""
-        if not isinstance(found, _UNCHANGING):
-            return None
-        self._held.append(found)
-        return id(found)
-
-    def is_that_of(self, other: "Fingerprint | None") -> bool:
-        """Return whether nothing has changed between the two."""
-        return other is not None and self._written.getvalue() == other._written.getvalue()
 
 
 @dataclass(slots=True)
@@ -135,8 +78,7 @@ class Succession:
         self._asked = asked
         self._number = former.number if former is not None else 0
         self._handed_s = float("-inf")
-        self._fingerprint: Fingerprint | None = None  # of the state that was handed over last
-        self._copy = b""
+        self._copy = b""  # the record that was handed over last
         self._given: dict[str, _Given] = {}  # by node
 
     def hand_over(
@@ -158,12 +100,9 @@ class Succession:
         if now - self._handed_s < _PERIOD_S and not has_changed:
             return
         self._handed_s = now
-        fingerprint = Fingerprint.of(joining, members, cluster_secrets)
-        if not fingerprint.is_that_of(self._fingerprint):
-            self._number += 1
-            portable = tuple(one.without_keeper() for one in members)
-            state = ClusterState(self._number, self._asked, self.started, cluster_secrets, joining, portable)
-            self._copy, self._fingerprint = cloudpickle.dumps(state), fingerprint  # type: ignore[no-untyped-call]
+        copy = encode(ClusterState(self._asked, self.started, cluster_secrets, joining, tuple(members)))
+        if copy != self._copy:
+            self._number, self._copy = self._number + 1, copy
         self._forget_lacking({member.name for member in members})
         for member in members:
             with contextlib.suppress(RayError, ValueError):
@@ -218,9 +157,7 @@ def left_by_former(record: ClusterRecord | None) -> ClusterState | None:
 
 def _read(kept: KeptState) -> ClusterState | None:
     try:
-        # As every result of an actor, it was pickled by a process of this cluster and came over Ray's channel.
-        state: ClusterState = cloudpickle.loads(kept.state)
-    except OTHER_BUILD as error:
-        logger.warning("what the former driver has left is of another build: %r", error)
+        return replace(decode(kept.state), number=kept.number)
+    except ProtocolError as error:
+        logger.warning("%s", error)
         return None
-    return state

@@ -41,7 +41,7 @@ def stream_rows(spec: TransferBenchmarkSpec) -> Iterator[TransferResult]:
 
 
 def _rows(moves: BlockMoves, kind: str, folder: Path) -> Iterator[TransferResult]:
-    authority = CertificateAuthority("benchmark")
+    authority = CertificateAuthority.new("benchmark")
     here, there = (identity(role, authority) for role in (Role.DECODE_WORKER, Role.PREFILL_WORKER))
     storage = BlockStorage(moves.layout, moves.num_blocks)
     with peer_process(_serve, folder, moves.layout, moves.num_blocks, kind, there) as connection:

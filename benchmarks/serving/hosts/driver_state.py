@@ -2,10 +2,9 @@
 
     python -m benchmarks.serving.hosts.driver_state
 
-`look_ms`: to see once a second that nothing has changed; `pickle_ms`: to pickle the whole state, which was done every
-second before and is done at a change; medians of alternating runs on one thread. `given_mib`: what one handover gives
-to the keepers of all nodes together; `heartbeat_kib`: what they get in a second without a change, without what Ray puts
-around a call.
+`look_ms`: to write the record once a second, which shows that nothing has changed; `read_ms`: for the next driver to
+read it; medians of runs on one thread. `given_mib`: what one handover gives to the keepers of all nodes together;
+`heartbeat_kib`: what they get in a second without a change, without what Ray puts around a call.
 """
 
 import argparse
@@ -14,17 +13,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ray import cloudpickle
-
 from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper
+from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.models.hosted import HostedModel
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
-from alignedserve.cluster.hosts.succession import ClusterState, Fingerprint
+from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.config.sections import MIB, ModelSectionConfig
@@ -49,29 +46,30 @@ def state_of(num_nodes: int) -> ClusterState:
     plan = plan_cluster(from_mapping({}), resolve_model(ModelSectionConfig()), found)
     members = []
     for node, resources, share in zip(nodes, found, plan.shares, strict=True):
-        book = AddressBook(Path("/tmp") / f"alignedserve-c-{share.node}", node.node_id, node.address)
+        book = AddressBook(Path("/tmp") / f"alignedserve-c-{share.node}", node.node_id, node.address, RayDirectory("c"))
         prepared = PreparedNode(share, resources.capacity, plan.config_of(share, node.address), book)
         members.append(Member(node, prepared, Keeper(None, book)))
-    joining = Joining({"": HostedModel(plan, {}, None)}, NodeReport(own_versions()), "c", num_nodes)
-    return ClusterState(1, "asked", 0.0, ClusterSecrets(authority=CertificateAuthority("c")), joining, tuple(members))
+    joining = Joining(plan, {"": HostedModel(plan, {}, None)}, "c", num_nodes)
+    return ClusterState("asked", 0.0, ClusterSecrets(authority=CertificateAuthority.new("c")), joining, tuple(members))
 
 
 def measure(num_nodes: int, num_runs: int) -> dict[str, Any]:
     """Return one row of the result."""
     state = state_of(num_nodes)
-    look_s, pickle_s = [], []
+    look_s, read_s = [], []
     size = 0
     for _ in range(num_runs):
         begin = time.perf_counter()
-        Fingerprint.of(state.joining, state.members, state.secrets)
+        record = encode(state)
         looked = time.perf_counter()
-        size = len(cloudpickle.dumps(state))  # type: ignore[no-untyped-call]
-        pickle_s.append(time.perf_counter() - looked)
+        decode(record)
+        read_s.append(time.perf_counter() - looked)
         look_s.append(looked - begin)
+        size = len(record)
     return {
         "nodes": num_nodes,
         "look_ms": round(statistics.median(look_s) * 1e3, 2),
-        "pickle_ms": round(statistics.median(pickle_s) * 1e3, 2),
+        "read_ms": round(statistics.median(read_s) * 1e3, 2),
         "state_kib": round(size / 1024, 1),
         "given_mib": round(size * num_nodes / MIB, 1),
         "heartbeat_kib": round(_NUMBER_BYTES * num_nodes / 1024, 2),

@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=3000)
     parser.add_argument("--bytes", type=int, default=64_000_000)
     options = parser.parse_args()
-    authority = CertificateAuthority("benchmark")
+    authority = CertificateAuthority.new("benchmark")
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

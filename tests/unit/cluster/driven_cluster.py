@@ -1,13 +1,8 @@
-"""A cluster of two nodes as its driver holds it, none of whose actors exist.
-
-What a keeper unpickles here was pickled a moment before, in this process.
-"""
+"""A cluster of two nodes as its driver holds it, none of whose actors exist."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-from ray import cloudpickle
 
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.hosts.admission import Keeper
@@ -16,8 +11,8 @@ from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.models.hosted import HostedModel
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport, own_versions
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
+from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.hosts.succession import Succession
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
@@ -37,18 +32,23 @@ class KeeperMemory:
 
     def __init__(self) -> None:
         self.copies: list[bytes] = []
+        self.number = 0  # of the last copy
         self.num_heard = 0
-        self.keep = SimpleNamespace(remote=lambda number, copy, *others: self.copies.append(copy))
+        self.keep = SimpleNamespace(remote=self._keep)
         self.hear = SimpleNamespace(remote=self._hear)
+
+    def _keep(self, number: int, copy: bytes, *others: object) -> None:
+        self.number = number
+        self.copies.append(copy)
 
     def _hear(self, number: int) -> tuple[str, bool]:
         """Return a name of this call, and its result."""
         self.num_heard += 1
-        return f"{id(self)}-{self.num_heard}", cloudpickle.loads(self.copies[-1]).number == number
+        return f"{id(self)}-{self.num_heard}", self.number == number
 
 
-def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
-    """Return a cluster of two nodes, none of whose actors exist."""
+def joined(folder: Path, settings: dict[str, Any]) -> tuple[Joining, list[Member]]:
+    """Return two nodes, none of whose actors exist."""
     found = [
         NodeResources(NodeCapacity(f"node-{index}", node.address, 4), Machine(8192 * MIB, 4096 * MIB, 4, False))
         for index, node in enumerate(NODES[:2])
@@ -56,11 +56,16 @@ def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
     plan = plan_cluster(from_mapping(settings), POCKET, found)
     members = []
     for node, one, share in zip(NODES, found, plan.shares, strict=False):
-        book = AddressBook(folder / f"c-{share.node}", node.node_id, node.address)
+        book = AddressBook(folder / f"c-{share.node}", node.node_id, node.address, RayDirectory("c"))
         book.folder.mkdir(parents=True)
         prepared = PreparedNode(share, one.capacity, plan.config_of(share, node.address), book)
         members.append(Member(node, prepared, Keeper(KeeperMemory(), book)))
-    made = Joining({"": HostedModel(plan, {"model": {}}, None)}, NodeReport(own_versions()), "c", 2)
+    return Joining(plan, {"": HostedModel(plan, {"model": {}}, None)}, "c", 2), members
+
+
+def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
+    """Return a cluster of two nodes, none of whose actors exist."""
+    made, members = joined(folder, settings)
     factory = ActorFactory(POCKET, ActorClasses(None, None))
     return ClusterOnHosts(
         made, members, factory, Driving(LoggingObserver(), Succession("asked"), ModelSettings({}, ({},)))

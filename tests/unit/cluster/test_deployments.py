@@ -33,7 +33,7 @@ class Driver:
     """Feeds a logic, and keeps what it says apart from what is to be done."""
 
     def __init__(self, *names: str) -> None:
-        self.logic = DeploymentsLogic(
+        self.logic = DeploymentsLogic.of_start(
             {"" if number == 1 else str(number): name for number, name in enumerate(names, 1)}
         )
         self.now = 0.0

@@ -109,6 +109,14 @@ def create_group(node: RayNode, folder_name: str, shares: Mapping[str, WorkerSha
     return NodeGroup(group, shares)
 
 
+def find_group(folder_name: str, shares: Mapping[str, WorkerShare]) -> NodeGroup:
+    """Return the group of the node that has this private folder. Raises PeerLost when it is not there."""
+    try:
+        return NodeGroup(get_placement_group(_PREFIX + folder_name), shares)
+    except (ValueError, RayError) as error:
+        raise PeerLost(f"what was reserved for {folder_name} is gone: {error}") from error
+
+
 def is_placed(made: NodeGroup) -> bool:
     """Wait until Ray has given a group what it needs; False: it has not as much. Raises PeerLost."""
     try:

@@ -8,7 +8,7 @@ from typing import Any
 from alignedserve.cluster.draining.drain_watch import DrainWatch
 from alignedserve.cluster.draining.drains import Draining
 from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.members import DrainedNode, Member
 from alignedserve.cluster.hosts.membership import DrainAsked, DrainUndone, Membership, MembershipEvent, NodeDrained
 from alignedserve.cluster.hosts.operations.drain_rules import node_called, require_drainable
 from alignedserve.cluster.hosts.operations.orders import DrainNode
@@ -38,8 +38,8 @@ class NodeDrains:
         self._decide = decide
         self._drains.resume(time.monotonic())
         self._watch = DrainWatch(self._drains)
-        for node_id, member in joining.drained.items():
-            membership.keep_out(node_id, member.ray_node.host)
+        for node_id, drained in joining.drained.items():
+            membership.keep_out(node_id, drained.ray_node.host)
         for node_id, member in members.items():
             if member.name in self._drains:
                 asked = DrainAsked(node_id, self._drains.is_given_back(member.name))
@@ -101,7 +101,7 @@ class NodeDrains:
         for name in (member.name, *member.workers):
             self._drains.end(name)
         if member.ray_node.node_id in self._membership.drained:
-            self._joining.drained[member.ray_node.node_id] = member.without_keeper()
+            self._joining.drained[member.ray_node.node_id] = DrainedNode(member.name, member.ray_node)
 
     def _begin(self, member: Member, within_s: float, *, is_given_back: bool = False) -> None:
         # Workers that do both phases have no pool.

@@ -26,7 +26,6 @@ from alignedserve.cluster.hosts.models.planning import (
     planned_again,
 )
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.hosts.operations import orders
 from alignedserve.cluster.hosts.operations.orders import answer_model_order, give_model_order, take_orders
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources
@@ -170,7 +169,7 @@ class Nowhere:
 
 
 def made(logic: DeploymentsLogic | None = None) -> ModelOrders:
-    return ModelOrders("c", "http://x", Nowhere(), logic or DeploymentsLogic({"": "a"}))  # type: ignore[arg-type]
+    return ModelOrders("c", "http://x", Nowhere(), logic or DeploymentsLogic.of_start({"": "a"}))  # type: ignore[arg-type]
 
 
 def take_all(found: ModelOrders) -> None:
@@ -220,7 +219,7 @@ def test_the_models_are_shown(store: dict[str, bytes]) -> None:
 
 def test_the_next_driver_carries_an_order_out_that_the_last_one_had_begun(store: dict[str, bytes]) -> None:
     store["c/order/x"] = msgspec.json.encode(RemoveModel("b"))
-    logic = DeploymentsLogic({"": "a", "2": "b"})
+    logic = DeploymentsLogic.of_start({"": "a", "2": "b"})
     announced: list[DeploymentsDriver] = []
     found = made(logic)
     found.driver.announce = lambda: announced.append(found.driver)  # type: ignore[method-assign]
@@ -260,7 +259,7 @@ def test_a_node_that_joins_begins_nothing_for_a_model_that_is_about_to_end(
     cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joining = cluster._joining
-    joining.logic = DeploymentsLogic({"": "pocket", "2": "other"})
+    joining.logic = DeploymentsLogic.of_start({"": "pocket", "2": "other"})
     joining.models["2"] = joining.models[""]
     member = cluster._members.pop("id-1")
     share = replace(member.prepared.share, deployment_id="2", decode=("decode-1.2",), gateways=())
@@ -276,7 +275,7 @@ def test_a_node_that_joins_begins_nothing_for_a_model_that_is_about_to_end(
 def joining_of(nodes: Sequence[NodeResources], *deployment_ids: str) -> Joining:
     plans = plan_models([model(one, nodes) for one in deployment_ids], nodes)
     models = {one: HostedModel(plan, {}, "digest") for one, plan in plans.items()}
-    return Joining(models, NodeReport("v", digests=("digest",) * len(models)), "c", len(nodes))
+    return Joining(next(iter(plans.values())), models, "c", len(nodes))
 
 
 def shares_of(joining: Joining, index: int, resources: NodeResources, *able: str) -> list[NodeShare]:
@@ -302,7 +301,7 @@ def test_a_host_that_comes_back_has_what_it_had_of_the_models_that_are_left() ->
     nodes = [node(0), node(1)]
     joining = joining_of(nodes, "", "2", "3")
     former = tuple(one.plan.shares[1] for one in joining.models.values())
-    joining._vacant["host-1", "10.0.0.1"] = [former]
+    joining.vacant["host-1", "10.0.0.1"] = [former]
     del joining.models[""], joining.models["3"]
     bare, other = shares_of(joining, 1, node(1), "2")
     assert (bare.node, bare.gateways, bare.workers) == ("node-1", (("gateway-1", 8000),), ())

@@ -1,158 +1,228 @@
-"""The state that a driver hands over, and the next driver that takes it. Without Ray.
+"""The state that a driver hands over, and the next driver that takes it. Without Ray."""
 
-All that is unpickled here was pickled by the test itself: no process is asked for it, and no file is read.
-"""
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-import dataclasses
-import pickle
-from collections.abc import Callable
-from types import SimpleNamespace
-
+import msgspec
 import pytest
 from cryptography import x509
-from ray import cloudpickle
 
+from alignedserve.cluster.actor_factory import ClusterSecrets
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment, Phase
 from alignedserve.cluster.draining.drains import Draining
 from alignedserve.cluster.hosts import succession
 from alignedserve.cluster.hosts.admission import Keeper
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.membership import Membership
+from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
+from alignedserve.cluster.hosts.members import DrainedNode
+from alignedserve.cluster.hosts.models.hosted import HostedModel
 from alignedserve.cluster.hosts.nodes.keeper import KeptState
+from alignedserve.cluster.hosts.nodes.placement_group import WorkerShare
 from alignedserve.cluster.hosts.nodes.report import own_versions
-from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
 from alignedserve.cluster.hosts.record import ClusterRecord
-from alignedserve.cluster.hosts.succession import ClusterState, Succession, digest_of, left_by_former
+from alignedserve.cluster.hosts.succession import Succession, digest_of, left_by_former
+from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
-from alignedserve.config.unset_sizes import from_mapping
+from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.config.unset_sizes import DefaultSize, from_mapping
+from alignedserve.core.errors import ProtocolError
 from alignedserve.process.tls import CertificateAuthority
-from tests.unit.cluster.driven_cluster import NODES, KeeperMemory
+from alignedserve.runtime.model.served_model import resolve_model
+from tests.support.tiny_encoders import make_tiny_encoder
+from tests.unit.cluster.driven_cluster import NODES, KeeperMemory, joined
+
+PRODUCT = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker", "kernels")
 
 
-def test_the_next_driver_gets_what_the_last_one_knew(cluster: ClusterOnHosts, announced: list[ClusterRecord]) -> None:
-    keepers = [member.keeper.actor for member in cluster._members.values()]
-    cluster._hand_over()
-    (copy,) = keepers[0].copies
-    assert keepers[1].copies == [copy]
-    state: ClusterState = cloudpickle.loads(copy)
-    assert (state.number, state.asked) == (1, "asked")
-    assert [member.name for member in state.members] == ["node-0", "node-1"]
-    assert [member.prepared.share for member in state.members] == [
-        member.prepared.share for member in cluster._members.values()
-    ]
-    assert state.secrets == cluster._factory.secrets
-    assert Succession("asked", state).started == cluster._succession.started
+class Driver:
+    """The part of a driver that hands over."""
 
+    def __init__(self, folder: Path) -> None:
+        self.joining, self.members = joined(folder, {"topology": "disaggregated"})
+        self.keepers: list[KeeperMemory] = [member.keeper.actor for member in self.members]
+        self.secrets = ClusterSecrets()
+        self.actors: dict[str, dict[str, Any]] = {}
+        self._succession = Succession("asked")
 
-def test_the_next_driver_gives_back_what_the_last_one_began_to(cluster: ClusterOnHosts) -> None:
-    cluster._drains.give_back("id-1")
-    membership = Membership({node.node_id: node.host for node in NODES[:2]})
-    NodeDrains(cluster._members, membership, cluster._joining, lambda event: None)
-    assert membership.released == ("id-1",)
+    def hand_over(self, *, has_changed: bool = False) -> None:
+        """Do it."""
+        self._succession.hand_over(self.joining, self.members, self.secrets, self.actors, has_changed=has_changed)
+
+    @property
+    def state(self) -> ClusterState:
+        """Return all of it."""
+        return ClusterState("asked", 1.5, self.secrets, self.joining, tuple(self.members))
 
 
 @pytest.fixture
-def keepers(cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch) -> list[KeeperMemory]:
+def driver(tmp_path: Path) -> Driver:
+    return Driver(tmp_path)
+
+
+@pytest.fixture
+def eager(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """A driver that looks whenever it is asked to, and whose keepers answer at once."""
     monkeypatch.setattr(succession, "_PERIOD_S", 0.0)
     monkeypatch.setattr(succession, "answers_so_far", lambda calls: {call: call[1] for call in calls})
-    return [member.keeper.actor for member in cluster._members.values()]
+    return driver
 
 
-def test_a_driver_looks_once_a_second_at_most(cluster: ClusterOnHosts) -> None:
-    cluster._hand_over()
-    cluster._hand_over()
-    keepers = [member.keeper.actor for member in cluster._members.values()]
-    assert [(len(keeper.copies), keeper.num_heard) for keeper in keepers] == [(1, 0), (1, 0)]
+def test_the_next_driver_gets_what_the_last_one_knew(driver: Driver) -> None:
+    joining, (head, other) = driver.joining, driver.members
+    share = replace(other.prepared.share, deployment_id="2", decode=("decode-1.2",), gateways=())
+    other.set_part(replace(other.prepared, share=share, num_far_decode=3, joins_others=True))
+    other.placed = {"decode-1": WorkerShare(0, 2.0, 0.5)}
+    joining.logic = DeploymentsLogic([LeftDeployment("2", "b", Phase.DRAINING, "order", 5.0)], 2)
+    joining.models["2"] = HostedModel(joining.models[""].plan, {"model": {"path": "/m"}}, "digest")
+    joining.wholes["node-0"] = Machine(1, 2, 3, True)
+    joining.vacant["host-7", "10.0.0.7"] = [(share,)]
+    joining.drains.begin("node-1", Draining(("decode-1",), (), 60.0))
+    joining.drained["id-7"] = DrainedNode("node-7", NODES[2])
+    driver.secrets = ClusterSecrets(b"secret", CertificateAuthority.new("c"))
+    found = decode(encode(driver.state))
+    assert (found.asked, found.started, found.secrets.secret) == ("asked", 1.5, b"secret")
+    assert [one.parts for one in found.members] == [
+        tuple(replace(part, options_of=known.options_of) for part in member.parts)
+        for member, known in ((head, found.members[0].prepared), (other, found.members[1].prepared))
+    ]
+    assert [(one.ray_node, one.keeper, one.placed) for one in found.members] == [
+        (one.ray_node, Keeper(None, one.keeper.book), one.placed) for one in driver.members
+    ]
+    then = found.joining
+    assert then.plan.placement.join(NodeCapacity("node-2", "10.0.0.2", 4)) == joining.plan.placement.join(
+        NodeCapacity("node-2", "10.0.0.2", 4)
+    )
+    assert then.models[""].plan is then.plan
+    assert replace(then.plan, placement=joining.plan.placement) == joining.plan
+    assert (then.models["2"].own, then.models["2"].digest) == ({"model": {"path": "/m"}}, "digest")
+    assert (then.logic.left, then.logic.num_named) == (joining.logic.left, 2)
+    assert (then.wholes, then.vacant, then.drained) == (joining.wholes, joining.vacant, joining.drained)
+    assert (then.drains.going_on, then.device) == (joining.drains.going_on, joining.device)
+    assert (then.num_nodes, then.num_folders, then.cluster_id) == (2, 2, "c")
 
 
-def test_what_has_not_changed_is_handed_over_once(cluster: ClusterOnHosts, keepers: list[KeeperMemory]) -> None:
+def test_a_size_that_is_unset_stays_so(driver: Driver) -> None:
+    config = decode(encode(driver.state)).joining.plan.config
+    assert isinstance(config.decode.count, DefaultSize)
+
+
+def test_a_model_of_either_kind_is_handed_over(driver: Driver, tmp_path: Path) -> None:
+    (tmp_path / "encoder").mkdir()
+    make_tiny_encoder(tmp_path / "encoder", "bert")
+    served = resolve_model(ModelSectionConfig(path=str(tmp_path / "encoder")))
+    driver.joining.plan = replace(driver.joining.plan, served=served, choices={})
+    assert decode(encode(driver.state)).joining.plan.served == served
+
+
+def test_a_driver_looks_once_a_second_at_most(driver: Driver) -> None:
+    driver.hand_over()
+    driver.hand_over()
+    assert [(len(keeper.copies), keeper.num_heard) for keeper in driver.keepers] == [(1, 0), (1, 0)]
+    assert driver.keepers[0].copies == driver.keepers[1].copies
+
+
+def test_what_has_changed_is_handed_over_at_once(driver: Driver) -> None:
+    driver.hand_over()
+    driver.joining.num_nodes = 9
+    driver.hand_over(has_changed=True)
+    assert [len(keeper.copies) for keeper in driver.keepers] == [2, 2]
+
+
+def test_what_has_not_changed_is_handed_over_once(eager: Driver) -> None:
     for second in range(4):
-        cluster._joining.drains.finished(float(second), {})
-        cluster._hand_over()
-    assert [(len(keeper.copies), keeper.num_heard) for keeper in keepers] == [(1, 3), (1, 3)]
+        eager.joining.drains.ended(float(second), {})
+        eager.hand_over()
+    assert [(len(keeper.copies), keeper.num_heard) for keeper in eager.keepers] == [(1, 3), (1, 3)]
 
 
-def test_a_keeper_that_lacks_the_state_gets_it_again(cluster: ClusterOnHosts, keepers: list[KeeperMemory]) -> None:
-    cluster._hand_over()
-    keepers[1].copies = [pickle.dumps(SimpleNamespace(number=0))]
-    cluster._hand_over()
-    cluster._hand_over()
-    assert len(keepers[0].copies) == 1
-    assert keepers[1].copies[1:] == keepers[0].copies
+def test_a_keeper_that_lacks_the_state_gets_it_again(eager: Driver) -> None:
+    eager.hand_over()
+    eager.keepers[1].number = 0
+    eager.hand_over()
+    eager.hand_over()
+    assert [len(keeper.copies) for keeper in eager.keepers] == [1, 2]
 
 
-def test_a_node_with_other_actors_or_another_keeper_gets_the_state(
-    cluster: ClusterOnHosts, keepers: list[KeeperMemory]
-) -> None:
-    cluster._hand_over()
-    cluster._actors["node-0"] = {"decode-0": object()}
-    cluster._hand_over()
-    assert [len(keeper.copies) for keeper in keepers] == [2, 1]
-    member, new = cluster._members["id-1"], KeeperMemory()
-    member.keeper = Keeper(new, member.keeper.book)
-    cluster._hand_over()
-    assert [len(keeper.copies) for keeper in (*keepers, new)] == [2, 1, 1]
+def test_a_node_with_other_actors_or_another_keeper_gets_the_state(eager: Driver) -> None:
+    eager.hand_over()
+    eager.actors["node-0"] = {"decode-0": object()}
+    eager.hand_over()
+    assert [len(keeper.copies) for keeper in eager.keepers] == [2, 1]
+    new = KeeperMemory()
+    eager.members[1].keeper = Keeper(new, eager.members[1].keeper.book)
+    eager.hand_over()
+    assert [len(keeper.copies) for keeper in (*eager.keepers, new)] == [2, 1, 1]
 
 
-def test_a_keeper_that_does_not_answer_is_not_asked_again(
-    cluster: ClusterOnHosts, keepers: list[KeeperMemory], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_keeper_that_does_not_answer_is_not_asked_again(eager: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(succession, "answers_so_far", lambda calls: {})
     for _ in range(5):
-        cluster._hand_over()
-    assert [keeper.num_heard for keeper in keepers] == [1, 1]
+        eager.hand_over()
+    assert [keeper.num_heard for keeper in eager.keepers] == [1, 1]
 
 
-def test_every_change_is_handed_over(cluster: ClusterOnHosts, keepers: list[KeeperMemory]) -> None:
-    known, (head, other) = cluster._joining, cluster._members.values()
-    share = dataclasses.replace(other.prepared.share, decode=("decode-1", "decode-9"))
-    of_second = dataclasses.replace(share, deployment_id="2", decode=("decode-1.2",), gateways=())
-    scaled = dataclasses.replace(of_second, decode=("decode-1.2", "decode-2.2"))
+def test_every_change_is_handed_over(eager: Driver) -> None:
+    known, (head, other) = eager.joining, eager.members
+    share = replace(other.prepared.share, decode=("decode-1", "decode-9"))
+    of_second = replace(share, deployment_id="2", decode=("decode-1.2",), gateways=())
     changes: list[Callable[[], object]] = [
-        lambda: other.set_part(dataclasses.replace(other.prepared, share=of_second)),
-        lambda: other.set_part(dataclasses.replace(other.prepared, share=scaled)),
+        lambda: other.set_part(replace(other.prepared, share=of_second)),
+        lambda: other.set_part(replace(other.prepared, share=replace(of_second, decode=("decode-2.2",)))),
         lambda: other.remove_model("2"),
         lambda: known.plan.placement.join(NodeCapacity("node-2", "10.0.0.2", 4)),
-        lambda: known._vacant.setdefault(("host-7", ""), []).append((share,)),
-        lambda: known._vacant["host-7", ""].pop(),
+        lambda: known.vacant.setdefault(("host-7", ""), []).append((share,)),
+        lambda: known.vacant["host-7", ""].pop(),
         lambda: known.drains.begin("node-1", Draining(("decode-1",), (), 60.0)),
-        lambda: known.drains.finished(1.0, {}),
-        lambda: known.drained.update({"id-7": other.without_keeper()}),
-        lambda: setattr(known, "_num_nodes", 9),
-        lambda: setattr(known, "_num_folders", 9),
-        lambda: setattr(other, "prepared", dataclasses.replace(other.prepared, share=share)),
+        lambda: known.drains.ended(1.0, {}),
+        lambda: known.drained.update({"id-7": DrainedNode("node-7", NODES[2])}),
+        lambda: setattr(known, "num_nodes", 9),
+        lambda: setattr(known, "num_folders", 9),
+        lambda: setattr(other, "prepared", replace(other.prepared, share=share)),
         lambda: setattr(head, "ray_node", head.ray_node._replace(node_id="id-9")),
-        lambda: cluster._members.pop("id-1"),
+        lambda: eager.members.pop(),
     ]
     for number, change in enumerate(changes, start=1):
-        cluster._hand_over()
-        cluster._hand_over()
-        assert len(keepers[0].copies) == number
+        eager.hand_over()
+        eager.hand_over()
+        assert len(eager.keepers[0].copies) == number
         change()
-    cluster._hand_over()
-    state: ClusterState = cloudpickle.loads(keepers[0].copies[-1])
-    assert state.number == len(keepers[0].copies) == len(changes) + 1
-    assert [member.ray_node.node_id for member in state.members] == ["id-9"]
+    eager.hand_over()
+    assert eager.keepers[0].number == len(eager.keepers[0].copies) == len(changes) + 1
+    assert [member.ray_node.node_id for member in decode(eager.keepers[0].copies[-1]).members] == ["id-9"]
 
 
-def test_what_a_driver_of_another_build_left_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [KeptState(1, b"calignedserve.core.errors\nNoSuchClass\n.", 60.0)]
-    monkeypatch.setattr(succession, "kept_by", lambda keepers: left)
+@pytest.mark.parametrize("place", [(), ("device",), ("members", 0), ("first", "served", "config"), ("sections", 1)])
+def test_a_record_with_an_unknown_field_is_refused(driver: Driver, place: Sequence[str | int]) -> None:
+    record = inner = msgspec.msgpack.decode(encode(driver.state))
+    for one in place:
+        inner = inner[one]
+    inner["new"] = 1
+    with pytest.raises(ProtocolError):
+        decode(msgspec.msgpack.encode(record))
+
+
+@pytest.mark.parametrize("left", [b"calignedserve.core.errors\nNoSuchClass\n.", b"", b"\x80"])
+def test_what_a_driver_of_another_build_left_is_not_taken_over(left: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(succession, "kept_by", lambda keepers: [KeptState(1, left, 60.0)])
     record = ClusterRecord("c", own_versions(), "pocket", "colocated", started=0.0, is_ready=True, nodes=())
     assert left_by_former(record) is None
 
 
-def test_what_has_changed_is_handed_over_at_once(cluster: ClusterOnHosts, announced: list[ClusterRecord]) -> None:
-    cluster._hand_over()
-    cluster._drains.give_back("id-1")
-    cluster._announce()
-    assert [len(member.keeper.actor.copies) for member in cluster._members.values()] == [2, 2]
-    assert len(announced) == 1
+def test_the_latest_record_is_taken_over(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [KeptState(number, encode(replace(driver.state, asked=f"asked {number}")), 60.0) for number in (2, 3)]
+    monkeypatch.setattr(succession, "kept_by", lambda keepers: kept)
+    record = ClusterRecord("c", own_versions(), "pocket", "colocated", started=0.0, is_ready=True, nodes=())
+    left = left_by_former(record)
+    assert left is not None
+    assert (left.number, left.asked) == (3, "asked 3")
 
 
 def test_an_authority_that_was_handed_over_issues_what_the_others_believe() -> None:
-    authority = CertificateAuthority("c")
+    authority = CertificateAuthority.new("c")
     before = authority.issue("router")
-    after = pickle.loads(pickle.dumps(authority)).issue("decode-0")
+    after = CertificateAuthority.from_pem(*authority.pem).issue("decode-0")
     assert after.authority == before.authority
     x509.load_pem_x509_certificate(after.certificate).verify_directly_issued_by(
         x509.load_pem_x509_certificate(before.authority)
@@ -167,3 +237,23 @@ def test_a_driver_with_another_configuration_or_other_keys_starts_anew(monkeypat
     before = digest_of(config)
     monkeypatch.setenv("ALIGNEDSERVE_API_KEYS", "one")
     assert digest_of(config) != before
+
+
+def test_the_product_unpickles_nothing() -> None:
+    root = Path(__file__).parents[4]
+    files = [file for folder in PRODUCT for file in (root / folder).rglob("*.py")]
+    assert len(files) > 500
+    found = [
+        str(file.relative_to(root)) for file in files if "pickle" in file.read_text("utf-8") and _uses_pickle(file)
+    ]
+    assert found == []
+
+
+def _uses_pickle(file: Path) -> bool:
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        names = [one.name for one in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [node.attr] if isinstance(node, ast.Attribute) else []
+        if any(part.lower().endswith("pickle") for name in names for part in name.split(".")):
+            return True
+    return False

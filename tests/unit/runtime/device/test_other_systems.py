@@ -67,7 +67,7 @@ def test_certificates_are_read_from_a_file_that_is_gone_afterwards(
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    CertificateAuthority("cluster").issue("router").listener_context()
+    CertificateAuthority.new("cluster").issue("router").listener_context()
     assert list(tmp_path.iterdir()) == []
 
 

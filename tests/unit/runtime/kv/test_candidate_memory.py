@@ -137,7 +137,7 @@ def test_over_another_transport_it_is_served_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_tls", [True, False])
 def test_a_decode_worker_of_another_node_reaches_its_buffer_over_tcp(tmp_path: Path, has_tls: bool) -> None:
-    authority = CertificateAuthority("test")
+    authority = CertificateAuthority.new("test")
     book = AddressBook(tmp_path, "node-0", "127.0.0.1", NoDirectory(), has_tls=has_tls)
     own = ProcessSpec(
         Role.PREFILL_WORKER,

@@ -263,7 +263,7 @@ def test_workers_of_other_widths_are_refused_by_name(machine: Machine, lender: L
 
 
 def test_ranks_of_another_host_reach_their_parts_over_encrypted_connections(tmp_path: Path, machine: Machine) -> None:
-    authority = CertificateAuthority("test")
+    authority = CertificateAuthority.new("test")
     book = AddressBook(tmp_path, "node-0", "127.0.0.1", NoDirectory(), has_tls=True)
     lender = Lender(machine, tmp_path, book=book, credentials=authority.issue(PREFILL))
     reader = RankedWorker(DECODE, machine, 2, credentials=authority.issue(DECODE))

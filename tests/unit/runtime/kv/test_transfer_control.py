@@ -69,7 +69,7 @@ def test_a_connection_that_is_dropped_as_its_thread_begins_to_wait(late_poll: La
 
 
 def test_a_connection_that_is_dropped_stays_encrypted_for_the_thread_that_uses_it() -> None:
-    authority = CertificateAuthority("test")
+    authority = CertificateAuthority.new("test")
     ends = [ControlSocket(one, 5.0) for one in socket.socketpair()]
     here, there = ends
     context = authority.issue("there").dialler_context()
@@ -97,7 +97,7 @@ def test_a_connection_that_is_dropped_in_the_handshake_is_lost_at_once(is_early:
 
     def serve() -> None:
         with pytest.raises(PeerLost):
-            control.encrypt(CertificateAuthority("test").issue("here").listener_context(), is_listener=True)
+            control.encrypt(CertificateAuthority.new("test").issue("here").listener_context(), is_listener=True)
         control.close()
         ended.set()
 
