@@ -132,7 +132,7 @@ def test_what_has_changed_is_handed_over_at_once(driver: Driver) -> None:
 
 def test_what_has_not_changed_is_handed_over_once(eager: Driver) -> None:
     for second in range(4):
-        eager.joining.drains.ended(float(second), {})
+        eager.joining.drains.finished(float(second), {})
         eager.hand_over()
     assert [(len(keeper.copies), keeper.num_heard) for keeper in eager.keepers] == [(1, 3), (1, 3)]
 
@@ -175,7 +175,7 @@ def test_every_change_is_handed_over(eager: Driver) -> None:
         lambda: known.vacant.setdefault(("host-7", ""), []).append((share,)),
         lambda: known.vacant["host-7", ""].pop(),
         lambda: known.drains.begin("node-1", Draining(("decode-1",), (), 60.0)),
-        lambda: known.drains.ended(1.0, {}),
+        lambda: known.drains.finished(1.0, {}),
         lambda: known.drained.update({"id-7": DrainedNode("node-7", NODES[2])}),
         lambda: setattr(known, "num_nodes", 9),
         lambda: setattr(known, "num_folders", 9),
