@@ -39,6 +39,13 @@ async def test_refused_and_failed_requests_are_open_no_more() -> None:
         assert served.services.intake.num_open == 0
 
 
+def test_a_drain_does_not_wait_for_whoever_asks_all_the_time() -> None:
+    intake = Intake()
+    intake.is_closed = True
+    assert intake.admit("GET") is None
+    assert intake.num_open == 0
+
+
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_request_is_released_once(is_closed: bool) -> None:
     intake = Intake()

@@ -267,6 +267,10 @@ async def test_too_many_requests_at_once_is_our_capacity() -> None:
         assert response.headers["retry-after"] == "1"
         assert (await first).status_code == 200
         assert error_of(await served.chat(n=3), 400)["param"] == "prompt"
+        one = asyncio.create_task(served.chat())
+        await holds(lambda: served.services.limiter.num_open == 1)
+        assert error_of(await served.chat(n=2), 503)["code"] == "overloaded"
+        assert (await one).status_code == 200
 
 
 async def test_a_failing_request_is_logged_once_without_its_content(caplog: pytest.LogCaptureFixture) -> None:

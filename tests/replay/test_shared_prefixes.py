@@ -70,6 +70,18 @@ def test_nothing_tells_which_adapter_a_request_names(policy: KeepDecisions | Kee
     assert not any(secret in repr(kept) for secret in ("acme", "aaaa"))
 
 
+def test_a_redacted_request_says_only_that_it_has_a_grammar() -> None:
+    own = SamplingParams(grammar="secret", logit_bias=((5, 1.0),), allowed_token_ids=(5, 6), bad_words=((5,),))
+    kept = redactor()(dataclasses.replace(request("a", 5, 6), sampling=own)).sampling
+    assert kept == SamplingParams(grammar="redacted")
+
+
+def test_answers_of_requests_that_share_nothing_are_left_out() -> None:
+    redact = redactor()
+    redact(request("a", 5, 6, root=b""))
+    assert [redact(SampledToken(RequestId("a"), token)).token_id for token in (7, 8, EOS)] == [-1, -1, EOS]
+
+
 def test_which_requests_share_an_adapter_stays() -> None:
     adapters = [LoraAdapter(name, f"/{name}", digest * 16) for name, digest in [("a", b"1"), ("b", b"1"), ("c", b"2")]]
     redact = redactor()

@@ -32,6 +32,12 @@ async def test_a_thought_stands_apart() -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == "hello"
 
 
+async def test_a_marker_that_never_ends_is_the_answer() -> None:
+    model = model_with(THINKING)
+    async with gateway(saying(model, "<thi"), model=model) as served:
+        assert (await served.chat()).json()["choices"][0]["message"]["content"] == "<thi"
+
+
 async def test_a_prompt_that_opens_the_thought_itself() -> None:
     model = model_with(OPENED)
     messages = [USER, {"role": "assistant", "content": "hi", "reasoning_content": "old"}, USER]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from alignedserve.batches.log.disk_log import DiskLogs
 from alignedserve.batches.log.log_format import LineOutcome, LogTotals, ResultRecord, decode_record, encode_record
 from alignedserve.batches.records import BatchKey, ResultKind, Usage
+from alignedserve.batches.result_writer import ResultWriter
 from alignedserve.core.errors import StorageDamaged, StorageError
 from tests.support.batch_samples import BATCH
 from tests.support.marks import each
@@ -18,6 +20,17 @@ RECORDS = [
     ResultRecord(0, LineOutcome.FAILED, b'{"custom_id":"a"}'),
     ResultRecord(1, LineOutcome.EXPIRED, b'{"custom_id":"b"}'),
 ]
+
+
+class FullDisk:
+    """A log whose disk is full until room is made."""
+
+    num_bytes = 0
+    has_room = False
+
+    def append(self, records: Sequence[ResultRecord]) -> None:
+        if not self.has_room:
+            raise StorageError("no space left on device")
 
 
 def logs(folder: Path) -> DiskLogs:
@@ -219,3 +232,16 @@ def test_tries_are_known_and_are_no_results(tmp_path: Path) -> None:
     log, recovered = logs(tmp_path).open(BATCH, 3)
     log.close()
     assert (recovered.settled, dict(recovered.num_attempts), recovered.num_dropped) == ([1], {1: 2, 0: 1}, 0)
+
+
+async def test_results_that_could_not_be_written_are_written_later_with_those_that_came_meanwhile() -> None:
+    log = FullDisk()
+    writer = ResultWriter(log, LogTotals())  # type: ignore[arg-type]
+    writer.add(RECORDS[0], RECORDS[1])
+    with pytest.raises(StorageError):
+        await writer.write()
+    writer.add(RECORDS[2])
+    assert (writer.has_pending, writer.is_idle) == (True, False)
+    log.has_room = True
+    assert await writer.write() == RECORDS
+    assert (writer.has_pending, writer.is_idle) == (False, True)

@@ -8,7 +8,7 @@ import pytest
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.main import main
 from alignedserve.config.loading import load_config
-from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound
+from alignedserve.core.errors import ConfigError, ModelNotFound, NodeLost
 from tests.support.fake_server import MODEL, FakeServer, Script, running
 
 HEAVY = (
@@ -127,7 +127,7 @@ def test_usage_errors_exit_with_2(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ConfigError("a\nb"), 2), (ModelNotFound("a\nb"), 1), (AddressInUse("a\nb"), 1)]
+    ("error", "code"), [(ConfigError("a\nb"), 2), (ModelNotFound("a\nb"), 1), (NodeLost("a\nb"), 75)]
 )
 def test_our_errors_are_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
@@ -29,6 +30,17 @@ class Died(ActorDiedError):
     @override
     def __str__(self) -> str:
         return "The actor died because of an error raised in its creation task\nMemoryError: no memory\n"
+
+
+class FakeActor:
+    """Stands for an actor and for its calls, of which each is the actor itself."""
+
+    @property
+    def failure(self) -> "FakeActor":
+        return self
+
+    def remote(self) -> "FakeActor":
+        return self
 
 
 def failures(restarts: Restarts, since: float, count: int) -> list[float]:
@@ -163,6 +175,25 @@ def test_the_health_of_a_process_is_what_it_answers(
 
     monkeypatch.setattr("alignedserve.cluster.watchdog.ray.get", get)
     assert watchdog._health_of("call") == health
+
+
+def test_a_process_that_has_not_started_is_never_killed_as_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(watchdog, "has_ended", lambda call: call in answered)
+    monkeypatch.setattr("alignedserve.cluster.watchdog.ray.get", lambda call: None)
+    monkeypatch.setattr("alignedserve.cluster.watchdog.ray.kill", lambda actor, no_restart: killed.append(actor))
+    answered: set[Any] = set()
+    loading, serving = FakeActor(), FakeActor()
+    watching = watchdog.Watchdog({"loading": loading, "serving": serving}, hang_timeout_s=3.0)
+    for check in range(8):
+        if check == 1:
+            answered.add(serving)
+        if check == 2:
+            answered.clear()
+        for name, watched in watching._actors.items():
+            watching._check(name, watched)
+    assert killed == [serving]
+    assert watching.healths() == {"loading": STARTING, "serving": ENDED}
 
 
 def test_a_node_names_what_does_not_serve() -> None:

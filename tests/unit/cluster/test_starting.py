@@ -11,8 +11,10 @@ from typing_extensions import override
 
 from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cluster import machine
+from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.cluster.start_observer import LoggingObserver, Patience
+from alignedserve.config.environment import RUN_DIR_VARIABLE
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
 from alignedserve.process.loading_progress import LoadingProgress, Progress, read_progress
 from alignedserve.runtime.model.random_weights import random_weights
@@ -38,6 +40,25 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def test_folders_of_running_clusters_stay_and_the_logs_of_the_last_that_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path / "run"))
+    running = make_run_folder("running")
+    (running / "router.sock").touch()
+    for number in range(12):
+        ended = running.parent / f"ended-{number}"
+        ended.mkdir()
+        (ended / "router.sock").touch()
+        os.utime(ended, (number, number))
+    os.utime(running, (0, 0))
+    make_run_folder("new")
+    assert (running / "router.sock").exists()
+    kept = {path.name for path in running.parent.iterdir()}
+    assert kept == {"running", "new", *(f"ended-{number}" for number in range(5, 12))}
+    assert not list(running.parent.glob("ended-*/*.sock"))
 
 
 def test_progress_prolongs_the_wait_and_all_workers_count(tmp_path: Path) -> None:

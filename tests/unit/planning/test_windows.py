@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from alignedserve.core.request import Slo
+from alignedserve.planning.confidence import attained_interval
 from alignedserve.planning.loads import UnitCosts, unit_costs
 from alignedserve.planning.trials import Goals, goals_of
 from alignedserve.planning.windowed_trial import WindowedTrial
@@ -18,6 +19,13 @@ from tests.harnesses.simulation import colocated, timed, workload_of
 COSTS = UnitCosts(0.001, 0.01)
 SIZES = WindowSizes(least_s=10.0, lead_in_s=5.0, least_requests=5, least_windows=8)
 EASY = Slo(1.0, 0.1)
+
+
+def test_a_sample_without_a_miss_promises_not_that_none_will() -> None:
+    low, high = attained_interval([PartResult(10, 10)] * 30, seed=0)
+    assert (low, high) == (0.99, 1.0)
+    assert attained_interval([PartResult(10, 5)] * 30, seed=0) == (0.5, 0.5)
+    assert attained_interval([], seed=0) == (0.0, 1.0)
 
 
 def rising(num_windows: int, per_window: int = 10) -> list[float]:
