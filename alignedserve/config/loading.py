@@ -33,6 +33,10 @@ _RENAMED_FIELDS = {
     ("links", "silence_s"): "hang_timeout_s",
     ("batches", "max_tries"): "max_attempts",
 }
+# Fields that are gone: section and name to what serves in their place.
+_REMOVED_FIELDS = {
+    ("router", "sentence_encoder"): "router.length_predictor token_embeddings reads the served model's own embeddings",
+}
 logger = logging.getLogger(__name__)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIZE = re.compile(r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmg]i?)?b?\s*$", re.IGNORECASE)
@@ -55,6 +59,10 @@ def read_values(path: Path | None) -> dict[str, Any]:
 
 def config_of(values: dict[str, Any]) -> ClusterConfig:
     """Return the configuration of plain values, whose sizes may be text. Raises ConfigError naming the field."""
+    for (section, name), replacement in _REMOVED_FIELDS.items():
+        fields = values.get(section)
+        if isinstance(fields, dict) and name in fields:
+            raise ConfigError(f"{section}.{name} is gone: {replacement}")
     try:
         return from_mapping(_with_parsed_sizes(values, ""))
     except RecursionError as error:

@@ -1,6 +1,6 @@
 """Output lengths foreseen: the router's predictor against simpler ways, and its microseconds.
 
-    python -m benchmarks.scheduling.predictor --data FOLDER  # target: 200 us with 100 000 requests stored
+    python -m benchmarks.scheduling.predictor --data FOLDER  # target: 500 us with 20 000 requests stored
 
 Without a folder (or ALIGNEDSERVE_DATA) only the tasks that ship with the package are measured. With one, its Alpaca and
 ShareGPT texts as well.

@@ -7,11 +7,9 @@ from types import MappingProxyType
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.text.tokenizer import Tokenizer
 from router.prediction.encoders import HashedNgrams, PromptEncoder
 from router.prediction.journal import LearntLengths
 from router.prediction.predictor import LengthPredictor, PredictorConfig
-from router.prediction.sentence_encoder import SentenceEncoder
 from router.prediction.token_embeddings import TokenEmbeddings
 
 CLASS_MEAN = "class_mean"  # no predictor: the mean of recent requests of the same class
@@ -26,6 +24,11 @@ def make_length_predictor(config: RouterConfig, served: ServedModel) -> LengthPr
     name = config.length_predictor
     if name == CLASS_MEAN:
         return None
+    if name == "sentence_encoder":
+        raise ConfigError(
+            "router.length_predictor sentence_encoder is gone: use token_embeddings, which reads the served model's "
+            "embeddings, or hashed_ngrams, which needs no model"
+        )
     if name not in ENCODERS:
         known = ", ".join(sorted((*ENCODERS, CLASS_MEAN)))
         raise ConfigError(f"router.length_predictor: unknown predictor {name!r}; known: {known}")
@@ -36,7 +39,7 @@ def learnt_lengths(
     config: RouterConfig, served: ServedModel, predictor: LengthPredictor, folder: Path
 ) -> LearntLengths:
     """Return the journal of this predictor in a folder that outlives its process. Nothing is read or written yet."""
-    encoder = f"{config.length_predictor} {config.sentence_encoder} {served.name} {served.config.vocab_size}"
+    encoder = f"{config.length_predictor} {served.name} {served.config.vocab_size}"
     return LearntLengths(folder, encoder=encoder, num_features=predictor.num_features)
 
 
@@ -52,19 +55,9 @@ def _token_embeddings(config: RouterConfig, served: ServedModel) -> PromptEncode
     return TokenEmbeddings.of_model(served.folder, served.decoder.family)
 
 
-def _sentence_encoder(config: RouterConfig, served: ServedModel) -> PromptEncoder:
-    if config.sentence_encoder is None:
-        raise ConfigError(
-            "router.length_predictor sentence_encoder needs router.sentence_encoder: the folder of a BERT-like encoder "
-            "(config.json, model.safetensors, tokenizer.json)"
-        )
-    return SentenceEncoder(Path(config.sentence_encoder), Tokenizer.load(served.folder).decode)
-
-
 ENCODERS: Mapping[str, Callable[[RouterConfig, ServedModel], PromptEncoder]] = MappingProxyType(
     {
         "hashed_ngrams": _hashed_ngrams,
-        "sentence_encoder": _sentence_encoder,
         "token_embeddings": _token_embeddings,
     }
 )

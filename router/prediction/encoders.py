@@ -15,7 +15,7 @@ from kernels.cpu.length_prediction import hash_ngrams, is_native
 Vector = npt.NDArray[np.float32]
 Hashes = npt.NDArray[np.uint64]
 
-KEY_LEN = 128  # of every encoder: so small that a search reads the keys of 100 000 requests in time
+KEY_LEN = 128  # of every encoder: so small that a look-up compares all keys in time
 WINDOW = 512  # tokens that an encoder reads of a prompt, half at each end: as many as ALISE's (BERT) does at most
 
 

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.core.request import Request, RequestClass
-from router.prediction.encoders import PromptCode, PromptEncoder, Vector
+from router.policies.forecast import OutputLengthForecast
+from router.prediction.encoders import KEY_LEN, PromptCode, PromptEncoder, Vector
 from router.prediction.mlp import LengthMlp
-from router.prediction.prior import LengthPrior
-from router.prediction.store import REQUEST_BYTES, FinishedRequests
+
+_REQUEST_BYTES = 4 * KEY_LEN + 4  # a key and an output length, both in float32
 
 
 class PredictionSource(enum.Enum):
@@ -37,10 +38,71 @@ class PredictorConfig:
     """The paper names k and the threshold without values; the threshold is the encoder's."""
 
     num_neighbours: int = 8  # k
-    capacity: int = 100_000  # finished requests that are kept
+    capacity: int = 20_000  # finished requests that are kept and compared; a look-up compares all of them
     max_bytes: int = 192 << 20  # of those and of what the MLP repeats, which takes a quarter at most
     fewest_learnt: int = 64  # requests before the MLP is used
     seed: int = 0
+
+
+class Neighbours(NamedTuple):
+    """Similar finished requests, most similar first."""
+
+    similarities: Vector
+    output_lens: Vector
+
+
+class FinishedRequests:
+    """Keys and output lengths of at most `capacity` finished requests; the newest replaces the oldest."""
+
+    def __init__(self, *, capacity: int) -> None:
+        assert capacity > 0, "a store of nothing"
+        self._keys = np.zeros((capacity, KEY_LEN), np.float32)
+        self._output_lens = np.zeros(capacity, np.float32)
+        self._num_added = 0
+
+    def __len__(self) -> int:
+        return min(self._num_added, len(self._keys))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays, as they will be when the store is full."""
+        return self._keys.nbytes + self._output_lens.nbytes
+
+    def add(self, key: Vector, output_len: float) -> None:
+        """Add a finished request."""
+        slot = self._num_added % len(self._keys)
+        self._keys[slot], self._output_lens[slot] = key, output_len
+        self._num_added += 1
+
+    def search(self, key: Vector, *, num_wanted: int, least_similarity: float) -> Neighbours:
+        """Return at most `num_wanted` requests whose cosine with the key is at least `least_similarity`."""
+        # Not a matrix product: BLAS's threads wait for each other, for tens of milliseconds on a busy machine.
+        similarities = np.vecdot(self._keys[: len(self)], key)
+        similar = (similarities >= least_similarity).nonzero()[0]
+        if len(similar) > num_wanted:
+            similar = similar[np.argpartition(-similarities[similar], num_wanted - 1)[:num_wanted]]
+        similar = similar[np.argsort(-similarities[similar], kind="stable")]
+        return Neighbours(similarities[similar], self._output_lens[similar])
+
+
+class LengthPrior:
+    """Mean output length per request class and power of two of the prompt length, for as long as little has finished.
+
+    Falls back to the mean of the class, and to the request's own limit while no request of its class has finished.
+    """
+
+    def __init__(self) -> None:
+        self._by_class = OutputLengthForecast()
+        self._by_length: dict[tuple[RequestClass, int], OutputLengthForecast] = {}
+
+    def predict(self, request: Request) -> float:
+        """Return the expected number of output tokens, never above the request's limit."""
+        return self._by_length.get(_kind(request), self._by_class).predict(request)
+
+    def observe(self, request: Request, num_generated: int) -> None:
+        """Learn from a finished request."""
+        self._by_class.observe(request, num_generated)
+        self._by_length.setdefault(_kind(request), OutputLengthForecast()).observe(request, num_generated)
 
 
 class LengthPredictor:
@@ -51,8 +113,8 @@ class LengthPredictor:
         self._encoder = encoder
         max_bytes, seed = self._config.max_bytes, self._config.seed
         self._mlp = LengthMlp(num_features=encoder.num_features + _NUM_FACTS, max_bytes=max_bytes // 4, seed=seed)
-        num_kept = max(1, (max_bytes - self._mlp.num_bytes) // REQUEST_BYTES)
-        self._finished = FinishedRequests(capacity=min(self._config.capacity, num_kept), seed=seed)
+        num_kept = max(1, (max_bytes - self._mlp.num_bytes) // _REQUEST_BYTES)
+        self._finished = FinishedRequests(capacity=min(self._config.capacity, num_kept))
         self._prior = LengthPrior()
 
     @property
@@ -105,3 +167,7 @@ def _features(request: Request, code: PromptCode) -> Vector:
 def _within_limit(expected: float, request: Request) -> float:
     limit = float(request.sampling.max_tokens)
     return min(max(expected, 1.0), limit)
+
+
+def _kind(request: Request) -> tuple[RequestClass, int]:
+    return request.request_class, request.prompt_len.bit_length()

@@ -5,15 +5,20 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from alignedserve.gguf.config import EMBEDDING
 
 from alignedserve.core.errors import ModelError
-from alignedserve.gguf.file import is_gguf
+from alignedserve.gguf.file import GgufFile, is_gguf
 from alignedserve.runtime.model.model_config import Family
+from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
+from kernels.block_values import unpack_rows
 from router.prediction.encoders import KEY_LEN, PromptCode, normalised, random_projection, window_of
-from router.prediction.tensors import FloatTensors, gguf_embedding
 
 _MAX_FEATURES = 256
+_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+Rows = npt.NDArray[np.float32]
 
 
 class TokenEmbeddings:
@@ -25,7 +30,7 @@ class TokenEmbeddings:
 
     least_similarity = 0.9
 
-    def __init__(self, rows: npt.NDArray[np.float32], *, seed: int = 0) -> None:
+    def __init__(self, rows: Rows, *, seed: int = 0) -> None:
         rows = rows - rows.mean(axis=0)
         if rows.shape[1] > _MAX_FEATURES:
             rows = rows @ random_projection(rows.shape[1], _MAX_FEATURES, seed)
@@ -36,18 +41,40 @@ class TokenEmbeddings:
     @classmethod
     def of_model(cls, folder: Path, family: Family, *, seed: int = 0) -> "TokenEmbeddings":
         """Load the embeddings of the model in this folder or GGUF file. Raises ModelError if its files hold none."""
-        if is_gguf(folder):
-            return cls(gguf_embedding(folder), seed=seed)
-        names = PARAMETER_NAMES[family]
-        tensors = FloatTensors(folder)
-        for prefix in names.prefixes:
-            name = f"{prefix}{names.embedding}.weight"
-            if name in tensors:
-                return cls(tensors.read(name, num_dimensions=2), seed=seed)
-        raise ModelError(f"{folder} holds no token embedding ({names.embedding}.weight).")
+        return cls(_gguf_embedding(folder) if is_gguf(folder) else _folder_embedding(folder, family), seed=seed)
 
     def encode(self, prompt_token_ids: Sequence[int]) -> PromptCode:
         """See PromptEncoder. Ids beyond the vocabulary, which no tokenizer emits, count as the last one."""
         ids = np.minimum(np.array(window_of(prompt_token_ids), dtype=np.int64), len(self._rows) - 1)
         pooled = normalised(self._rows[ids].mean(axis=0))
         return PromptCode(pooled, normalised(pooled @ self._to_key))
+
+
+def _gguf_embedding(path: Path) -> Rows:
+    file = GgufFile(path)
+    tensor = file.tensors.get(EMBEDDING)
+    if tensor is None or len(tensor.shape) != 2:
+        raise ModelError(f"{path} holds no token embedding ({EMBEDDING}).")
+    return unpack_rows(file.raw_rows(tensor), tensor.type.name)
+
+
+def _folder_embedding(folder: Path, family: Family) -> Rows:
+    names, index = PARAMETER_NAMES[family], WeightIndex(folder)
+    for prefix in names.prefixes:
+        name = f"{prefix}{names.embedding}.weight"
+        location = index.location(name)
+        if location is not None:
+            return _read_rows(name, location)
+    raise ModelError(f"{folder} holds no token embedding ({names.embedding}.weight).")
+
+
+def _read_rows(name: str, location: TensorLocation) -> Rows:
+    if location.dtype not in _DTYPES or len(location.shape) != 2:
+        is_there = f"{location.dtype} {list(location.shape)}"
+        raise ModelError(f"{location.path}: tensor {name} is {is_there}, expected rows of floats of 16 or 32 bits.")
+    stored_dtype = np.dtype(_DTYPES[location.dtype])
+    count = location.num_bytes // stored_dtype.itemsize
+    stored = np.fromfile(location.path, stored_dtype, count, offset=location.offset).reshape(location.shape)
+    if location.dtype == "BF16":  # the upper half of a float32
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return stored.astype(np.float32)

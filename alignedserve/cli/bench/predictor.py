@@ -13,7 +13,7 @@ _SHOWN = (
     *("corpus", "predictor", "bucket_accuracy", "error_of_range", "error_of_mean", "relative_error"),
     *("rank_correlation", "share_retrieved"),
 )
-_STORED_SIZES = (100, 10_000, 100_000)
+_STORED_SIZES = (100, 10_000, 20_000)
 
 
 def bench_predictor(options: PredictorOptions) -> int:

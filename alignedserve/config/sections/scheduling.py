@@ -21,7 +21,6 @@ class RouterConfig(Section, frozen=True):
     max_retries: int = 3  # after that a request fails
     length_predictor: str = "hashed_ngrams"  # a name in router/prediction
     max_learnt_bytes: int = 192 * MIB  # of the finished requests that it learns from; the oldest make room
-    sentence_encoder: str | None = None  # folder of a BERT-like encoder, for the length predictor of that name
 
     def __post_init__(self) -> None:
         self._require_positive("max_queued_requests", "max_queued_tokens", "max_prefill_tokens_per_worker")

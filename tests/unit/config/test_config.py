@@ -130,6 +130,7 @@ def test_what_is_not_a_size(text: str) -> None:
         ("gateway: {requests_per_minute: 0}", r"gateway\.requests_per_minute"),
         ("router: {max_queued_requests: 0}", r"router\.max_queued_requests"),
         ("router: {max_learnt_bytes: 1000}", r"router\.max_learnt_bytes"),
+        ("router: {sentence_encoder: bert}", r"router\.sentence_encoder is gone: router\.length_predictor token_emb"),
         ("router: {max_retries: -1}", r"router\.max_retries"),
         ("router: {max_candidate_requests: 0}", r"router\.max_candidate_requests"),
         ("batching: {min_requests: 0}", r"batching\.min_requests"),

@@ -1,14 +1,12 @@
 """Predicted output lengths in the router: how they come in, travel, and are judged; and the runner that makes them."""
 
 import asyncio
-from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 from alignedserve.config.sections import ModelSectionConfig, RouterConfig
-from alignedserve.core.errors import ConfigError, ModelNotFound, UnsafeWeights
+from alignedserve.core.errors import ConfigError
 from alignedserve.messages.events import Received, Send
 from alignedserve.messages.gateways import AbortRequest, LengthTotals, ResumeRequest, SubmitRequest
 from alignedserve.messages.pools import PoolRegistered, RequestPooled
@@ -186,7 +184,7 @@ SERVED = resolve_model(ModelSectionConfig())
 
 
 def test_an_unknown_predictor_is_refused_and_the_valid_ones_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"'tea'; known: class_mean, hashed_ngrams, sentence_encoder, token_embedd"):
+    with pytest.raises(ConfigError, match=r"'tea'; known: class_mean, hashed_ngrams, token_embedd"):
         make_length_predictor(RouterConfig(length_predictor="tea"), SERVED)
 
 
@@ -206,18 +204,6 @@ def test_random_weights_have_no_embeddings_to_compare_by() -> None:
         make_length_predictor(RouterConfig(length_predictor="token_embeddings"), served)
 
 
-def test_a_sentence_encoder_must_be_named_and_there() -> None:
-    config = RouterConfig(length_predictor="sentence_encoder")
-    with pytest.raises(ConfigError, match=r"needs router\.sentence_encoder"):
-        make_length_predictor(config, SERVED)
-    with pytest.raises(ModelNotFound, match=r"config\.json does not exist"):
-        make_length_predictor(msgspec.structs.replace(config, sentence_encoder="/nowhere"), SERVED)
-
-
-def test_a_sentence_encoder_in_a_pickle_is_refused(tmp_path: Path) -> None:
-    sizes = '"hidden_size": 8, "max_position_embeddings": 8, "num_attention_heads": 2, "num_hidden_layers": 1'
-    (tmp_path / "config.json").write_text(f'{{"model_type": "bert", {sizes}}}')
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    config = RouterConfig(length_predictor="sentence_encoder", sentence_encoder=str(tmp_path))
-    with pytest.raises(UnsafeWeights):
-        make_length_predictor(config, SERVED)
+def test_the_sentence_encoder_that_is_gone_names_what_serves_in_its_place() -> None:
+    with pytest.raises(ConfigError, match="use token_embeddings"):
+        make_length_predictor(RouterConfig(length_predictor="sentence_encoder"), SERVED)
