@@ -158,7 +158,7 @@ class PredictorOptions:
     ] = ()
     stored: Annotated[
         tuple[int, ...],
-        typer.Option(help="Finished requests in the store; may be repeated. 100, 10000 and 100000."),
+        typer.Option(help="Finished requests in the store; may be repeated. 100, 10000 and 20000."),
     ] = ()
     seed: SeedOption = 0
     json_output: JsonFlag = False

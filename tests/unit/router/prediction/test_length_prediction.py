@@ -193,7 +193,9 @@ def test_what_is_learnt_from_is_bounded_by_bytes() -> None:
 
 
 def test_the_default_bound_leaves_room_for_all_requests_that_are_compared() -> None:
-    assert LengthPredictor(HashedNgrams())._finished._capacity == PredictorConfig().capacity
+    config = PredictorConfig()
+    bytes_of_all = FinishedRequests(capacity=config.capacity).num_bytes
+    assert LengthPredictor(HashedNgrams(), config).num_bytes > bytes_of_all
 
 
 def test_the_network_begins_with_the_first_length_and_learns_what_differs() -> None:
