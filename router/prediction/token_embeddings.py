@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from alignedserve.gguf.config import EMBEDDING
 
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile, is_gguf
+from alignedserve.runtime.model.gguf.config import EMBEDDING
 from alignedserve.runtime.model.model_config import Family
 from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
