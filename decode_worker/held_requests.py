@@ -238,7 +238,9 @@ class HeldRequests:
 
         `leaving`: they are this one's, which needs no others.
         """
-        return all(self.has_room_for(one.request, one.context_len, num_blocks) for one in self if one is not leaving)
+        return all(
+            self.has_room_for(held.request, held.context_len, num_blocks) for held in self if held is not leaving
+        )
 
     def has_room_for(self, request: Request, context_len: int, num_held: int = 0) -> bool:
         """Return whether a request could have what it may soon need, alone, beside blocks on their way and these."""
@@ -252,7 +254,7 @@ class HeldRequests:
         False only while a request that has grown far needs blocks that are on their way.
         """
         left = self.allocator.num_blocks - self.num_away
-        return not self.num_away or all(blocks_for(one.context_len, self.block_size) <= left for one in self)
+        return not self.num_away or all(blocks_for(held.context_len, self.block_size) <= left for held in self)
 
     def hold(self, num_blocks: int) -> tuple[BlockId, ...]:
         """Take free blocks for a request that comes."""
@@ -276,7 +278,7 @@ class HeldRequests:
     @property
     def num_promised(self) -> int:
         """Blocks that requests which have begun will need for what is known of them, and for a token more each."""
-        needs = (blocks_for(one.context_len + 1, self.block_size) - len(one.block_ids) for one in self)
+        needs = (blocks_for(held.context_len + 1, self.block_size) - len(held.block_ids) for held in self)
         return sum(max(need, 0) for one, need in zip(self, needs, strict=True) if one.block_ids)
 
     def detach(self, tracked: HeldRequest) -> Progress:

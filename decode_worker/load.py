@@ -91,9 +91,9 @@ class LoadCounter:
         """Count candidates, except those on their way back to the pool."""
         versions = (self._candidates.version, self._order.version)
         if versions != self._waiting_of:
-            staying = [one for one in self._candidates if one.location is not CacheLocation.RETURNING]
-            num_joining = sum(self._order.joins_running(one) for one in staying)
-            num_blocks = sum(self._batch.blocks_for(one.context_len) for one in staying)
+            staying = [candidate for candidate in self._candidates if candidate.location is not CacheLocation.RETURNING]
+            num_joining = sum(self._order.joins_running(candidate) for candidate in staying)
+            num_blocks = sum(self._batch.blocks_for(candidate.context_len) for candidate in staying)
             self._waiting_of = versions
             self._waiting = _CandidateCounts(num_joining, len(staying) - num_joining, num_blocks)
         return self._waiting

@@ -7,7 +7,7 @@ from kernels.gpu_dispatch import fused_kernels, on_device
 
 
 def gather_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
-    """rows[i] = blocks[block_ids[i]].
+    """Copy blocks to rows: rows[i] = blocks[block_ids[i]].
 
     blocks      [num_blocks, block_bytes] uint8, contiguous, block_bytes a multiple of 8
     block_ids   [count] int64, on the same device
@@ -22,7 +22,7 @@ def gather_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
 
 
 def scatter_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
-    """blocks[block_ids[i]] = rows[i], under the terms of `gather_blocks`; no block twice."""
+    """Copy rows to blocks: blocks[block_ids[i]] = rows[i], under the terms of `gather_blocks`; no block twice."""
     kernels = fused_kernels("block_copies", blocks.device, blocks.dtype)
     if kernels is not None:
         with on_device(blocks.device):

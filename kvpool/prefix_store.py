@@ -129,11 +129,11 @@ class PrefixStore:
         """End the writes and reads of a lost worker."""
         for lease_id in [lease_id for lease_id, lent in self._lent.items() if lent.worker == peer]:
             self._take_back(lease_id)
-        return self._end_writing([lease_id for lease_id, one in self._writing.items() if one.worker == peer])
+        return self._end_writing([lease_id for lease_id, writing in self._writing.items() if writing.worker == peer])
 
     def end_expired(self, now: float) -> list[StoreCommand]:
         """End the leases of blocks that were not written in time."""
-        return self._end_writing([lease_id for lease_id, one in self._writing.items() if one.deadline_s < now])
+        return self._end_writing([lease_id for lease_id, writing in self._writing.items() if writing.deadline_s < now])
 
     # --- blocks to write
 

@@ -5,7 +5,7 @@ ahead of need, and returns evicted requests from it to the pool. One such copy r
 plans can change for all others; copies of other buffers and offloads of computed prompts do not wait for it.
 
 A request on its way back to the pool:
-1. ReturnRequest: the pool is asked for blocks. 2. BlocksReserved: copied from the buffer to the arena, BlocksWritten.
+1. ReturnRequest: the worker asks the pool for blocks. 2. BlocksReserved: copied from buffer to arena, BlocksWritten.
 3. BlocksTaken: RequestReturned tells the decode worker, which frees the buffer's blocks.
 If this fails before the blocks were offered to the pool, the request stays in the buffer.
 """

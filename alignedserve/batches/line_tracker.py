@@ -50,7 +50,7 @@ class LineTracker:
         return self.num_left == 0
 
     def lease(self, now: float) -> int | None:
-        """Lease the next line: one whose retry is due, else the first untouched one of the order; None: none is due."""
+        """Lease the next line: a due retry, else the first untouched line in order; None: nothing is due."""
         if self._retries and self._retries[0][0] <= now:
             line = heapq.heappop(self._retries)[1]
         else:

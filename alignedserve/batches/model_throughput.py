@@ -53,7 +53,7 @@ class ThroughputMeter:
         self._set(model, self._of(model).with_line(*line))
 
     def note_states(self, states: Mapping[str, ModelState]) -> None:
-        """Until a model's rate was measured, assume the share of its workers' time that other requests leave.
+        """Assume, for models without a measured rate, the share of their workers' time that other requests leave.
 
         Totals are compared over some seconds, as workers report about once per second.
         """

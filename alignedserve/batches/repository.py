@@ -124,8 +124,8 @@ class BatchRepository:
 
     async def unknown_files(self, file_ids: Sequence[FileId]) -> list[FileId]:
         """Return those of the files that have no record."""
-        found = await self._store.read([f"file/{file_id}" for file_id in file_ids])
-        return [file_id for file_id, raw in zip(file_ids, found, strict=True) if raw is None]
+        records = await self._store.read([f"file/{file_id}" for file_id in file_ids])
+        return [file_id for file_id, raw in zip(file_ids, records, strict=True) if raw is None]
 
     # --- batches
 
@@ -157,8 +157,8 @@ class BatchRepository:
 
     async def batch(self, batch_id: BatchKey) -> BatchSnapshot | None:
         """Return a batch of any owner."""
-        found = await self.batches([batch_id])
-        return found[0] if found else None
+        batches = await self.batches([batch_id])
+        return batches[0] if batches else None
 
     async def batches(self, batch_ids: Sequence[str]) -> list[BatchSnapshot]:
         """Return those of the batches that exist, in order. Raises StorageDamaged if one cannot be read."""
@@ -257,9 +257,9 @@ class BatchRepository:
 
     async def throughputs(self, assumed_tokens_per_s: float) -> Throughputs:
         """Return the measured throughput of every model, and an assumption for models that have run no line yet."""
-        found = await self._read_one(_THROUGHPUTS, StoredThroughputs)
+        stored = await self._read_one(_THROUGHPUTS, StoredThroughputs)
         assumed = ThroughputEstimate(tokens_per_s=assumed_tokens_per_s)
-        return Throughputs(assumed, found.by_model if found is not None else {})
+        return Throughputs(assumed, stored.by_model if stored is not None else {})
 
     async def totals(self) -> BatchTotals:
         """Return the totals of all batches."""

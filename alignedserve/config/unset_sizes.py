@@ -32,16 +32,16 @@ def from_mapping(values: dict[str, Any]) -> ClusterConfig:
 
     Raises ConfigError naming the field.
     """
-    given = {name: _without_unset(name, section) for name, section in values.items()}
+    set_values = {name: _without_unset(name, section) for name, section in values.items()}
     try:
-        config = msgspec.convert(given, ClusterConfig)
+        config = msgspec.convert(set_values, ClusterConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
     replace = msgspec.structs.replace
     marked: dict[str, Section] = {}
     for name, fields in SIZES.items():
         section = getattr(config, name)
-        unset = [field for field in fields if field not in given.get(name, {})]
+        unset = [field for field in fields if field not in set_values.get(name, {})]
         marked[name] = replace(section, **{field: DefaultSize(getattr(section, field)) for field in unset})
     return replace(config, **marked)
 

@@ -57,7 +57,7 @@ class RooflineModel:
         elementwise = 1.0 + efficiency.elementwise_share
         self._flop_s = elementwise / (flops_per_s * efficiency.linear_flops)
         self._weight_s = shape.dtype_bytes / (bytes_per_s * efficiency.linear_bytes)
-        # What a shape works out each time it is asked; policies ask for hundreds of iterations in a decision.
+        # A shape works these out at each access, and a policy predicts hundreds of iterations in a decision.
         self._token_parameters, self._head_parameters = shape.token_parameters, shape.head_parameters
         self._has_experts = shape.num_expert_layers > 0
         self._projection_s = shape.projection_flops * self._flop_s

@@ -20,7 +20,7 @@ TPOT_RATIOS = (0.79, 1.24)
 SLOWDOWNS = (1.1, 1.35)  # of iterations, with which a plan is tried: the usual error of TPOT, and more than the largest
 _NUM_DRAWS = 2000
 _PERCENTS = (5.0, 95.0)
-_RULE_OF_THREE = 3.0  # of n requests of which none misses, as many in a later n may with 95 % confidence
+_RULE_OF_THREE = 3.0  # if none of n requests misses, at most this many of a later n do, with 95 % confidence
 
 
 class Interval(NamedTuple):
@@ -51,40 +51,40 @@ def compared(groups: Sequence[Group], span_s: float, on_windows: Outcome | None,
         return ["Every plan was simulated on the whole workload; hopeless ones were abandoned."]
     windows = [group.window for group in groups]
     played_s = sum(window.end_s - window.start_s for window in windows)
-    found = [
+    sentences = [
         f"The plan was simulated on the whole workload, its equals and those beside it on up to {len(groups)} windows "
         f"({played_s:.0f} of {span_s:.0f} s): the busiest one, and one of each group of "
         f"{', '.join(str(group.num_windows) for group in groups[1:])} by load. A family of plans that looks worse on "
         "them than it is can be overlooked."
     ]
     if on_windows is not None and on_windows.windows is not None:
-        found.append(
+        sentences.append(
             f"On the {on_windows.windows.num_played} of these windows that it needed the plan attains "
             f"{on_windows.attained:.2%}, on the whole {on_whole.attained:.2%}."
         )
-    return found
+    return sentences
 
 
 def cautions(num_requests: int, share: float, span_s: float, costs: str) -> list[str]:
     """Return what limits the confidence, in words. `costs`: a caution about the costs, or nothing."""
-    found = []
+    sentences = []
     num_allowed = num_requests * (1.0 - share)
     if num_allowed < 10:
         enough = f"; {round(10 / (1.0 - share)):,} would be enough" if share < 1.0 else ""
-        found.append(
+        sentences.append(
             f"{num_requests:,} requests with objectives are few to tell {share:.4g} of them: "
             f"{num_allowed:.1f} may miss{enough}."
         )
     if span_s < 600.0:
-        found.append(f"The workload is {span_s:.0f} s long: its busiest hour, say, cannot be in it.")
+        sentences.append(f"The workload is {span_s:.0f} s long: its busiest hour, say, cannot be in it.")
     if costs:
-        found.append(costs)
-    found.append(
+        sentences.append(costs)
+    sentences.append(
         f"Simulated by real, on live runs that it was not fitted to ({MEASURED_ON}, two cores): throughput "
         f"{THROUGHPUT_RATIOS[0]:.2f} to {THROUGHPUT_RATIOS[1]:.2f}, TTFT {TTFT_RATIOS[0]:.2f} to {TTFT_RATIOS[1]:.2f}, "
         f"TPOT {TPOT_RATIOS[0]:.2f} to {TPOT_RATIOS[1]:.2f} (benchmarks/results/simulated_vs_live_*.json)."
     )
-    return found
+    return sentences
 
 
 def caution_of_costs(candidate: Candidate, machines: Machines) -> str:

@@ -95,12 +95,12 @@ class Plan:
 
     def frontier(self) -> list[Tried]:
         """Return the plans that attain more than every cheaper one, the cheapest first."""
-        found: list[Tried] = []
-        known = (one for one in self.tried if one.outcome.is_representative)
-        for one in sorted(known, key=lambda one: (one.candidate.cost, -one.outcome.attained)):
-            if not found or one.outcome.attained > found[-1].outcome.attained:
-                found.append(one)
-        return found
+        frontier: list[Tried] = []
+        known = (trial for trial in self.tried if trial.outcome.is_representative)
+        for trial in sorted(known, key=lambda trial: (trial.candidate.cost, -trial.outcome.attained)):
+            if not frontier or trial.outcome.attained > frontier[-1].outcome.attained:
+                frontier.append(trial)
+        return frontier
 
 
 def make_plan(request: PlanRequest, pool: CasePool, note: Note = lambda _words, _case: None) -> Plan:
@@ -174,17 +174,17 @@ class _Planner:
 
     def _usable_families(self, workload: Workload) -> list[Family]:
         machines = self._request.machines
-        found = []
+        usable = []
         for family in families_of(self._request.choices):
             smallest = family.members[0]
             problem = obstacle(smallest, machines, workload)
             if problem is None:
-                found.append(family)
+                usable.append(family)
             else:
                 self.skipped.append((smallest.label, problem))
-        if not found:
+        if not usable:
             raise ConfigError(f"no plan can run this workload: {self.skipped[0][1]}")
-        return found if self._request.choices.degrees is not None else _least_parallel(found)
+        return usable if self._request.choices.degrees is not None else _least_parallel(usable)
 
     def _unit_costs(self, family: Family, workload: Workload) -> UnitCosts:
         return unit_costs(self._request.machines.configured(family.members[0]), workload.requests)
@@ -223,16 +223,17 @@ class _Planner:
         """Play the whole workload. Without windows it tells what each plan attains, of all but hopeless ones."""
         exact, rough = self.goals.limits(), self.goals.limits(HOPELESS)
         limits = exact if self.groups else rough
-        runs = [(one.candidate, Run(limits=limits if one.is_limited else None)) for one in trials]
+        runs = [(trial.candidate, Run(limits=limits if trial.is_limited else None)) for trial in trials]
         words = f"{len(runs)} plans on the whole workload" if len(runs) > 1 else "a plan on the whole workload"
         return [judged(result, error, self.goals) for result, error in self._simulate(words, runs)]
 
     def _play_windows(self, words: str, variants: Sequence[_Variant]) -> list[Outcome]:
         """Play windows of each until enough is known: the next ones of all, side by side."""
         trials = [
-            WindowedTrial(self.groups, self.goals, speed=one.speed, is_thorough=one.is_thorough) for one in variants
+            WindowedTrial(self.groups, self.goals, speed=variant.speed, is_thorough=variant.is_thorough)
+            for variant in variants
         ]
-        while asked := [(number, group) for number, one in enumerate(trials) for group in one.next_windows()]:
+        while asked := [(number, group) for number, trial in enumerate(trials) for group in trial.next_windows()]:
             runs = [
                 (
                     variants[number].candidate,
@@ -249,9 +250,9 @@ class _Planner:
         if self.groups:
             return self._play_windows(words, variants)
         limits = self.goals.limits(HOPELESS)
-        runs = [(one.candidate, Run(None, limits, one.speed, one.slowdown)) for one in variants]
-        found = zip(variants, self._simulate(words, runs), strict=True)
-        return [judged(result, error, self.goals, one.speed) for one, (result, error) in found]
+        runs = [(variant.candidate, Run(None, limits, variant.speed, variant.slowdown)) for variant in variants]
+        outcomes = zip(variants, self._simulate(words, runs), strict=True)
+        return [judged(result, error, self.goals, variant.speed) for variant, (result, error) in outcomes]
 
     def _simulate(
         self, words: str, runs: Sequence[tuple[Candidate, Run]]
@@ -263,7 +264,7 @@ class _Planner:
         cases = [case_of(candidate, run, request.machines, request.traffic) for candidate, run in runs]
         self.num_simulations += len(cases)
         results = self._pool.run(cases, lambda case: self._note(words, case))
-        return [(one.result, one.error) for one in results]
+        return [(outcome.result, outcome.error) for outcome in results]
 
     # --- around the plan
 
@@ -283,24 +284,24 @@ class _Planner:
             for one in others
         ]
         outcomes = self._play("the plan under other circumstances", [variant for _, variant in named])
-        found = []
+        varied = []
         for (words, variant), outcome in zip(named, outcomes, strict=True):
             if variant.candidate is candidate or not holds:
-                found.append(Variation(words, outcome))
+                varied.append(Variation(words, outcome))
                 continue
             known = self._failure(variant.candidate) if outcome.holds else None
             self._keep(variant.candidate, known or outcome)
-            found.append(Variation(words, known or outcome))
-        return found
+            varied.append(Variation(words, known or outcome))
+        return varied
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
         """Return the plans of one worker less and one more, as far as what they attain is not known yet."""
         for family in self._families:
             labels = [member.label for member in family.members]
             if candidate.label in labels:
-                place = labels.index(candidate.label)
-                near = [*family.members[max(place - 1, 0) : place], *family.members[place + 1 : place + 2]]
-                return [one for one in near if not self._is_known(one)]
+                number = labels.index(candidate.label)
+                near = [*family.members[max(number - 1, 0) : number], *family.members[number + 1 : number + 2]]
+                return [neighbour for neighbour in near if not self._is_known(neighbour)]
         return []
 
     def _is_known(self, candidate: Candidate) -> bool:
@@ -323,7 +324,7 @@ class _Planner:
             )
             for factor in _MORE
         ]
-        return list({one.label: one for one in larger}.values())
+        return list({plan.label: plan for plan in larger}.values())
 
 
 def _verdict(outcome: Outcome) -> Verdict:

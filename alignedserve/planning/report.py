@@ -87,9 +87,10 @@ def summary(plan: Plan) -> list[str]:
     goal, near = plan.goals.share, plan.nearest
     lines = []
     if plan.chosen is not None:
-        one = plan.chosen.candidate
+        candidate = plan.chosen.candidate
         lines.append(
-            f"Plan: {one.label}, {priced(one)}. It attains {near.outcome.attained:.2%} (asked for {percent(goal)})."
+            f"Plan: {candidate.label}, {priced(candidate)}. It attains {near.outcome.attained:.2%} "
+            f"(asked for {percent(goal)})."
         )
     else:
         lines.append(
@@ -100,22 +101,22 @@ def summary(plan: Plan) -> list[str]:
     low, high = plan.interval
     lines.append(f"90 % interval of what it attains with other traffic of this kind: {low:.2%} to {high:.2%}.")
     if plan.simulated_only is not None:
-        one = plan.simulated_only.candidate
+        candidate = plan.simulated_only.candidate
         lines.append(
-            f"{one.label} would hold for {priced(one)}, but can only be simulated: workers of a live system have one "
-            "accelerator each so far."
+            f"{candidate.label} would hold for {priced(candidate)}, but can only be simulated: workers of a live "
+            "system have one accelerator each so far."
         )
     return lines
 
 
 def _what_would(plan: Plan) -> list[str]:
     """Return what would be needed instead: slower arrivals, more accelerators, or wider objectives."""
-    lines = [f"It would hold with {one.words}." for one in plan.variations if one.holds][:2]
+    lines = [f"It would hold with {variation.words}." for variation in plan.variations if variation.holds][:2]
     result = plan.nearest.outcome.result
     needed = _percentile_for(plan.goals.share)
-    for name, found in sorted(result.classes.items()) if result is not None else ():
-        if name in plan.goals.bounded and found.ttft_s is not None and found.tpot_s is not None:
-            ttft_s, tpot_s = _at(found, needed)
+    for name, measures in sorted(result.classes.items()) if result is not None else ():
+        if name in plan.goals.bounded and measures.ttft_s is not None and measures.tpot_s is not None:
+            ttft_s, tpot_s = _at(measures, needed)
             lines.append(
                 f"It holds TTFT {shown(ttft_s)} s and TPOT {shown(tpot_s)} s for {percent(plan.goals.share)} of "
                 f"class {name}."
@@ -128,13 +129,13 @@ def _percentile_for(share: float) -> float:
     return 100.0 * (1.0 - (1.0 - share) / 2.0)
 
 
-def _at(found: ClassResult, percent: float) -> tuple[float, float]:
+def _at(measures: ClassResult, percent: float) -> tuple[float, float]:
     """Return TTFT and TPOT at the next sampled percentile at or above this one."""
     from_curves = []
-    for measure in (found.ttft_s, found.tpot_s):
+    for measure in (measures.ttft_s, measures.tpot_s):
         assert measure is not None, "asked for by the caller"
-        place = next(number for number, one in enumerate(CURVE_PERCENTS) if one >= percent - 1e-9)
-        from_curves.append(measure.curve[place])
+        index = next(number for number, sampled in enumerate(CURVE_PERCENTS) if sampled >= percent - 1e-9)
+        from_curves.append(measure.curve[index])
     return from_curves[0], from_curves[1]
 
 
@@ -172,7 +173,7 @@ def plan_page(report: PlanReport) -> str:
 
 _FRONTIER_WORDS = (
     "Every mark is a simulated plan: its cost, and the share of requests within their objectives (of the class that "
-    "attains least). The line joins plans of which none cheaper attains as much. Faint marks are of the busiest "
+    "attains least). The line joins plans that attain more than every cheaper one. Faint marks are of the busiest "
     "windows of the workload only, where the search had seen enough: of the whole such plans attain more. The dashed "
     "line is the share asked for; plans that were abandoned before the end stand in the table alone."
 )
@@ -180,7 +181,7 @@ _FRONTIER_WORDS = (
 
 def _groups(plan: Plan) -> list[str]:
     """Return what marks differ by: topology and policy."""
-    return list(dict.fromkeys(_group(one.candidate) for one in plan.tried))
+    return list(dict.fromkeys(_group(trial.candidate) for trial in plan.tried))
 
 
 def _group(candidate: Candidate) -> str:
@@ -196,23 +197,23 @@ def _legend(plan: Plan) -> str:
 def frontier_plot(report: PlanReport) -> str:
     """Plot what is attained against the cost."""
     plan = report.plan
-    known = [one for one in plan.tried if not one.outcome.is_abandoned and one.outcome.error is None]
-    shown_ones = sorted(known, key=lambda one: one is plan.nearest)  # drawn last, above its equals
-    costs = [one.candidate.cost for one in shown_ones]
-    least = min((one.outcome.attained for one in shown_ones), default=0.0)
+    known = [trial for trial in plan.tried if not trial.outcome.is_abandoned and trial.outcome.error is None]
+    shown_ones = sorted(known, key=lambda trial: trial is plan.nearest)  # drawn last, above its equals
+    costs = [trial.candidate.cost for trial in shown_ones]
+    least = min((trial.outcome.attained for trial in shown_ones), default=0.0)
     shares = Scale(max(floor(10.0 * min(least, plan.goals.share) - 1e-9), 0) / 10.0, 1.0)
     label = "price per hour" if report.unit == "per hour" else report.unit
     frame = Frame(from_zero(costs), shares, label, "requests within objectives", width=900, height=340)
     groups, goal = _groups(plan), plan.goals.share
     ends = [frame.at(0.0, goal), frame.at(frame.x.high, goal)]
-    frontier = [frame.at(one.candidate.cost, one.outcome.attained) for one in plan.frontier()]
+    frontier = [frame.at(trial.candidate.cost, trial.outcome.attained) for trial in plan.frontier()]
     marks = []
-    for one in shown_ones:
-        style = groups.index(_group(one.candidate))
-        words = f"{one.candidate.label}: {one.outcome.attained:.1%}, {priced(one.candidate)}"
-        place = frame.at(one.candidate.cost, one.outcome.attained)
-        faint = {} if one.outcome.is_representative else {"opacity": "0.45"}
-        marks.append(element("g", mark(style, *place, words), class_=f"s{style % MAX_STYLES}", **faint))
+    for trial in shown_ones:
+        style = groups.index(_group(trial.candidate))
+        words = f"{trial.candidate.label}: {trial.outcome.attained:.1%}, {priced(trial.candidate)}"
+        position = frame.at(trial.candidate.cost, trial.outcome.attained)
+        faint = {} if trial.outcome.is_representative else {"opacity": "0.45"}
+        marks.append(element("g", mark(style, *position, words), class_=f"s{style % MAX_STYLES}", **faint))
     chosen = frame.at(plan.nearest.candidate.cost, plan.nearest.outcome.attained)
     ring = element("circle", cx=chosen[0], cy=chosen[1], r=9, class_="curve")
     lines = [element("path", d=path(ends), class_="curve", stroke_dasharray=dash(MAX_STYLES))]
@@ -223,46 +224,46 @@ def frontier_plot(report: PlanReport) -> str:
 
 def sorted_plans(plan: Plan) -> list[Tried]:
     """Return all plans that were simulated, the cheapest first."""
-    return sorted(plan.tried, key=lambda one: (one.candidate.cost, -one.outcome.attained, one.candidate.label))
+    return sorted(plan.tried, key=lambda trial: (trial.candidate.cost, -trial.outcome.attained, trial.candidate.label))
 
 
 def candidates_table(plan: Plan) -> Table:
     """Build a row per plan, the cheapest first."""
-    rows = [[_marked(plan, one), *_figures(plan, one)] for one in sorted_plans(plan)]
+    rows = [[_marked(plan, trial), *_figures(plan, trial)] for trial in sorted_plans(plan)]
     headings = ("plan", "cost", "attained", "of", "TTFT p99", "TPOT p99", "tokens/s", "busy", "starts")
     return Table(headings, rows, 1)
 
 
-def _marked(plan: Plan, one: Tried) -> str:
-    return f"> {one.candidate.label}" if one is plan.nearest else one.candidate.label
+def _marked(plan: Plan, trial: Tried) -> str:
+    return f"> {trial.candidate.label}" if trial is plan.nearest else trial.candidate.label
 
 
-def _figures(plan: Plan, one: Tried) -> list[str]:
-    result = one.outcome.result
-    found = None if result is None else result.classes[ALL]
-    cells = [f"{one.candidate.cost:g}", attained_words(plan, one), played_words(one.outcome)]
-    if result is None or found is None or one.outcome.is_abandoned:
+def _figures(plan: Plan, trial: Tried) -> list[str]:
+    result = trial.outcome.result
+    measures = None if result is None else result.classes[ALL]
+    cells = [f"{trial.candidate.cost:g}", attained_words(plan, trial), played_words(trial.outcome)]
+    if result is None or measures is None or trial.outcome.is_abandoned:
         cells += [NOTHING] * 4
     else:
         cells += [
             f"{measure.distribution.p99:.3f} s" if measure is not None else NOTHING
-            for measure in (found.ttft_s, found.tpot_s)
+            for measure in (measures.ttft_s, measures.tpot_s)
         ]
         busy = sum(worker.utilisation for worker in result.workers) / max(len(result.workers), 1)
-        cells += [f"{found.tokens_per_s:,.0f}", f"{busy:.0%}"]
-    return [*cells, "yes" if one.candidate.can_be_served else "simulated only"]
+        cells += [f"{measures.tokens_per_s:,.0f}", f"{busy:.0%}"]
+    return [*cells, "yes" if trial.candidate.can_be_served else "simulated only"]
 
 
 def variations_table(plan: Plan) -> Table:
     """Build a row per circumstance."""
     rows = [
         [
-            one.words,
-            NOTHING if one.outcome.is_abandoned else f"{one.outcome.attained:.1%}",
-            played_words(one.outcome),
-            "holds" if one.holds else "does not hold",
+            variation.words,
+            NOTHING if variation.outcome.is_abandoned else f"{variation.outcome.attained:.1%}",
+            played_words(variation.outcome),
+            "holds" if variation.holds else "does not hold",
         ]
-        for one in plan.variations
+        for variation in plan.variations
     ]
     return Table(("with", "attained", "of", ""), rows, 1)
 

@@ -32,7 +32,7 @@ _FEW = 2  # requests that are left by chance
 class Machines:
     """Sources of a plan's sizes and costs. `profiles`: of measured machines, by the name of the offer."""
 
-    cluster: ClusterConfig  # of which plans change topology, policy and counts
+    cluster: ClusterConfig  # plans change its topology, policy and counts
     model: str | None  # of named accelerators
     costs: str = "roofline"
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict)

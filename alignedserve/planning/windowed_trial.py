@@ -126,7 +126,7 @@ class WindowedTrial:
         )
 
     def _of(self, name: str) -> Iterator[_Played]:
-        return (one for one in self._played if name in one.missing)
+        return (played for played in self._played if name in played.missing)
 
     def _missed(self, name: str) -> float:
         """Count a class's misses in the groups that were simulated."""

@@ -231,15 +231,15 @@ class PrefixCache:
         if len(names) < num_full:
             self._name(context, num_full, tokens_between)
         for index in range(len(held), num_full):
-            own = block_ids[index]
-            block = self.blocks.store(held[-1] if held else None, *names[index], own)
+            block_id = block_ids[index]
+            block = self.blocks.store(held[-1] if held else None, *names[index], block_id)
             if block is None:  # another block has its hash
                 context.is_closed = True
                 return
-            if block.block_id != own:
+            if block.block_id != block_id:
                 self.blocks.acquire((block,))
                 block_ids[index] = block.block_id
-                yield AdoptedBlock(index, block.block_id, own)
+                yield AdoptedBlock(index, block.block_id, block_id)
             held.append(block)
 
     def _name(self, context: CachedContext, num_full: int, tokens_between: TokensBetween) -> None:

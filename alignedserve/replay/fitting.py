@@ -94,8 +94,10 @@ def fit_mean(samples: Sequence[Sample], bends: Sequence[float] = BENDS) -> Linea
 
 def fit_unmeasured(iterations: Sequence[ObservedIteration]) -> LinearIterationModel:
     """Fit what an iteration takes beside its engine's time: deciding, threads, records; some for each request."""
-    rows = np.array([(1.0, one.work.num_decodes) for one in iterations]).reshape(-1, 2)
-    seconds = np.array([max(one.ended_s - one.started_s - one.engine_s, 0.0) for one in iterations])
+    rows = np.array([(1.0, iteration.work.num_decodes) for iteration in iterations]).reshape(-1, 2)
+    seconds = np.array(
+        [max(iteration.ended_s - iteration.started_s - iteration.engine_s, 0.0) for iteration in iterations]
+    )
     base_s, request_s = nonnegative_least_squares(rows, seconds).tolist()
     return LinearIterationModel(LinearCoefficients(base_s=base_s, decode_s=request_s))
 
@@ -113,10 +115,10 @@ class _WorkerIterations:
 
     def alone(self, slowdowns: Slowdowns) -> list[Sample]:
         """Return the samples with their times alone, as if always either all others ran the same kind or none ran."""
-        has_prompt = np.array([one.work.num_chunks > 0 for one in self.iterations], np.int64)
+        has_prompt = np.array([iteration.work.num_chunks > 0 for iteration in self.iterations], np.int64)
         table = np.array(slowdowns).reshape(2, 2)[has_prompt]
         factors = 1.0 - self.shares.sum(axis=1) + (self.shares / (1.0 + table * self.num_others)).sum(axis=1)
-        seconds = [one.ended_s - one.started_s for one in self.iterations]
+        seconds = [iteration.ended_s - iteration.started_s for iteration in self.iterations]
         return [
             Sample(one.work, factor * taken_s)
             for one, factor, taken_s in zip(self.iterations, factors.tolist(), seconds, strict=True)

@@ -120,16 +120,16 @@ class ObservedRun:
 
         part = ObservedRun()
         part.measured = self.measured
-        part.requests = {key: one for key, one in self.requests.items() if is_in(one.request.arrival_s)}
-        part.iterations = [one for one in self.iterations if is_in(one.started_s)]
-        part.copies = [one for one in self.copies if is_in(one.ended_s)]
+        part.requests = {key: request for key, request in self.requests.items() if is_in(request.request.arrival_s)}
+        part.iterations = [iteration for iteration in self.iterations if is_in(iteration.started_s)]
+        part.copies = [copy for copy in self.copies if is_in(copy.ended_s)]
         part._received = {key: time_s for key, time_s in self._received.items() if is_in(time_s)}
         part._sent = self._sent
         return part
 
     def submit_times_s(self) -> list[float]:
         """Return the times from the arrivals of requests at gateways to their router, in their order."""
-        return [one.submitted_s - one.request.arrival_s for one in self.requests.values()]
+        return [request.submitted_s - request.request.arrival_s for request in self.requests.values()]
 
     def message_times_s(self) -> list[float]:
         """Return the latencies of the messages that can be matched at both ends."""

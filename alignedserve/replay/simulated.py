@@ -100,9 +100,9 @@ def fitted_machine(metadata: RunMetadata, fit: MachineFit) -> SimulatedMachine:
 
 def requests_of(run: ObservedRun) -> list[ReplayedRequest]:
     """Return the requests that got at least one token, by arrival; times count from the first arrival."""
-    observed = [one for one in run.requests.values() if one.token_times_s.get(0) is not None]
-    observed.sort(key=lambda one: (one.request.arrival_s, one.request.request_id))
-    return [ReplayedRequest(_timed(one, observed[0].request.arrival_s), one) for one in observed]
+    observed = [request for request in run.requests.values() if request.token_times_s.get(0) is not None]
+    observed.sort(key=lambda request: (request.request.arrival_s, request.request.request_id))
+    return [ReplayedRequest(_timed(request, observed[0].request.arrival_s), request) for request in observed]
 
 
 def think_times_s(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int]) -> dict[str, float]:
@@ -129,7 +129,7 @@ def workload_of(
 
     `think_s`: from the end of a request to the next one of its loop, by class.
     """
-    present = {one.timed.class_name for one in requests}
+    present = {request.timed.class_name for request in requests}
     loops = tuple(
         _loop(name, size, requests, think_s.get(name, 0.0))
         for name, size in sorted(outstanding.items())
@@ -137,9 +137,9 @@ def workload_of(
     )
     return Workload(
         WorkloadDescription("recorded", 0),
-        tuple(one.timed for one in requests if one.timed.class_name not in outstanding),
+        tuple(request.timed for request in requests if request.timed.class_name not in outstanding),
         loops,
-        max_closed=sum(one.timed.class_name in outstanding for one in requests) if loops else None,
+        max_closed=sum(request.timed.class_name in outstanding for request in requests) if loops else None,
     )
 
 

@@ -47,7 +47,7 @@ class PlannedEviction(NamedTuple):
 
     row: int
     how: EvictionMode
-    num_tokens: int | None = None  # the last so many tokens only (SWAP); None: all
+    num_tokens: int | None = None  # the last tokens only (SWAP); None: all
 
 
 class ScheduledRequest(NamedTuple):

@@ -24,7 +24,7 @@ class RequestRuntimeModel(NamedTuple):
     decode_s: float  # beta
 
     def prefill_s(self, num_tokens: Floats) -> Floats:
-        """Equation 4."""
+        """Return the time of a prompt (equation 4)."""
         return num_tokens * self.prefill_token_s
 
     def remaining_s(self, table: RequestTable, num_left: Floats) -> Floats:

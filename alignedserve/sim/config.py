@@ -23,7 +23,7 @@ class SimLinks:
     message_s: float = 0.0002  # between components, and to the client
     submit_s: float | None = None  # of a request from its arrival at the gateway to the router; None: `message_s`
     token_s: float | None = None  # of a token from its worker to the client; None: `message_s`
-    submit_times_s: tuple[float, ...] = ()  # recorded, one of which each request takes instead of `submit_s`, by seed
+    submit_times_s: tuple[float, ...] = ()  # recorded; each request takes one of them, by seed, instead of `submit_s`
 
 
 class Slowdowns(NamedTuple):

@@ -30,7 +30,7 @@ class SharedCores:
         self._event_queue = event_queue
         self._slowdowns = slowdowns
         self._jobs: list[_Job] = []
-        self._settled_s = 0.0  # time as of which `left_s` is valid
+        self._settled_s = 0.0  # the time at which `left_s` was settled
         self._version = 0  # of the schedule; the end of an earlier one is void
 
     def begin(self, duration_s: float, has_prompt: bool, on_done: Callable[[], None]) -> None:

@@ -185,7 +185,7 @@ class _BatchShape:
             self.shortest += 1
             self.longest += 1
             return
-        lengths = [one.context_len for one in running]
+        lengths = [request.context_len for request in running]
         self.size, self.sum = len(lengths), sum(lengths)
         self.shortest, self.longest = min(lengths), max(lengths)
 
@@ -225,6 +225,6 @@ def _split_wait(since: float, until: float, running: Collection[IterationMember]
     All processes of a host share the clock. An arrival by another host's clock may lie anywhere; it is clamped to
     between the start of the wait and the grant, which is by this host's clock.
     """
-    granted = min(max(min(one.granted_s for one in running), since), until)
-    arrived = min(max(min(one.request.arrival_s for one in running), since), granted)
+    granted = min(max(min(request.granted_s for request in running), since), until)
+    arrived = min(max(min(request.request.arrival_s for request in running), since), granted)
     return WaitingTimes(arrived - since, granted - arrived, until - granted)

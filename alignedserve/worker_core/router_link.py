@@ -41,7 +41,9 @@ class RouterLink:
         """Register with a router that is new or back, and so knows nothing of this worker nor of what it has kept."""
         self._router = router
         self._reported = None
-        decoding = tuple(DecodedRequest(one.request.request_id, one.attempt, one.num_received) for one in kept)
+        decoding = tuple(
+            DecodedRequest(request.request.request_id, request.attempt, request.num_received) for request in kept
+        )
         latest_attempt = self._latest_attempt
         return self.send(msgspec.structs.replace(self._registered, latest_attempt=latest_attempt, decoding=decoding))
 

@@ -10,7 +10,7 @@ from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.held_requests import HeldRequest
 from decode_worker.state import Candidate, Loading, RunningRequest
 
-# A request is admitted only if all in the batch can then generate so many tokens without an eviction.
+# A request is admitted only if every request of the batch can then generate this many tokens without an eviction.
 FORESEEN_TOKENS = 32
 
 BatchMember = RunningRequest | HeldRequest
@@ -67,7 +67,7 @@ def growth_of(one: WorkerRequest, num_held: int, block_size: int) -> int:
 
 def span_of(members: Iterable[BatchMember], batch_id: BatchId) -> tuple[int, int] | None:
     """Return the shortest and longest context of one batch's requests; None when none of them is here."""
-    lengths = [one.context_len for one in members if one.batch_id == batch_id]
+    lengths = [member.context_len for member in members if member.batch_id == batch_id]
     return (min(lengths), max(lengths)) if lengths else None
 
 

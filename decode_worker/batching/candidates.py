@@ -98,10 +98,12 @@ class Candidates:
 
         `moving`: candidates that are being copied in or out. For membership only.
         """
-        found = (*self._entries.values(), *self._returning.values(), *self._returned.values(), *moving)
-        slots = (*(one.slot for one in found), *(slot for _, slot in self._reserved.values()))
+        known = (*self._entries.values(), *self._returning.values(), *self._returned.values(), *moving)
+        slots = (*(candidate.slot for candidate in known), *(slot for _, slot in self._reserved.values()))
         buffers = (*slots, *self._prefetching.values())
-        return {self._granted_by(one) for one in found} | {slot.peer for slot in buffers if slot is not None}
+        return {self._granted_by(candidate) for candidate in known} | {
+            slot.peer for slot in buffers if slot is not None
+        }
 
     def buffer_offered(self, peer: str, offered: ArenaOffered) -> None:
         """Add the empty candidate buffer at a prefill worker."""
@@ -174,7 +176,9 @@ class Candidates:
         if not self.space.is_short:
             return []
         able = [
-            one for one in self if one.lease_id is None and one.location is CacheLocation.BUFFER and not one.must_stay
+            candidate
+            for candidate in self
+            if candidate.lease_id is None and candidate.location is CacheLocation.BUFFER and not candidate.must_stay
         ]
         longest = max(able, key=lambda one: (one.context_len, one.request.request_id), default=None)
         return self.return_to_pool(longest, now) if longest is not None else []

@@ -28,7 +28,7 @@ DepartureCommand = Send | OffloadBlocks | OpenBuffer | CloseBuffer
 class DepartureStage(enum.Enum):
     """Stage of a request that leaves."""
 
-    ASKED = "asked"  # decoded here, while its receiver is asked for blocks
+    ASKED = "asked"  # decoded here, while its receiver reserves blocks
     RESERVED = "reserved"  # decoded here, until the iteration in flight has ended
     COPYING = "copying"  # on its way into the buffer of its receiver
     OFFERED = "offered"  # in that buffer; its receiver may have taken it

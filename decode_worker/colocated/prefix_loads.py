@@ -49,7 +49,7 @@ class _Waiting:
     """A request that waits for blocks."""
 
     message: PrefillRequest
-    pool: str  # that is asked
+    pool: str  # that it loads from
     names: list[NamedBlock]  # of the full blocks that it could take
     num_here: int  # of those, that it began with here
     lease_id: LeaseId | None = None  # of the pool's blocks, while they are loaded

@@ -10,11 +10,13 @@ from decode_worker.held_requests import HeldRequest, HeldRequests
 
 def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running: int) -> list[WaitingRequest]:
     """Return the waiting requests. `members`: of the latest iteration, `max_running` at most."""
-    computing = {one.request.request_id for one in members}
+    computing = {member.request.request_id for member in members}
     num_running = len(computing)
-    waiting = [one for one in held if one.request.request_id not in computing and not one.is_finished]
+    waiting = [waiter for waiter in held if waiter.request.request_id not in computing and not waiter.is_finished]
     is_full = num_running >= max_running
-    return [WaitingRequest(one.request.request_id, _cause_of(one, held, is_full), num_running) for one in waiting]
+    return [
+        WaitingRequest(waiter.request.request_id, _cause_of(waiter, held, is_full), num_running) for waiter in waiting
+    ]
 
 
 def _cause_of(one: HeldRequest, held: HeldRequests, is_full: bool) -> Cause:

@@ -32,7 +32,7 @@ from alignedserve.core.errors import StorageDamaged, StorageError, StoreUnavaila
 logger = logging.getLogger(__name__)
 
 _SCHEME = "s3://"
-_TIMEOUT = datetime.timedelta(seconds=20)  # of one request, of which a large object takes several
+_TIMEOUT = datetime.timedelta(seconds=20)  # of one request; a large object takes several
 _MAX_RETRIES = 3
 _MAX_RETRYING = datetime.timedelta(seconds=30)
 _PART_BYTES = 4 << 20  # of an object, in one request

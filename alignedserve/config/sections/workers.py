@@ -34,7 +34,7 @@ class DecodeWorkerConfig(Section, frozen=True):
     max_waiting_requests: int = 1024
     # Host memory for caches that a policy swaps out; 0: none.
     swap_space_bytes: int = 128 * MIB
-    swap_format: str = "exact"  # those caches as they are, or int8: keys and values rounded per channel
+    swap_format: str = "exact"  # swapped caches exactly, or int8: keys and values rounded per channel
 
     def __post_init__(self) -> None:
         self._require(1 <= self.count <= 1024, "count", "must be between 1 and 1024")

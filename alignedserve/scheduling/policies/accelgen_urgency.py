@@ -20,7 +20,7 @@ class AccelgenConfig:
 
     gamma_s: float = 0.75  # remaining time within which requests count as equally urgent: section 6.1
     pivot_len: int | None = None  # S_pf; the paper measures 768 (OPT-13B) and 1 280 (OPT-175B). None: by the cost model
-    saturation: float = 0.1  # then: the smallest forward size within so much of the best tokens per second
+    saturation: float = 0.1  # then: the smallest forward size within this share of the best tokens per second
     long_prompt_len: int = 4096  # section 1
     default_tpot_s: float = 0.1875  # of real-time requests that have none: section 4.3
     default_ttft_s: float = 1.0

@@ -45,7 +45,7 @@ class AlignedSloConfig:
     starvation_s: float = 60.0  # a request that waits longer, and `patience` times as long as it needs alone,
     patience: float = 10.0  # has a share of every iteration, whatever its class, and freed blocks are kept for it
     starving_share: float = 0.1  # this share, of the time that the iteration may take
-    growth_tokens: int = 16  # blocks for so many more tokens of all with objectives are kept from newcomers
+    growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
 
 
 class AlignedSlo:

@@ -22,7 +22,7 @@ class AliseConfig:
     """Parameters of the paper, which gives no values: docs/policies/alise.md says how these were chosen."""
 
     num_levels: Annotated[int, Meta(ge=1)] = 8
-    first_level_tokens: Annotated[int, Meta(ge=1)] = 16  # level 0 ends at the time of so many short decodes
+    first_level_tokens: Annotated[int, Meta(ge=1)] = 16  # level 0 ends at the time of this many short decodes
     age_threshold_s: Annotated[float, Meta(gt=0)] = 60.0  # waiting that raises a request by one level (the paper's K)
     preemption: Preemption = Preemption.SWAP  # RECOMPUTE, DEFER: the paper's Figure 8
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that newcomers leave free

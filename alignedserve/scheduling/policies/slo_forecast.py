@@ -41,7 +41,7 @@ class Situation(NamedTuple):
     """The values beside the table that forecasts depend on, in seconds, in the order in which the kernel takes them."""
 
     now: float
-    horizon_s: float  # a request that has no more time than that is urgent
+    horizon_s: float  # a request with no more time than this is urgent
     prefill_token_s: float  # as in RequestRuntimeModel, like the next two
     decode_context_s: float
     decode_s: float

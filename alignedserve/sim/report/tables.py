@@ -49,16 +49,16 @@ def headlines(report: Report) -> Table:
 
 
 def _hit_rate(run: ReportedRun, class_name: str) -> str:
-    found = run.of_class(class_name)
-    return NOTHING if found is None or found.hit_rate is None else f"{found.hit_rate:.1%}"
+    measures = run.of_class(class_name)
+    return NOTHING if measures is None or measures.hit_rate is None else f"{measures.hit_rate:.1%}"
 
 
 def _headline_cells(run: ReportedRun, class_name: str) -> list[str]:
-    found = run.of_class(class_name)
-    if run.result is None or found is None:
+    measures = run.of_class(class_name)
+    if run.result is None or measures is None:
         return ["failed" if run.result is None else NOTHING, *[NOTHING] * (len(_HEADLINES) - 1)]
     of_all = (f"{mean_utilisation(run.result):.0%}", f"{run.result.num_preemptions:,}")
-    return [*_class_cells(found), *(of_all if class_name == ALL else ("", ""))]
+    return [*_class_cells(measures), *(of_all if class_name == ALL else ("", ""))]
 
 
 def _class_cells(found: ClassResult) -> list[str]:
@@ -81,8 +81,8 @@ def distributions(runs: Sequence[ReportedRun], class_name: str) -> Table:
     """Build a table of the percentiles of TTFT and TBT."""
     rows = []
     for run in runs:
-        found = run.of_class(class_name)
-        ttft_s, tbt_s = (None, None) if found is None else (found.ttft_s, found.tbt_s)
+        measures = run.of_class(class_name)
+        ttft_s, tbt_s = (None, None) if measures is None else (measures.ttft_s, measures.tbt_s)
         rows.append([run.policy, *_seconds(ttft_s, 50, 90, 99, 100), *_seconds(tbt_s, 50, 90, 99, 100)])
     parts = [f"{measure} {part}" for measure in ("TTFT", "TBT") for part in ("p50", "p90", "p99", "max")]
     return Table(("policy", *parts), rows)
