@@ -221,7 +221,7 @@ class AlignedServeLoad:
         machines = ClusterHardware(worker, buffer_share=buffer_share)
         workload = line(self.line, seed, num_requests=self.num_requests)
         labelled = cluster_case(labels, machines, cluster, workload)
-        config = replace(labelled.case.config, timeline_of="decode-0")
+        config = replace(labelled.case.config, timeline_of=labelled.case.config.decode_name(0))
         return labelled._replace(case=replace(labelled.case, config=config))
 
 

@@ -137,7 +137,7 @@ def top(
 
 @app.command()
 def logs(
-    actor: Annotated[str | None, typer.Argument(help="Process, such as decode-0; without one: their names.")] = None,
+    actor: Annotated[str | None, typer.Argument(help="Process, such as worker-0; without one: their names.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what it writes.")] = False,
     cluster: ClusterOption = None,
 ) -> None:

@@ -184,7 +184,9 @@ class Placement:
         )
 
     def names(self, kind: str, count: int) -> tuple[str, ...]:
-        """Return so many new names of this kind."""
+        """Return so many new names of this kind: `decode` also stands for workers that do both phases."""
+        if kind == "decode" and not self._is_separate:
+            kind = "worker"
         first = self.counts.num_named.get(kind, 0)
         self.counts.num_named[kind] = first + count
         numbers = range(first, first + count)

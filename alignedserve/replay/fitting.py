@@ -28,7 +28,7 @@ from alignedserve.sim.config import NO_SLOWDOWNS, SimLinks, Slowdowns
 _FASTEST = 1e12  # bytes per second of a link whose larger copies took no longer
 _MIN_SAMPLES = 20
 _NUM_REWEIGHTINGS = 10
-_PREFIXES = ("decode-", "prefill-")
+_PREFIXES = (("decode-", "worker-"), ("prefill-",))  # of workers' names, by kind
 _SLOWDOWNS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5)  # at 1.0 two on the same core
 _NUM_DESCENTS = 2  # over all slowdowns, one at a time
 _MAX_FITTED = 1500  # iterations, to find them
@@ -57,7 +57,7 @@ class MachineFit:
 
 def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
     """Fit the costs of a run that was observed completely. Raises RecordingError if it has too few iterations."""
-    workers = [_iterations_of(run.iterations, prefix) for prefix in _PREFIXES]
+    workers = [_iterations_of(run.iterations, prefixes) for prefixes in _PREFIXES]
     if len(workers[0].iterations) < _MIN_SAMPLES or 0 < len(workers[1].iterations) < _MIN_SAMPLES:
         raise RecordingError(f"{sum(len(one.iterations) for one in workers)} iterations are too few to fit costs to")
     links = SimLinks(
@@ -130,12 +130,12 @@ class _WorkerIterations:
         return _WorkerIterations(self.iterations[::step], self.num_others, self.shares[::step])
 
 
-def _iterations_of(iterations: Sequence[ObservedIteration], prefix: str) -> _WorkerIterations:
+def _iterations_of(iterations: Sequence[ObservedIteration], prefixes: tuple[str, ...]) -> _WorkerIterations:
     by_worker: dict[str, list[ObservedIteration]] = {}
     for one in iterations:
         if one.ended_s > one.started_s:
             by_worker.setdefault(one.worker, []).append(one)
-    chosen = tuple(one for name, ones in by_worker.items() if name.startswith(prefix) for one in ones)
+    chosen = tuple(one for name, ones in by_worker.items() if name.startswith(prefixes) for one in ones)
     shares = np.zeros((len(chosen), 2))
     spans = np.array([(one.started_s, one.ended_s) for one in chosen]).reshape(-1, 2)
     for name, ones in by_worker.items():

@@ -78,7 +78,7 @@ class SimRouters:
 class SimWorkerLoss:
     """The loss of a worker, with its memory and all that it computes, and its return."""
 
-    worker: str  # by name: prefill-N or decode-N, as colocated ones are called as well
+    worker: str  # by name: worker-N, or prefill-N and decode-N where they are separate
     at_s: float  # in seconds of the workload
     restart_s: float = 6.0  # until it is back: a process that starts
 
@@ -157,6 +157,10 @@ class SimConfig:
             Mechanism.SHARED_BLOCKS: self.mechanisms.has_shared_blocks,
         }
         return frozenset(one for one, is_there in has.items() if is_there)
+
+    def decode_name(self, number: int) -> str:
+        """Return the name of a worker that decodes, as in a cluster."""
+        return f"worker-{number}" if self.is_colocated else f"decode-{number}"
 
     @property
     def is_colocated(self) -> bool:

@@ -204,7 +204,7 @@ class Simulation:
         config, layout = self._config.cluster.decode, self._config.layout
         num_blocks = layout.blocks_in(config.kv_cache_bytes)
         make: Callable[[], AnyLogic]
-        name = f"decode-{number}"
+        name = self._config.decode_name(number)
         cluster, true_costs = self._config.cluster, self._config.costs_of(name)
         costs = self._known(true_costs)
         measured = self._measured(name, true_costs, num_blocks, limits_of(config))

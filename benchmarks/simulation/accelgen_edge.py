@@ -44,7 +44,7 @@ from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, W
 from benchmarks.scheduling.live_policies import BEST_EFFORT, REAL_TIME, load, make_model, served
 from benchmarks.support.recording import write_result
 
-POLICY, TOPOLOGY, WORKER = "accelgen", "colocated", "decode-0"
+POLICY, TOPOLOGY, WORKER = "accelgen", "colocated", "worker-0"
 OUTSTANDING = 64  # of BEST_EFFORT
 TPOT_S = 0.2  # of REAL_TIME
 WINDOW = "window.json"

@@ -133,7 +133,7 @@ def loss_rows(rate: float) -> Iterator[dict[str, Any]]:
     line = f"azure_conv, arrivals=recorded, rate={rate}, ttft=1, tpot=0.06"
     workload = WorkloadLine(line, duration_s=HALF_S).build()
     for column in COLUMNS:
-        lost = SimWorkerLoss("decode-0", _LOST_AT_S, _BACK_AFTER_S)
+        lost = SimWorkerLoss(column.config().decode_name(0), _LOST_AT_S, _BACK_AFTER_S)
         for losses in ((), (lost,)):
             simulation = Simulation(replace(column.config(), losses=losses), workload)
             result = simulation.run()

@@ -129,7 +129,7 @@ def test_status_shows_processes_models_and_memory(two_models: Serving) -> None:
     processes = shown["processes"]
     names = [one["name"] for one in processes]
     assert "gateway-0" in names
-    assert [sum(name.startswith(kind) for name in names) for kind in ("router", "decode-")] == [2, 2]
+    assert [sum(name.startswith(kind) for name in names) for kind in ("router", "worker-")] == [2, 2]
     assert all(one["state"] == "up" and one["memory_bytes"] > 10_000_000 for one in processes)
     assert [load["num_decode_workers"] for load in shown["loads"].values()] == [1, 1]
     assert 0 < shown["available_bytes"] < shown["total_bytes"]

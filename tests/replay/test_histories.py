@@ -51,7 +51,7 @@ def test_simulated_colocated_workers_replay(tmp_path: Path, policy: str) -> None
     config = colocated(policy=policy, worker_blocks=60, learns_costs=True)
     recorded_simulation(tmp_path, config, mixed_workload(40, 8.0))
     replayed = replays(tmp_path)
-    assert [one.name for one in replayed] == ["decode-0", "router"]
+    assert [one.name for one in replayed] == ["router", "worker-0"]
     assert differing(replayed) == []
 
 
@@ -63,7 +63,7 @@ def test_simulated_elastic_workers_replay(tmp_path: Path) -> None:
     result = recorded_simulation(tmp_path, config, workload_of(long, *short))
     assert result.num_handoffs_verified > 0
     replayed = replays(tmp_path)
-    assert [one.name for one in replayed] == ["decode-0", "decode-1", "router"]
+    assert [one.name for one in replayed] == ["router", "worker-0", "worker-1"]
     assert differing(replayed) == []
 
 

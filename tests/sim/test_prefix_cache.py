@@ -67,7 +67,7 @@ def test_requests_without_texts_share_nothing() -> None:
     [
         colocated(2, worker_blocks=60),
         colocated(3, topology=Topology.ELASTIC, policy="aligned_slo", worker_blocks=80),
-        colocated(2, worker_blocks=60, losses=(SimWorkerLoss("decode-0", 3.0, 1.0),)),
+        colocated(2, worker_blocks=60, losses=(SimWorkerLoss("worker-0", 3.0, 1.0),)),
     ],
 )
 def test_no_run_hits_more_than_an_ideal_cache(config: SimConfig) -> None:

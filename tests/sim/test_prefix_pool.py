@@ -35,7 +35,7 @@ def loaded(simulation: Simulation) -> int:
 
 
 def test_a_worker_that_is_back_begins_with_what_the_pool_has() -> None:
-    config = replace(colocated(losses=(SimWorkerLoss("decode-0", 3.0, 0.5),)), links=FAST)
+    config = replace(colocated(losses=(SimWorkerLoss("worker-0", 3.0, 0.5),)), links=FAST)
     simulation = Simulation(with_pool(config), turns(3))
     result = simulation.run()
     assert result.classes["all"].num_by_ending["completed"] == 3
@@ -44,7 +44,7 @@ def test_a_worker_that_is_back_begins_with_what_the_pool_has() -> None:
 
 def test_a_link_that_is_slower_than_the_worker_is_left_alone() -> None:
     slow = SimLinks(LinkModel(1.0, 1_000.0), LinkModel(0.0005, 2_560_000.0), MESSAGE_S)
-    losses = (SimWorkerLoss("decode-0", 3.0, 0.5),)
+    losses = (SimWorkerLoss("worker-0", 3.0, 0.5),)
     simulation = Simulation(with_pool(replace(colocated(losses=losses), links=slow)), turns(6))
     simulation.run()
     # One load, from which it learns what the next would take.
@@ -53,7 +53,7 @@ def test_a_link_that_is_slower_than_the_worker_is_left_alone() -> None:
 
 def test_requests_of_a_lost_worker_compute_little_again() -> None:
     def longest_s(config: SimConfig) -> float:
-        losses = (SimWorkerLoss("decode-0", 2.5, 1000.0),)
+        losses = (SimWorkerLoss("worker-0", 2.5, 1000.0),)
         simulation = Simulation(replace(config, losses=losses, links=FAST), turns(4, output_len=60))
         simulation.run()
         return max(record.ended_s - record.arrival_s for record in simulation.records())

@@ -9,19 +9,20 @@ from alignedserve.sim.simulation import Simulation
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
 
 LOAD = mixed_workload(60, 30.0, longest=80, longest_answer=40)
+WORKER = SimWorkerLoss("worker-0", 0.7, 0.5)
 DECODER, PREFILLER = SimWorkerLoss("decode-0", 0.7, 0.5), SimWorkerLoss("prefill-1", 0.7, 0.5)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        colocated(2, losses=(DECODER,)),
+        colocated(2, losses=(WORKER,)),
         colocated(
             3,
             policy="aligned_slo",
             topology=Topology.ELASTIC,
             max_running_requests=8,
-            losses=(DECODER, SimWorkerLoss("decode-1", 0.9, 0.5)),
+            losses=(WORKER, SimWorkerLoss("worker-1", 0.9, 0.5)),
         ),
         disaggregated(2, 2, losses=(DECODER, PREFILLER)),
     ],
@@ -34,14 +35,14 @@ def test_no_request_ends_with_its_worker(config: SimConfig) -> None:
 
 def test_a_worker_that_is_back_works_again() -> None:
     def decoded_by(restart_s: float) -> int:
-        config = colocated(2, losses=(SimWorkerLoss("decode-0", 0.2, restart_s),))
+        config = colocated(2, losses=(SimWorkerLoss("worker-0", 0.2, restart_s),))
         return Simulation(config, LOAD).run().workers[0].num_decodes
 
     assert decoded_by(0.3) > 2 * decoded_by(1000.0) > 0
 
 
 def test_the_others_answer_at_once() -> None:
-    simulation = Simulation(colocated(2, losses=(SimWorkerLoss("decode-0", 0.7, 1000.0),)), LOAD)
+    simulation = Simulation(colocated(2, losses=(SimWorkerLoss("worker-0", 0.7, 1000.0),)), LOAD)
     assert simulation.run().duration_s < 30.0
     lengths = {record.number: record.num_tokens for record in simulation.records()}
     assert lengths == {number: timed.output_len for number, timed in enumerate(LOAD.requests)}
@@ -49,8 +50,8 @@ def test_the_others_answer_at_once() -> None:
 
 def test_impossible_losses_are_refused() -> None:
     with pytest.raises(ConfigError, match="restart_s"):
-        SimWorkerLoss("decode-0", 1.0, 0.0)
-    with pytest.raises(ConfigError, match="decode-9"):
-        Simulation(colocated(2, losses=(SimWorkerLoss("decode-9", 1.0),)), LOAD)
+        SimWorkerLoss("worker-0", 1.0, 0.0)
+    with pytest.raises(ConfigError, match="worker-9"):
+        Simulation(colocated(2, losses=(SimWorkerLoss("worker-9", 1.0),)), LOAD)
     with pytest.raises(ConfigError, match="twice"):
-        Simulation(colocated(2, losses=(DECODER, DECODER)), LOAD)
+        Simulation(colocated(2, losses=(WORKER, WORKER)), LOAD)

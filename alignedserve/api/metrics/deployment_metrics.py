@@ -4,7 +4,7 @@ A deployment other than a cluster's first has a second label, `deployment`: for 
 the first of them is replaced.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -136,9 +136,16 @@ class DeploymentCollector(Collector):
             for metric in deployment.metrics():
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 family.samples += [
-                    sample._replace(labels={**sample.labels, **deployment.labels}) for sample in metric.samples
+                    sample._replace(labels=_with_former_name(sample.labels) | deployment.labels)
+                    for sample in metric.samples
                 ]
         yield from families.values()
+
+
+def _with_former_name(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return labels with a worker's former name, which dashboards know: worker-0 was decode-0 before version 0.2."""
+    worker = labels.get("worker")
+    return {**labels, "worker": worker.replace("worker-", "decode-")} if worker is not None else {**labels}
 
 
 def _reported(status: ClusterStatus) -> Iterator[Metric]:

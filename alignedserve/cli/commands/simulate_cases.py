@@ -41,7 +41,6 @@ SERVER_SIZES = (
     "decode.max_num_batched_tokens=2048",
     "decode.swap_space_bytes=16GiB",
 )
-_TIMELINE_OF = "decode-0"
 _SAID_ELSEWHERE = {
     "scheduling.policy": "--policy",
     "scheduling.policy_params": "--policy",
@@ -171,7 +170,7 @@ def _configured(
         num_pools=options.num_nodes or options.num_pools,
         routers=SimRouters(options.num_routers, options.router_us * 1e-6),
         seed=options.seed,
-        timeline_of=_TIMELINE_OF,
+        timeline_of=config.decode_name(0),
     )
 
 

@@ -95,7 +95,7 @@ def _at_rate(report: Report, rate: float) -> str:
         + element("h3", f"Utilisation of every worker at {shown(rate)}/s")
         + figure(plots.utilisation(report, finished), is_wide=True)
         + table(tables.workers(finished), "Workers")
-        + element("h3", f"Timeline of worker decode-0 at {shown(rate)}/s")
+        + element("h3", f"Timeline of the first worker that decodes, at {shown(rate)}/s")
         + element("p", intro, class_="soft")
         + _legend_of_kinds()
         + "".join(lines)

@@ -132,15 +132,15 @@ async def test_a_worker_that_does_not_start_is_shown_and_starts_when_it_can(node
     of_node = {process.pid for process in nodes.processes(1)}
     (ended,) = [pid for pid, title in nodes.actors().items() if pid in of_node and "Worker" in title]
     psutil.Process(ended).kill()
-    await until(nodes, lambda: "failed start" in failing(nodes).get("decode-1", {}).get("problem", ""))
+    await until(nodes, lambda: "failed start" in failing(nodes).get("worker-1", {}).get("problem", ""))
     found = failing(nodes)
     print(nodes.command("status").stdout)
-    assert list(found) == ["decode-1"]
-    assert weights.name in found["decode-1"]["problem"]
-    assert any(weights.name in line for line in found["decode-1"]["log"])
+    assert list(found) == ["worker-1"]
+    assert weights.name in found["worker-1"]["problem"]
+    assert any(weights.name in line for line in found["worker-1"]["log"])
     assert nodes.command("status").returncode == 1
     check_whole(await stream_all(first, PROMPTS, NUM_TOKENS), right)  # the others serve
-    await until(nodes, lambda: "2 failed starts" in failing(nodes).get("decode-1", {}).get("problem", ""))
+    await until(nodes, lambda: "2 failed starts" in failing(nodes).get("worker-1", {}).get("problem", ""))
     replace_content(weights, whole)
     await until(nodes, lambda: nodes.status()["load"]["num_decode_workers"] == 2 and not failing(nodes))
     status = nodes.command("status")
@@ -168,10 +168,10 @@ def test_what_three_drivers_recorded_is_decided_again(nodes: RayNodes, up_option
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     rooms = {(one["room"], one.get("node")): one for one in found["rooms"]}
-    assert {("router", None), ("decode-0", None), ("decode-1", "node-1")} <= rooms.keys()
+    assert {("router", None), ("worker-0", None), ("worker-1", "node-1")} <= rooms.keys()
     assert all(one["difference"] is None for one in rooms.values())
-    assert rooms["decode-1", "node-1"]["num_equal"] > 20
-    assert rooms["decode-1", "node-1"]["is_whole"] is False
+    assert rooms["worker-1", "node-1"]["num_equal"] > 20
+    assert rooms["worker-1", "node-1"]["is_whole"] is False
     assert found["simulation"]["num_requests"] > 10
     assert "is not empty" in nodes.command("up", *up_options, "--record", str(recorded)).stderr
 

@@ -83,7 +83,7 @@ def test_both_models_answer_behind_both_gateways(rehearsal: Rehearsal) -> None:
     for index in range(2):
         for model in ("pocket", "b"):
             assert chat(rehearsal, index, model) == (200, "o t t e r")
-    assert workers(rehearsal) == {"pocket": ["decode-0", "decode-1"], "b": ["decode-0.2", "decode-1.2"]}
+    assert workers(rehearsal) == {"pocket": ["worker-0", "worker-1"], "b": ["worker-0.2", "worker-1.2"]}
     named = [one["name"] for one in json.loads(order(rehearsal, 1, "models status --json"))["deployments"]]
     assert named == ["pocket", "b"]
 
@@ -96,7 +96,7 @@ def test_models_are_replaced_added_and_removed_from_any_host_and_no_request_is_l
         assert "b is removed" in order(rehearsal, 0, "models remove b")
     assert set(load.answers) == {(200, "o t t e r")}
     assert chat(rehearsal, 0, "b")[0] == chat(rehearsal, 1, "b")[0] == 404
-    assert workers(rehearsal) == {"pocket": ["decode-0.3", "decode-1.3"], "c": ["decode-0.4", "decode-1.4"]}
+    assert workers(rehearsal) == {"pocket": ["worker-0.3", "worker-1.3"], "c": ["worker-0.4", "worker-1.4"]}
 
 
 def test_an_adapter_that_one_host_has_loaded_is_known_on_the_other(rehearsal: Rehearsal) -> None:
@@ -116,7 +116,7 @@ def test_an_adapter_that_one_host_has_loaded_is_known_on_the_other(rehearsal: Re
 
 def test_workers_of_one_model_are_scaled(rehearsal: Rehearsal) -> None:
     assert "several models are served (pocket, c)" in order(rehearsal, 0, "scale decode=3")
-    assert "decode-2.4 starts on node-" in order(rehearsal, 1, "scale decode=3 --model c")
+    assert "worker-2.4 starts on node-" in order(rehearsal, 1, "scale decode=3 --model c")
 
 
 def test_a_host_that_is_lost_is_missed_by_no_model_and_has_them_again(rehearsal: Rehearsal) -> None:

@@ -121,7 +121,7 @@ def test_a_node_comes_with_the_load_and_goes_with_it(cloud: dict[str, str], serv
         came_s = wait_until(lambda found: found["load"]["num_decode_workers"] == 2, status)
         wait_until(lambda found: found["load"]["num_decoding"] > 2, status)  # more than one worker decodes
         assert used(cloud) == [[{"CPU": 1.0}] * 2, 2.0]
-        assert [sorted(node["actors"]) for node in status()["nodes"]][1] == ["decode-1", "gateway-1"]
+        assert [sorted(node["actors"]) for node in status()["nodes"]][1] == ["gateway-1", "worker-1"]
     gone_s = wait_until(lambda found: len(found["nodes"]) == 1, status)
     assert used(cloud) == [[{"CPU": 1.0}], 1.0]
     said = driver_log(cloud)

@@ -56,7 +56,7 @@ def test_a_worker_of_two_ranks_has_two_neighbouring_gpus() -> None:
     config = from_mapping({**COLOCATED, "engine": {"tensor_parallel": 2}})
     (share,) = Placement(config).place([gpus])
     engines = engines_of(share, config.engine, gpus)
-    assert {name: engine.device for name, engine in engines.items()} == {"decode-0": "cuda:0", "decode-1": "cuda:2"}
+    assert {name: engine.device for name, engine in engines.items()} == {"worker-0": "cuda:0", "worker-1": "cuda:2"}
 
 
 @pytest.mark.parametrize(("gpus", "used"), [((0, 2, 3), ("cuda:2",)), ((1, 2, 4, 5), ("cuda:1", "cuda:4"))])

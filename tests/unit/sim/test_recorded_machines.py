@@ -59,7 +59,7 @@ def test_policies_learn_what_the_engine_measures(slowdown: float) -> None:
     unmeasured = LinearIterationModel(LinearCoefficients(base_s=0.002, decode_s=0.001))
     config = replace(colocated(), unmeasured_costs=unmeasured, slowdowns=Slowdowns.alike(slowdown))
     simulation = Simulation(config, workload_of(timed()))
-    worker = simulation._workers["decode-0"].component
+    worker = simulation._workers["worker-0"].component
     worker.logic = heard = _Heard(worker.logic)
     simulation.run()
     beside = [pytest.approx(0.002), pytest.approx(0.003), pytest.approx(0.003)]
@@ -69,8 +69,8 @@ def test_policies_learn_what_the_engine_measures(slowdown: float) -> None:
 
 def test_a_worker_knows_what_it_measured_before_it_served() -> None:
     measured = tuple(Sample(work, 0.5) for work in (prefill(16), prefill(256), decodes(4, 100), decodes(32, 100)))
-    simulation = Simulation(replace(colocated(), measured={"decode-0": measured}), workload_of(timed()))
-    logic: Any = simulation.logics()["decode-0"]
+    simulation = Simulation(replace(colocated(), measured={"worker-0": measured}), workload_of(timed()))
+    logic: Any = simulation.logics()["worker-0"]
     assert logic._scheduler.costs.iteration_s(prefill(100)) == pytest.approx(0.5, rel=0.2)
 
 

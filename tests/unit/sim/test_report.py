@@ -19,7 +19,7 @@ from tests.harnesses.simulation import colocated, disaggregated, mixed_workload,
 from tests.support.marks import each
 
 NASTY = "<script>alert('x')</script>&\"fcfs\""
-RESULTS = [Simulation(colocated(timeline_of="decode-0"), mixed_workload(30, rate)).run() for rate in (4.0, 8.0)] + [
+RESULTS = [Simulation(colocated(timeline_of="worker-0"), mixed_workload(30, rate)).run() for rate in (4.0, 8.0)] + [
     Simulation(disaggregated(timeline_of="decode-0"), mixed_workload(30, 4.0)).run()
 ]
 RUNS = [

@@ -58,8 +58,8 @@ def workers(plan: ClusterPlan) -> list[tuple[str, ...]]:
 def test_models_that_fit_share_every_node_with_names_of_their_own() -> None:
     nodes = [node(0), node(1)]
     plans = plan_models([model("", nodes), model("2", nodes)], nodes)
-    assert workers(plans[""]) == [("decode-0",), ("decode-1",)]
-    assert workers(plans["2"]) == [("decode-0.2",), ("decode-1.2",)]
+    assert workers(plans[""]) == [("worker-0",), ("worker-1",)]
+    assert workers(plans["2"]) == [("worker-0.2",), ("worker-1.2",)]
     assert plans[""].gateways == ("gateway-0", "gateway-1")
     assert plans["2"].gateways == ()
     for one in nodes:
@@ -71,19 +71,19 @@ def test_models_that_do_not_fit_together_have_nodes_of_their_own() -> None:
     nodes = [node(0, 4 * GIB), node(1, 4 * GIB)]
     large = {"kv_cache_bytes": 1200 * MIB, "swap_space_bytes": 0}
     plans = plan_models([model("", nodes, **large), model("2", nodes, **large)], nodes)
-    assert [workers(plan) for plan in plans.values()] == [[("decode-0",), ()], [(), ("decode-0.2",)]]
+    assert [workers(plan) for plan in plans.values()] == [[("worker-0",), ()], [(), ("worker-0.2",)]]
 
 
 def test_models_of_one_worker_each_are_on_different_nodes() -> None:
     nodes = [node(0), node(1)]
     plans = plan_models([model("", nodes, count=1), model("2", nodes, count=1)], nodes)
-    assert [workers(plan) for plan in plans.values()] == [[("decode-0",), ()], [(), ("decode-0.2",)]]
+    assert [workers(plan) for plan in plans.values()] == [[("worker-0",), ()], [(), ("worker-0.2",)]]
 
 
 def test_a_model_is_where_its_copies_are() -> None:
     nodes = [node(0), node(1)]
     plans = plan_models([model("", nodes), model("2", nodes[:1])], nodes)
-    assert [workers(plan) for plan in plans.values()] == [[("decode-0",), ("decode-1",)], [("decode-0.2",), ()]]
+    assert [workers(plan) for plan in plans.values()] == [[("worker-0",), ("worker-1",)], [("worker-0.2",), ()]]
 
 
 def test_gpus_of_a_node_are_divided() -> None:
@@ -106,12 +106,12 @@ def test_one_more_model_gets_what_is_left() -> None:
     first = plan_models([model("", nodes, count=1, **large)], nodes)[""]
     holdings = {"node-0": [holding_of(first.choices["node-0"].config, first.served, ())]}
     more = plan_one_more(model("2", nodes, **large), nodes, holdings, {"node-0": 1}, wholes)
-    assert workers(more) == [(), ("decode-0.2",)]
+    assert workers(more) == [(), ("worker-0.2",)]
     holdings["node-1"] = [holding_of(more.choices["node-1"].config, more.served, ())]
     with pytest.raises(NotEnoughMemory, match=r"node-0: .*; node-1: .* beside the models that are served"):
         plan_one_more(model("3", nodes, **large), nodes, holdings, {}, wholes)
     small = plan_one_more(model("3", nodes, kv_cache_bytes=64 * MIB), nodes, holdings, {}, wholes)
-    assert workers(small) == [("decode-0.3",), ("decode-1.3",)]
+    assert workers(small) == [("worker-0.3",), ("worker-1.3",)]
 
 
 def test_a_node_that_joins_works_first_for_the_model_with_the_fewest_nodes() -> None:
@@ -139,7 +139,7 @@ def _part(plan: ClusterPlan, index: int) -> Any:
 
 
 def test_a_node_keeps_its_gateway_when_its_first_model_has_gone() -> None:
-    share = NodeShare("node-0", "pool-0", decode=("decode-0",), gateways=(("gateway-0", 8000),), is_head=True)
+    share = NodeShare("node-0", "pool-0", decode=("worker-0",), gateways=(("gateway-0", 8000),), is_head=True)
     left = share.without_model()
     assert (left.workers, left.gateways, left.is_head, left.has_model) == ((), (("gateway-0", 8000),), True, False)
 
@@ -262,7 +262,7 @@ def test_a_node_that_joins_begins_nothing_for_a_model_that_is_about_to_end(
     joining.logic = DeploymentsLogic.of_start({"": "pocket", "2": "other"})
     joining.models["2"] = joining.models[""]
     member = cluster._members.pop("id-1")
-    share = replace(member.prepared.share, deployment_id="2", decode=("decode-1.2",), gateways=())
+    share = replace(member.prepared.share, deployment_id="2", decode=("worker-1.2",), gateways=())
     member.set_part(replace(member.prepared, share=share))
     joining.logic.on_event(Ordered("x", RemoveModel("other")), 0.0)
     joining.logic.on_event(Viewed({"2": View(None, 0)}), 1.0)
@@ -288,13 +288,13 @@ def shares_of(joining: Joining, index: int, resources: NodeResources, *able: str
 def test_a_node_that_joins_has_a_gateway_and_workers_of_all_models_that_it_has() -> None:
     nodes = [node(0), node(1)]
     shares = shares_of(joining_of(nodes, "", "2"), 2, node(2), "", "2")
-    assert [share.workers for share in shares] == [("decode-2",), ("decode-2.2",)]
+    assert [share.workers for share in shares] == [("worker-2",), ("worker-2.2",)]
     assert shares[0].gateways == (("gateway-2", 8000),)
     (first,) = shares_of(joining_of(nodes, "", "2"), 2, node(2), "")
-    assert first.workers == ("decode-2",)
+    assert first.workers == ("worker-2",)
     bare, other = shares_of(joining_of(nodes, "", "2"), 2, node(2), "2")
     assert (bare.has_model, bare.workers, len(bare.gateways)) == (False, (), 1)
-    assert other.workers == ("decode-2.2",)
+    assert other.workers == ("worker-2.2",)
 
 
 def test_a_host_that_comes_back_has_what_it_had_of_the_models_that_are_left() -> None:
