@@ -170,7 +170,7 @@ class HeldRequests:
         return tuple(copies)
 
     def store_filled(self, failed: Container[RequestId]) -> None:
-        """Cache the blocks that were filled by the iteration that has just ended, but those of failed requests."""
+        """Cache the blocks that the latest iteration filled, except blocks of failed requests."""
         if not self._shareable:
             return
         for row in self.state.filling_rows():
@@ -188,7 +188,7 @@ class HeldRequests:
             self._wait(tracked)
 
     def _context_of(self, tracked: HeldRequest) -> CachedContext | None:
-        """Return the context of a request that shares; one that wants scores of its prompt has to compute all of it."""
+        """Return the context of a request that shares; a request that wants scores of its prompt computes all of it."""
         request = tracked.request
         if self._prefixes is None or not request.prefix_root or request.sampling.num_prompt_logprobs is not None:
             return None
@@ -277,7 +277,7 @@ class HeldRequests:
 
     @property
     def num_promised(self) -> int:
-        """Blocks that requests which have begun will need for what is known of them, and for a token more each."""
+        """Blocks that begun requests will need for their known tokens and one more each."""
         needs = (blocks_for(held.context_len + 1, self.block_size) - len(held.block_ids) for held in self)
         return sum(max(need, 0) for one, need in zip(self, needs, strict=True) if one.block_ids)
 
@@ -291,7 +291,7 @@ class HeldRequests:
         return self.state.detach(request_id)
 
     def free_detached(self, tracked: HeldRequest) -> None:
-        """Free the blocks of a request that was detached and has left; what is cached of it stays."""
+        """Free the blocks of a detached request that has left; its cached blocks stay."""
         self.num_away -= len(tracked.block_ids)
         self._leave_blocks(tracked, 0)
 
@@ -309,18 +309,18 @@ class HeldRequests:
     # --- what the engine is told
 
     def take_removals(self) -> tuple[RequestId, ...]:
-        """Return requests that the engine is to remove, each once."""
+        """Return requests that the engine has to remove, each once."""
         removals, self._removals = tuple(self._removals), []
         return removals
 
     def take_replacements(self) -> tuple[BlockReplacement, ...]:
-        """Return blocks in whose place the engine is to read others, each once."""
+        """Return the blocks that the engine has to replace by others, each once."""
         if not self._replacements:
             return ()
         replacements, self._replacements = tuple(self._replacements), []
         return replacements
 
     def take_forgotten(self) -> tuple[RequestId, ...]:
-        """Return requests whose cache on the host is to be freed, each once."""
+        """Return the requests whose cache on the host has to be freed, each once."""
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten

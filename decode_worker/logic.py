@@ -229,7 +229,7 @@ class DecodeLogic:
         return max((one.attempt for one in self._records_of(request_id)), default=0)
 
     def _records_of(self, request_id: RequestId) -> list[WorkerRequest]:
-        """Return what is here of a request: attempts that wait, run, are being copied in or out."""
+        """Return the records of a request here: attempts that wait, run, or are being copied in or out."""
         waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
         moving = self._batch.loading.get(request_id), self._evictions.get(request_id)
         return [one for one in (waiting, running, *moving) if one is not None]

@@ -43,6 +43,6 @@ class Pace:
         return [Send(self._pool_name, DecodePace(iteration_s))]
 
     def _iteration_s(self) -> float:
-        """Return the time of an iteration of what runs; of what ran, where nothing does."""
+        """Return the time of an iteration of the running requests; if nothing runs, of the last ones."""
         predicted_s = self._decode_s() if self._decode_s is not None else None
         return self._history.mean_s if predicted_s is None else predicted_s

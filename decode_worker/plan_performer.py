@@ -1,4 +1,4 @@
-"""Performs a policy's plan on the requests of a worker: blocks are freed and allocated, and the engine is told."""
+"""Performs a policy's plan on the requests of a worker: frees and allocates blocks, and informs the engine."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -127,7 +127,7 @@ class Candidate(WorkerRequest):
 
 
 def set_predicted_length(known: Iterable[WorkerRequest], message: SetPredictedLength) -> bool:
-    """Set it on those of the request's records that belong to the message's epoch; return whether any does."""
+    """Set it on the request's records that belong to the message's epoch; return whether there are any."""
     current = [one for one in known if is_same_epoch(one.attempt, message.attempt)]
     for one in current:
         one.predicted_output_len = message.predicted_output_len

@@ -183,7 +183,7 @@ class PrefixStore:
         return ReservedPart(num_known, lease_id, block_ids), [*commands, SetBlockGeneration(block_ids, lease_id)]
 
     def _num_new(self, rest: tuple[PrefixBlock, ...]) -> int:
-        """Return how many of these blocks, from the first, have names that no block has, each once."""
+        """Count how many of these blocks, from the first on, have new and different names."""
         seen: set[bytes] = set()
         for block in rest:
             block_hash = block.block_hash

@@ -172,7 +172,7 @@ class QuadTree:
                 yield leaf
 
     def seen(self) -> LengthTree:
-        """Return its occupied ranges, at the finest level that has no more of them than may be told."""
+        """Return its occupied ranges, at the finest level that does not exceed the limit of ranges."""
         nodes, first, num_ranges = [ROOT] if self._members else [], ROOT, 1
         while nodes and first < self.first_leaf:
             children = [child for node in nodes for child in self._occupied_children(node)]

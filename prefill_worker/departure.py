@@ -39,7 +39,7 @@ class DepartureStep(NamedTuple):
 
 
 class Departure:
-    """Decides where jobs go and what follows from each answer. Changes the jobs, and keeps none of them."""
+    """Decides where jobs go and what follows from each answer. It changes jobs and keeps none."""
 
     def __init__(self, buffers: CandidateBuffers) -> None:
         self.pool: str | None = None  # the pool that is linked

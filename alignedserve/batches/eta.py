@@ -77,7 +77,7 @@ def assumed_rate(configured: float, num_tokens: float, wall_s: float, idle_s: fl
 
 @dataclass(frozen=True, slots=True)
 class Throughputs:
-    """The estimate of each model, and what is assumed of one whose lines have not run."""
+    """The estimate of each model, and an assumption for models whose lines have not run."""
 
     assumed: ThroughputEstimate
     by_model: Mapping[str, ThroughputEstimate] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class RemainingWork(NamedTuple):
         return sum(self.tokens_by_model.values())
 
     def tokens_at(self, model: str) -> float:
-        """Return the tokens that are, or may be, of this model."""
+        """Return the tokens that belong to this model, or may."""
         return self.tokens_by_model.get(model, 0.0) + (self.tokens_by_model.get("", 0.0) if model else 0.0)
 
     def seconds(self, throughputs: Throughputs) -> float:
@@ -113,7 +113,7 @@ class RemainingWork(NamedTuple):
 def remaining_work(
     record: BatchRecord, progress: Progress, throughputs: Throughputs, shares: ModelShares | None = None
 ) -> RemainingWork:
-    """Estimate the work that is left, from the batch's own lines as far as they have ended.
+    """Estimate the work that is left, from the batch's own finished lines.
 
     `shares`: by the model that runs the lines; None: by the model that the lines name.
     """

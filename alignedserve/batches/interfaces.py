@@ -142,7 +142,7 @@ class ClusterTotals(NamedTuple):
 
 
 class ModelState(NamedTuple):
-    """A model that lines may name, as far as its router has told."""
+    """A model that lines may name, with the latest report of its router."""
 
     num_places: int  # requests that its workers run together
     totals: ClusterTotals
@@ -167,7 +167,7 @@ class LineRunner(Protocol):
         """Run one line. Raises LineRejected or LineFailed. Cancelling it frees everything."""
 
     def model_states(self) -> Mapping[str, ModelState]:
-        """Return the models whose routers can be asked now, by name, with all their work, of batches or not."""
+        """Return the models whose routers can be reached now, by name, with all their work, also outside batches."""
 
     def model_of(self, name: str) -> str:
         """Return the model that runs lines which name this: itself, or that of an adapter."""

@@ -58,7 +58,7 @@ class LineDurations:
             del self._by_model[next(iter(self._by_model))]
 
     def mean_s(self, model: str) -> float:
-        """Return the mean of this model; before a line of it has ended an assumed one."""
+        """Return the mean of this model, or an assumed one before its first line has ended."""
         known = self._by_model.get(model)
         return known.mean_s if known is not None else _FIRST_LINE_S
 

@@ -215,7 +215,7 @@ class BatchRecord(StoredRecord, frozen=True):
         return next(end_s for end_s in ends if end_s is not None)
 
     def model_shares(self) -> dict[str, float]:
-        """Return the part of its lines that name each model; of an unnamed one while it is not validated."""
+        """Return which part of the lines names each model; before validation all count for an unnamed one."""
         num_lines = sum(self.lines_by_model.values())
         if num_lines:
             return {name: count / num_lines for name, count in self.lines_by_model.items()}

@@ -123,7 +123,7 @@ class BatchRepository:
         return await self._read_files(await self._first(EXPIRING, limit))
 
     async def unknown_files(self, file_ids: Sequence[FileId]) -> list[FileId]:
-        """Return those of the files that have no record."""
+        """Return the files that have no record."""
         records = await self._store.read([f"file/{file_id}" for file_id in file_ids])
         return [file_id for file_id, raw in zip(file_ids, records, strict=True) if raw is None]
 
@@ -161,7 +161,7 @@ class BatchRepository:
         return batches[0] if batches else None
 
     async def batches(self, batch_ids: Sequence[str]) -> list[BatchSnapshot]:
-        """Return those of the batches that exist, in order. Raises StorageDamaged if one cannot be read."""
+        """Return the batches that exist, in order. Raises StorageDamaged if one cannot be read."""
         return [_decode_snapshot(record, progress) for _, record, progress in await self._stored(batch_ids)]
 
     async def _stored(self, batch_ids: Sequence[str]) -> list[tuple[str, bytes, bytes | None]]:

@@ -16,7 +16,7 @@ _CANCELLED = ("batch_cancelled", "This request was not executed because the batc
 def response_record(
     batch_id: BatchKey, line: int, custom_id: str, request_id: str, response: LineResponse
 ) -> ResultRecord:
-    """Build the record of a line that has a response, of whatever status."""
+    """Build the record of a line that has a response, with any status."""
     shown = {"status_code": response.status_code, "request_id": request_id, "body": orjson.Fragment(response.body)}
     outcome = LineOutcome.COMPLETED if response.is_success else LineOutcome.FAILED
     payload = _payload(batch_id, line, custom_id, shown, None)

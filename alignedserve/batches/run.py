@@ -225,7 +225,7 @@ class BatchRun:
             await self._wait_for_change()
 
     async def _end_lines(self, lines: LineExecutor) -> None:
-        """Cancel running lines, keep the results that there are, and record the other lines as not run."""
+        """Cancel running lines, keep existing results, and record the other lines as not run."""
         await asyncio.gather(*lines.cancel(), return_exceptions=True)
         missing = lines.tracker.unsettled()  # evaluated lazily, once nothing else is being written
         while not lines.tracker.is_done:

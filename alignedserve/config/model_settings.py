@@ -1,4 +1,4 @@
-"""The settings of a cluster of several models: those of all, and each model's own."""
+"""The settings of a cluster of several models: common ones, and each model's own."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class ModelSettings:
         return own
 
     def with_local(self, models: Sequence[ModelSectionConfig]) -> "ModelSettings":
-        """Return the settings with these paths and names, of models that were downloaded."""
+        """Return the settings with the paths and names of the downloaded models."""
         own = [
             _merged(one, {"model": {"path": model.path, "served_model_name": model.served_model_name}})
             for one, model in zip(self.own, models, strict=True)
@@ -170,7 +170,7 @@ def require_adapters_apart(models: Mapping[str, ClusterConfig]) -> None:
 
 
 def _apart(values: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[dict[str, Any]]]:
-    """Return the settings of a single model as those of all, which others inherit that are added, and its own."""
+    """Split a single model's settings into common ones, which added models inherit, and its own."""
     model = values.get("model")
     if "lora" in values:
         lora = values["lora"]
@@ -184,7 +184,7 @@ def _apart(values: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of one model: its own fields win over those of all."""
+    """Return the sections of one model; its own fields win over the common ones."""
     merged = copy.deepcopy(dict(common))
     for section, fields in own.items():
         former = merged.get(section)

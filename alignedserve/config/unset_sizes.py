@@ -54,7 +54,7 @@ def _without_unset(name: str, section: Any) -> Any:
 
 
 def with_fixed_sizes(config: ClusterConfig) -> ClusterConfig:
-    """Return the configuration with unset sizes at their defaults, for where no machine is to be asked."""
+    """Return the configuration with unset sizes at their defaults, without looking at the machine."""
     replace = msgspec.structs.replace
     fixed: dict[str, Section] = {}
     for name, fields in SIZES.items():

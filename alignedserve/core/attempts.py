@@ -26,7 +26,7 @@ def beyond_unreported(reported: int) -> int:
 
 
 def is_report_due(latest: int, reported: int) -> bool:
-    """Return True if the latest number is to be reported now and not with the next regular report."""
+    """Return whether to report the latest number now, and not with the next regular report."""
     return latest - reported > _UNREPORTED_EPOCHS // 2 * STEPS_PER_EPOCH
 
 

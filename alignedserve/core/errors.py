@@ -93,7 +93,7 @@ class AddressInUse(ResourceError):
 
 
 class DeviceLost(ResourceError):
-    """A GPU has failed while it computed; nothing more can be had of it in this process, which ends."""
+    """A GPU has failed while it computed. This process can no longer use it, and ends."""
 
 
 class TransportUnavailable(ResourceError):

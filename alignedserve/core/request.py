@@ -107,7 +107,7 @@ class Slo:
 
     @property
     def targets(self) -> tuple[tuple[str, float], ...]:
-        """The objectives that there are, by the names under which they are counted and told."""
+        """The objectives that are set, by the names that metrics and answers give them."""
         named = (("ttft", self.ttft_s), ("tpot", self.tpot_s), ("deadline", self.deadline_s))
         return tuple((name, target_s) for name, target_s in named if target_s is not None)
 

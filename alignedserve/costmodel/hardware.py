@@ -10,7 +10,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator. Rates are the datasheet's peaks; what share of them is reached is the cost model's to say."""
+    """One accelerator. Rates are the datasheet's peaks; the cost model knows which share of them is reached."""
 
     name: str
     num_multiprocessors: int

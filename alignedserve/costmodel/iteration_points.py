@@ -46,7 +46,7 @@ class Point:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens computed: those of the chunks, and one of each decode."""
+        """Return how many tokens are computed: all of the chunks, and one of each decode."""
         return sum(chunk.num_tokens for chunk in self.chunks) + self.num_requests - len(self.chunks)
 
     @property

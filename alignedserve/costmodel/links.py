@@ -61,7 +61,7 @@ class LearnedLinks:
         return self._block_s.get(target, {}).get(source, self._mean_s)
 
     def forget(self, name: str) -> None:
-        """Forget what is known of a process that is gone: it may come back on another host."""
+        """Forget a process that is gone, as it may come back on another host."""
         self._block_s.pop(name, None)
         for known in self._block_s.values():
             known.pop(name, None)

@@ -177,7 +177,7 @@ MODEL_SHAPES = {shape.name: shape for shape in _SHAPES}
 
 
 def model_shape(name: str, dtype: str | None = None) -> ModelShape:
-    """Return the shape of that name, in another dtype if one is given. Raises ConfigError listing the names."""
+    """Return the shape with this name, in `dtype` if that is set. Raises ConfigError listing the names."""
     if name not in MODEL_SHAPES:
         raise ConfigError(f"model {name!r} is none of {', '.join(MODEL_SHAPES)}.")
     shape = MODEL_SHAPES[name]

@@ -18,7 +18,7 @@ _MAX_THREADS = 4096
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """Profile of a machine, as far as a simulation needs it; the file has more, for people."""
+    """The part of a machine's profile that a simulation needs; the file has more, for people."""
 
     shape: ModelShape
     coefficients: LinearCoefficients

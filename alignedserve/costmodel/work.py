@@ -1,4 +1,4 @@
-"""Work of an iteration: what it computes and moves, as far as its time depends on it."""
+"""Work of an iteration: the part of what it computes and moves that decides its time."""
 
 from dataclasses import dataclass
 

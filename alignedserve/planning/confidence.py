@@ -46,7 +46,7 @@ def attained_interval(parts: Sequence[PartResult], seed: int) -> Interval:
 
 
 def compared(groups: Sequence[Group], span_s: float, on_windows: Outcome | None, on_whole: Outcome) -> list[str]:
-    """Return in words what was simulated: the whole workload, or windows of it, and how far those told the truth."""
+    """Say what was simulated: the whole workload, or windows of it, and how well the windows predicted it."""
     if not groups:
         return ["Every plan was simulated on the whole workload; hopeless ones were abandoned."]
     windows = [group.window for group in groups]
@@ -88,7 +88,7 @@ def cautions(num_requests: int, share: float, span_s: float, costs: str) -> list
 
 
 def caution_of_costs(candidate: Candidate, machines: Machines) -> str:
-    """Return what is to be known about the costs of a plan's workers; nothing where they are known well."""
+    """Return a caution about the costs of a plan's workers; empty where they are known well."""
     offer, num_workers = candidate.offer, candidate.num_accelerators
     if not offer.is_profiled:
         calculated = (

@@ -295,7 +295,7 @@ class _Planner:
         return varied
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """Return the plans of one worker less and one more, as far as what they attain is not known yet."""
+        """Return the plans with one worker less and one more, unless their outcome is known."""
         for family in self._families:
             labels = [member.label for member in family.members]
             if candidate.label in labels:
@@ -333,7 +333,7 @@ def _verdict(outcome: Outcome) -> Verdict:
 
 
 def _least_parallel(families: Sequence[Family]) -> list[Family]:
-    """Return, of each kind of accelerator, the families of the smallest workers that hold the model."""
+    """Return the families of the smallest workers that hold the model, for each kind of accelerator."""
     degrees: dict[str, int] = {}
     for family in families:
         first = family.members[0]

@@ -28,7 +28,7 @@ from alignedserve.sim.result import ALL, CURVE_PERCENTS, ClassResult
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A plan with what was asked for, and the file that starts it."""
+    """A plan, the request for it, and the file that starts it."""
 
     about: Sequence[tuple[str, str]]
     plan: Plan

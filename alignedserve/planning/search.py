@@ -80,7 +80,7 @@ class _Row:
 
     @property
     def next_played(self) -> int:
-        """Return the smallest member that may hold the whole, as far as is known."""
+        """Return the smallest member that may hold the whole, by the trials so far."""
         failing = max((number for number, verdict in self.played.items() if not verdict.holds), default=-1)
         beyond = max((number for number, verdict in self.tried.items() if not verdict.holds), default=-1)
         holding = min((number for number, verdict in self.played.items() if verdict.holds), default=inf)
@@ -88,7 +88,7 @@ class _Row:
 
     @property
     def smaller(self) -> int | None:
-        """Return the member one worker smaller than the next one, where its failure is to be seen on the whole."""
+        """Return the member one worker smaller than the next one, if its failure has to be shown on the whole."""
         member = self.next_played - 1
         if member < 0 or member in self.played or (member in self.tried and self.tried[member].is_refuted):
             return None
@@ -145,7 +145,7 @@ class PlanSearch:
         return min(holding)[-1] if holding else None
 
     def nearest(self) -> Candidate:
-        """Return the plan that attains most of the whole workload, of those played to their end."""
+        """Return the plan, among those played to their end, that attains most of the whole workload."""
         ended = [
             (not row.family.can_be_served, -verdict.attained, row.cost(place), row.number, row.family.members[place])
             for row in self._rows
@@ -201,7 +201,7 @@ def _played_next(rows: Sequence[_Row], below: float) -> list[Trial]:
 
 
 def _order(row: _Row) -> tuple[float, bool, float, int]:
-    """Order families by the least cost that may hold; of equal ones that first which is known to."""
+    """Order families by the least cost that may hold; among equals a plan that is known to hold comes first."""
     place = row.next_played
     verdict = row.played.get(place) or row.tried.get(place)
     return (row.cost(place), place not in row.played, -(verdict.attained if verdict is not None else 0.0), row.number)

@@ -91,7 +91,7 @@ def goals_of(workload: Workload, share: float) -> Goals:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation of a plan: what is played, how it may end early, and what is made worse for it."""
+    """One simulation of a plan: the traffic, when it may end early, and what is made harder."""
 
     window: Window | None = None  # None: the whole workload
     limits: Mapping[str, int] | None = None  # misses of each class, beyond which it is abandoned
@@ -174,7 +174,7 @@ class Outcome:
 
     @property
     def is_representative(self) -> bool:
-        """Return whether what it attains is known: of the whole, or estimated from all windows."""
+        """Return whether its attainment is known: on the whole, or estimated from all windows."""
         is_all = self.windows is None or self.windows.num_played == self.windows.num_chosen
         return is_all and not self.is_abandoned and self.error is None
 
@@ -193,7 +193,7 @@ def judged(result: SimulationResult | None, error: str | None, goals: Goals, spe
 
 
 def attained_of(found: ClassResult, num_requests: int | None) -> float:
-    """Return the share of a class that met its objectives; of an abandoned run as if all to come would meet them."""
+    """Return the share of a class that met its objectives; after an abandoned run, later requests count as met."""
     num_met = sum(part.num_met for part in found.parts)
     num_to_come = max((num_requests or 0) - found.num_sent, 0)
     return (num_met + num_to_come) / max(found.num_sent + num_to_come, 1)

@@ -30,7 +30,7 @@ class _Played(NamedTuple):
     backlog: float  # of all classes without, for all windows of the group
 
     def total(self, name: str) -> float:
-        """Return the requests of a class in all windows of the group; of a closed loop about as many."""
+        """Return the requests of a class in all windows of the group; for a closed loop an estimate."""
         return self.group.total_requests.get(name) or self.group.num_windows * self.result.classes[name].num_sent
 
 

@@ -85,7 +85,7 @@ class CachedBlocks:
         return self._blocks.get(block_hash)
 
     def run_of(self, names: Iterable[NamedBlock]) -> list[CachedBlock]:
-        """Return the cached blocks with which a context of these begins, as far as hashes and tokens are equal."""
+        """Return the cached blocks at the beginning of this context, while hashes and tokens are equal."""
         run: list[CachedBlock] = []
         for name in names:
             block = self.match(run[-1] if run else None, name)

@@ -27,7 +27,7 @@ TokensBetween = Callable[[int, int], tuple[int, ...]]  # of a context, from the 
 
 @dataclass(slots=True, eq=False)
 class CachedContext:
-    """The blocks of one context, as far as they concern the cache."""
+    """The blocks of one context that concern the cache."""
 
     request_id: RequestId
     root: BlockHash
@@ -220,7 +220,7 @@ class PrefixCache:
     def store(
         self, context: CachedContext, num_full: int, block_ids: list[BlockId], tokens_between: TokensBetween
     ) -> Iterator[AdoptedBlock]:
-        """Store the blocks of a context that it has computed since; yield those in whose place others are to be used.
+        """Store the blocks that a context has computed since; yield blocks that equal cached ones replace.
 
         `num_full`: its blocks that are full and computed. `block_ids`: of all its blocks; what is adopted is written
         there.

@@ -57,7 +57,7 @@ class WorkerCosts:
     ratios: Mapping[str, tuple[Ratio, ...]] = field(default_factory=dict)  # by worker
 
     def drawn(self, seed: int) -> dict[str, CostModel]:
-        """Return the jittery costs of the engines of those workers, each with its own jitter."""
+        """Return the costs of these workers' engines, each with its own jitter."""
         return {name: JitteryCosts(self.costs, ratios, f"{seed} {name}") for name, ratios in self.ratios.items()}
 
     def drawn_for_others(self, seed: int) -> CostModel:

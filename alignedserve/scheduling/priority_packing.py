@@ -45,7 +45,7 @@ class PriorityPacking:
         self._is_closed = False  # a newcomer did not fit: none after it enters
 
     def plan(self) -> IterationPlan:
-        """Schedule all requests in order, as far as places and tokens go; then add copies that the pass hides."""
+        """Schedule requests in order until places or tokens run out; then add copies that the pass hides."""
         packer, holders = self._packer, set(self._holders)
         for row in self._rows:
             if not packer.num_places_left or not packer.num_tokens_left:
@@ -118,7 +118,7 @@ class PriorityPacking:
         return [row for row in self._holders if row not in self._evicted]
 
     def _displace(self, candidates: list[int], missing: int) -> bool:
-        """Evict from the end of `candidates` until enough blocks are free; none if all of them are too few."""
+        """Evict from the end of `candidates` until enough blocks are free; evict none if all would be too few."""
         packer = self._packer
         if missing > 0 and (not self._view.can_evict or packer.num_freed_by(candidates) < missing):
             return False

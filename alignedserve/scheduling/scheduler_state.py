@@ -205,7 +205,7 @@ class SchedulerState:
         return left
 
     def share_last_block(self, part: PlannedShare) -> None:
-        """Let two requests share the last block of one of them; after evictions, before any request enters."""
+        """Let two requests share the last block of one of them. Call it after evictions, before any request enters."""
         request_ids = self.table.request_ids
         self.shared.share(request_ids[part.row], request_ids[part.partner])
 

@@ -1,4 +1,4 @@
-"""A packer where two requests may share a block: what they leave each other there, counted in slots.
+"""A packer for blocks that two requests share; it counts the slots that each leaves the other.
 
 A real-time request runs over the slots of a best-effort one only after those are evicted (`overwritten` says how many).
 A best-effort one that would run into a real-time one leaves the shared block, and needs one block more.

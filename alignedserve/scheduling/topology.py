@@ -45,7 +45,7 @@ def require_effect(config: ClusterConfig) -> None:
 
 
 def _set_fields(config: ClusterConfig) -> list[tuple[str, str]]:
-    """Return what is set, by section and field, of the sections that separate workers alone have."""
+    """Return the fields that are set in sections that only separate workers have, by section and field."""
     sizes = _sizes(config)
     is_loaded = any(isinstance(size, DefaultSize) for size in sizes.values())  # else they may all be defaults
     return [

@@ -27,7 +27,7 @@ def check_fit(config: SimConfig, workload: Workload) -> None:
 
 
 def check_losses(losses: Sequence[SimWorkerLoss], workers: Collection[str]) -> None:
-    """Raise ConfigError for a loss of a worker that there is not, or of one twice."""
+    """Raise ConfigError if a loss names an unknown worker, or a worker twice."""
     names = [loss.worker for loss in losses]
     for name in names:
         if name not in workers or names.count(name) > 1:
@@ -36,7 +36,7 @@ def check_losses(losses: Sequence[SimWorkerLoss], workers: Collection[str]) -> N
 
 
 def check_policy(config: SimConfig, workload: Workload) -> None:
-    """Raise ConfigError for a policy that needs true predictions without them; those of closed loops count as true."""
+    """Raise ConfigError if a policy needs true predictions and has none; predictions of closed loops count as true."""
     turns = chain.from_iterable(map(turns_of, workload.requests))
     are_known = all(timed.predicted_len == timed.output_len for timed in turns)
     known = frozenset({Mechanism.KNOWN_LENGTHS}) if are_known else frozenset()

@@ -57,7 +57,7 @@ def _no_gateway(message: Message) -> None:
 
 
 class Network:
-    """Carries messages between components, each with the same latency, so in order."""
+    """Carries messages between components in order, as each has the same latency."""
 
     def __init__(self, event_queue: EventQueue, links: SimLinks, seed: int = 0) -> None:
         self._event_queue = event_queue
@@ -142,7 +142,7 @@ class SimulatedComponent:
                 self.performers[kind](command)
 
     def lose(self) -> None:
-        """End as a killed process does: what it knew is gone, its peers learn of it."""
+        """End as a killed process does: its state is gone, and its peers learn of the loss."""
         self.is_lost = True
         self._network.lose(self.name)
 

@@ -15,7 +15,7 @@ from alignedserve.sim.event_queue import EventQueue
 
 
 class SimulatedRouter(SimulatedComponent):
-    """Decides one event at a time, in the order of their coming, each in `event_s`; 0: at once."""
+    """Decides events one by one in the order of their arrival, each in `event_s`; 0: at once."""
 
     def __init__(
         self, name: str, logic: AnyLogic, event_queue: EventQueue, network: Network, *, event_s: float, begin_s: float

@@ -166,7 +166,7 @@ class _ClassTraffic:
     # --- requests
 
     def _block(self, number: int, arrival_s: Sequence[float]) -> list[TimedRequest]:
-        """Return as many requests of a block as there are arrivals; of conversations the first turns."""
+        """Return one request of a block per arrival; for a conversation its first turn."""
         spec, instructions = self.spec, self._instructions(number)
         if spec.turns == 1:
             timed = self._timed(arrival_s, self._lengths(number), number)

@@ -1,4 +1,4 @@
-"""Feasibility of a workload, checked before a simulation instead of found out after an hour of it."""
+"""Feasibility of a workload, checked before a simulation and not found out after an hour of it."""
 
 from itertools import chain
 

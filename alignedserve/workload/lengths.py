@@ -40,7 +40,7 @@ class Lengths:
 
 
 def joined(pieces: Sequence[Lengths]) -> Lengths:
-    """Return the rows of all of them; a column that one lacks is lacking."""
+    """Concatenate the rows; a column that one of the parts lacks is left out."""
 
     def column(columns: list[IntArray | None]) -> IntArray | None:
         present = [column for column in columns if column is not None]

@@ -26,7 +26,7 @@ NO_FILTER: Mapping[str, str] = MappingProxyType({})
 def read_lengths(
     path: Path, *, prompt: str | None, output: str | None, where: Mapping[str, str] = NO_FILTER
 ) -> Lengths:
-    """Read columns of a CSV file by their names, of the rows whose other columns match `where`. Raises ConfigError."""
+    """Read named columns of a CSV file, from the rows whose other columns match `where`. Raises ConfigError."""
     lines = read_lines(path)
     columns = Columns(lines[0])
     needed = [name for name in (prompt, output, *where) if name is not None]

@@ -115,7 +115,7 @@ def window_of(workload: Workload, window: Window) -> Workload:
 
 
 def turns_of(request: TimedRequest) -> Iterator[TimedRequest]:
-    """Yield a request and, of a conversation, the turns after it."""
+    """Yield a request, and the later turns of its conversation if it has any."""
     turn: TimedRequest | None = request
     while turn is not None:
         yield turn

@@ -47,7 +47,7 @@ class LoadingCandidates:
         return [entry.candidate for entry in self._entries.values()]
 
     def growth(self, block_size: int) -> int:
-        """Return the blocks by which all of them will soon grow."""
+        """Return by how many blocks all entries will soon grow."""
         return sum(growth_of(one.candidate, len(one.block_ids), block_size) for one in self._entries.values())
 
     def add(self, loading: Loading) -> None:
@@ -66,7 +66,7 @@ def growth_of(one: WorkerRequest, num_held: int, block_size: int) -> int:
 
 
 def span_of(members: Iterable[BatchMember], batch_id: BatchId) -> tuple[int, int] | None:
-    """Return the shortest and longest context of one batch's requests; None when none of them is here."""
+    """Return the shortest and longest context of one batch's requests; None if no request of it is here."""
     lengths = [member.context_len for member in members if member.batch_id == batch_id]
     return (min(lengths), max(lengths)) if lengths else None
 

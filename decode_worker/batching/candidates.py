@@ -225,7 +225,7 @@ class Candidates:
         return None
 
     def forget_returned(self, request_id: RequestId, attempt: int | None) -> None:
-        """Forget an attempt that went back to the pool, as the router knows of it or it has ended."""
+        """Forget an attempt that went back to the pool, once the router knows or it has ended."""
         candidate = self._returned.get(request_id)
         if candidate is not None and (attempt is None or candidate.attempt <= attempt):
             del self._returned[request_id]

@@ -84,7 +84,7 @@ class Evictions:
     # --- inside
 
     def _victim(self) -> BatchMember | None:
-        """Return the longest request, of the outgoing batch while two mix; never the only one."""
+        """Return the longest request (while two batches mix, of the outgoing one); never the only request."""
         able = [running for running in self._batch if not running.is_aborted]
         outgoing = [running for running in able if self._order.is_outgoing(running)]
         if self._batch.num_holding < 2:

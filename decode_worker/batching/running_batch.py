@@ -189,7 +189,7 @@ class RunningBatch:
         """Do nothing: there is no policy that would choose among candidates."""
 
     def begin(self, now: float) -> Begun | None:
-        """Begin the next iteration, of all that do not stall; None: there is none."""
+        """Begin the next iteration with all requests that do not stall; None: there is no such request."""
         slices = self.slices()
         if not slices:
             return None

@@ -129,7 +129,7 @@ class ScheduledBatch:
         return self._held.hold(num_blocks)
 
     def view(self, candidates: Iterable[Candidate], now: float) -> None:
-        """Let the policy choose among these as well, in their order, as far as places and blocks may be held."""
+        """Let the policy choose among these candidates too, in order, within the places and blocks that may be held."""
         chosen: dict[RequestId, Candidate] = {}
         for candidate in candidates if self._has_choice() else ():
             request_id = candidate.request.request_id

@@ -36,7 +36,7 @@ class DepartureStage(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Departing:
-    """One request that is to leave. From COPYING on it is in no iteration, and `progress` is what it has of a row."""
+    """One request that is to leave. From COPYING on it is in no iteration, and `progress` replaces its row."""
 
     tracked: HeldRequest
     target: str
@@ -164,7 +164,7 @@ class Departures:
         return [Send(entry.target, written)]
 
     def taken(self, peer: str, message: BlocksTaken, now: float) -> list[DepartureCommand]:
-        """Free what the receiver has taken, or go on with what it has not."""
+        """Free the blocks if the receiver has taken the request; otherwise keep it here."""
         entry = self._entry(peer, message.request_id, message.attempt, DepartureStage.OFFERED)
         if entry is None:
             return []

@@ -89,7 +89,7 @@ class PooledPrefixes:
         return self._peers.hang_up_unused(now, self._loads.pools_in_use)
 
     def ask(self, message: PrefillRequest) -> list[PoolCommand] | None:
-        """Ask the pool for what a request could begin with; None: it is to be admitted now."""
+        """Ask the pool for a request's prefix; None: admit the request now."""
         asked = self._loads.ask(message)
         return None if asked is None else [*asked]
 

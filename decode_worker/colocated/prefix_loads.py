@@ -104,7 +104,7 @@ class PrefixLoads:
     # --- a request
 
     def ask(self, message: PrefillRequest) -> list[LoadCommand] | None:
-        """Ask the pool for what a request could begin with; None: it is to be admitted now."""
+        """Ask the pool for a request's prefix; None: admit the request now."""
         request = message.request
         is_private = not request.prefix_root or request.sampling.num_prompt_logprobs is not None
         far = message.prefix_pool

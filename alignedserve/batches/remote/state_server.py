@@ -1,4 +1,4 @@
-"""Serves what is kept on the head to the gateways of all nodes: records, contents, results, and counts of requests.
+"""Serves the head's state to the gateways of all nodes: records, contents, results, and counts of requests.
 
 It runs beside the driver of batches, over a link of its own: a gateway that is not linked is not served, and every
 other process is refused. What it serves is what gateways of the head read and write themselves.

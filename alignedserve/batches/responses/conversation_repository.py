@@ -50,7 +50,7 @@ class ConversationRepository:
         lifetime_s: float,
         max_bytes: int,
     ) -> StoredConversation | None:
-        """Replace a conversation by what `changed` makes of it; it lives as long again. None: it is not there.
+        """Replace a conversation by the result of `changed`, and renew its lifetime. None: it does not exist.
 
         `changed` is called again where another change came first; what it raises leaves the conversation as it was.
         """

@@ -1,4 +1,4 @@
-"""The sections of what is told about single requests: explanations, and traces for a collector."""
+"""The sections about the observation of single requests: explanations, and traces for a collector."""
 
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit

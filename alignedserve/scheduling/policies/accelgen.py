@@ -202,7 +202,7 @@ class _Batch:
         return is_long
 
     def _head_of(self, waiting: Ints) -> tuple[Ints, Bools]:
-        """Return, in order, requests about as urgent as the first of the queue, and which of them may be chunked.
+        """Return the requests about as urgent as the queue's first, in order, and which of them may be chunked.
 
         Long prompts may be chunked, and prompts that have begun.
         """

@@ -16,7 +16,7 @@ _LARGEST = 8192
 
 @dataclass(frozen=True, slots=True)
 class AccelgenConfig:
-    """The paper's values; docs/policies/accelgen.md gives the reasons for those that it does not name."""
+    """The paper's values; docs/policies/accelgen.md gives the reasons for values that the paper does not name."""
 
     gamma_s: float = 0.75  # remaining time within which requests count as equally urgent: section 6.1
     pivot_len: int | None = None  # S_pf; the paper measures 768 (OPT-13B) and 1 280 (OPT-175B). None: by the cost model
@@ -106,7 +106,7 @@ def urgency_of(view: WorkerView, config: AccelgenConfig, *, chunk_len: float, lo
 
 
 def _preemption_s(view: WorkerView) -> float:
-    """Return P_max * P: the mean time that preemptions add to a token, by those of the present requests."""
+    """Return P_max * P: the mean time that preemptions add to a token, judged by the present requests' preemptions."""
     table = view.table
     num_preemptions, num_tokens = int(table.num_preemptions.sum()), int(table.num_generated.sum())
     is_out = (table.num_preemptions > 0) & (table.num_blocks == 0)

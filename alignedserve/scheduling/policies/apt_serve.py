@@ -23,7 +23,7 @@ _REFERENCE_TOKENS = 4096  # hidden tokens at which their cost is evaluated: too 
 
 @dataclass(frozen=True, slots=True)
 class AptServeConfig:
-    """The paper's values, or else those of the released scheduler or of vLLM, on which it is built."""
+    """The paper's values, or else the values of the released scheduler or of vLLM, on which that is built."""
 
     hybrid_cache: bool = True  # False: keys and values only (the paper's ablation, Table 4)
     max_hidden_tokens: int = 7200  # held in hidden caches at a time (released scheduler)
@@ -115,7 +115,7 @@ class _Step:
         return running_s > float(self._pending_s.sum()) - running_s
 
     def returns_to_kv(self) -> IterationPlan:
-        """Plan to recompute costly hidden caches as keys and values, as far as blocks are free (section 5)."""
+        """Plan to recompute costly hidden caches as keys and values while blocks are free (section 5)."""
         table = self._view.table
         rows = table.by_arrival(self._running[self._is_costly(self._running)])
         more = self._blocks(rows, is_hidden=False) - table.num_blocks[rows]
@@ -129,7 +129,7 @@ class _Step:
         return IterationPlan(scheduled, tuple(PlannedEviction(row, EvictionMode.DROP) for row in rows.tolist()))
 
     def decodes(self) -> IterationPlan:
-        """Plan a token of each running request; if their caches no longer fit, of the most valuable per block."""
+        """Plan a token of each running request; if their caches no longer fit, keep the most valuable per block."""
         rows, max_running_requests = self._rows_to_decode(), self._view.limits.max_running_requests
         more = int(self._more_blocks(rows).sum())
         if more <= self._num_free and len(rows) <= min(self._num_tokens_left, max_running_requests):
@@ -151,7 +151,7 @@ class _Step:
         return IterationPlan(self._schedule(rows[chosen], np.ones_like(chosen), more), evictions)
 
     def prompts(self, *, takes_new: bool = True) -> IterationPlan:
-        """Plan prompts that have begun, then those of the waiting that the selection takes, with its kinds of cache."""
+        """Plan prompts that have begun, then the waiting ones that the selection takes, with its kinds of cache."""
         begun = self._continue_prompts()
         table = self._view.table
         num_free, num_hidden = self._num_free - self._watermark(), int(self._context_len[table.is_hidden].sum())
@@ -224,7 +224,7 @@ class _Step:
     # --- figures
 
     def _value(self, rows: Ints) -> Floats:
-        """Return the pending time; past the SLO near zero, or a part of it (sections 4.2 and 6.6)."""
+        """Return the pending time; past the SLO it is near zero, or a part of itself (sections 4.2 and 6.6)."""
         pending_s, decay = self._pending_s[rows], self._config.expired_decay
         expired = np.full_like(pending_s, _NEAR_ZERO_S) if decay is None else decay * pending_s
         return np.where(pending_s > self._slo_s[rows], expired, pending_s)

@@ -114,7 +114,7 @@ def _offered(candidates: KnapsackItems, budget: SelectionBudget) -> Bools:
 
 
 def _items(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionBudget) -> _Items:
-    """Build the items, first caches and then steps, without those that cannot fit even alone."""
+    """Build the items, first caches and then steps; leave out items that do not fit even alone."""
     fits = candidates.num_blocks <= budget.num_blocks
     first, second = np.flatnonzero(fits | is_hidden), np.flatnonzero(fits & is_hidden)
     num_blocks = np.where(is_hidden, candidates.hidden_blocks, candidates.num_blocks)

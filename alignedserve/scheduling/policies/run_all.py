@@ -32,7 +32,7 @@ class RunAllRequests:
     """
 
     def __init__(self, config: AlignedConfig | DistserveConfig) -> None:
-        """Ignore the configuration: none of it concerns an iteration."""
+        """Ignore the configuration, which does not concern an iteration."""
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""

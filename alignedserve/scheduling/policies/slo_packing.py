@@ -97,7 +97,7 @@ class SloPacking:
     # --- prompts, and caches to swap in
 
     def add_prompts(self, group: Group, budget_s: float, *, least_s: float = 0.0) -> bool:
-        """Add those of this group that have more to compute or lie on the host, in order, as far as time goes.
+        """Add requests of this group that have more to compute or lie on the host, in order, until the time is used up.
 
         Rows that do not fit are overtaken, except a starving one, for which blocks are kept: then return False.
         `least_s`: the time that the next iteration takes in any case.
@@ -171,7 +171,7 @@ class SloPacking:
         return True
 
     def _add_prompt(self, row: int, budget_s: float) -> bool:
-        """Add a prompt or a chunk of it; return False if time or tokens end with it."""
+        """Add a prompt or a chunk of it; return False if that uses up the time or the tokens."""
         packer, table = self._packer, self._table
         remaining = packer.remaining(row)
         at_most = min(remaining, packer.num_tokens_left)
