@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from alignedserve.core.block_allocator import BlockAllocator
 from alignedserve.core.ids import LeaseId
-from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun, Handoff
+from alignedserve.messages.caches import ArenaOffered, BlockCopy, Handoff
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     Addition,
@@ -94,25 +93,6 @@ async def test_an_engine_goes_on_from_a_handoff(engines: Engines) -> None:
     alone: IterationCompleted = engines.here.run_iteration(command)
     assert len(there.sampled) == 1
     assert there == alone
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"generation": 4},
-        {"context_len": 16},
-        {"context_len": 30},
-        {"runs": ()},
-        {"runs": (BlockRun(0, 3, 1),)},
-        {"runs": (BlockRun(NUM_POOL_BLOCKS - 1, 3, 1),)},
-    ],
-    ids=str,
-)
-async def test_what_does_not_hold_is_refused(engines: Engines, changes: dict[str, Any]) -> None:
-    valid = await engines.prefilled()
-    engines.copier_there.map_arena(POOL, engines.offered, stamps=False)
-    done = await engines.load((valid, changed(valid.copy, **changes), (1, 9, 4)))
-    assert done.refused == {valid.request.request_id}
 
 
 async def test_a_refusal_leaves_its_companions_alone(engines: Engines) -> None:

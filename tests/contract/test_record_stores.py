@@ -1,26 +1,19 @@
-"""Every record store keeps the same promises: in this process, and in a real Redis that is killed."""
+"""Every record store keeps the same promises: in this process, in a real Redis, and over a link."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.remote.remote_stores import RemoteRecords
 from alignedserve.batches.stores.memory_records import MemoryRecords
-from alignedserve.batches.stores.redis_records import RedisRecords
-from alignedserve.cluster.private_redis import PrivateRedis
-from alignedserve.core.errors import StoreUnavailable
 from alignedserve.messages.state import AddToIndex, DeleteValue, RemoveFromIndex, SetValue
+from tests.contract.test_redis_faults import stored
 from tests.support.state_links import state_hosts
 
 pytestmark = pytest.mark.slow
-
-
-def private_redis(folder: Path) -> PrivateRedis:
-    return PrivateRedis(folder=folder / "data", socket_path=folder / "redis.sock", log_path=folder / "redis.log")
 
 
 @pytest.fixture(params=["memory", "redis", "head"])
@@ -32,14 +25,8 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         async with state_hosts(tmp_path) as hosts:
             yield RemoteRecords(hosts.client())
         return
-    server = private_redis(tmp_path)
-    server.start()
-    records = RedisRecords(server.location, namespace="test")
-    try:
+    async with stored(tmp_path) as records:
         yield records
-    finally:
-        await records.close()
-        server.stop()
 
 
 async def test_values_come_back(store: RecordStore) -> None:
@@ -98,68 +85,3 @@ async def test_lists_are_ordered_and_paged(store: RecordStore) -> None:
     empty = await store.page("nothing", after=None, limit=2, newest_first=False)
     assert empty is not None
     assert (empty.members, empty.has_more) == ((), False)
-
-
-async def _answers(records: RedisRecords) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                await records.read(["x"])
-            except StoreUnavailable:
-                await asyncio.sleep(0.05)
-            else:
-                return
-
-
-def _server_process(folder: Path) -> psutil.Process:
-    return psutil.Process(int((folder / "data" / "redis.pid").read_text()))
-
-
-async def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
-    server = private_redis(tmp_path)
-    server.start()
-    records = RedisRecords(server.location, namespace="test")
-    try:
-        for number in range(50):
-            await records.commit([SetValue(f"key-{number}", b"kept")], unchanged={})
-        _server_process(tmp_path).kill()
-        with pytest.raises(StoreUnavailable):
-            await records.read(["key-0"])
-        await _answers(records)
-        assert await records.read([f"key-{number}" for number in range(50)]) == [b"kept"] * 50
-    finally:
-        await records.close()
-        server.stop()
-
-
-async def test_data_outlives_a_restart_and_an_orphan_is_ended(tmp_path: Path) -> None:
-    first = private_redis(tmp_path)
-    first.start()
-    records = RedisRecords(first.location, namespace="test")
-    await records.commit([SetValue("a", b"1")], unchanged={})
-    await records.close()
-    orphan = _server_process(tmp_path)
-    first._is_stopping.set()  # as when its cluster is killed: it keeps running, and is not restarted
-    second = private_redis(tmp_path)
-    second.start()
-    records = RedisRecords(second.location, namespace="test")
-    try:
-        assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
-        assert await records.read(["a"]) == [b"1"]
-    finally:
-        await records.close()
-        second.stop()
-        first.stop()
-
-
-async def test_no_scripts_and_no_administration(tmp_path: Path) -> None:
-    server = private_redis(tmp_path)
-    server.start()
-    records = RedisRecords(server.location, namespace="test")
-    try:
-        for command in (("EVAL", "return 1", "0"), ("CONFIG", "GET", "dir"), ("FLUSHALL",), ("DEBUG", "SLEEP", "0")):
-            with pytest.raises(StoreUnavailable):
-                await records._send(records._client.execute_command(*command))
-    finally:
-        await records.close()
-        server.stop()

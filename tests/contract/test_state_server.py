@@ -8,7 +8,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import cast
 
-import psutil
 import pytest
 from typing_extensions import override
 
@@ -20,8 +19,6 @@ from alignedserve.batches.remote import remote_stores, state_client, state_serve
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.batches.stores.memory_records import MemoryRecords
-from alignedserve.batches.stores.redis_records import RedisRecords
-from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.core.quotas import LEASE_S, QuotaPool
 from alignedserve.gateway.request_quotas import RequestQuotas
@@ -281,41 +278,3 @@ async def test_without_the_server_each_gateway_has_its_share(tmp_path: Path) -> 
 
 
 # --- the Redis behind it
-
-
-@pytest.mark.slow
-async def test_a_redis_that_is_stopped_and_killed(tmp_path: Path) -> None:
-    redis = PrivateRedis(
-        folder=tmp_path / "redis", socket_path=tmp_path / "redis.sock", log_path=tmp_path / "redis.log"
-    )
-    redis.start()
-    stores = stores_in(tmp_path / "state", RedisRecords(redis.location, namespace="test"))
-    try:
-        async with state_hosts(tmp_path, stores=stores) as hosts:
-            records = RemoteRecords(hosts.client())
-            await records.commit([SetValue("a", b"1")], unchanged={})
-            server = psutil.Process(int((tmp_path / "redis" / "redis.pid").read_text()))
-            server.suspend()
-            began_s = time.monotonic()
-            with pytest.raises(StoreUnavailable):
-                await records.read(["a"])
-            assert time.monotonic() - began_s < 4.0
-            server.resume()
-            await _answers(records)
-            server.kill()
-            await _answers(records)
-            assert await records.read(["a"]) == [b"1"]
-    finally:
-        await stores.repository.close()
-        redis.stop()
-
-
-async def _answers(records: RemoteRecords) -> None:
-    async with asyncio.timeout(20.0):
-        while True:
-            try:
-                await records.read(["a"])
-            except StoreUnavailable:
-                await asyncio.sleep(0.05)
-            else:
-                return

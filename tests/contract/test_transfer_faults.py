@@ -15,7 +15,6 @@ import pytest
 from alignedserve.core.errors import PeerLost
 from alignedserve.runtime.kv.transfers.block_server import _MAX_STRANGERS
 from tests.harnesses.block_peer import BlockClient, Owner, PeerProcess
-from tests.support.marks import slow
 
 pytestmark = pytest.mark.slow
 
@@ -89,10 +88,9 @@ def until(condition: Callable[[], bool], within_s: float, *, or_never: bool = Fa
 
 
 @pytest.mark.parametrize(
-    "how",
-    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow)],
+    ("how", "transport"),
+    [pytest.param(signal.SIGKILL, "tcp", id="killed"), pytest.param(signal.SIGSTOP, "gloo", id="stopped")],
 )
-@pytest.mark.parametrize("transport", ["tcp", *slow("gloo")])
 def test_a_lost_owner_is_noticed_and_a_new_one_works(
     processes: Processes, owner: Owner, tmp_path: Path, how: signal.Signals, transport: str
 ) -> None:
@@ -143,27 +141,8 @@ def test_connections_without_a_word_keep_out_only_their_own_host(owner: Owner, t
 # --- the client end is lost
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", CHANNELS)
-def test_a_killed_asking_end_is_dropped_and_others_are_served(
-    processes: Processes, owner: Owner, transport: str
-) -> None:
-    other = BlockClient(owner.server.address, 5.0, name="decode-1", transport=transport)
-    process = processes.start("client", owner.server.address, "decode-0", transport)
-    assert owner.server.num_peers == 2
-    process.signal(signal.SIGKILL)
-    other.round(5000, 4)
-    until(lambda: owner.server.num_peers == 1, TIMEOUT_S + PLUS_S)
-    other.round(5001, 4)
-    again = BlockClient(owner.server.address, TIMEOUT_S, name="decode-0")
-    again.round(5002, 4)
-    for one in (other, again):
-        one.transfer.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", CHANNELS)
-def test_an_asking_end_that_is_stopped_in_the_middle_is_dropped(
+def test_an_asking_end_that_is_killed_or_stopped_is_dropped_and_others_are_served(
     processes: Processes, owner: Owner, transport: str
 ) -> None:
     other = BlockClient(owner.server.address, 5.0, name="decode-1", transport=transport)
@@ -176,11 +155,15 @@ def test_an_asking_end_that_is_stopped_in_the_middle_is_dropped(
         process.signal(signal.SIGCONT)  # it was between two transfers, where it may take its time
         time.sleep(0.31)
     assert owner.server.num_peers == 1
-    other.round(5001, 4)
     process.signal(signal.SIGCONT)
     while (said := process.line()) == "round":
         pass
     assert said.startswith("lost")
+    again = processes.start("client", owner.server.address, "decode-0", transport)
+    assert owner.server.num_peers == 2
+    again.signal(signal.SIGKILL)
+    other.round(5001, 4)
+    until(lambda: owner.server.num_peers == 1, TIMEOUT_S + PLUS_S)
     other.transfer.close()
 
 

@@ -49,6 +49,7 @@ from tests.harnesses.transfer import (
     filled,
     layout_of,
 )
+from tests.support.marks import each
 from tests.support.samples import blocks
 
 pytestmark = pytest.mark.slow
@@ -228,7 +229,7 @@ NONSENSE: dict[str, list[Message | bytes]] = {
 }
 
 
-@pytest.mark.parametrize("what", NONSENSE)
+@each("what", NONSENSE)
 def test_nonsense_after_the_proof(served: ServedMedium, what: str) -> None:
     control = dial(served.server.address, CLIENT)
     for part in NONSENSE[what]:
@@ -256,7 +257,7 @@ QUESTIONS: dict[str, Message] = {
 }
 
 
-@pytest.mark.parametrize("what", QUESTIONS)
+@each("what", QUESTIONS)
 def test_questions_that_no_peer_of_ours_asks_end_the_connection(served: ServedMedium, what: str) -> None:
     transfer = served.transfer(filled(served.layout, 1))
     assert isinstance(transfer, ChannelTransfer)
@@ -267,7 +268,7 @@ def test_questions_that_no_peer_of_ours_asks_end_the_connection(served: ServedMe
     still_serves(served)
 
 
-@pytest.mark.parametrize(
+@each(
     ("named", "expected"),
     [
         (NamedBlocks(7, ((NUM_POOL_BLOCKS, 1),)), False),
@@ -285,12 +286,8 @@ def test_a_request_that_does_not_hold_is_refused_by_the_owner(
     transfer = served.transfer(filled(served.layout, 1))
     assert isinstance(transfer, ChannelTransfer)
     transfer._control.send(ReadBlocks((named,)))
-    assert [transfer._control.receive(), transfer._control.receive()] == [_answered(expected)] * 2
+    assert [transfer._control.receive(), transfer._control.receive()] == [BlocksAnswered((expected,))] * 2
     transfer.close()
-
-
-def _answered(is_held: bool) -> Message:
-    return BlocksAnswered((is_held,))
 
 
 # --- who may speak at all
