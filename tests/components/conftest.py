@@ -1,5 +1,8 @@
 """Applies to every test of components."""
 
+import asyncio
+from collections.abc import AsyncIterator
+
 import pytest
 
 
@@ -13,4 +16,13 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.logic._TICKS_PER_STATUS", 1)
     monkeypatch.setattr("alignedserve.worker_core.iteration_log._REPORT_PAUSE_S", 0.05)
     for module in ("exporter", "timeline"):
-        monkeypatch.setattr(f"alignedserve.api.timelines.{module}.LAST_NOTES_S", 0.4)
+        monkeypatch.setattr(f"alignedserve.gateway.timelines.{module}.LAST_NOTES_S", 0.4)
+
+
+@pytest.fixture(autouse=True)
+async def faults_of_the_loop() -> AsyncIterator[list[str]]:
+    """Whatever goes wrong in a callback or task would end a real process; a test that expects it clears them."""
+    faults: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context)))
+    yield faults
+    assert faults == []

@@ -3,9 +3,6 @@
 Whatever moves where, every answer is the undisturbed one, and nothing is left behind.
 """
 
-import asyncio
-import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,29 +10,13 @@ from msgspec.structs import replace
 
 from alignedserve.config.sections import BatchingConfig, ClusterConfig, SchedulingConfig
 from alignedserve.core.request import SamplingParams
-from alignedserve.messages.gateways import ClusterStatus
-from tests.harnesses.client_gateway import Answer
+from tests.components.work import check, prompts
 from tests.support.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.slow
 
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-POLICIES = ("density_first", pytest.param("fcfs", marks=pytest.mark.slow))
-
-
-@pytest.fixture(autouse=True)
-async def faults_of_the_loop() -> AsyncIterator[list[str]]:
-    """Whatever goes wrong in a callback or task would end a real process."""
-    faults: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context)))
-    yield faults
-    assert faults == []
-
-
-def prompts(count: int, longest: int = 120) -> list[list[int]]:
-    rng = random.Random(8)
-    return [[rng.randrange(3, 128) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
 
 
 def config_of(policy: str, folder: Path, *, decode_blocks: int = 256, num_workers: int = 1) -> ClusterConfig:
@@ -53,27 +34,13 @@ def num_evictions(cluster: RoomCluster) -> int:
     return cluster.gateway.status.num_evictions if cluster.gateway.status is not None else 0
 
 
-async def check(cluster: RoomCluster, work: list[list[int]], answers: list[Answer]) -> ClusterStatus:
-    """Check that all answers are those of one engine alone, and that nothing is held anywhere."""
-    async with asyncio.timeout(60):
-        for answer in answers:
-            await answer.done.wait()
-    for prompt, answer in zip(work, answers, strict=True):
-        assert answer.failure is None
-        assert answer.token_ids == cluster.reference(prompt, SAMPLING)
-    status = await cluster.gateway.idle()
-    assert cluster.num_buffer_blocks_used() == 0
-    return status
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(("policy", "num_workers"), [("density_first", 2), ("fcfs", 1)])
 async def test_requests_that_are_evicted_come_back_and_go_on(policy: str, num_workers: int, tmp_path: Path) -> None:
     config = config_of(policy, tmp_path / "model", decode_blocks=40, num_workers=num_workers)
     async with running(config, tmp_path) as cluster:
         work = prompts(20)
         answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
-        status = await check(cluster, work, answers)
+        status = await check(cluster, work, answers, SAMPLING)
         assert status.num_evictions > 0
         assert status.num_preemptions == 0
         assert status.num_handoffs_refused == 0
@@ -81,21 +48,19 @@ async def test_requests_that_are_evicted_come_back_and_go_on(policy: str, num_wo
     assert cluster.files_in_memory() == []
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_without_buffers_a_request_that_gives_way_is_computed_again(policy: str, tmp_path: Path) -> None:
-    config = config_of(policy, tmp_path / "model", decode_blocks=40)
+async def test_without_buffers_a_request_that_gives_way_is_computed_again(tmp_path: Path) -> None:
+    config = config_of("density_first", tmp_path / "model", decode_blocks=40)
     scheduling = SchedulingConfig(policy="aligned")  # which evicts into such buffers alone
     config = replace(config, scheduling=scheduling, prefill=replace(config.prefill, candidate_buffer_bytes=0))
     async with running(config, tmp_path) as cluster:
         work = prompts(12)
         answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
-        status = await check(cluster, work, answers)
+        status = await check(cluster, work, answers, SAMPLING)
         assert status.num_evictions == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_a_lost_decode_workers_requests_go_on_from_the_pools_copies(policy: str, tmp_path: Path) -> None:
-    async with running(config_of(policy, tmp_path / "model"), tmp_path) as cluster:
+async def test_a_lost_decode_workers_requests_go_on_from_the_pools_copies(tmp_path: Path) -> None:
+    async with running(config_of("fcfs", tmp_path / "model"), tmp_path) as cluster:
         work = [[5 + number] * 100 for number in range(6)]
         answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
         await holds(lambda: all(len(answer.token_ids) >= 3 for answer in answers))
@@ -104,50 +69,21 @@ async def test_a_lost_decode_workers_requests_go_on_from_the_pools_copies(policy
         await cluster.stop("decode-0")
         num_known = [len(answer.token_ids) for answer in answers if not answer.done.is_set()]
         await cluster.start_decode("decode-0")
-        await check(cluster, work, answers)
+        await check(cluster, work, answers, SAMPLING)
         assert num_known
         # Of every context, only what came after the prompt; without the copies, a hundred tokens more of each.
         assert 0 < engine.num_computed - 600 <= sum(num_known)
     assert cluster.files_in_memory() == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_a_decode_worker_is_lost_while_requests_are_evicted(policy: str, tmp_path: Path) -> None:
-    config = config_of(policy, tmp_path / "model", decode_blocks=40, num_workers=2)
+@pytest.mark.parametrize(("lost", "num_workers"), [("decode-0", 2), ("prefill-0", 1), ("pool-0", 1)])
+async def test_a_process_is_lost_while_requests_are_evicted(lost: str, num_workers: int, tmp_path: Path) -> None:
+    config = config_of("density_first", tmp_path / "model", decode_blocks=40, num_workers=num_workers)
     async with running(config, tmp_path) as cluster:
         work = prompts(20)
         answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
         await holds(lambda: num_evictions(cluster) > 0)
-        await cluster.stop("decode-0")
-        await cluster.start_decode("decode-0")
-        await check(cluster, work, answers)
-    assert cluster.files_in_memory() == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_a_prefill_worker_is_lost_with_what_was_evicted_into_it(policy: str, tmp_path: Path) -> None:
-    config = config_of(policy, tmp_path / "model", decode_blocks=40)
-    async with running(config, tmp_path) as cluster:
-        work = prompts(20)
-        answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
-        await holds(lambda: num_evictions(cluster) > 0)
-        await cluster.stop("prefill-0")
-        await cluster.start_prefill("prefill-0")
-        await check(cluster, work, answers)
-    assert cluster.files_in_memory() == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_the_pool_is_lost_while_requests_are_evicted(policy: str, tmp_path: Path) -> None:
-    config = config_of(policy, tmp_path / "model", decode_blocks=40)
-    async with running(config, tmp_path) as cluster:
-        work = prompts(20)
-        answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]
-        await holds(lambda: num_evictions(cluster) > 0)
-        await cluster.stop("pool-0")
-        await cluster.start_pool()
-        await check(cluster, work, answers)
+        await cluster.stop(lost)
+        await cluster.start_again(lost)
+        await check(cluster, work, answers, SAMPLING)
     assert cluster.files_in_memory() == []

@@ -17,12 +17,11 @@ from tests.support.waiting import holds
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("has_tls", [True, False])
 async def test_requests_of_a_pool_without_decode_workers_are_served_from_another_node(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_tls: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    cluster = await start_two_nodes(small_config(tmp_path / "model"), tmp_path, has_tls=has_tls)
+    cluster = await start_two_nodes(small_config(tmp_path / "model"), tmp_path, has_tls=False)
     sampling = SamplingParams(max_tokens=12, temperature=0.0)
     prompts = [[3 + number, 5, 7, 11 * number + 13, 17] for number in range(6)]
     try:

@@ -1,20 +1,19 @@
 """Rooms that go and come back in the middle of answers: every answer is the undisturbed one, and nothing leaks."""
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace as replace_params
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from alignedserve.config.sections import ClusterConfig, RouterConfig, Topology
-from alignedserve.core.request import FinishReason, SamplingParams
+from alignedserve.core.request import FinishReason, SamplingParams, Slo
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.kv.shm_arena import Arena
+from tests.components.work import check, prompts
 from tests.harnesses.client_gateway import Answer
 from tests.support.in_process import RoomCluster, running, small_config
-from tests.support.marks import slow
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.slow
@@ -23,28 +22,16 @@ pytestmark = pytest.mark.slow
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 128) for _ in range(rng.randrange(2, 60))] for _ in range(count)]
-
-
-@pytest.fixture(autouse=True)
-async def faults_of_the_loop() -> AsyncIterator[list[str]]:
-    """Whatever goes wrong in a callback or task would end a real process."""
-    faults: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context)))
-    yield faults
-    assert faults == []
-
-
 class Load:
     """Requests in flight on a cluster."""
 
-    def __init__(self, cluster: RoomCluster, count: int = 6, sampling: SamplingParams = SAMPLING) -> None:
+    def __init__(
+        self, cluster: RoomCluster, count: int = 6, sampling: SamplingParams = SAMPLING, slo: Slo | None = None
+    ) -> None:
         self.cluster = cluster
         self.sampling = sampling
-        self.prompts = prompts(count)
-        self.answers: list[Answer] = [cluster.gateway.submit(prompt, sampling) for prompt in self.prompts]
+        self.prompts = prompts(count, 2, 60, seed=0)
+        self.answers: list[Answer] = [cluster.gateway.submit(prompt, sampling, slo) for prompt in self.prompts]
 
     async def until_tokens(self, count: int) -> None:
         """Wait until every answer has this many tokens."""
@@ -52,69 +39,57 @@ class Load:
 
     async def check(self) -> ClusterStatus:
         """Wait for all answers; each must be right, whole and without a gap, and nothing may be held after it."""
-        async with asyncio.timeout(40):
-            for answer in self.answers:
-                await answer.done.wait()
-        for prompt, answer in zip(self.prompts, self.answers, strict=True):
-            assert answer.failure is None
-            assert answer.token_ids == self.cluster.reference(prompt, self.sampling)
-            assert answer.finish_reason is FinishReason.LENGTH
-        return await self.cluster.gateway.idle()
+        status = await check(self.cluster, self.prompts, self.answers, self.sampling)
+        assert all(answer.finish_reason is FinishReason.LENGTH for answer in self.answers)
+        return status
 
 
-def two_of_each(folder: Path) -> ClusterConfig:
-    config = small_config(folder)
+def two_of_each(folder: Path, topology: Topology) -> ClusterConfig:
+    config = small_config(folder, topology=topology)
     return replace(config, prefill=replace(config.prefill, count=2), decode=replace(config.decode, count=2))
 
 
-Starter = Callable[[RoomCluster], Awaitable[None]]
-STARTERS: dict[str, Starter] = {
-    "decode-0": lambda cluster: cluster.start_decode("decode-0"),
-    "prefill-0": lambda cluster: cluster.start_prefill("prefill-0"),
-    "pool-0": lambda cluster: cluster.start_pool(),
-    "router": lambda cluster: cluster.start_router(),
-}
-
-
-@pytest.mark.parametrize("name", STARTERS)
-async def test_a_room_is_lost_and_comes_back_mid_answer(name: str, tmp_path: Path) -> None:
-    async with running(small_config(tmp_path / "model"), tmp_path) as cluster:
+@pytest.mark.parametrize(
+    ("topology", "name", "num_tokens"),
+    [
+        *((Topology.DISAGGREGATED, name, 5) for name in ("decode-0", "prefill-0", "pool-0", "router")),
+        *((Topology.DISAGGREGATED, name, 0) for name in ("prefill-0", "router")),
+        *((Topology.COLOCATED, name, 5) for name in ("decode-0", "router")),
+    ],
+)
+async def test_a_room_is_lost_and_comes_back(topology: Topology, name: str, num_tokens: int, tmp_path: Path) -> None:
+    async with running(small_config(tmp_path / "model", topology=topology), tmp_path) as cluster:
         load = Load(cluster)
-        await load.until_tokens(5)
+        await load.until_tokens(num_tokens)
         await cluster.stop(name)
-        await asyncio.sleep(0.05)
-        await STARTERS[name](cluster)
+        await asyncio.sleep(0.05 if num_tokens else 0)
+        await cluster.start_again(name)
         await load.check()
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "router", *slow("decode-0", "pool-0")])
-async def test_a_room_is_lost_and_comes_back_before_the_first_token(name: str, tmp_path: Path) -> None:
-    async with running(small_config(tmp_path / "model"), tmp_path) as cluster:
-        load = Load(cluster)
-        await asyncio.sleep(0)
-        await cluster.stop(name)
-        await STARTERS[name](cluster)
-        await load.check()
-
-
-@pytest.mark.parametrize("name", ["decode-0", "router"])
-async def test_a_colocated_room_is_lost_and_comes_back(name: str, tmp_path: Path) -> None:
-    config = small_config(tmp_path / "model", topology=Topology.COLOCATED)
-    async with running(config, tmp_path) as cluster:
-        load = Load(cluster)
-        await load.until_tokens(5)
-        await cluster.stop(name)
-        await STARTERS[name](cluster)
-        await load.check()
-
-
-@pytest.mark.parametrize("name", ["decode-0", *slow("prefill-0")])
-async def test_another_worker_goes_on(name: str, tmp_path: Path) -> None:
-    async with running(two_of_each(tmp_path / "model"), tmp_path) as cluster:
+@pytest.mark.parametrize(
+    ("topology", "name"),
+    [(Topology.DISAGGREGATED, "decode-0"), (Topology.DISAGGREGATED, "prefill-0"), (Topology.ELASTIC, "decode-0")],
+)
+async def test_another_worker_goes_on(topology: Topology, name: str, tmp_path: Path) -> None:
+    async with running(two_of_each(tmp_path / "model", topology), tmp_path) as cluster:
         load = Load(cluster, count=8)
         await load.until_tokens(3)
         await cluster.stop(name)
         await load.check()
+
+
+async def test_a_worker_that_comes_takes_over_from_one_that_has_no_time(tmp_path: Path) -> None:
+    """Requests move while they decode, and nothing is computed again."""
+    async with running(small_config(tmp_path / "model", topology=Topology.ELASTIC), tmp_path) as cluster:
+        longer, too_tight = replace_params(SAMPLING, max_tokens=300), Slo(tpot_s=1e-6)  # no time for prompts
+        load = Load(cluster, 3, longer, too_tight)
+        await load.answers[0].first_token.wait()
+        await cluster.start_decode("decode-1")
+        status = await load.check()
+        assert all(answer.num_repeats == 0 for answer in load.answers)
+    assert status.num_handoffs_verified > 0
+    assert status.num_handoffs_refused == 0
 
 
 @pytest.mark.parametrize("topology", [Topology.COLOCATED, Topology.ELASTIC])
@@ -140,7 +115,7 @@ async def test_everything_goes_one_after_another(tmp_path: Path) -> None:
         for number, name in enumerate(("decode-0", "pool-0", "prefill-0", "router", "decode-0"), 1):
             await load.until_tokens(4 * number)
             await cluster.stop(name)
-            await STARTERS[name](cluster)
+            await cluster.start_again(name)
         await load.check()
 
 

@@ -4,9 +4,6 @@ Every worker has a device of its own, with a memory that nothing else touches, s
 that note what crosses them.
 """
 
-import asyncio
-import random
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +18,10 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.messages.iterations import BlocksRelayed, LoadBlocks, OffloadBlocks, RelayBlocks
 from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.block_copier import BlockCopier
+from tests.components.work import check, prompts, submitted
 from tests.harnesses.client_gateway import Answer
 from tests.support.device_stand_in import HOST, LINK, PCIE, Machine
-from tests.support.in_process import RoomCluster, running, small_config
+from tests.support.in_process import running, small_config
 from tests.support.waiting import holds
 
 pytestmark = pytest.mark.slow
@@ -32,20 +30,6 @@ SAMPLING = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 PREFILL, DECODE = "prefill-0", "decode-0"
 BLOCK_SIZE = 8
 BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 8 * 4
-
-
-@pytest.fixture(autouse=True)
-async def faults_of_the_loop() -> AsyncIterator[list[str]]:
-    """Whatever goes wrong in a callback or task would end a real process."""
-    faults: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context)))
-    yield faults
-    assert faults == []
-
-
-def prompts(count: int, shortest: int = 1, longest: int = 120) -> list[list[int]]:
-    rng = random.Random(8)
-    return [[rng.randrange(3, 128) for _ in range(rng.randrange(shortest, longest))] for _ in range(count)]
 
 
 def config_of(folder: Path, *, num_workers: int = 1) -> ClusterConfig:
@@ -59,37 +43,14 @@ def config_of(folder: Path, *, num_workers: int = 1) -> ClusterConfig:
     )
 
 
-async def submitted(cluster: RoomCluster, work: list[list[int]], num_first: int = 4) -> list[Answer]:
-    """Submit the first ones, and the others when those run, so that the others are prefetched."""
-    first = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work[:num_first]]
-    for answer in first:
-        await answer.first_token.wait()
-    await holds(lambda: all(len(answer.token_ids) > 1 for answer in first))
-    return first + [cluster.gateway.submit(prompt, SAMPLING) for prompt in work[num_first:]]
-
-
-async def check(cluster: RoomCluster, work: list[list[int]], answers: list[Answer]) -> None:
-    """Check that all answers are those of one engine alone, and that nothing is held anywhere."""
-    async with asyncio.timeout(120):
-        for answer in answers:
-            await answer.done.wait()
-    for prompt, answer in zip(work, answers, strict=True):
-        assert answer.failure is None
-        assert answer.token_ids == cluster.reference(prompt, SAMPLING)
-    await cluster.gateway.idle()
-    assert cluster.num_buffer_blocks_used() == 0
-
-
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-async def test_each_byte_crosses_pcie_once_each_way_and_the_link_once(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_each_byte_crosses_pcie_once_each_way_and_the_link_once_as_early_as_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = Machine(seed)
+    machine = Machine(seed=0)
     ordered = OrderedCopies(machine, monkeypatch)
     async with running(config_of(tmp_path), tmp_path, machine) as cluster:
         work = prompts(16)
-        answers = await submitted(cluster, work)
-        await check(cluster, work, answers)
+        await check(cluster, work, await submitted(cluster, work, SAMPLING), SAMPLING)
     crossed = partial(num_blocks, machine)
     prefetched, returned = (sum(map(blocks_of, relays)) for relays in (ordered.prefetches, ordered.returns))
     assert prefetched == crossed(PCIE, HOST, PREFILL) > 0
@@ -105,26 +66,14 @@ async def test_each_byte_crosses_pcie_once_each_way_and_the_link_once(
     # A stream for each thread that copies, however many copies there are.
     assert machine.device(PREFILL).num_streams <= 2
     assert machine.device(DECODE).num_streams <= 2
-
-
-async def test_a_decode_worker_never_waits_for_a_prefetch_that_could_have_been_earlier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = Machine()
-    ordered = OrderedCopies(machine, monkeypatch)
-    async with running(config_of(tmp_path), tmp_path, machine) as cluster:
-        work = prompts(16)
-        answers = await submitted(cluster, work)
-        await check(cluster, work, answers)
-    assert ordered.prefetches
     # None waits while the way is free: each begins when it was ordered, or behind the one before it.
     for number, (given, begun) in enumerate(zip(ordered.given, ordered.begun, strict=True)):
         free = ordered.ended[number - 1] if number else 0
         between = [copy for copy in machine.moved(PCIE, HOST, PREFILL) if max(given, free) < copy.begun < begun]
         assert between == []
     # A request is asked for only when all of it lies in the buffer; others are there as they were evicted into it.
-    for moment, copies in ordered.loads:
-        assert all(ordered.arrived.get(copy, 0) < moment for copy in copies)
+    for moment, loaded in ordered.loads:
+        assert all(ordered.arrived.get(copy, 0) < moment for copy in loaded)
 
 
 def num_blocks(machine: Machine, way: str, source: str | None = None, target: str | None = None) -> int:
@@ -183,7 +132,6 @@ class OrderedCopies:
         monkeypatch.setattr(BlockCopier, "start_offload", offloading)
 
 
-@pytest.mark.slow
 async def test_evicted_requests_go_over_the_link_and_come_back(tmp_path: Path) -> None:
     machine = Machine(seed=3)
     async with running(config_of(tmp_path), tmp_path, machine) as cluster:
@@ -192,47 +140,33 @@ async def test_evicted_requests_go_over_the_link_and_come_back(tmp_path: Path) -
             assert len(work) < 200, "no batch has taken over from another"
             more = prompts(16)
             work += more
-            answers += await submitted(cluster, more)
+            answers += await submitted(cluster, more, SAMPLING)
             await answers[-1].done.wait()
-        await check(cluster, work, answers)
+        await check(cluster, work, answers, SAMPLING)
     assert all(copy.ended for copy in machine.moved(LINK))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lost", [PREFILL, DECODE])
 async def test_a_worker_is_lost_while_blocks_are_lent(lost: str, tmp_path: Path) -> None:
     machine = Machine()
     async with running(config_of(tmp_path, num_workers=2), tmp_path, machine) as cluster:
         work = prompts(24)
-        answers = await submitted(cluster, work, 8)
+        answers = await submitted(cluster, work, SAMPLING, 8)
         await holds(lambda: len(machine.moved(LINK)) > 0)
         await cluster.stop(lost)
-        await (cluster.start_prefill(lost) if lost == PREFILL else cluster.start_decode(lost))
-        await check(cluster, work, answers)
+        await cluster.start_again(lost)
+        await check(cluster, work, answers, SAMPLING)
 
 
 async def test_cancelled_requests_leave_nothing_in_a_device(tmp_path: Path) -> None:
     machine = Machine()
     async with running(config_of(tmp_path), tmp_path, machine) as cluster:
         work = prompts(10)
-        answers = await submitted(cluster, work)
+        answers = await submitted(cluster, work, SAMPLING)
         await holds(lambda: len(machine.moved(PCIE, HOST, PREFILL)) > 0)
         for answer in answers[::2]:
             cluster.gateway.abort(answer)
-        await check(cluster, work[1::2], answers[1::2])
-
-
-async def test_without_room_on_the_device_decode_workers_do_without(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    machine = Machine(device_bytes=100 * BLOCK_BYTES)
-    async with running(config_of(tmp_path), tmp_path, machine) as cluster:
-        work = prompts(6)
-        answers = await submitted(cluster, work)
-        await check(cluster, work, answers)
-    assert "no candidate buffer for decode-0" in caplog.text
-    assert "set prefill.candidate_buffer_bytes lower" in caplog.text
-    assert machine.moved(LINK) == []
+        await check(cluster, work[1::2], answers[1::2], SAMPLING)
 
 
 @pytest.mark.gpu
@@ -244,5 +178,5 @@ async def test_the_same_components_on_a_gpu(tmp_path: Path) -> None:
     config = replace(config, engine=replace(config.engine, device="cuda:0"))
     async with running(config, tmp_path) as cluster:
         work = prompts(16)
-        answers = await submitted(cluster, work)
-        await check(cluster, work, answers)
+        answers = await submitted(cluster, work, SAMPLING)
+        await check(cluster, work, answers, SAMPLING)

@@ -92,13 +92,12 @@ async def test_bytes_that_do_not_verify_are_computed_again(tmp_path: Path) -> No
         assert loaded(cluster, "decode-0") == 0
 
 
-@pytest.mark.parametrize("has_tls", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_worker_of_another_node_loads_over_a_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_tls: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(PrefixIndex, "far_pool", lambda *_: WorkerName(POOL))
-    cluster = two_nodes(config_of(tmp_path), tmp_path / "nodes", has_tls=has_tls)
+    cluster = two_nodes(config_of(tmp_path), tmp_path / "nodes", has_tls=True)
     try:
         await cluster.start_router()
         await cluster.start_pool()
@@ -131,7 +130,6 @@ def links_of(cluster: RoomCluster, name: str) -> dict[str, float]:
     return worker._driver._logic._pooled._loads._block_s
 
 
-@pytest.mark.slow
 async def test_a_pool_that_comes_back_gets_what_workers_have(tmp_path: Path) -> None:
     async with running(config_of(tmp_path), tmp_path) as cluster:
         loaded(cluster, "decode-0"), loaded(cluster, "decode-1")

@@ -3,9 +3,7 @@
 The devices are stand-ins, with memories that nothing else touches and streams in a random order.
 """
 
-import asyncio
 import os
-import random
 import signal
 from dataclasses import replace as changed
 from pathlib import Path
@@ -18,9 +16,9 @@ from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.runtime.engine import model_executor
 from alignedserve.runtime.engine.ranks import rank_group
 from kernels.cpu.rank_exchange import has_rank_exchange
-from tests.harnesses.client_gateway import Answer
+from tests.components.work import check, prompts, submitted
 from tests.support.device_stand_in import HOST, LINK, PCIE, Machine
-from tests.support.in_process import RoomCluster, running, small_config
+from tests.support.in_process import running, small_config
 from tests.support.rank_devices import RanksOnDevices, device_of, load_on_devices
 from tests.support.two_nodes import FAR, start_two_nodes
 from tests.support.waiting import holds
@@ -39,44 +37,11 @@ def ranks_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_executor, "load_ranks", load_on_devices)
 
 
-@pytest.fixture(autouse=True)
-async def faults_of_the_loop() -> list[str]:
-    """Whatever goes wrong in a callback or task would end a real process."""
-    faults: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context)))
-    return faults
-
-
 def config_of(folder: Path, *, transport: str = "auto", topology: Topology = Topology.DISAGGREGATED) -> ClusterConfig:
     batching = BatchingConfig(min_requests=4, starvation_s=0.2)
     config = small_config(folder / "model", batching=batching, topology=topology)
     engine = replace(config.engine, tensor_parallel=SIZE, kv_transport=transport)
     return replace(config, engine=engine, router=replace(config.router, max_retries=20))
-
-
-def prompts(count: int) -> list[list[int]]:
-    rng = random.Random(8)
-    return [[rng.randrange(3, 128) for _ in range(rng.randrange(40, 100))] for _ in range(count)]
-
-
-async def submitted(cluster: RoomCluster, work: list[list[int]], num_first: int = 4) -> list[Answer]:
-    """Submit the first ones, and the others when those run, so that the others are prefetched."""
-    first = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work[:num_first]]
-    for answer in first:
-        await answer.first_token.wait()
-    return first + [cluster.gateway.submit(prompt, SAMPLING) for prompt in work[num_first:]]
-
-
-async def check(
-    cluster: RoomCluster, work: list[list[int]], answers: list[Answer], sampling: SamplingParams = SAMPLING
-) -> None:
-    async with asyncio.timeout(120):
-        for answer in answers:
-            await answer.done.wait()
-    for prompt, answer in zip(work, answers, strict=True):
-        assert answer.failure is None
-        assert answer.token_ids == cluster.reference(prompt, sampling)
-    await cluster.gateway.idle()
 
 
 def moved_bytes(machine: Machine, way: str, source: str | None, target: str | None) -> list[int]:
@@ -94,54 +59,44 @@ def moved_bytes(machine: Machine, way: str, source: str | None, target: str | No
     ]
 
 
-async def test_a_batch_goes_from_each_rank_s_device_to_that_of_its_peer(
-    tmp_path: Path, faults_of_the_loop: list[str]
-) -> None:
+async def test_a_batch_goes_from_each_rank_s_device_to_that_of_its_peer(tmp_path: Path) -> None:
     machine = Machine(1)
     async with running(config_of(tmp_path), tmp_path, machine) as cluster:
-        work = prompts(12)
-        await check(cluster, work, await submitted(cluster, work))
+        work = prompts(12, 40, 100)
+        await check(cluster, work, await submitted(cluster, work, SAMPLING), SAMPLING)
         assert (await cluster.gateway.idle()).num_handoffs_refused == 0
     for way in ((PCIE, PREFILL, None), (PCIE, None, PREFILL), (LINK, PREFILL, DECODE)):
         first, second = moved_bytes(machine, *way)
         assert first == second > 0
     pairs = {frozenset(device_of(name, rank) for name in (PREFILL, DECODE)) for rank in range(SIZE)}
     assert {frozenset((copy.source, copy.target)) for copy in machine.moved(LINK)} == pairs
-    assert faults_of_the_loop == []
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
-async def test_candidate_buffers_in_host_memory_are_filled_and_read_by_every_rank(
-    transport: str, tmp_path: Path, faults_of_the_loop: list[str]
-) -> None:
+async def test_candidate_buffers_in_host_memory_are_filled_and_read_by_every_rank(tmp_path: Path) -> None:
     machine = Machine(2)
-    async with running(config_of(tmp_path, transport=transport), tmp_path, machine) as cluster:
-        work = prompts(12)
-        await check(cluster, work, await submitted(cluster, work))
+    async with running(config_of(tmp_path, transport="shm"), tmp_path, machine) as cluster:
+        work = prompts(12, 40, 100)
+        await check(cluster, work, await submitted(cluster, work, SAMPLING), SAMPLING)
         status = await cluster.gateway.idle()
     first, second = moved_bytes(machine, PCIE, None, DECODE)
     assert machine.moved(LINK) == []
     assert first == second > 0
     assert status.num_handoffs_verified > 0
     assert status.num_handoffs_refused == 0
-    assert faults_of_the_loop == []
 
 
-async def test_every_rank_reads_its_parts_from_the_pool_of_another_node(
-    tmp_path: Path, faults_of_the_loop: list[str]
-) -> None:
+async def test_every_rank_reads_its_parts_from_the_pool_of_another_node(tmp_path: Path) -> None:
     machine = Machine(5)
     cluster = await start_two_nodes(config_of(tmp_path), tmp_path, has_tls=True, machine=machine)
     try:
-        work = prompts(6)
-        await check(cluster, work, [cluster.gateway.submit(prompt, SAMPLING) for prompt in work])
+        work = prompts(6, 40, 100)
+        await check(cluster, work, [cluster.gateway.submit(prompt, SAMPLING) for prompt in work], SAMPLING)
         status = await cluster.gateway.idle()
     finally:
         await cluster.close()
     first, second = moved_bytes(machine, PCIE, None, FAR)
     assert first == second > 0
     assert status.num_handoffs_refused == 0
-    assert faults_of_the_loop == []
 
 
 @pytest.fixture
@@ -151,41 +106,24 @@ def ranks_as_processes(ranks_on_devices: None, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(rank_group, "make_block_memory", lambda _: None)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("ranks_as_processes")
 async def test_a_killed_process_of_a_rank_is_its_worker_s_death(tmp_path: Path, faults_of_the_loop: list[str]) -> None:
     async with running(config_of(tmp_path, transport="shm"), tmp_path) as cluster:
-        work = prompts(8)
-        answers = await submitted(cluster, work)
+        work = prompts(8, 40, 100)
+        answers = await submitted(cluster, work, SAMPLING)
         ranks = cluster.engines[PREFILL]._ranks
         assert ranks is not None
         os.kill(ranks.process_ids[0], signal.SIGKILL)
         await holds(lambda: faults_of_the_loop != [])  # which ends a real process
         await cluster.stop(PREFILL)
         await cluster.start_prefill(PREFILL)
-        await check(cluster, work, answers)
+        await check(cluster, work, answers, SAMPLING)
+    faults_of_the_loop.clear()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("ranks_as_processes")
-async def test_ranks_that_are_processes_with_memories_of_their_own(
-    tmp_path: Path, faults_of_the_loop: list[str]
-) -> None:
-    async with running(config_of(tmp_path, transport="tcp"), tmp_path) as cluster:
-        work = prompts(8)
-        await check(cluster, work, await submitted(cluster, work))
-        status = await cluster.gateway.idle()
-    assert status.num_handoffs_verified > 0
-    assert status.num_handoffs_refused == 0
-    assert faults_of_the_loop == []
-
-
-@pytest.mark.parametrize("transport", ["auto", pytest.param("shm", marks=pytest.mark.slow)])
-async def test_requests_move_between_elastic_workers(
-    transport: str, tmp_path: Path, faults_of_the_loop: list[str]
-) -> None:
+async def test_requests_move_between_elastic_workers(tmp_path: Path) -> None:
     machine = Machine(3)
-    config = config_of(tmp_path, transport=transport, topology=Topology.ELASTIC)
+    config = config_of(tmp_path, topology=Topology.ELASTIC)
     async with running(config, tmp_path, machine) as cluster:
         work = [[5 + number, 6, 7, 8 + number] for number in range(3)]
         answers = [cluster.gateway.submit(prompt, LONGER, TOO_TIGHT) for prompt in work]
@@ -195,25 +133,25 @@ async def test_requests_move_between_elastic_workers(
         status = await cluster.gateway.idle()
     assert status.num_handoffs_verified > 0
     assert status.num_handoffs_refused == 0
-    assert faults_of_the_loop == []
 
 
-@pytest.mark.parametrize("worker", [PREFILL, pytest.param(DECODE, marks=pytest.mark.slow)])
 async def test_a_rank_lost_among_moves_is_its_worker_s_death_and_requests_go_on_elsewhere(
-    worker: str, tmp_path: Path, faults_of_the_loop: list[str]
+    tmp_path: Path, faults_of_the_loop: list[str]
 ) -> None:
+    worker = DECODE
     machine = Machine(4)
     config = config_of(tmp_path)
     config = replace(config, prefill=replace(config.prefill, count=2), decode=replace(config.decode, count=2))
     async with running(config, tmp_path, machine) as cluster:
-        work = prompts(16)
-        answers = await submitted(cluster, work, 8)
+        work = prompts(16, 40, 100)
+        answers = await submitted(cluster, work, SAMPLING, 8)
         await holds(lambda: any(device_of(worker, 1) in (copy.source, copy.target) for copy in machine.moved(LINK)))
         ranks = cluster.engines[worker]._ranks
         assert isinstance(ranks, RanksOnDevices)
         ranks.lose(1)
         await holds(lambda: faults_of_the_loop != [])  # which ends a real process
         await cluster.stop(worker)
-        await (cluster.start_prefill(worker) if worker == PREFILL else cluster.start_decode(worker))
-        await check(cluster, work, answers)
+        await cluster.start_decode(worker)
+        await check(cluster, work, answers, SAMPLING)
     assert all("a rank of this worker has ended" in fault for fault in faults_of_the_loop)
+    faults_of_the_loop.clear()

@@ -15,18 +15,10 @@ import pytest
 from alignedserve import LLM, LoRARequest, SamplingParams
 from alignedserve.core.errors import ModelError
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.messages.caches import ArenaOffered, BlockCopy
-from alignedserve.messages.handshake import Role
-from alignedserve.process.links import Identity
 from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.engine.engine import Engine, StepSlice
-from alignedserve.runtime.engine.ranks import rank_group
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
 from alignedserve.runtime.engine.ranks.rank_spec import ModelSpec, RankEngineSpec, load_shard, make_storage
-from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
-from alignedserve.runtime.kv.transfers.ranked_transfer import PartsOffer, RankedTransfer
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange
@@ -151,36 +143,6 @@ def test_a_rank_that_ends_within_a_sum_of_a_device_fails_the_step_at_once(ranks:
     with pytest.raises(ExchangeBroken):
         ranks.group.wait_for(Reached(math.inf))
     assert time.monotonic() - began_s < TIMEOUT_S
-
-
-def test_blocks_of_ranks_with_memories_of_their_own_go_through_a_pool(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on GPUs: each process copies its part of every block."""
-    monkeypatch.setattr(rank_group, "make_block_memory", lambda _: None)
-    started = Started(spec_of(folder))
-    try:
-        storage, copies = started.engine.storage, started.group.copies
-        arena = Arena.create(tmp_path / "arena", storage.part.whole(storage.layout), 4)
-        arena.stamp([BlockId(2)], 7)
-        tokens = started.start() + [token for _ in range(5) for token in started.step()]
-        own = ShmTransfer(storage, Arena.attach(arena.path, arena.layout, storage.part))
-        offered = ArenaOffered(str(arena.path), 4, arena.layout.block_bytes, arena.layout.digest().hex())
-        copies.open("pool", PartsOffer(offered, Identity(Role.DECODE_WORKER, "worker", b"secret"), False, "shm"))
-        transfer = RankedTransfer(own, copies, "pool")
-        (runs,) = transfer.offload([OffloadRequest([BlockId(0)], [BlockId(2)], 7)])
-        assert runs is not None
-        assert transfer.fetch([FetchRequest(BlockCopy(7, 16, runs), [BlockId(5)])]) == [True]
-        cached, blocks = RequestId("cached"), tuple(map(BlockId, (5, 4, 6, 7)))
-        started.engine.add_sequence(NewSequence(cached, tuple(PROMPT), len(PROMPT), 16, blocks, GREEDY))
-        found = []
-        for count in (len(PROMPT) - 16, 1, 1, 1, 1, 1):
-            found += [token.token_id for token in started.engine.execute([StepSlice(cached, count)]).sampled]
-        assert found == tokens
-        arena.close(unlink=True)
-    finally:
-        started.group.close()
-    assert not [pid for pid in started.group.process_ids if psutil.pid_exists(pid)]
 
 
 def test_what_a_rank_cannot_load_is_told_by_name(folder: Path) -> None:

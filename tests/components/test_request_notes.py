@@ -58,5 +58,4 @@ async def test_separate_workers_tell_handoff_pool_and_batch(tmp_path: Path) -> N
     steps = [note.step for _, note in course]
     wanted = [Step.QUEUED, Step.DISPATCHED, Step.ACCEPTED, Step.STARTED, Step.PREFILLED, Step.OFFERED]
     wanted += [Step.HANDED_OVER, Step.POOLED, Step.GRANTED, Step.ARRIVED, Step.LOADING, Step.JOINED, Step.FINISHED]
-    print([(w, n.step.value, n.cause) for w, n in course])
     assert [step for step in steps if step in wanted] == wanted

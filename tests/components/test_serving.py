@@ -1,7 +1,6 @@
 """Requests through router, prefill worker, pool and decode worker (or one colocated worker), on one event loop."""
 
 import asyncio
-import random
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,8 @@ from msgspec.structs import replace
 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.request import FinishReason, SamplingParams
+from tests.components.work import prompts
 from tests.support.in_process import running, small_config
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 128) for _ in range(rng.randrange(1, 150))] for _ in range(count)]
 
 
 @pytest.fixture(params=list(Topology))
@@ -29,7 +24,7 @@ async def test_greedy_answers_equal_one_engine_alone(
     config = replace(config, engine=replace(config.engine, kv_cache_dtype=kv_cache_dtype))
     sampling = SamplingParams(max_tokens=30, temperature=0.0)
     async with running(config, tmp_path) as cluster:
-        work = prompts(12)
+        work = prompts(12, longest=150)
         answers = await asyncio.gather(*(cluster.gateway.generate(prompt, sampling) for prompt in work))
         for prompt, answer in zip(work, answers, strict=True):
             assert answer.token_ids == cluster.reference(prompt, sampling)
@@ -44,9 +39,9 @@ async def test_greedy_answers_equal_one_engine_alone(
 async def test_seeded_sampling_is_independent_of_companions(config: ClusterConfig, tmp_path: Path) -> None:
     sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
     async with running(config, tmp_path) as cluster:
-        prompt = prompts(1, seed=5)[0]
+        prompt = prompts(1, longest=150, seed=5)[0]
         alone = await cluster.gateway.generate(prompt, sampling)
-        crowd = [cluster.gateway.submit(other, sampling) for other in prompts(10, seed=6)]
+        crowd = [cluster.gateway.submit(other, sampling) for other in prompts(10, longest=150, seed=6)]
         together = await cluster.gateway.generate(prompt, sampling)
         for answer in crowd:
             await answer.done.wait()

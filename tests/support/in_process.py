@@ -287,6 +287,12 @@ class RoomCluster:
     async def stop(self, name: str) -> None:
         await self.components.pop(name).close()
 
+    async def start_again(self, name: str) -> None:
+        if name in (ROUTER, POOL):
+            await (self.start_router() if name == ROUTER else self.start_pool())
+        else:
+            await (self.start_prefill(name) if name.startswith("prefill") else self.start_decode(name))
+
     async def close(self) -> None:
         await self.gateway.close()
         for name in list(self.components):
