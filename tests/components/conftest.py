@@ -16,7 +16,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.logic._TICKS_PER_STATUS", 1)
     monkeypatch.setattr("alignedserve.worker_core.iteration_log._REPORT_PAUSE_S", 0.05)
     for module in ("exporter", "timeline"):
-        monkeypatch.setattr(f"alignedserve.gateway.timelines.{module}.LAST_NOTES_S", 0.4)
+        monkeypatch.setattr(f"alignedserve.api.timelines.{module}.LAST_NOTES_S", 0.4)
 
 
 @pytest.fixture(autouse=True)

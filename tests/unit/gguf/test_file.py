@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from alignedserve.core.errors import ModelError, ModelNotFound
-from alignedserve.gguf import cursor
 from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.text.tokenizer import Tokenizer
@@ -57,11 +56,6 @@ def test_metadata_and_tensors(whole: Path) -> None:
     raw = file.raw_rows(found)
     assert raw.shape == (len(byte_level_tokens()), HIDDEN // 32 * 18)
     assert raw.tobytes() in whole.read_bytes()
-
-
-def test_version_2_has_the_same_layout(tmp_path: Path) -> None:
-    path = made(tmp_path / "a.gguf", (entry("a", UINT32, struct.pack("<I", 7)),), (tensor("t", (4,)),), 32, version=2)
-    assert GgufFile(path).metadata == {"a": 7}
 
 
 def test_numbers_lists_and_odd_text(tmp_path: Path) -> None:
@@ -155,12 +149,6 @@ def test_foreign_files(content: bytes, problem: str, tmp_path: Path) -> None:
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="does not exist"):
         GgufFile(tmp_path / "a.gguf")
-
-
-def test_header_of_more_bytes_than_allowed(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cursor, "MAX_HEADER_BYTES", 1000)
-    with pytest.raises(ModelError, match="bytes are needed where"):
-        GgufFile(whole)
 
 
 def test_file_that_shrinks_after_its_header_was_read(whole: Path, tmp_path: Path) -> None:

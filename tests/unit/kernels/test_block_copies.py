@@ -87,13 +87,6 @@ def test_digests_are_of_what_was_written_whoever_writes_to_the_source(block_byte
         writer.join()
 
 
-def test_nothing_is_copied_of_an_empty_list(level: str | None) -> None:
-    blocks = random_blocks(2, 64)
-    nothing = BlockList(blocks, np.empty(0, np.int64))
-    assert len(copy_blocks(nothing, nothing, level=level)) == 0
-    assert len(digest_blocks(nothing, level=level)) == 0
-
-
 @pytest.mark.parametrize("block", [-1, 2, 1 << 40])
 def test_blocks_outside_are_refused_before_anything_is_written(block: int, level: str | None) -> None:
     blocks, written = random_blocks(2, 64), np.zeros((2, 64), np.uint8)
@@ -105,16 +98,3 @@ def test_blocks_outside_are_refused_before_anything_is_written(block: int, level
     with pytest.raises(ValueError, match="outside"):
         digest_blocks(BlockList(blocks, outside), level=level)
     assert not written.any()
-
-
-def test_lists_of_other_lengths_are_refused(level: str | None) -> None:
-    blocks = random_blocks(2, 64)
-    with pytest.raises(ValueError, match="as many"):
-        copy_blocks(BlockList(blocks, np.array([0, 1])), BlockList(blocks.copy(), np.array([0])), level=level)
-
-
-def test_a_level_that_is_not_there_is_refused() -> None:
-    if not levels():
-        pytest.skip("the native kernels are not built")
-    with pytest.raises(ValueError, match="no level neon"):
-        digest_blocks(all_rows(random_blocks(1, 64)), level="neon")

@@ -104,26 +104,6 @@ def test_every_number_of_rows(type_name: str, level: str) -> None:
 
 @levels
 @types
-@dtypes
-def test_close_to_the_product_of_unrounded_inputs(dtype: torch.dtype, type_name: str, level: str) -> None:
-    raw, x = random_blocks(type_name, 64, 2048), randoms(1, 9, 2048, dtype=dtype)
-    result = BlockQuantizedLinear(raw, type_name, 2048, dtype=dtype, level=level)(x).double()
-    expected, _ = product(x, raw, type_name)
-    assert float((result - expected).norm() / expected.norm()) < (0.008 if dtype == torch.float32 else 0.009)
-
-
-@levels
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1", "G4_32"])
-@pytest.mark.parametrize("width", [32, 96, 128, 160, 224])
-def test_rows_of_a_few_blocks(width: int, type_name: str, level: str) -> None:
-    raw, x = random_blocks(type_name, 35, width), randoms(1, 6, width)
-    expected, sizes = product(rounded_inputs(x), raw, type_name)
-    result = BlockQuantizedLinear(raw, type_name, width, level=level)(x)
-    assert ((result.double() - expected).abs() <= 2.0**-20 * sizes).all()
-
-
-@levels
-@types
 def test_the_largest_quants_and_inputs(type_name: str, level: str) -> None:
     """Sums of two products fit where an instruction keeps them in 16 bits."""
     layout = BLOCK_FORMATS[type_name]
@@ -150,15 +130,6 @@ def test_a_row_is_the_same_in_any_batch(threads: int, dtype: torch.dtype, type_n
     together = linear(x)
     for first, last in ((0, 1), (3, 5), (5, 12), (20, 61), (7, 240)):
         assert torch.equal(linear(x[first:last]), together[first:last]), (threads, first, last)
-
-
-@types
-def test_all_levels_form_the_same_sums(type_name: str) -> None:
-    """Levels differ in the last bits, which a fused multiply-add rounds otherwise."""
-    raw, x = random_blocks(type_name, 50, 512), randoms(1, 20, 512)
-    results = [BlockQuantizedLinear(raw, type_name, 512, level=level)(x) for level in block_levels()]
-    for result in results[1:]:
-        assert torch.allclose(result, results[0], rtol=1e-4, atol=1e-4 * float(results[0].abs().max()))
 
 
 @ways
@@ -194,13 +165,6 @@ def test_strided_rows_among_nan(dtype: torch.dtype, way: str) -> None:
     assert torch.equal(out[:, 5:45], linear(x))
     assert (out[:, :5] == 7.0).all()
     assert (out[:, 45:] == 7.0).all()
-
-
-@ways
-def test_no_rows_and_rows_of_zeros(way: str) -> None:
-    linear = made(way, random_blocks("Q6_K", 40, 256), "Q6_K")
-    assert linear(torch.empty(0, 256)).shape == (0, 40)
-    assert torch.equal(linear(torch.zeros(2, 256)), torch.zeros(2, 40))
 
 
 @levels

@@ -131,32 +131,6 @@ def test_parts_that_do_not_fit_together_are_refused(changed: Callable[[], dict[s
 
 
 @each("num_threads", [1, 2])
-@each("num_rows", [1, 8])
-@each("level", supported_levels())
-@each("head", [lambda: product(75, WIDTH), lambda: (*product(40, WIDTH), *product(40, WIDTH))])
-def test_the_highest_logits_are_those_of_all(
-    head: Callable[[], tuple[Any, ...]], num_rows: int, num_threads: int, level: str
-) -> None:
-    """The second head has every logit twice: the first of equals is found, whichever thread saw it."""
-    place = HeadRows(HEADS, KV_HEADS, HEAD_DIM, torch.float32, level=level)
-    products = head()
-    own = DecodePass((layer(), layer()), place, WIDTH, torch.float32, HeadParts(norm(), products))
-    residual = torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(1))
-    residual[num_rows // 2, 3] = torch.nan if num_rows > 1 else 0.0
-    slots = torch.arange(num_rows) * 2 * NUM_LAYERS * BLOCK_SIZE
-    logits = torch.empty(num_rows, sum(part.out_width for part in products))
-    found = HighestLogits(torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows))
-    torch.set_num_threads(num_threads)
-    for results in ((logits, None), (None, found)):
-        cache = cache_for(own)
-        own.run(residual.clone(), cache.plan(num_rows), [], slots, cache.slots, *results)
-    torch.set_num_threads(1)
-    expected = highest(logits, level=supported_levels()[0])
-    assert torch.equal(found.token_ids, expected[0])
-    assert torch.equal(found.values.nan_to_num(7.0), expected[1].nan_to_num(7.0))
-
-
-@each("num_threads", [1, 2])
 @each("level", supported_levels())
 @each("head", [lambda: product(75, WIDTH), lambda: (*product(40, WIDTH), *product(55, WIDTH))])
 def test_the_highest_are_sought_among_the_tokens_that_a_row_may_choose(

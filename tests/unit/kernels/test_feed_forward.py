@@ -92,12 +92,6 @@ def test_mixtures(num_rows: int, num_experts: int, chosen: int, normalises: bool
         assert torch.equal(x, before)
 
 
-def test_a_row_is_the_same_whatever_shares_its_pass() -> None:
-    mixture, x = packed(weights_of(8), 3, normalises=True), randoms(40, HIDDEN)
-    alone = torch.cat([mixture(x[row : row + 1]) for row in range(len(x))])
-    assert torch.equal(mixture(x), alone)
-
-
 def test_rows_that_are_not_numbers_stay_alone() -> None:
     """The engine fails the request with the NaN, not those beside it."""
     mixture, x = packed(weights_of(8), 3, normalises=True), randoms(5, HIDDEN)

@@ -6,11 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from alignedserve.config.sections import ModelSectionConfig
-from alignedserve.core.errors import ConfigError, ModelError
-from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.weight_loader import assemble_weights
 from kernels.activation import ACTIVATIONS
 from kernels.cpu.int8_linear import Int8Linear
 from kernels.linear import Linear
@@ -60,21 +55,6 @@ def test_a_weight_that_is_int8_already_keeps_its_bits(dtype: torch.dtype, allow_
     assert ((result.double() - expected).abs() <= expected.abs() * (2.0**-8 if dtype == torch.bfloat16 else 1e-5)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
-    linear = Int8Linear(normal(0, 40, 50, dtype=dtype))
-    x = normal(1, 9, 50, dtype=dtype)
-    x[3] *= 1000.0
-    together = linear(x)
-    for row in range(9):
-        assert torch.equal(linear(x[row : row + 1]), together[row : row + 1])
-
-
-def test_zeros_stay_zeros() -> None:
-    assert torch.equal(Int8Linear(torch.zeros(4, 6))(normal(0, 2, 6)), torch.zeros(2, 4))
-    assert torch.equal(Int8Linear(normal(0, 4, 6))(torch.zeros(2, 6)), torch.zeros(2, 4))
-
-
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("activation", list(ACTIVATIONS))
 def test_activations_follow_the_product(activation: str, dtype: torch.dtype) -> None:
@@ -98,42 +78,3 @@ def test_logits_stay_close(family: str, tmp_path: Path) -> None:
         probe.step(a=1)
         logits.append(probe.logits("a"))
     assert 0.0 < relative_error(logits[1], logits[0]) < 0.05
-
-
-def test_experts_stay_close(tmp_path: Path) -> None:
-    """Token by token: where two experts have nearly the same share, rounding chooses the other one."""
-    make_tiny_model(tmp_path, "mixtral")
-    logits = []
-    for quantization in (None, "int8"):
-        probe = LogitsProbe(tiny_decoder(tmp_path, quantization=quantization), 4)
-        probe.add("a", random_tokens(1, 30))
-        probe.step(a=30)
-        logits.append(probe.logits("a"))
-    errors = sorted(relative_error(found, plain) for plain, found in zip(*logits, strict=True))
-    assert 0.0 < errors[15] < 0.05
-
-
-class _Broken:
-    """Weights among which one is not a number."""
-
-    def has(self, name: str) -> bool:
-        return name.startswith("model.")
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        values = torch.ones(shape)
-        if name.endswith("o_proj.weight"):
-            values[0, 0] = float("nan")
-        return values
-
-
-def test_what_does_not_pack_is_named(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path, "llama")
-    config = read_model_config(tmp_path)
-    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.o_proj cannot be packed with 8 bits: .*not finite"):
-        assemble_weights(config, _Broken(), "int8")
-    assert isinstance(Decoder(config, assemble_weights(config, _Broken())), Decoder)
-
-
-def test_other_quantizations_are_refused() -> None:
-    with pytest.raises(ConfigError, match="quantization"):
-        ModelSectionConfig(quantization="int3")

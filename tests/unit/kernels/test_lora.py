@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -62,21 +61,6 @@ def test_each_row_gets_what_its_own_adapter_adds(level: str, dtype: torch.dtype,
         own = expected(x[row : row + 1], 10 * (of_row[row] + 1), rank)[0]
         torch.testing.assert_close(values[:OUT_WIDTH].double(), own, rtol=1e-5, atol=1e-5)
         assert int(addends.of_row[row]) == int((addends.places == row).nonzero())
-
-
-@pytest.mark.parametrize("level", lora_levels())
-def test_a_row_gets_the_same_bits_alone_and_in_any_batch(level: str) -> None:
-    adapters = [single(seed, 16, level) for seed in range(5)]
-    x = torch.randn(40, IN_WIDTH)
-    of_row = np.random.default_rng(3).integers(-1, 5, 40)
-    batch = rows_of(adapters, of_row.tolist()).addends(0, x)
-    threads = torch.get_num_threads()
-    for row in np.flatnonzero(of_row >= 0).tolist():
-        torch.set_num_threads(1 + row % 3)
-        alone = rows_of(adapters, [int(of_row[row])]).addends(0, x[row : row + 1])
-        own = batch.values[int(batch.of_row[row])]
-        assert torch.equal(alone.values[0, :OUT_WIDTH], own[:OUT_WIDTH]), row
-    torch.set_num_threads(threads)
 
 
 def products(weight: Tensor, activation: str | None, *, is_gated: bool) -> dict[str, AdaptableProjection]:

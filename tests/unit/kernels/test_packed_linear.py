@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from kernels.cpu.int8_linear import Int8Linear
 from kernels.cpu.packed_linear import INT8, PackedLinear, packed_levels
-from kernels.linear import Linear, OneDnnLinear
+from kernels.linear import OneDnnLinear
 
 pytestmark = pytest.mark.slow
 
@@ -133,28 +133,6 @@ def test_not_a_number_stays_in_its_row(dtype: torch.dtype, level: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
-@shapes
-@activations
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_the_same_8_bits_as_onednn(
-    is_gated: bool, activation: str | None, rows: int, columns: int, in_width: int, dtype: torch.dtype
-) -> None:
-    if not packed_levels(INT8, CPU):
-        pytest.skip("not built, or no such processor")
-    if is_gated and activation is None:
-        activation = "silu"
-    weight = randoms(0, 2 * columns if is_gated else columns, in_width, dtype=dtype)
-    bias, x = randoms(1, len(weight), dtype=dtype), randoms(2, rows, in_width, dtype=dtype)
-    forms = [
-        Int8Linear(weight, bias, activation=activation, is_gated=is_gated, allow_native=allowed)(x)
-        for allowed in (True, False)
-    ]
-    # oneDNN's result is rounded to the dtype before the nonlinearity, and again after it.
-    largest = float(forms[1].abs().max()) + 1.0
-    assert torch.allclose(forms[0].double(), forms[1].double(), rtol=0.0, atol=4 * ROUNDING[dtype] * largest)
-
-
-@pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
 def test_what_8_bits_cannot_hold_makes_its_row_not_a_number(wrong: float, dtype: torch.dtype) -> None:
     if not packed_levels(INT8, CPU):
@@ -166,17 +144,6 @@ def test_what_8_bits_cannot_hold_makes_its_row_not_a_number(wrong: float, dtype:
         result = linear(x)
         assert result[2].isnan().all()
         assert result[[0, 1, 3]].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_all_ways_of_a_linear_agree(is_gated: bool, dtype: torch.dtype) -> None:
-    weight, bias, x = randoms(0, 64, 33, dtype=dtype), randoms(1, 64, dtype=dtype), randoms(2, 5, 33, dtype=dtype)
-    linears = [
-        Linear(weight, bias, activation="silu", is_gated=is_gated, allow_packing=packs) for packs in (True, False)
-    ]
-    assert {linear.out_width for linear in linears} == {32 if is_gated else 64}
-    assert torch.allclose(linears[0](x).double(), linears[1](x).double(), rtol=2e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
@@ -201,16 +168,3 @@ def test_the_weight_is_not_kept_and_packs_into_its_own_size() -> None:
     expected = linear(x)
     weight.fill_(float("nan"))
     assert torch.equal(linear(x), expected)
-
-
-def test_an_unknown_level_is_refused() -> None:
-    if not packed_levels(torch.float32, CPU):
-        pytest.skip("not built")
-    with pytest.raises(ValueError, match="level"):
-        PackedLinear(torch.ones(2, 2), None, level="avx1024", element=torch.float32)
-
-
-@float_levels
-def test_a_bias_of_other_columns_is_refused(dtype: torch.dtype, level: str) -> None:
-    with pytest.raises(AssertionError, match="each of 4 columns"):
-        PackedLinear(torch.ones(4, 2, dtype=dtype), torch.ones(3), level=level, element=dtype)

@@ -143,14 +143,6 @@ def test_slots_outside_are_refused(level: str) -> None:
 
 
 @levels
-def test_angles_of_wider_heads_are_refused(level: str) -> None:
-    kernel = HeadRows(1, 1, 4, torch.float32, level=level)
-    rotation = rotary_angles(torch.arange(2), torch.ones(3), torch.float32)
-    with pytest.raises(AssertionError, match="wider heads"):
-        kernel(torch.ones(2, 12), rotation, torch.arange(2), torch.zeros(5, 4), torch.zeros(5, 4))
-
-
-@levels
 @dtypes
 @pytest.mark.parametrize("width", [1, 5, 16, 63, 64, 65, 1000, 50272])
 def test_the_first_of_the_highest(width: int, dtype: torch.dtype, level: str) -> None:

@@ -97,20 +97,6 @@ def test_numbers_of_32_bits_are_rounded_to_the_nearest(dtype: torch.dtype, level
     assert torch.equal(unpacked(in_files(tmp_path, [numbers]), dtype, level), numbers.to(dtype))
 
 
-@levels
-def test_what_is_no_number_stays_none(dtype: torch.dtype, level: str, tmp_path: Path) -> None:
-    for stored in STORED:
-        weight = torch.ones(40, 34, dtype=stored)
-        weight[3, 5], weight[4, 6] = float("nan"), float("-inf")
-        result = PackedLinear(in_files(tmp_path, [weight]), None, level=level, element=dtype, dtype=dtype)(
-            torch.ones(1, 34, dtype=dtype)
-        )
-        assert result[0, 3].isnan()
-        assert result[0, 4] == float("-inf")
-        assert result[0, [*range(3), *range(5, 40)]].isfinite().all()
-        (tmp_path / "0.bin").unlink()
-
-
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
 def test_what_8_bits_cannot_hold_is_refused(wrong: float, stored: torch.dtype, tmp_path: Path) -> None:

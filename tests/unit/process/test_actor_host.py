@@ -75,30 +75,6 @@ def log_of(folder: Path) -> str:
     return (folder / "logs" / "router.log").read_text()
 
 
-def test_a_room_that_is_up_has_no_failure_and_may_be_stopped_twice(tmp_path: Path) -> None:
-    script = """
-    async def build(): return Nothing()
-    host = ActorHost(spec, build)
-    assert host.failure() is None
-    host.stop()
-    host.stop()
-    """
-    over = run(tmp_path, script)
-    assert (over.returncode, over.stdout) == (0, "closed\n"), over.stderr
-
-
-def test_no_collection_looks_at_what_the_start_has_made(tmp_path: Path) -> None:
-    script = """
-    import gc
-    async def build(): return Nothing()
-    host = ActorHost(spec, build)
-    print(gc.get_freeze_count() > 10_000, gc.get_threshold()[0] > 700)
-    host.stop()
-    """
-    over = run(tmp_path, script)
-    assert over.stdout == "True True\nclosed\n", over.stderr
-
-
 def test_an_error_of_the_tree_is_kept(tmp_path: Path) -> None:
     script = """
     async def build(): raise NotEnoughMemory("set pool.memory_bytes lower")

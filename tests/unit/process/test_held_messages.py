@@ -98,12 +98,3 @@ async def test_messages_of_a_lost_peer_are_dropped() -> None:
     harness.held.take("router", arriving("slow"))  # of the router that came back
     await harness.finish("slow")
     assert harness.delivered == [("router", arriving("slow"))]
-
-
-async def test_nothing_is_delivered_after_the_end() -> None:
-    harness = Harness()
-    harness.prepared["slow"] = Future()
-    harness.held.take("router", arriving("slow"))
-    harness.held.close()
-    await harness.finish("slow")
-    assert harness.delivered == []

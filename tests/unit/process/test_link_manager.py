@@ -46,13 +46,6 @@ def linked(links: LinkManager, dialled: str | None) -> Link:
     return made
 
 
-async def test_what_came_with_the_answer_of_a_peer_that_was_given_up_is_dropped(
-    links: LinkManager, heard: Heard
-) -> None:
-    links._received(linked(links, POOL.name), MESSAGE)  # it is dialled no more
-    assert heard.events == []
-
-
 async def test_nothing_is_heard_of_a_link_after_it_was_replaced(links: LinkManager, heard: Heard) -> None:
     former, latter = linked(links, None), linked(links, None)
     links._received(former, MESSAGE)

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
-from alignedserve.loadgen.prompts import load_tokenizer
 from alignedserve.text.chat_prompt import ChatPrompt
 from alignedserve.text.pre_tokenizers import PRE_TOKENIZERS
 from alignedserve.text.tokenizer import Tokenizer
@@ -66,12 +65,6 @@ def test_control_tokens_and_template(tmp_path: Path) -> None:
     assert rendered[0] == 1
 
 
-@pytest.mark.parametrize(("value", "begins"), [(None, False), (True, True), (False, False)])
-def test_first_token(value: bool | None, begins: bool, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.gguf", metadata={"tokenizer.ggml.add_bos_token": value})
-    assert (Tokenizer.load(path).encode("h")[0] == 1) == begins
-
-
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_every_pre_tokenizer_keeps_the_text(name: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write(tmp_path / "a.gguf", pre=name))
@@ -115,10 +108,6 @@ def test_refused(changed: dict[str, Any], problem: str, tmp_path: Path) -> None:
     path = write_vocabulary(tmp_path / "a.gguf", **{"tokens": byte_level_tokens(), "merges": ["h e"], **changed})
     with pytest.raises((ModelError, UnsupportedModel), match=problem):
         Tokenizer.load(path)
-
-
-def test_load_generators_count(tmp_path: Path) -> None:
-    assert load_tokenizer(write(tmp_path / "a.gguf"))("hello") == 3
 
 
 @pytest.mark.parametrize(("architecture", "is_stripped"), [("phi3", True), ("llama", False)])

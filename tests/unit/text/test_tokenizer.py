@@ -61,10 +61,6 @@ def test_control_tokens_in_messages_are_text_as_in_transformers() -> None:
     assert ours.count(EOS) == 1
 
 
-def test_templates_know_the_time_that_is_given() -> None:
-    assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).render(ChatPrompt(MESSAGES), now=NOW) == "04 Mar 2026"
-
-
 @each(
     "template",
     [
@@ -218,8 +214,3 @@ def test_bytes_and_text_of_tokens() -> None:
     assert (byte_level.token_bytes(EOS), byte_level.token_text(EOS)) == (b"<|end|>", "<|end|>")
     assert (fallback.token_bytes(0xE2 + 1), fallback.token_bytes(258)) == (b"\xe2", b" hello")
     assert byte_level.token_bytes(10**6) == b""
-
-
-def test_special_tokens_have_no_text_in_a_stream() -> None:
-    hello = tokenizer().encode("hello", add_special_tokens=False)
-    assert streamed(tokenizer(), [EOS, *hello, EOS]) == "hello"

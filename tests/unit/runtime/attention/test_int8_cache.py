@@ -166,36 +166,9 @@ def test_decode_with_grouped_heads(group: int, dtype: torch.dtype, backend: str)
 
 @backends
 @dtypes
-@pytest.mark.parametrize("window", [1, 31, 200])
-def test_decode_within_a_window(window: int, dtype: torch.dtype, backend: str) -> None:
-    check_decode(make_batch((2, 64), 16, LENGTHS), 2, dtype, backend, window)
-
-
-@backends
-@dtypes
-@head_dims
-def test_chunks_of_any_head_width(head_dim: int, dtype: torch.dtype, backend: str) -> None:
-    check_chunks(make_batch((2, head_dim), 16, [1, 2, 129, 300, 64, 33]), [1, 2, 129, 1, 3, 30], 2, dtype, backend)
-
-
-@backends
-@dtypes
 @groups
 def test_chunks_with_grouped_heads(group: int, dtype: torch.dtype, backend: str) -> None:
     check_chunks(make_batch((2, 64), 8, [5, 129, 300]), [5, 129, 77], group, dtype, backend)
-
-
-@backends
-@dtypes
-def test_chunks_within_a_window(dtype: torch.dtype, backend: str) -> None:
-    check_chunks(make_batch((1, 32), 16, [5, 129, 300]), [5, 129, 77], 3, dtype, backend, 64)
-
-
-@levels
-@dtypes
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_long_context_is_divided_and_merged(num_threads: int, dtype: torch.dtype, level: str) -> None:
-    check_decode(make_batch((2, 64), 16, [191, 5000]), 3, dtype, level, num_threads=num_threads)
 
 
 @levels

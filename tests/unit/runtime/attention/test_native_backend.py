@@ -20,8 +20,6 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 LENGTHS = np.array([1, 3, 33, 100, 2000, 4, 31, 32, 64])
-CHUNK_LENGTHS = np.array([1, 2, 129, 300, 64, 33, 700])
-CHUNK_COUNTS = [1, 2, 129, 1, 3, 7, 150]
 LAYER = 1
 
 levels = pytest.mark.parametrize("level", supported_levels() or [pytest.param("", marks=pytest.mark.skip("not built"))])
@@ -99,35 +97,6 @@ def check_chunks(
         difference = attended[at : at + count].flatten(1, 2).double() - expected
         assert float(difference.abs().max()) < TOLERANCES[dtype], f"{count} of {len(keys)}"
         at += count
-
-
-@levels
-@dtypes
-@head_dims
-def test_chunks_of_any_head_width(head_dim: int, dtype: torch.dtype, level: str) -> None:
-    check_chunks(make_batch((2, head_dim), 16, dtype, CHUNK_LENGTHS), CHUNK_COUNTS, 2, level)
-
-
-@levels
-@dtypes
-@groups
-def test_chunks_with_grouped_heads(group: int, dtype: torch.dtype, level: str) -> None:
-    check_chunks(make_batch((2, 64), 5, dtype, CHUNK_LENGTHS), CHUNK_COUNTS, group, level)
-
-
-@levels
-@dtypes
-@pytest.mark.parametrize("window", [1, 64, 200, *slow(2, 63, 65)])
-def test_chunks_within_a_window(window: int, dtype: torch.dtype, level: str) -> None:
-    check_chunks(make_batch((1, 32), 16, dtype, CHUNK_LENGTHS), CHUNK_COUNTS, 3, level, window)
-
-
-@levels
-@pytest.mark.parametrize("num_threads", [3, *slow(1, 7)])
-def test_chunks_are_divided_over_cores(num_threads: int, level: str) -> None:
-    check_chunks(
-        make_batch((1, 16), 16, torch.float32, CHUNK_LENGTHS), CHUNK_COUNTS, 100, level, num_threads=num_threads
-    )
 
 
 @levels

@@ -6,16 +6,14 @@ import warnings
 import pytest
 import torch
 
-from alignedserve.cli.commands import doctor
-from alignedserve.config.sections import EngineConfig, ModelSectionConfig
+from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.runtime.device import devices
-from alignedserve.runtime.device.devices import cuda_obstacle, free_bytes, worker_devices
+from alignedserve.runtime.device.devices import cuda_obstacle, worker_devices
 from alignedserve.runtime.engine import model_loading
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.model.served_model import resolve_model
-from kernels.cpu.int8_linear import int8_obstacle
 
 MIB = 1024 * 1024
 TOO_OLD = (
@@ -71,12 +69,6 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert obstacle.endswith("is too old (found version 11040). Please update your GPU driver.")
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CUDA", "mps"])
-def test_a_device_that_there_is_not(device: str) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.device must be auto, cpu, cuda or cuda:N"):
-        EngineConfig(device=device)
-
-
 def test_on_a_gpu_weights_and_cache_are_bfloat16_unless_told_otherwise() -> None:
     assert resolve_model(ModelSectionConfig(), "cuda").dtype == "bfloat16"
     assert resolve_model(ModelSectionConfig(dtype="float16"), "cuda:1").dtype == "float16"
@@ -102,15 +94,6 @@ def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) 
     assert "1024 MiB are available; at most 9" in refused(monkeypatch, "cpu", 1024 * MIB)  # beside grammars
 
 
-def test_what_is_left_of_this_machines_memory() -> None:
-    assert free_bytes(torch.device("cpu")) > MIB
-
-
-def test_8_bits_are_for_cpus() -> None:
-    weight = torch.empty(8, 8, device="meta")
-    assert int8_obstacle(weight) == "8-bit products run on a CPU, the weight is on meta"
-
-
 def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpus(monkeypatch, 1)
 
@@ -119,10 +102,3 @@ def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     assert devices.describe_gpus() == ["cuda:0 NVIDIA H200, 140 GiB, compute capability 9.0"]
-
-
-def test_doctor_names_the_transports_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "cuda_obstacle", lambda: None)
-    on_cpu, _, on_gpu = doctor._transports().partition("; with engine.device=cuda ")
-    assert on_cpu.startswith("shm")
-    assert on_gpu.startswith("cuda_ipc, shm")

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -116,17 +115,6 @@ def test_an_arrival_ends_the_wait(path: Path, clock: Clock) -> None:
     chat.begin(is_real_time=True)
     clock.ring_in(0.05, documents.on_arrival)
     assert iterate(clock, documents, 0.0, is_real_time=False) == pytest.approx(0.05, abs=0.005)
-
-
-def test_an_arrival_in_another_thread_ends_the_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_device, "_MAX_WAIT_S", 600.0)
-    documents = worker(path, "2", share=1e-6)
-    documents.begin(is_real_time=False)
-    time.sleep(0.01)  # of which a millionth is the share: hours, but for the bound
-    documents.end(is_real_time=False)
-    DeviceBoard(path, "").post(time.monotonic() + 600.0)
-    threading.Timer(0.02, documents.on_arrival).start()
-    documents.begin(is_real_time=False)
 
 
 def test_what_arrives_before_the_wait_ends_it_too_but_only_one(path: Path, clock: Clock) -> None:

@@ -90,13 +90,6 @@ def test_every_family_is_that_of_transformers(family: str, attention: str, tmp_p
         assert_near(vector, hidden_states(model, prompt).mean(0))
 
 
-def test_a_model_with_one_type_does_not_tell_the_texts_of_a_pair_apart(tmp_path: Path) -> None:
-    make_tiny_encoder(tmp_path, "roberta")
-    (prompt,) = prompts_of((30,))
-    pair, alone = Runner(tmp_path).encode([(prompt, 12), (prompt, 0)])
-    assert torch.equal(pair, alone)
-
-
 def test_the_second_text_of_a_pair_has_its_own_type(tmp_path: Path) -> None:
     model = make_tiny_encoder(tmp_path, "bert")
     (prompt,) = prompts_of((30,))
@@ -181,13 +174,6 @@ def test_a_vector_is_the_same_bits_in_any_company(dtype: torch.dtype, tmp_path: 
             assert torch.equal(vector, alone[place])
 
 
-def test_bfloat16_is_near(tmp_path: Path) -> None:
-    model = make_tiny_encoder(tmp_path, "roberta")
-    (prompt,) = prompts_of((100,))
-    (vector,) = Runner(tmp_path, torch.bfloat16).encode([(prompt, 0)])
-    assert torch.cosine_similarity(vector.double(), hidden_states(model, prompt).mean(0), dim=0) > 0.999
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["bert", "bert_tanh", "roberta", "distilbert"])
 def test_weights_of_8_bits_are_near(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -198,23 +184,3 @@ def test_weights_of_8_bits_are_near(family: str, dtype: torch.dtype, tmp_path: P
     for prompt, vector in zip(prompts, runner.encode([(prompt, 0) for prompt in prompts]), strict=True):
         expected = hidden_states(model, prompt).mean(0)
         assert torch.cosine_similarity(vector.double(), expected, dim=0) > 0.999
-
-
-def test_scores_with_weights_of_8_bits_are_near(tmp_path: Path) -> None:
-    model = make_tiny_encoder(tmp_path, "bert", scores=True)
-    prompts = prompts_of((20, 50, 3))
-    for prompt, score in zip(
-        prompts, Runner(tmp_path, quantization="int8").encode([(prompt, 0) for prompt in prompts]), strict=True
-    ):
-        with torch.no_grad():
-            logits = model(**inputs_of(prompt, 0)).logits[0]
-        torch.testing.assert_close(score.double(), torch.sigmoid(logits), atol=0.02, rtol=0)
-
-
-def test_weights_of_8_bits_give_the_same_bits_in_any_company(tmp_path: Path) -> None:
-    make_tiny_encoder(tmp_path, "bert")
-    runner = Runner(tmp_path, quantization="int8")
-    prompts = prompts_of(LENGTHS)
-    together = runner.encode([(prompt, 0) for prompt in prompts])
-    for prompt, vector in zip(prompts, together, strict=True):
-        assert torch.equal(runner.encode([(prompt, 0)])[0], vector)

@@ -61,11 +61,6 @@ def test_points_go_round_until_the_time_is_up() -> None:
     assert max(work.max_decode_context_len for work in works) <= MAX_CONTEXT_LEN
 
 
-def test_points_that_the_engine_has_no_room_for_are_left_out() -> None:
-    samples = measured(duration_s=60.0, max_sequences=1)
-    assert {work.num_decodes for work, _ in samples} == {0, 1}
-
-
 def test_hidden_caches_are_measured_where_there_are_some() -> None:
     assert not any(work.hidden_context_len for work, _ in measured(duration_s=60.0))
     works = [work for work, _ in measured(duration_s=60.0, has_hidden_cache=True)]
@@ -94,11 +89,3 @@ def test_a_scheduler_knows_from_the_start_what_was_measured() -> None:
     costs = make_scheduler(SchedulingConfig(), IterationLimits(8, 512), measured=samples).costs
     for work in (prefill(100), prefill(300), decodes(20, 300), decodes(2, 1000)):
         assert costs.iteration_s(work) == pytest.approx(MACHINE.iteration_s(work), rel=0.03)
-
-
-def test_what_was_not_measured_can_still_be_learned() -> None:
-    costs = learned_from([Sample(prefill(length), MACHINE.iteration_s(prefill(length))) for length in (16, 64, 256)])
-    for length in range(400):
-        work = decodes(8, 100 + length)
-        costs.observe(work, MACHINE.iteration_s(work))
-    assert costs.iteration_s(decodes(8, 900)) == pytest.approx(MACHINE.iteration_s(decodes(8, 900)), rel=0.1)

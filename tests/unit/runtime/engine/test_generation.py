@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from alignedserve.core.block_allocator import blocks_for
-from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
@@ -59,23 +58,6 @@ def test_greedy_generation_equals_transformers(family: str, tmp_path: Path) -> N
         assert tiny.tokens(name)[len(prompt) :] == reference_generation(reference, prompt, 30)
 
 
-def test_sequences_that_join_and_leave_change_nothing(decoder: Decoder, reference: Any) -> None:
-    tiny = TinyEngine(decoder)
-    prompt = random_tokens(5, 21)
-    expected = reference_generation(reference, prompt, 40)
-    tiny.add("a", prompt)
-    tiny.step(a=21)
-    for round_ in range(13):
-        name = f"other-{round_}"
-        tiny.add(name, random_tokens(round_, 3 + 5 * round_ % 17), spare_tokens=20)
-        tiny.step(**{"a": 1, name: 3 + 5 * round_ % 17})
-        tiny.step(a=1, **{name: 1})
-        tiny.step(**{name: 1, "a": 1})
-        if round_ % 3:
-            tiny.engine.remove_sequence(RequestId(name))
-    assert tiny.tokens("a")[21:] == expected
-
-
 def test_recompute_after_preemption_continues_alike(decoder: Decoder) -> None:
     undisturbed, preempted = TinyEngine(decoder), TinyEngine(decoder, seed=7)
     for tiny in (undisturbed, preempted):
@@ -122,18 +104,6 @@ def test_garbage_after_the_cached_tokens_is_cleared(decoder: Decoder) -> None:
     assert [token.token_id for token in target.generate("a", 5)] == [t.token_id for t in source.generate("a", 5)]
 
 
-def test_same_seed_gives_the_same_tokens_in_any_company(decoder: Decoder) -> None:
-    alone, crowd = TinyEngine(decoder), TinyEngine(decoder, seed=9)
-    alone.add("a", random_tokens(4, 13), SEEDED)
-    for index in range(5):
-        crowd.add(f"other-{index}", random_tokens(index, 4 + 7 * index), SamplingParams(seed=index, max_tokens=100))
-        crowd.generate(f"other-{index}", 1)
-    crowd.add("a", random_tokens(4, 13), SEEDED)
-    crowd.generate("a", 25, *(f"other-{index}" for index in range(5)))
-    alone.generate("a", 25)
-    assert crowd.tokens("a") == alone.tokens("a")
-
-
 def test_prompt_logprobs_over_chunks(decoder: Decoder, reference: Any) -> None:
     prompt = random_tokens(6, 17)
     tiny = TinyEngine(decoder)
@@ -177,21 +147,6 @@ def test_a_prompt_fills_the_context_to_its_end(decoder: Decoder) -> None:
     assert len(tiny.tokens("a")) == MAX_CONTEXT_LEN + 1
 
 
-def test_accessors(decoder: Decoder) -> None:
-    tiny = TinyEngine(decoder)
-    tiny.add("a", [5, 6, 7], prompt_len=2)
-    output = tiny.step(a=2)
-    assert output.sampled == []
-    assert (tiny.engine.num_computed(A), tiny.engine.num_tokens(A)) == (2, 3)
-    new = tiny.step(a=1).sampled[0].token_id
-    assert tiny.tokens("a") == [5, 6, 7, new]
-    assert len(tiny.engine._table) == 1
-    assert A in tiny.engine._table
-    tiny.engine.remove_sequence(A)
-    assert A not in tiny.engine._table
-    assert min(output.times.prepare_s, output.times.forward_s, output.times.sampling_s) >= 0.0
-
-
 def test_bad_calls_are_broken_invariants(decoder: Decoder) -> None:
     tiny = TinyEngine(decoder, max_sequences=1)
     with pytest.raises(AssertionError, match="unknown request"):
@@ -208,8 +163,3 @@ def test_bad_calls_are_broken_invariants(decoder: Decoder) -> None:
     tiny.generate("a", 3)
     with pytest.raises(AssertionError, match="too few blocks"):
         tiny.step(a=1)
-
-
-def test_sampling_parameters_are_checked_where_they_are_made() -> None:
-    with pytest.raises(InvalidRequest, match="temperature"):
-        SamplingParams(temperature=-1.0)

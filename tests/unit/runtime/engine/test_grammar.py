@@ -59,30 +59,6 @@ def test_answers_are_valid_with_every_option(decoder: Decoder, changes: dict[str
     assert set(person) == {"name", "is_here", "tags"}
 
 
-def test_a_seed_gives_the_same_answer(decoder: Decoder) -> None:
-    sampling = replace(CONSTRAINED, temperature=1.5, seed=11)
-    one, again = (ids(answer(TinyEngine(decoder, masks=byte_masks()), "a", sampling)) for _ in range(2))
-    assert one == again
-    assert one != ids(answer(TinyEngine(decoder, masks=byte_masks()), "a", replace(sampling, seed=12)))
-
-
-def test_a_limit_cuts_the_answer(decoder: Decoder) -> None:
-    sampled = answer(TinyEngine(decoder, masks=byte_masks()), "a", replace(CONSTRAINED, max_tokens=5))
-    assert len(sampled) == 5
-    assert text_of(ids(sampled)).startswith('{"')
-
-
-def test_others_in_the_batch_are_as_without(decoder: Decoder) -> None:
-    plain = TinyEngine(decoder)
-    plain.add("other", PROMPT, GREEDY)
-    expected = ids(plain.generate("other", 20))
-    engine = TinyEngine(decoder, masks=byte_masks())
-    engine.add("other", PROMPT, GREEDY)
-    engine.generate("other", 1)
-    answer(engine, "a", replace(CONSTRAINED, max_tokens=19), "other")
-    assert engine.tokens("other")[len(PROMPT) :][:20] == expected
-
-
 def test_log_probabilities_are_those_of_the_whole_vocabulary(decoder: Decoder) -> None:
     """As with biases: they say what the model thinks, not what it was allowed."""
     plain = TinyEngine(decoder)

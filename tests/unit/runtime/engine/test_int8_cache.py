@@ -9,14 +9,11 @@ from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import ConfigError
-from alignedserve.core.ids import RequestId
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.engine import NewSequence
 from alignedserve.runtime.model.served_model import resolve_model
 from kernels.cpu.paged_attention import supported_levels
-from tests.support.stored_blocks import read_blocks, write_blocks
-from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -65,17 +62,6 @@ def test_a_prompt_has_the_same_logits_however_it_is_cut(folder: Path, attention:
         assert float(error) < 3e-3, cuts
 
 
-def test_sequences_do_not_disturb_each_other(folder: Path) -> None:
-    decoder = tiny_decoder(folder)
-    alone, together = (TinyEngine(decoder, seed=seed, cache_dtype=INT8) for seed in (1, 2))
-    alone.add("a", TOKENS[:20])
-    expected = [token.token_id for token in alone.generate("a", 12)]
-    for name, tokens in (("b", TOKENS[5:]), ("a", TOKENS[:20])):
-        together.add(name, tokens)
-    together.step(b=55)
-    assert [token.token_id for token in together.generate("a", 12, "b")] == expected
-
-
 @pytest.mark.parametrize("cache_dtype", [INT8, None])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", KERNELS)
@@ -97,22 +83,6 @@ def test_a_cache_that_is_not_finite_fails_its_own_request(
             output = engine.step(good=count, bad=count)
             assert output.failed == ["bad"], (name, count)
             assert [token.request_id for token in output.sampled] == ["good"], (name, count)
-
-
-def test_bytes_of_blocks_carry_a_sequence_to_another_engine(folder: Path) -> None:
-    """Pool, transports and swaps copy blocks as bytes: a copy is the same cache."""
-    decoder = tiny_decoder(folder)
-    source, target = (TinyEngine(decoder, seed=seed, cache_dtype=INT8) for seed in (1, 2))
-    source.add("a", TOKENS[:30])
-    source.generate("a", 3)
-    known = source.tokens("a")
-    blocks = target.take_blocks(60)
-    # Of 4 tokens each: the first 32.
-    write_blocks(target.storage, blocks[:8], read_blocks(source.storage, source.blocks["a"][:8]))
-    sequence = NewSequence(RequestId("a"), tuple(known), 30, len(known) - 1, blocks, GREEDY)
-    target.engine.add_sequence(sequence)
-    rest = [token.token_id for token in source.generate("a", 10)]
-    assert [token.token_id for token in target.generate("a", 10)] == rest
 
 
 def test_names_of_the_setting() -> None:

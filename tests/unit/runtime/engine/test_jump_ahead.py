@@ -1,6 +1,5 @@
 """Tokens that a grammar forces come several in a step, and are those that steps one by one would choose."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.steps.step_output import StepOutput
 from tests.support.grammars import EOS, PERSON, byte_masks, json_grammar, regex_grammar, text_of
-from tests.support.tiny_engines import BLOCK_SIZE, GREEDY, TinyEngine, capture_nothing, random_tokens, tiny_decoder
+from tests.support.tiny_engines import BLOCK_SIZE, GREEDY, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
 PROMPT = random_tokens(1, 9)
@@ -116,25 +115,6 @@ def test_a_token_that_is_forced_and_forbidden_fails_its_sequence(decoder: Decode
     assert output.failed == [RequestId("a")]
 
 
-@pytest.mark.parametrize("attention", ["torch", "plain"])
-def test_backends_agree(decoder: Decoder, attention: str) -> None:
-    sampling = replace(PLAIN, temperature=1.0, seed=3)
-    one_by_one, jumping = (answer(decoder, sampling, jumps=jumps, attention=attention) for jumps in (False, True))
-    assert flat(jumping) == flat(one_by_one)
-    assert len(jumping) < len(one_by_one)
-
-
-@pytest.mark.slow
-def test_steps_that_are_planned_ahead_jump_too(decoder: Decoder) -> None:
-    expected = flat(answer(decoder, PLAIN, jumps=False))
-    engine = TinyEngine(
-        decoder, masks=byte_masks(jumps_ahead=True), attention="triton", capture=capture_nothing, max_sequences=2
-    )
-    parts = [[token.token_id for token in output.sampled] for output in steps(engine, PLAIN)]
-    assert flat(parts) == expected
-    assert len(parts) < len(expected)
-
-
 def test_a_jump_stays_within_the_blocks_of_its_sequence(decoder: Decoder) -> None:
     """A worker gives a sequence the block of its next token, and no more."""
     engine = TinyEngine(decoder, masks=byte_masks(jumps_ahead=True))
@@ -170,9 +150,3 @@ def test_others_in_the_step_are_as_without(decoder: Decoder) -> None:
     assert sampled == expected
     text = text_of([token.token_id for output in outputs for token in output.sampled if token.request_id == "a"])
     assert text.startswith('{"name":"')
-
-
-def test_the_whole_answer_parses(decoder: Decoder) -> None:
-    parts = answer(decoder, replace(PLAIN, grammar=GRAMMARS["constant"]), jumps=True)
-    assert json.loads(text_of(flat(parts))) == {"always": ["the", "same"]}
-    assert len(parts) <= 4  # the first token, two jumps of 32, the end

@@ -4,7 +4,6 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typing_extensions import override
@@ -97,49 +96,6 @@ def test_a_step_is_enqueued_before_the_host_waits_for_the_one_before(decoder: De
     assert streams.seen[3:] == ["run", "wait"] * 2  # one step of each call, that of the next
 
 
-def test_tokens_are_those_of_every_sequence_alone(decoder: Decoder) -> None:
-    tiny = ahead(decoder)
-    for index, sampling in enumerate(KINDS[:-1]):
-        tiny.add(str(index), random_tokens(index, 5), sampling)
-    names = [str(index) for index in range(len(KINDS) - 1)]
-    found: dict[str, list[SampledToken]] = {name: [] for name in names}
-    for count in (5, *(1,) * 9):
-        for token in tiny.step(**dict.fromkeys(names, count)).sampled:
-            found[token.request_id].append(token)
-    for index, name in enumerate(names):
-        assert same(found[name], alone(decoder, random_tokens(index, 5), KINDS[index], 10)), KINDS[index]
-
-
-def test_a_sequence_that_stops_leaves_the_others_their_step(decoder: Decoder) -> None:
-    tiny = ahead(decoder)
-    for name in "abc":
-        tiny.add(name, random_tokens(ord(name), 5))
-    tiny.step(a=5, b=5, c=5)
-    assert sorted(launched(tiny) or []) == ["a", "b", "c"]
-    tiny.engine.remove_sequence(RequestId("b"))
-    tiny.add("d", random_tokens(4, 6))  # in b's row
-    builds: list[Any] = []
-    build = tiny.engine._builder.build
-    tiny.engine._builder.build = lambda *slices: builds.append(slices) or build(*slices)  # type: ignore[method-assign,func-returns-value]
-    output = tiny.step(a=1, c=1, d=6)
-    assert [slices[0] for slices in builds] == [[RequestId("d")]]  # the others had been launched
-    assert sorted(token.request_id for token in output.sampled) == ["a", "c", "d"]
-    assert sorted(launched(tiny) or []) == ["a", "c", "d"]  # behind both parts of the step
-    tiny.step(a=1, c=1, d=1)
-    assert len(builds) == 1
-    for name, seed, count in (("a", ord("a"), 3), ("c", ord("c"), 3), ("d", 4, 2)):
-        prompt = random_tokens(seed, 6 if name == "d" else 5)
-        assert tiny.tokens(name)[len(prompt) :] == [t.token_id for t in alone(decoder, prompt, GREEDY, count)]
-
-
-def test_sequences_with_all_their_tokens_are_left_out(decoder: Decoder) -> None:
-    tiny = ahead(decoder)
-    tiny.add("a", random_tokens(1, 5), SamplingParams(temperature=0.0, max_tokens=1))
-    tiny.add("b", random_tokens(2, 5))
-    tiny.step(a=5, b=5)
-    assert launched(tiny) == ["b"]
-
-
 def test_what_needs_the_token_on_the_host_is_not_launched_ahead(decoder: Decoder) -> None:
     tiny = ahead(decoder)
     tiny.add("a", random_tokens(1, 5), BAD_WORDS)
@@ -157,41 +113,6 @@ def test_without_room_or_a_block_to_lend_nothing_is_launched(decoder: Decoder) -
         tiny.make_room(name, 1)
     tiny.step(a=1, b=1)
     assert sorted(launched(tiny) or []) == ["a", "b"]
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED])
-def test_sequences_without_room_are_launched_ahead_with_blocks_of_the_engine(
-    decoder: Decoder, sampling: SamplingParams
-) -> None:
-    """They are given the real blocks only when the step is asked for, as schedulers do."""
-    tiny, names = ahead(decoder, num_lent=3), ("a", "b", "c")
-    for name in names:
-        tiny.add(name, random_tokens(ord(name), 8), sampling, spare_tokens=0)
-    num_ahead = 0
-    for count in (8, *(1,) * 12):
-        for name in names:
-            tiny.make_room(name, count)
-        num_ahead += launched(tiny) is not None
-        tiny.step(**dict.fromkeys(names, count))
-    assert num_ahead == 12
-    for name in names:
-        prompt = random_tokens(ord(name), 8)
-        assert tiny.tokens(name)[8:] == [one.token_id for one in alone(decoder, prompt, sampling, 13)]
-
-
-def test_a_lent_block_is_the_next_ones_when_its_sequence_stops(decoder: Decoder) -> None:
-    tiny = ahead(decoder, num_lent=1)
-    tiny.add("a", random_tokens(1, 8), spare_tokens=0)
-    tiny.step(a=8)
-    assert launched(tiny) == ["a"]
-    tiny.engine.remove_sequence(RequestId("a"))
-    tiny.add("b", random_tokens(2, 8), spare_tokens=0)
-    tiny.step(b=8)
-    assert launched(tiny) == ["b"]
-    for _ in range(6):
-        tiny.make_room("b", 1)
-        tiny.step(b=1)
-    assert tiny.tokens("b")[8:] == [one.token_id for one in alone(decoder, random_tokens(2, 8), GREEDY, 7)]
 
 
 def test_nothing_is_launched_ahead_while_another_model_wants_the_device(decoder: Decoder) -> None:
@@ -272,13 +193,6 @@ def _history(decoder: Decoder, seed: int) -> int:
         if tokens:
             assert same(tokens, alone(decoder, prompt, sampling, len(tokens))), (seed, name, sampling)
     return sum(len(tokens) for _, _, tokens in made.values())
-
-
-def test_a_cpu_waits_for_its_tokens(decoder: Decoder) -> None:
-    tiny = TinyEngine(decoder)
-    tiny.add("a", random_tokens(1, 5))
-    tiny.step(a=5)
-    assert launched(tiny) is None
 
 
 def test_a_measurement_leaves_no_step_behind_that_the_next_would_wait_for(decoder: Decoder) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from alignedserve.core.request import SampledToken, SamplingParams
-from alignedserve.runtime.attention.backend import TORCH
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.native_pass import NativePass
@@ -102,11 +101,6 @@ def test_weights_in_blocks(types: tuple[str, ...], tmp_path: Path, monkeypatch: 
     decoder = tiny_decoder(write_tiny_gguf(tmp_path / "tiny.gguf", types=types), "bfloat16")
     fused, separate = in_one_call_and_by_layers(decoder, monkeypatch)
     assert torch.equal(fused, separate)
-
-
-def test_another_attention_backend_goes_layer_by_layer(folder_of: Callable[[str], Path]) -> None:
-    decoder = tiny_decoder(folder_of("llama"))
-    assert torch.allclose(logits_of(decoder, attention=TORCH), logits_of(decoder), atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

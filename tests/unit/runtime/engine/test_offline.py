@@ -1,13 +1,11 @@
 """The engine in this process, by its public names."""
 
 import json
-import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
 
 from alignedserve import LLM, SamplingParams, StructuredOutputs
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
@@ -82,22 +80,6 @@ def test_a_cache_smaller_than_the_context_holds_what_fits() -> None:
 def test_importing_the_package_loads_nothing() -> None:
     code = "import alignedserve, sys; assert not {'torch', 'ray', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_answers_follow_a_grammar(llm: LLM) -> None:
-    sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=1, grammar=LLMatcher.grammar_from_regex("[0-9]{3}!"))
-    outputs = llm.chat(["spell otter", "who are you?"], sampling)
-    assert all(re.fullmatch("[0-9]{3}!", output.text) for output in outputs)
-    assert all(output.finish_reason is FinishReason.STOP for output in outputs)
-
-
-def test_an_end_to_be_ignored_is_one_where_nothing_else_may_follow(llm: LLM) -> None:
-    grammar = LLMatcher.grammar_from_regex("yes|no")
-    (output,) = llm.chat(
-        ["spell otter"], SamplingParams(max_tokens=30, ignore_eos=True, min_tokens=20, grammar=grammar)
-    )
-    assert output.text in {"yes", "no"}
-    assert output.finish_reason is FinishReason.STOP
 
 
 def test_a_malformed_grammar_is_refused(llm: LLM) -> None:

@@ -44,21 +44,6 @@ def test_each_prompt_has_its_adapter_and_companions_change_nothing(llm: LLM, ada
     assert tokens_of(llm, PROMPTS, adapters[0]) == tokens_of(llm, PROMPTS, [adapters[0], adapters[0]])
 
 
-def test_prompts_share_a_prefix_within_an_adapter_alone(llm: LLM, adapters: list[LoRARequest]) -> None:
-    prompt = "a prompt of several blocks that nobody else in here has given: " * 3
-    for is_known in (False, True):
-        for adapter in (None, *adapters):
-            (output,) = llm.generate([prompt], GREEDY, lora_request=adapter)
-            assert (output.num_cached_tokens > 0) == is_known
-
-
-def test_conversations_have_adapters_too(llm: LLM, adapters: list[LoRARequest]) -> None:
-    plain, one, two = (llm.chat(PROMPTS[0], GREEDY, lora_request=adapter)[0] for adapter in (None, *adapters))
-    assert len({output.text for output in (plain, one, two)}) == 3
-    both = llm.chat(PROMPTS[:1] * 2, GREEDY, lora_request=[adapters[1], None])
-    assert [output.token_ids for output in both] == [two.token_ids, plain.token_ids]
-
-
 def test_what_does_not_fit_is_refused_before_anything_is_generated(
     llm: LLM, adapters: list[LoRARequest], tmp_path: Path
 ) -> None:

@@ -102,20 +102,6 @@ def test_rows_do_not_depend_on_each_other() -> None:
         assert sample(logits[row : row + 1], own, draws[row : row + 1])[0].item() == together[row].item()
 
 
-def test_wide_rows_are_drawn_from_their_distribution() -> None:
-    """Several spans, one of them partial, most tokens impossible."""
-    logits = torch.full((1, 2000), float("-inf"))
-    possible = torch.tensor([0, 511, 512, 1023, 1700, 1999])
-    logits[0, possible] = torch.tensor([0.0, 1.0, 0.5, -1.0, 0.0, 1.5])
-    observed = frequencies(SamplingParams(), logits, 5000)
-    assert observed.nonzero().flatten().tolist() == possible.tolist()
-    expected = torch.softmax(logits[0, possible].double(), dim=0)
-    assert float(((observed[possible] - expected) ** 2 / expected).sum() * 5000) < 30.0
-    filters = Filters(torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.zeros(2))
-    extremes = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
-    assert sample(logits.expand(2, -1), filters, extremes)[0].tolist() == [0, 1999]
-
-
 def test_uniforms_are_uniform_and_depend_on_seed_and_position() -> None:
     draws = uniforms(np.repeat(np.arange(-50, 50), 100), np.tile(np.arange(100), 100))
     assert 0.0 <= draws.min() < draws.max() < 1.0
@@ -157,20 +143,6 @@ def test_penalties_against_the_reference() -> None:
         assert logits[row + 1].tolist() == pytest.approx(expected[row], abs=1e-6)
 
 
-def test_penalties_of_a_long_sequence_against_the_reference() -> None:
-    vocabulary = 300
-    prompt, generated = tuple(range(0, 150, 2)), (7, 7, 8, 280, 281, 0)
-    greedily = SamplingParams(
-        temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=1.0, logit_bias=((7, 1.5),)
-    )
-    logits = random_logits(1, vocabulary)
-    expected = penalised(logits[0].tolist(), list(prompt), list(generated), 1.3, 0.5, 1.0)
-    expected[7] += 1.5
-    for params in (greedily, replace(greedily, temperature=1.0, top_k=1)):
-        choice = choose(params, logits, prompt=prompt, generated=generated)
-        assert choice.token_ids.tolist() == [expected.index(max(expected))]
-
-
 def test_penalties_count_what_was_generated_so_far() -> None:
     """Equal logits and a frequency penalty: every token once before any comes twice, as resumed as in one go."""
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, max_tokens=30)
@@ -196,13 +168,6 @@ def test_only_allowed_tokens_are_chosen() -> None:
     assert choose(allowed, logits).token_ids.tolist() == [order[2]]
     drawn = {int(choose(replace(allowed, temperature=2.0, seed=seed), logits).token_ids[0]) for seed in range(40)}
     assert drawn == {order[2], order[4]}
-
-
-def test_a_bias_moves_allowed_tokens_and_penalties_count_among_them() -> None:
-    params = SamplingParams(temperature=0.0, allowed_token_ids=(3, 4, 5), logit_bias=((4, 2.0), (9, 100.0)))
-    assert choose(params, torch.zeros(1, VOCABULARY)).token_ids.tolist() == [4]
-    penalised_params = replace(params, logit_bias=(), frequency_penalty=1.0)
-    assert choose(penalised_params, torch.zeros(1, VOCABULARY), generated=(3, 4)).token_ids.tolist() == [5]
 
 
 def test_bad_words_are_never_completed_however_far_an_answer_was_when_it_resumed() -> None:
@@ -266,22 +231,3 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert [token_id for token_id, _ in entry.top] == expected.topk(4).indices.tolist()
     assert choose(SamplingParams(num_logprobs=0), logits).logprobs[0].top == ()
     assert choose(SamplingParams(), logits).logprobs == {}
-
-
-def test_a_batch_of_every_kind_leaves_the_logits_alone() -> None:
-    sampler = Sampler(max_sequences=4, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
-    kinds = [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=1.0, seed=1),
-        SamplingParams(temperature=0.0, presence_penalty=2.0, num_logprobs=1),
-        SamplingParams(temperature=0.7, top_k=2, min_tokens=3),
-    ]
-    for row, params in enumerate(kinds):
-        sampler.add(row, NewSequence(RequestId(f"r{row}"), (3, 4), 1, 0, (), params))
-    logits = random_logits(4)
-    before = logits.clone()
-    choice = sampler.choose(np.arange(4), np.full(4, 2), logits)
-    assert torch.equal(logits, before)
-    assert choice.token_ids[0] == int(before[0].argmax())
-    assert list(choice.logprobs) == [2]
-    assert choice.token_ids[3] in before[3].clone().index_fill_(0, torch.tensor(EOS), -1e9).topk(2).indices.tolist()

@@ -78,20 +78,3 @@ def test_parts_that_left_one_after_the_other_come_back_together(dtype: str, stre
     assert np.array_equal(harness.read()[4, :, :3], before[2, :, :3])  # tokens 7, 6 and 5 of its second block
     harness.perform(ins=(Swap(R2, 4, blocks(5)),))
     assert np.array_equal(harness.read()[5], before[3])
-
-
-def test_what_moves_leaves_and_comes_back_in_one_iteration(dtype: str, streams: DeviceStreams) -> None:
-    harness = Harness(dtype, streams)
-    before = harness.read().copy()
-    move = (Swap(R1, 2, blocks(1), 4, is_reversed=True),), (Swap(R1, 2, blocks(0, 5), 4, is_reversed=True),)
-    harness.perform(*move)
-    assert np.array_equal(harness.read()[5, :, 2:], before[1, :, 2:])
-
-
-def test_what_is_forgotten_can_leave_anew(dtype: str, streams: DeviceStreams) -> None:
-    harness = Harness(dtype, streams)
-    before = harness.read().copy()
-    harness.perform(outs=(Swap(R1, 1, blocks(0), 3),))
-    harness.cache.perform(Swaps((R1,), (Swap(R1, 1, blocks(2)),), ()))
-    harness.perform(ins=(Swap(R1, 1, blocks(5)),))
-    assert np.array_equal(harness.read()[5, :, 0], before[2, :, 0])

@@ -11,7 +11,6 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import HostStreams
 from alignedserve.runtime.engine.swap_space import SwapSpace
-from alignedserve.runtime.kv.block_codecs import int8_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.support.samples import R1, R2, blocks
 from tests.support.stored_blocks import read_blocks, write_blocks
@@ -38,14 +37,6 @@ class SwapSpaceHarness:
         self.cache.perform(Swaps((), tuple(outs), tuple(ins)))
 
 
-def test_a_cache_comes_back_byte_for_byte_into_other_blocks() -> None:
-    harness = SwapSpaceHarness()
-    harness.perform(outs=[Swap(R1, 7, blocks(4, 1))])
-    harness.overwrite(4, 1)
-    harness.perform(ins=[Swap(R1, 7, blocks(0, 5))])
-    assert np.array_equal(harness.read(0, 5), harness.before[[4, 1]])
-
-
 def test_a_block_beyond_what_comes_back_is_left_alone() -> None:
     harness = SwapSpaceHarness()
     harness.perform(outs=[Swap(R1, 8, blocks(4, 1))])
@@ -60,14 +51,6 @@ def test_one_enters_blocks_that_another_leaves_in_the_same_iteration() -> None:
     assert np.array_equal(harness.read(3, 2), harness.before[[0, 1]])
     harness.perform(ins=[Swap(R2, 8, blocks(4, 5))])
     assert np.array_equal(harness.read(4, 5), harness.before[[2, 3]])
-
-
-def test_what_is_forgotten_can_be_swapped_out_anew() -> None:
-    harness = SwapSpaceHarness()
-    harness.perform(outs=[Swap(R1, 8, blocks(0, 1))])
-    harness.cache.perform(Swaps((R1,), (Swap(R1, 4, blocks(2)),), ()))
-    harness.perform(ins=[Swap(R1, 4, blocks(5))])
-    assert np.array_equal(harness.read(5), harness.before[[2]])
 
 
 def test_copies_of_8_bits_are_close_whatever_lies_behind_the_last_token() -> None:
@@ -87,11 +70,6 @@ def test_copies_of_8_bits_are_close_whatever_lies_behind_the_last_token() -> Non
         assert not torch.equal(after, before)
     untouched = [2, 3]
     assert torch.equal(harness.storage.blocks.view(shape)[untouched], values[untouched])
-
-
-def test_copies_of_8_bits_take_the_bytes_they_should() -> None:
-    form = int8_codec(SwapSpaceHarness().storage.bytes, LAYOUT)
-    assert form.row_bytes == LAYOUT.int8_block_bytes == LAYOUT.block_bytes * (4 + 4) // (2 * 4)
 
 
 def test_what_is_swapped_out_twice_breaks_an_invariant() -> None:

@@ -63,14 +63,6 @@ def test_checksums_are_pinned() -> None:
     assert run_checksums(digests, place_runs([3, 1])) == [10050609044710183476, 17512758607886504324]
 
 
-def test_checksums_know_places() -> None:
-    digests = digests_of(4)
-    (whole,) = run_checksums(digests, place_runs([4]))
-    assert run_checksums(digests, place_runs([4], 1)) != [whole]
-    assert run_checksums(digests[[1, 0, 2, 3]], place_runs([4])) != [whole]
-    assert run_checksums(digests[:3], place_runs([3])) != [whole]
-
-
 @given(st.lists(st.integers(0, 30), unique=True))
 def test_runs_are_those_of_neighbours(numbers: list[int]) -> None:
     block_ids = [BlockId(number) for number in numbers]

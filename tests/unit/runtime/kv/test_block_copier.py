@@ -20,7 +20,7 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
+from alignedserve.runtime.kv.shm_arena import Arena
 from tests.harnesses.transfer import CLIENT, content, filled, layout_of
 from tests.support.samples import DECODE, POOL, R1, blocks
 
@@ -99,31 +99,6 @@ async def test_what_was_offloaded_is_loaded_again(harness: BlockCopierHarness) -
     assert is_same(harness, 9, 5)
 
 
-async def test_into_the_pool_nothing_goes_without_a_lease(harness: BlockCopierHarness) -> None:
-    assert (await harness.offload()).runs is None
-
-
-async def test_in_a_buffer_the_writer_stamps(harness: BlockCopierHarness) -> None:
-    copy = copy_of((await harness.offload(DECODE)).runs, 7)
-    assert harness.buffer.is_stamped(blocks(4, 6), 7)
-    assert (await harness.load(DECODE, copy, 9, 5)).refused == frozenset()
-    assert is_same(harness, 9, 5)
-
-
-async def test_from_the_pool_into_a_buffer_and_from_there_into_storage(harness: BlockCopierHarness) -> None:
-    relayed = await harness.relay(POOL, await harness.in_pool(), DECODE, (0, 10), 2)
-    assert (await harness.load(DECODE, copy_of(relayed.runs, 2), 9, 5)).refused == frozenset()
-    assert is_same(harness, 9, 5)
-
-
-async def test_from_a_buffer_back_into_the_pool_under_a_lease(harness: BlockCopierHarness) -> None:
-    copy = copy_of((await harness.offload(DECODE)).runs, 7)
-    harness.pool.stamp(blocks(2, 3), 9)
-    relayed = await harness.relay(DECODE, copy, POOL, (2, 3), 9)
-    assert (await harness.load(POOL, copy_of(relayed.runs, 9), 9, 5)).refused == frozenset()
-    assert is_same(harness, 9, 5)
-
-
 async def test_from_a_buffer_into_the_pool_under_a_stale_lease_is_refused(harness: BlockCopierHarness) -> None:
     copy = copy_of((await harness.offload(DECODE)).runs, 7)
     harness.pool.stamp(blocks(2, 3), 10)
@@ -131,13 +106,6 @@ async def test_from_a_buffer_into_the_pool_under_a_stale_lease_is_refused(harnes
     assert (await harness.relay(DECODE, copy, POOL, (2, 3), 9)).runs is None
     assert (harness.pool.blocks == before).all()
     assert harness.pool.is_stamped(blocks(2, 3), 10)
-
-
-async def test_what_does_not_verify_has_no_lease_in_the_buffer(harness: BlockCopierHarness) -> None:
-    copy = await harness.in_pool()
-    harness.pool.blocks[4, 3] ^= 0x10
-    assert (await harness.relay(POOL, copy, DECODE, (0, 10), 2)).runs is None
-    assert harness.buffer.generations[[0, 10]].tolist() == [NO_LEASE, NO_LEASE]
 
 
 async def test_a_peer_that_was_never_mapped_refuses_everything(harness: BlockCopierHarness) -> None:

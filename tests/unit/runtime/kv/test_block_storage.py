@@ -8,7 +8,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from tests.support.stored_blocks import read_blocks, write_blocks
+from tests.support.stored_blocks import write_blocks
 
 LAYOUT = BlockLayout(block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 
@@ -42,15 +42,6 @@ def test_views_lie_in_the_documented_order() -> None:
         assert torch.equal(value_slot, content.view(shape)[layer, 1, 2].flatten())
 
 
-def test_blocks_round_trip_in_any_order() -> None:
-    storage = BlockStorage(LAYOUT, 9)
-    content = np.random.default_rng(0).integers(0, 256, (4, LAYOUT.block_bytes), dtype=np.uint8)
-    blocks = [BlockId(block) for block in (7, 0, 3, 8)]
-    write_blocks(storage, blocks, content)
-    assert np.array_equal(read_blocks(storage, list(reversed(blocks))), content[::-1])
-    assert not read_blocks(storage, []).size
-
-
 def test_blocks_outside_the_storage_are_broken_invariants() -> None:
     storage = BlockStorage(LAYOUT, 2)
     for block in (-1, 2):
@@ -58,16 +49,6 @@ def test_blocks_outside_the_storage_are_broken_invariants() -> None:
             storage.pieces_to_read([BlockId(block)])
         with pytest.raises(AssertionError, match="outside"):
             storage.pieces_to_write([BlockId(block)])
-
-
-def test_zeroing() -> None:
-    storage = BlockStorage(LAYOUT, 3)
-    storage.blocks[:, 1, 0].fill_(5.0)
-    storage.zero_blocks(np.array([2]))
-    storage.zero_tail(BlockId(0), 3)
-    assert storage.blocks[:, 1, 0][2].abs().max() == 0.0
-    assert storage.blocks[:, 1, 0][0, 3].abs().max() == 0.0
-    assert storage.blocks[:, 1, 0][0, :3].min() == 5.0
 
 
 def test_too_much_memory_says_how_much_is_needed() -> None:

@@ -20,13 +20,11 @@ from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
-from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.registry import open_transfer
 from tests.harnesses.transfer import layout_of
-from tests.support.device_stand_in import Machine, StandInDevice, StandInStorage
+from tests.support.device_stand_in import Machine, StandInDevice
 from tests.support.samples import DECODE, PREFILL, blocks
 from tests.support.stored_blocks import read_blocks, write_blocks
 
@@ -71,12 +69,6 @@ def test_a_buffer_is_made_as_it_is_offered(memory: CandidateMemory) -> None:
     attached.close()
 
 
-def test_every_decode_worker_has_one_of_its_own(memory: CandidateMemory, tmp_path: Path) -> None:
-    memory.open_for(DECODE)
-    memory.open_for("decode-1")
-    assert len(files(tmp_path)) == 2
-
-
 def test_a_decode_worker_that_comes_back_gets_a_fresh_one(memory: CandidateMemory, tmp_path: Path) -> None:
     first, second = memory.open_for(DECODE), memory.open_for(DECODE)
     assert first is not None
@@ -89,13 +81,6 @@ def test_a_lost_decode_workers_buffer_is_removed(memory: CandidateMemory, tmp_pa
     memory.open_for(DECODE)
     memory.close_for(DECODE)
     memory.close_for(DECODE)
-    assert files(tmp_path) == []
-
-
-def test_all_are_removed_at_the_end(memory: CandidateMemory, tmp_path: Path) -> None:
-    memory.open_for(DECODE)
-    memory.open_for("decode-1")
-    memory.close()
     assert files(tmp_path) == []
 
 
@@ -123,15 +108,6 @@ def test_a_served_buffer_fits_wherever_the_process_s_own_socket_does(tmp_path: P
     opened = memory.open_for(DECODE)
     assert opened is not None
     assert len(opened.offered.served_at) <= len(AddressBook(tmp_path).of("prefill-1023"))
-    memory.close()
-
-
-def test_over_another_transport_it_is_served_as_well(tmp_path: Path) -> None:
-    memory = memory_of(tmp_path, transport="gloo")
-    opened = memory.open_for(DECODE)
-    assert opened is not None
-    assert opened.offered.transports == ("shm", "gloo")
-    assert opened.offered.served_at.startswith("unix:")
     memory.close()
 
 
@@ -196,41 +172,6 @@ def test_a_worker_on_a_device_lends_its_memory(transport: str, offered: tuple[st
     assert (opened.offered.path == "") == is_on_device
     assert device.num_lent_bytes == 6 * LAYOUT.block_bytes * is_on_device
     memory.close()
-
-
-def test_a_decode_worker_on_a_device_reaches_it_over_the_link_or_else_over_tcp(tmp_path: Path) -> None:
-    machine = Machine()
-    memory = on_device(tmp_path, machine.device(PREFILL))
-    opened = memory.open_for(DECODE)
-    assert opened is not None
-    machine.device(DECODE).use()
-    there = StandInStorage(BlockStorage(LAYOUT, 4), machine.device(DECODE))
-    identity = Identity(Role.DECODE_WORKER, DECODE, b"t" * 32, 5.0)
-    near = open_transfer(opened.offered, there, identity=identity, stamps=True)
-    assert isinstance(near, IpcTransfer)
-    near.close()
-    on_host = open_transfer(opened.offered, BlockStorage(LAYOUT, 4), identity=identity, stamps=True)
-    assert isinstance(on_host, ChannelTransfer)
-    on_host.close()
-    memory.close()
-
-
-def test_a_reconnected_decode_worker_gets_the_memory_of_before(tmp_path: Path) -> None:
-    """A process that is lost never says that it no longer maps memory, which is then not freed."""
-    device = Machine().device(PREFILL)
-    memory = on_device(tmp_path, device)
-    for _ in range(5):
-        assert memory.open_for(DECODE) is not None
-    assert device.num_lent_bytes <= 12 * LAYOUT.block_bytes
-    memory.close()
-
-
-def test_without_room_on_the_device_the_decode_worker_does_without(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    memory = on_device(tmp_path, Machine(device_bytes=LAYOUT.block_bytes).device(PREFILL))
-    assert memory.open_for(DECODE) is None
-    assert "set prefill.candidate_buffer_bytes lower" in caplog.text
 
 
 class NoDirectory:

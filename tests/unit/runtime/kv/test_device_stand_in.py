@@ -1,32 +1,21 @@
 """Devices with memories of their own: what the stand-in for them refuses, and what workers do on it."""
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.runtime.device.streams import Stream
-from alignedserve.runtime.kv.block_runs import place_runs
-from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide, PeerSide
 from alignedserve.runtime.kv.lent_rows import LentRows
-from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
-from alignedserve.runtime.kv.transfers.device_checksums import DeviceRunChecksums
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.open_channel import open_channel
-from kernels.cpu.block_copies import BlockList
 from tests.harnesses.transfer import CLIENT, OWNER, content, filled, layout_of
-from tests.support.device_stand_in import LINK, PCIE, DeviceTensor, Machine, Refused, StandInDevice, StandInStorage
+from tests.support.device_stand_in import LINK, DeviceTensor, Machine, Refused, StandInDevice, StandInStorage
 from tests.support.samples import blocks
 
 LAYOUT = layout_of("float32")
@@ -49,16 +38,6 @@ def done(stream: Stream) -> None:
 # --- what is refused
 
 
-@pytest.mark.parametrize(
-    "touch",
-    [Tensor.numpy, Tensor.clone, Tensor.tolist, Tensor.cpu, lambda rows: rows[0, 0].item(), lambda rows: rows.add_(1)],
-)
-def test_a_devices_memory_is_not_the_hosts(machine: Machine, touch: Callable[[Tensor], object]) -> None:
-    rows = machine.device("one").empty(2, 8)
-    with pytest.raises(Refused, match="is on no stream that reaches it"):
-        touch(rows)
-
-
 def test_one_device_reaches_anothers_memory_by_copies_alone(machine: Machine) -> None:
     one, other = machine.device("one"), machine.device("other")
     mine, theirs = one.empty(2, 8), other.empty(2, 8)
@@ -71,31 +50,6 @@ def test_one_device_reaches_anothers_memory_by_copies_alone(machine: Machine) ->
     stream.copy_peer(theirs, mine)
     done(stream)
     assert [copy.way for copy in machine.timeline] == [LINK]
-
-
-def test_host_memory_that_no_driver_knows_is_refused(machine: Machine) -> None:
-    device = machine.device("one")
-    stream, rows = stream_of(device), device.empty(2, 8)
-    with pytest.raises(Refused, match="not registered"):
-        stream.copy_out(rows, torch.zeros((2, 8), dtype=torch.uint8))
-    stream.copy_out(rows, device.pinned(2, 8))
-    done(stream)
-    assert [(copy.way, copy.num_bytes) for copy in machine.timeline] == [(PCIE, 16)]
-
-
-def test_a_thread_that_has_not_chosen_its_device_copies_nothing(machine: Machine) -> None:
-    device, found = machine.device("one"), list[BaseException]()
-
-    def copy() -> None:
-        try:
-            device.streams()
-        except Refused as error:
-            found.append(error)
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    thread.join()
-    assert "has not chosen it" in str(found[0])
 
 
 def test_a_wait_that_is_missing_shows(machine: Machine) -> None:
@@ -118,31 +72,6 @@ def test_a_wait_that_is_missing_shows(machine: Machine) -> None:
 
 
 # --- what the copies of workers do
-
-
-def test_checksums_on_a_device_are_computed_on_its_stream(machine: Machine) -> None:
-    device = machine.device("one")
-    rows, checksums = device.empty(3, 512), DeviceRunChecksums(place_runs([3]))
-    stream = stream_of(device)
-    with pytest.raises(Refused):
-        checksums.update(rows)
-    stream.run(lambda: checksums.update(rows))
-    done(stream)
-
-
-@pytest.mark.parametrize("is_straight", [True, False])
-def test_copies_touch_memory_on_streams_alone(machine: Machine, is_straight: bool) -> None:
-    one, other = machine.device("one"), machine.device("other")
-    one.use()
-    copies = DirectCopies(one, staged_bytes=600, least_straight_bytes=0 if is_straight else 1 << 20)
-    mine, theirs, host = one.empty(6, 264), other.empty(6, 264), one.pinned(6, 264)
-    host.random_()
-    there, ids = HostSide(BlockList(host.numpy(), np.array([4, 5, 0]))), np.array([1, 3, 2])
-    arrived = copies.copy_in(there, mine, ids)
-    assert arrived.tolist() == copies.copy_out(mine, ids, PeerSide(theirs, np.array([0, 5, 3]))).tolist()
-    back = copies.copy_in(PeerSide(theirs, np.array([0, 5, 3])), mine, np.array([0, 4, 5])).tolist()
-    assert back == arrived.tolist()
-    assert [sum(copy.num_bytes for copy in machine.moved(way)) for way in (PCIE, LINK)] == [3 * 264, 6 * 264]
 
 
 def test_a_block_server_chooses_its_buffers_device_in_each_thread(machine: Machine, tmp_path: Path) -> None:
@@ -212,21 +141,3 @@ def test_memory_is_lent_again_once_its_buffer_is_dropped(machine: Machine) -> No
     del first, second
     assert buffer(8).num_blocks == 8  # none is large enough: they make way
     assert device.num_lent_bytes == 18 * LAYOUT.block_bytes
-
-
-def test_a_storage_on_the_host_has_no_lanes() -> None:
-    storage = BlockStorage(LAYOUT, 2)
-    assert storage.lanes is None
-    assert storage.accelerator is None
-
-
-def test_an_arena_is_copied_straight_to_and_from(machine: Machine, tmp_path: Path) -> None:
-    device = machine.device("one")
-    device.use()
-    arena = Arena.create(tmp_path / "pool.arena", LAYOUT, 8)
-    arena.register(device.driver)
-    rows = device.empty(8, LAYOUT.block_bytes)
-    with CopyLanes(device).direct() as copies:
-        copies.copy_out(rows, np.array([0, 1]), HostSide(arena.listed(np.array([6, 7]))))
-    assert (arena.blocks[[6, 7]] == 0xA5).all()
-    arena.close(unlink=True)

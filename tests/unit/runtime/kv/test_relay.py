@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -110,16 +109,3 @@ def test_into_a_buffer_on_a_device_and_back_into_the_pool(arenas: Arenas, is_reg
     back = relay(lent, BlockCopy(5, 37, runs), pool, blocks(10, 11, 0, 12, 13), 8)
     assert back is not None
     assert (arenas.pool.blocks[[10, 11, 0, 12, 13]] == content(arenas.storage, SOURCE)).all()
-
-
-def test_what_does_not_hold_has_no_lease_in_a_buffer_on_a_device(arenas: Arenas) -> None:
-    lanes = cpu_lanes()
-    pool = ShmTransfer(arenas.storage, arenas.pool, lanes=lanes)
-    rows = torch.zeros((NUM_POOL_BLOCKS, LAYOUT.block_bytes), dtype=torch.uint8)
-    buffer = DeviceBuffer(LAYOUT, rows, lanes)
-    lent = OwnBufferTransfer(arenas.storage, buffer)
-    stale = msgspec.structs.replace(arenas.copy, generation=76)
-    assert relay(pool, stale, lent, blocks(0, 1, 2, 4, 8), 6) is None
-    arenas.pool.blocks[9, 0] ^= 1
-    assert relay(pool, arenas.copy, lent, blocks(0, 1, 2, 4, 8), 6) is None
-    assert not buffer.generations.any()

@@ -12,7 +12,6 @@ from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.lora.adapter_folders import find_adapter, with_adapters
 from alignedserve.runtime.lora.loaded_adapters import carry_over, settle_carried
 from alignedserve.runtime.lora.loaded_file import (
-    AdapterChange,
     Changes,
     exchange,
     loaded_file,
@@ -116,9 +115,3 @@ def test_nodes_agree_in_whatever_order_they_hear_of_each_other(seed: int) -> Non
             changes = merged(changes, node.values())
         ends.append(changes)
     assert all(end == ends[0] for end in ends)
-
-
-def test_a_change_after_all_that_was_known_wins(tmp_path: Path) -> None:
-    known: Changes = {"a": AdapterChange("a", "/a", b"", number=7)}
-    gone = without_loaded(known, "a")
-    assert merged(known, gone.values()) == merged(gone, known.values()) == gone

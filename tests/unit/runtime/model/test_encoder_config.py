@@ -12,8 +12,6 @@ from alignedserve.core.errors import AlignedServeError, ConfigError, ModelError
 from alignedserve.runtime.model.encoder.encoder_config import HeadActivation, Pooling
 from alignedserve.runtime.model.encoder.encoder_weights import load_encoder_weights
 from alignedserve.runtime.model.hf_config import read_any_config
-from alignedserve.runtime.model.hub.file_choice import choose_text_files
-from alignedserve.runtime.model.hub.hub_name import HubName
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from tests.support.tiny_encoders import make_tiny_encoder, write_sentence_files, write_tokenizer
 
@@ -46,21 +44,9 @@ def served(folder: Path, **section: Any) -> ServedModel:
     return resolve_model(ModelSectionConfig(path=str(folder), **section))
 
 
-def test_positions_of_roberta_begin_behind_the_padding(tmp_path: Path) -> None:
-    changes = {"model_type": "xlm-roberta", "max_position_embeddings": 514}
-    model = served(write(tmp_path, {"config.json": BERT | changes}))
-    assert model.max_context_len == 512
-
-
 def test_texts_are_as_long_as_in_training(tmp_path: Path) -> None:
     folder = write(tmp_path, {"config.json": BERT, "sentence_bert_config.json": {"max_seq_length": 64}})
     assert served(folder).max_context_len == 64
-
-
-def test_the_mean_is_taken_where_nothing_is_said(tmp_path: Path) -> None:
-    encoder = served(write(tmp_path, {"config.json": BERT})).encoder
-    assert encoder is not None
-    assert encoder.embedding.pooling is Pooling.MEAN
 
 
 def test_a_mode_of_pooling_may_be_named(tmp_path: Path) -> None:
@@ -172,26 +158,3 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     assert encoder is not None
     with pytest.raises(AlignedServeError, match="2_Dense"):
         load_encoder_weights(tmp_path, encoder, torch.float32, torch.device("cpu"))
-
-
-def test_the_modules_files_come_from_the_hub_too() -> None:
-    files = {
-        "config.json",
-        "tokenizer.json",
-        "model.safetensors",
-        "modules.json",
-        "1_Pooling/config.json",
-        "2_Dense/model.safetensors",
-        "2_Dense/pytorch_model.bin",
-        "onnx/config.json",
-        "sentence_bert_config.json",
-    }
-    chosen = choose_text_files(HubName("a", "b"), files)
-    assert chosen == [
-        "config.json",
-        "tokenizer.json",
-        "modules.json",
-        "sentence_bert_config.json",
-        "1_Pooling/config.json",
-        "2_Dense/model.safetensors",
-    ]

@@ -1,7 +1,6 @@
 """config.json: both generations of it, every family's sizes, and whatever a hostile file may hold."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
-from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.model.hf_config import parse_model_config, read_model_config
-from alignedserve.runtime.model.model_config import RopeConfig, RopeScaling
+from alignedserve.runtime.model.model_config import RopeScaling
 from tests.support.marks import each
 from tests.support.tiny_models import TINY_MODELS, make_tiny_model
 
@@ -38,14 +36,6 @@ def test_parameters_are_counted_like_transformers(family: str, tmp_path: Path) -
     assert config.eos_token_ids == (2,)
 
 
-def test_bytes_per_token() -> None:
-    config = SHAPES["llama-0.5b"]
-    assert config.kv_token_bytes("bfloat16") == 2 * 24 * 2 * 64 * 2
-    assert config.weight_bytes("bfloat16") == 2 * config.num_parameters
-    assert config.block_layout(16, "bfloat16").token_bytes == config.kv_token_bytes("bfloat16")
-    assert SHAPES["opt-125m"].num_parameters == 125_239_296
-
-
 def test_old_and_new_spellings_read_alike() -> None:
     old = parse_model_config(
         {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}, "torch_dtype": "bfloat16"}
@@ -58,12 +48,6 @@ def test_old_and_new_spellings_read_alike() -> None:
     assert (old.rope.theta, old.rope.scaling, old.rope.factor) == (5e5, RopeScaling.LLAMA3, 8.0)
 
 
-def test_old_gpt_neox_spelling() -> None:
-    config = parse_model_config({**LLAMA, "model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 5000})
-    assert config.rope is not None
-    assert (config.rope.rotary_dim, config.rope.theta) == (8, 5000.0)
-
-
 def test_sliding_windows() -> None:
     mistral = {**LLAMA, "model_type": "mistral"}
     assert parse_model_config(mistral).sliding_window == 4096
@@ -72,21 +56,6 @@ def test_sliding_windows() -> None:
     qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1}
     assert parse_model_config(qwen).sliding_window is None
     assert parse_model_config({**qwen, "use_sliding_window": True}).windowed_layers == (1,)
-
-
-def test_yarn() -> None:
-    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    rope = parse_model_config({**LLAMA, "rope_scaling": yarn}).rope
-    assert rope is not None
-    assert (rope.scaling, rope.factor, rope.original_context_len) == (RopeScaling.YARN, 4.0, 64)
-    assert rope.angle_factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
-    assert (rope.beta_fast, rope.beta_slow, rope.has_whole_bounds) == (32.0, 1.0, True)
-    without = parse_model_config({**LLAMA, "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32}})
-    assert without.rope is not None
-    assert without.rope.factor == 8.0  # 256 / 32
-    fixed = parse_model_config({**LLAMA, "rope_scaling": {**yarn, "attention_factor": 1.5}})
-    assert fixed.rope is not None
-    assert fixed.rope.angle_factor == 1.5
 
 
 @each(
@@ -198,17 +167,6 @@ def test_layers_without_experts() -> None:
     assert config.shape("x", "bfloat16").num_expert_layers == 2
 
 
-def test_mixtral() -> None:
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-    config = parse_model_config(
-        {**LLAMA, **sizes, "model_type": "mixtral", "num_key_value_heads": 8, "vocab_size": 32000}
-    )
-    assert config.num_parameters == 46_702_792_704
-    assert config.rope_of(0) == RopeConfig(theta=1e6, rotary_dim=128)
-    assert config.sliding_window is None
-    assert parse_model_config({**LLAMA, "model_type": "mixtral", "sliding_window": 9}).windowed_layers == (0, 1)
-
-
 @each(
     ("changes", "problem"),
     [
@@ -227,24 +185,6 @@ def test_mixtral() -> None:
 def test_bad_experts_are_named(changes: dict[str, object], problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         parse_model_config({**QWEN3_30B_A3B, **changes})
-
-
-def test_granite() -> None:
-    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16.0}
-    config = parse_model_config({**LLAMA, **multipliers, "model_type": "granite", "attention_multiplier": 0.125})
-    assert (config.embedding_multiplier, config.residual_multiplier, config.logits_divisor) == (12.0, 0.22, 16.0)
-    assert config.query_multiplier == 0.125 * math.sqrt(16)
-    with pytest.raises(ModelError, match="logits_scaling"):
-        parse_model_config({**LLAMA, "model_type": "granite", "logits_scaling": 0})
-    with pytest.raises(ModelError, match="attention_multiplier"):
-        parse_model_config({**LLAMA, "model_type": "granite", "attention_multiplier": "1"})
-
-
-def test_phi3() -> None:
-    phi3 = {**LLAMA, "model_type": "phi3", "num_key_value_heads": None}
-    config = parse_model_config(phi3)
-    assert (config.num_kv_heads, config.sliding_window) == (4, None)
-    assert parse_model_config({**phi3, "sliding_window": 2047}).windowed_layers == (0, 1)
 
 
 def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:

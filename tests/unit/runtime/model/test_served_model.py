@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from alignedserve.config.sections import ModelSectionConfig
-from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.errors import ConfigError, ModelError, ModelNotFound, UnsupportedModel
+from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.runtime.model.built_in import POCKET, pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer, resolve_model
 from tests.support.in_process import TINY_LLAMA
@@ -64,20 +63,6 @@ def test_an_added_token_without_a_row_is_plain_text_unless_prompts_need_it(is_ne
     assert loaded.decode(token_ids) == load_tokenizer(served(pocket_folder())).decode(token_ids)
 
 
-def test_a_folder_gives_its_name_to_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert served(folder).name == "tiny"
-    assert served(folder, served_model_name="mine").name == "mine"
-    monkeypatch.chdir(folder)
-    assert served(Path(".")).name == "tiny"
-
-
-def test_cache_and_weights_have_the_named_dtype_and_float32_otherwise(folder: Path) -> None:
-    assert served(folder).dtype == "float32"
-    assert served(folder, dtype="bfloat16").dtype == "bfloat16"
-    expected = BlockLayout(block_size=8, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
-    assert served(folder, dtype="bfloat16").block_layout(8) == expected
-
-
 def test_a_processor_with_bfloat16_uses_it_for_all_but_the_pocket_model(folder: Path) -> None:
     section = ModelSectionConfig(path=str(folder))
     assert resolve_model(section, has_bfloat16=True).dtype == "bfloat16"
@@ -91,33 +76,3 @@ def test_the_context_may_be_shortened_but_not_lengthened(folder: Path) -> None:
     assert served(folder, max_context_len=512).max_context_len == 512
     with pytest.raises(ConfigError, match=r"model\.max_context_len is 513; the model was made for 512"):
         served(folder, max_context_len=513)
-
-
-def test_random_weights_need_no_file(folder: Path) -> None:
-    assert served(folder, random_weights=True).has_random_weights
-    assert not served(folder).has_random_weights
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound):
-        served(tmp_path / "absent")
-
-
-def test_a_folder_without_a_config(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"config\.json"):
-        served(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\xff"])
-def test_a_config_that_cannot_be_read(folder: Path, text: str) -> None:
-    (folder / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ModelError):
-        served(folder)
-
-
-def test_an_unknown_architecture(folder: Path) -> None:
-    (folder / "config.json").write_text(
-        json.dumps({**TINY_LLAMA, "architectures": ["MambaForCausalLM"], "model_type": "mamba"})
-    )
-    with pytest.raises(UnsupportedModel, match=r"[Mm]amba"):
-        served(folder)

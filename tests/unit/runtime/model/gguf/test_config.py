@@ -11,29 +11,10 @@ from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.stored_weights import stored_weights
-from alignedserve.runtime.model.model_config import Family
 from alignedserve.runtime.model.model_files import check_weight_files, read_config
 from alignedserve.runtime.model.served_model import resolve_model
-from tests.support.tiny_gguf import CONTEXT, FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, byte_level_tokens
+from tests.support.tiny_gguf import HIDDEN, byte_level_tokens
 from tests.support.tiny_gguf import write_tiny_gguf as write
-
-
-def test_sizes(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path / "a.gguf"))
-    assert (config.family, config.vocab_size, config.hidden_size) == (Family.LLAMA, len(byte_level_tokens()), HIDDEN)
-    assert (config.intermediate_size, config.num_layers, config.max_position_embeddings) == (FFN, LAYERS, CONTEXT)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
-    assert config.ties_embeddings
-    assert not config.has_qkv_bias
-    assert config.dtype == "float32"
-
-
-def test_what_tensors_tell(tmp_path: Path) -> None:
-    qwen2 = read_config(write(tmp_path / "a.gguf", "qwen2", ("Q8_0",), has_head=True))
-    assert qwen2.has_qkv_bias
-    assert not qwen2.ties_embeddings
-    assert qwen2.dtype == "bfloat16"
-    assert read_config(write(tmp_path / "b.gguf", "qwen3")).has_qk_norm
 
 
 def test_tokens_that_end_an_answer(tmp_path: Path) -> None:
@@ -128,25 +109,6 @@ def test_weights_in_memory_are_those_of_the_file_and_the_embedding(tmp_path: Pat
     assert served.stored.step_bytes == expected - vectors
     random = resolve_model(ModelSectionConfig(path=str(path), random_weights=True))
     assert random.weight_bytes == random.config.loaded_weight_bytes(random.dtype)
-
-
-def test_weights_in_memory_are_counted_as_they_are_packed(tmp_path: Path) -> None:
-    """Q4_K takes a thirty-sixth more than in the file, and a Q5_0 becomes a Q8_0."""
-    path = write(tmp_path / "a.gguf", "llama", ("Q4_K", "Q5_0"))
-    tensors = GgufFile(path).tensors.values()
-    packed = {"Q4_K": (256, 148), "Q5_0": (32, 34), "F32": (1, 4)}
-    sizes = [(tensor.num_rows * tensor.shape[-1], packed[tensor.type.name]) for tensor in tensors]
-    expected = sum(num_values // values * size for num_values, (values, size) in sizes)
-    served = resolve_model(ModelSectionConfig(path=str(path), dtype="float32"))
-    assert served.weight_bytes == expected + 4 * len(byte_level_tokens()) * HIDDEN
-
-
-def test_an_embedding_beside_a_head_of_its_own_is_in_memory_once(tmp_path: Path) -> None:
-    tied, untied = (
-        resolve_model(ModelSectionConfig(path=str(write(tmp_path / name, types=("Q8_0",), has_head=name == "b.gguf"))))
-        for name in ("a.gguf", "b.gguf")
-    )
-    assert untied.weight_bytes == tied.weight_bytes
 
 
 def test_paths_that_are_no_model(tmp_path: Path) -> None:

@@ -115,12 +115,6 @@ def test_gemma_3(factor: float | None, tmp_path: Path) -> None:
     assert relative_error(our_logits(path), expected) < 0.05
 
 
-def test_blocks_are_nearer_than_8_bits_of_whole_rows(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "a.gguf", "llama", ("Q4_1",))
-    expected = reference_logits(path)
-    assert relative_error(our_logits(path), expected) < relative_error(our_logits(path, quantization="int8"), expected)
-
-
 def test_llama_3s_frequency_factors(tmp_path: Path) -> None:
     """transformers does not read their tensor, and is given them."""
     factors = torch.tensor([1.0] * 8 + [3.0] * 8)
@@ -138,15 +132,6 @@ def test_frequency_factors_that_are_none(bad: list[float], tmp_path: Path) -> No
         tiny_decoder(path)
 
 
-def test_linear_scaling(tmp_path: Path) -> None:
-    scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 3.0}
-    path = write_tiny_gguf(tmp_path / "a.gguf", metadata=scaling)
-    slower = our_logits(path)
-    old = write_tiny_gguf(tmp_path / "b.gguf", metadata={"rope.scale_linear": 3.0})
-    torch.testing.assert_close(our_logits(old), slower)
-    assert relative_error(our_logits(write_tiny_gguf(tmp_path / "c.gguf")), slower) > 0.01
-
-
 def test_infinite_scales_are_refused(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "a.gguf", "llama", ("Q4_0",))
     content = bytearray(path.read_bytes())
@@ -162,7 +147,3 @@ def test_sizes_that_tensors_do_not_have(entry: str, tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "a.gguf", metadata={entry: 8})
     with pytest.raises(ModelError, match=r"blk\."):
         tiny_decoder(path)
-
-
-def test_types_that_are_computed_in_blocks() -> None:
-    assert [name for name in EVERY_TYPE if computed_as(name) is None] == ["Q5_K", "Q5_1", "BF16", "F16", "F32"]

@@ -11,26 +11,6 @@ PLAIN = parse_hub_name("org/model")
 TEXT = ["config.json", "tokenizer.json"]
 
 
-def test_only_what_serving_reads() -> None:
-    listed = [
-        *TEXT,
-        "generation_config.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "model.safetensors",
-        "pytorch_model.bin",
-        "README.md",
-        "tokenizer.model",
-        "modeling_custom.py",
-        "onnx/model.onnx",
-        "original/config.json",
-        "model.Q4_K_M.gguf",
-    ]
-    assert not wants_gguf(PLAIN, listed)
-    expected = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-    assert choose_text_files(PLAIN, listed) == [*expected, "chat_template.jinja"]
-
-
 @each(
     ("listed", "error", "message"),
     [

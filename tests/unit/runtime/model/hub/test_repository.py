@@ -1,6 +1,5 @@
 """Models fetched from a hub: what comes, what is found again, and what is said when it does not come."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -93,21 +92,6 @@ def test_one_gguf_file_and_nothing_else(hub: Hub, server: HubServer) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["m-Q4_K_M.gguf"]
 
 
-def test_all_parts_of_a_split_gguf_model(hub: Hub, server: HubServer) -> None:
-    parts = {f"Q8_0/m-Q8_0-{number:05}-of-00002.gguf": bytes([number]) * 1000 for number in (1, 2)}
-    server.add("org/split", {"m-Q4_0.gguf": b"GGUF", **parts})
-    first = hub.fetch(parse_hub_name("org/split:Q8_0"))
-    assert first.name == "m-Q8_0-00001-of-00002.gguf"
-    assert {path.name: path.read_bytes() for path in first.parent.iterdir()} == {
-        name.partition("/")[2]: content for name, content in parts.items()
-    }
-
-
-def test_no_weights_where_random_ones_serve(hub: Hub, server: HubServer) -> None:
-    hub.fetch(TINY, has_weights=False)
-    assert server.downloads() == []
-
-
 def test_what_the_engine_does_not_have_is_refused_before_its_weights_come(hub: Hub, server: HubServer) -> None:
     server.add("org/mamba", model_files(**{"config.json": b'{"model_type": "mamba"}'}))
     with pytest.raises(UnsupportedModel, match="mamba"):
@@ -186,16 +170,6 @@ def interrupt_at(num_bytes: int) -> Callable[[int, int], None]:
     return report
 
 
-def test_offline_with_what_another_program_downloaded(hub: Hub, cache: Path, offline: Callable[[], None]) -> None:
-    folder = hub.fetch(TINY)
-    shutil.rmtree(next(cache.glob("models--*")) / "trees")
-    offline()
-    assert hub.fetch(TINY) == folder
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelNotFound, match=r"model\.safetensors"):
-        hub.fetch(TINY)
-
-
 def test_a_hub_that_cannot_be_reached(cache: Path, server: HubServer, hub: Hub) -> None:
     folder = hub.fetch(TINY)
     nowhere = Hub(endpoint="http://127.0.0.1:9", cache=cache)
@@ -217,11 +191,6 @@ def test_too_little_space_is_said_before_the_download(
     with pytest.raises(StorageFull, match=r"org/tiny needs 4 MB more, and .* has 1 MB left; HF_HOME"):
         hub.fetch(TINY)
     assert server.downloads() == []
-
-
-def test_blobs_are_where_other_programs_look_for_them(hub: Hub, blobs: Blobs) -> None:
-    hub.fetch(TINY)
-    assert blobs()[hashlib.sha256(WEIGHTS).hexdigest()] == len(WEIGHTS)
 
 
 def test_the_section_of_a_configuration(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

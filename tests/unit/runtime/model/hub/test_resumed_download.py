@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx2
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
@@ -64,14 +63,6 @@ def test_cut_again_and_again(server: HubServer, folder: Path) -> None:
     assert sum(seen == "" for seen in ranges(server)) == 1
 
 
-def test_a_half_is_gone_on_with(server: HubServer, folder: Path) -> None:
-    (folder / f"{DIGEST}.incomplete").write_bytes(WEIGHTS[:HALF])
-    download, counted = start(server, folder)
-    download.run()
-    assert_whole(folder, counted)
-    assert ranges(server) == [f"bytes={HALF}-"]
-
-
 @pytest.mark.parametrize("half", [b"x" * HALF, b"x" * (len(WEIGHTS) + 5), WEIGHTS + b"!"])
 def test_a_half_of_something_else_is_started_over(server: HubServer, folder: Path, half: bytes) -> None:
     (folder / f"{DIGEST}.incomplete").write_bytes(half)
@@ -109,20 +100,6 @@ def test_temporary_failures_are_tried_again_and_others_are_not(server: HubServer
     with pytest.raises(HfHubHTTPError):
         start(server, folder)[0].run()
     assert len(server.failures) == 100 - 7
-
-
-def test_a_server_that_has_gone_leaves_a_half(server: HubServer, folder: Path) -> None:
-    server.cut_after = [1_000_000, *([0] * 100)]
-    with pytest.raises(httpx2.TransportError):
-        start(server, folder)[0].run()
-    assert (folder / f"{DIGEST}.incomplete").read_bytes() == WEIGHTS[:1_000_000]
-
-
-def test_what_arrives_damaged_is_not_kept(server: HubServer, folder: Path) -> None:
-    server.damages = True
-    with pytest.raises(ModelError, match="arrived damaged: its digest is not"):
-        start(server, folder)[0].run()
-    assert list(folder.iterdir()) == []
 
 
 def test_more_bytes_than_listed_are_refused(server: HubServer, folder: Path) -> None:

@@ -15,7 +15,7 @@ from alignedserve.core.errors import ModelError
 from alignedserve.microbench.engine.throughput import weight_bytes
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from tests.support.quantized_checkpoints import FORMATS, quantize_folder
-from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
 MODULE = "model.layers.1.self_attn.k_proj."
@@ -111,23 +111,6 @@ def test_shards_and_quantised_heads(tmp_path: Path) -> None:
     weight_map = {name: shard for shard, part in shards.items() for name in part}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert torch.equal(logits_of(tmp_path), before)
-
-
-def test_int8_packs_unpacked_values_again(tmp_path: Path) -> None:
-    packed = logits_of(made(tmp_path, "gptq"))
-    again = logits_of(tmp_path, quantization="int8")
-    assert not torch.equal(packed, again)
-    assert float((packed - again).norm() / packed.norm()) < 0.06
-
-
-def test_generation(tmp_path: Path) -> None:
-    tiny = TinyEngine(tiny_decoder(made(tmp_path, "gptq desc_act", "qwen3_moe")))
-    tiny.add("a", TOKENS)
-    tiny.generate("a", 12)
-    first = tiny.tokens("a")
-    tiny.add("b", TOKENS)
-    tiny.generate("b", 12)
-    assert tiny.tokens("b") == first
 
 
 def test_the_engine_benchmark_counts_packed_weights(tmp_path: Path) -> None:

@@ -128,17 +128,3 @@ def test_weights_stay_packed_on_a_gpu(family: str, name: str, tmp_path: Path, mo
     assert error(logits_of(Decoder(config, weights)), expected) < 1e-5
     computing = Computing("cuda:0", "float32")
     assert quantized_weights(tmp_path, config, computing).warning is None
-
-
-def test_experts_of_which_one_matrix_is_unpacked_are_all_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their inner width is 40: a group of 32 does not fit."""
-    expected = made(tmp_path, "qwen3_moe", "fp8")
-    weights = weights_as_on_a_gpu(tmp_path, monkeypatch, torch.float32, has_float8=False)
-    config = read_config(tmp_path)
-    assert isinstance(weights.layers[0].mlp, StackedExperts)
-    assert error(logits_of(Decoder(config, weights)), expected) < 1e-5
-    warning = quantized_weights(tmp_path, config, Computing("cuda:0", "float32")).warning
-    assert warning is not None
-    assert warning.startswith("36 matrices unpacked to float32")

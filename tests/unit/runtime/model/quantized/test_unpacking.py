@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.packed_products import BlockRows, GroupedRows, Int8Rows, packed_product
+from alignedserve.runtime.model.packed_products import BlockRows, Int8Rows
 from alignedserve.runtime.model.quantized.config import read_quantization
 from alignedserve.runtime.model.quantized.layout import StoredMatrix, stored_matrix
-from alignedserve.runtime.model.quantized.packing import packed_float8, packed_integers
-from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm, form_bytes
+from alignedserve.runtime.model.quantized.packing import packed_integers
+from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm
 from alignedserve.runtime.model.quantized.unpacking import (
     read_float8,
     read_integers,
@@ -20,7 +20,6 @@ from alignedserve.runtime.model.quantized.unpacking import (
 )
 from alignedserve.runtime.model.weight_index import TensorHeader
 from kernels.block_formats import dequantize
-from kernels.narrow.grouped_linear import GroupedLinear
 from tests.support.marks import each
 from tests.support.quantized_checkpoints import (
     FORMATS,
@@ -28,7 +27,6 @@ from tests.support.quantized_checkpoints import (
     as_int32,
     awq_columns,
     compressed_tensors,
-    float8_blocks,
     gptq_columns,
     int8_rows,
     packed_rows,
@@ -183,44 +181,6 @@ def test_kernels_get_every_value_as_it_is(name: str) -> None:
         torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
     else:
         assert torch.equal(values, expected)
-
-
-@each("name", list(CASES))
-def test_kernels_of_a_gpu_get_whole_numbers_as_they_are(name: str) -> None:
-    tensors, matrix, offset, made = quantized(name)
-    form = Computing("cuda:0", "bfloat16").form_of(matrix)
-    assert form is (ProductForm.GROUPS_4 if matrix.scheme.num_bits == 4 else ProductForm.GROUPS_8)
-    rows = packed_integers(matrix, read_integers(matrix, tensors.tensors.__getitem__, offset), form)
-    assert isinstance(rows, GroupedRows)
-    check_grouped(rows, form_bytes(matrix, form, "bfloat16"), made.values)
-
-
-def check_grouped(rows: GroupedRows, num_bytes: int, values: Tensor) -> None:
-    multiply = GroupedLinear(rows.weight, dtype=torch.float32)
-    assert torch.equal(multiply.unpacked(), values if rows.order is None else values[:, rows.order])
-    weight = rows.weight
-    held = [part for part in (weight.words, weight.scales, weight.zeros) if part is not None]
-    assert sum(part.nbytes for part in held) == num_bytes
-    parts = [rows.changed(lambda part: part[:24]), rows.changed(lambda part: part[24:])]
-    product = packed_product(parts, None, torch.float32, None, False)
-    x = torch.randn(3, values.shape[1])
-    torch.testing.assert_close(product(x), x @ values.T, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("has_float8", [True, False])
-@pytest.mark.parametrize("block", [128, 32])
-def test_kernels_of_a_gpu_get_blocks_of_fp8_as_they_are(block: int, has_float8: bool) -> None:
-    """40 x 256: the last block of outputs is not full."""
-    weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(1))
-    made = float8_blocks(weight, block)
-    config = {"quant_method": "fp8", "weight_block_size": [block, block]}
-    tensors = Tensors(**made.tensors)
-    matrix, _ = matrix_of(tensors, config, (40, 256))
-    form = Computing("cuda:0", "bfloat16", has_float8=has_float8).form_of(matrix)
-    assert form is ProductForm.GROUPS_FLOAT8
-    rows = packed_float8(matrix, read_float8(matrix, tensors.tensors.__getitem__), form)
-    assert isinstance(rows, GroupedRows)
-    check_grouped(rows, form_bytes(matrix, form, "bfloat16"), made.values)
 
 
 def test_groups_that_do_not_fill_blocks_are_unpacked() -> None:
