@@ -79,12 +79,6 @@ def test_decode_of_a_long_context_by_many_programs(seed: int, device: torch.devi
     check_decode(seed, [2000, 3], None, device, num_programs=40)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_decode_of_a_long_window_by_many_programs(seed: int, device: torch.device) -> None:
-    check_decode(seed, [2000, 1200], 1900, device, num_programs=23)
-
-
 @pytest.mark.parametrize("window", [TILE, *slow(1, 2, TILE + 1)])
 def test_narrow_windows(window: int, device: torch.device) -> None:
     check_decode(2, [1, 130, TILE, 70], window, device)
@@ -140,11 +134,6 @@ def test_a_cache_of_float8(seed: int, device: torch.device) -> None:
     window = 90 if seed % 2 else None
     check_decode(seed, [1, 130, TILE, 70], window, device, is_float8=True)
     check_prefill(seed, [1, 130, TILE, 200], [1, 9, TILE, 70], window, device, is_float8=True)
-
-
-@pytest.mark.parametrize("lengths", [[1], [65], *slow([64], [128, 1])])
-def test_whole_prompts(lengths: list[int], device: torch.device) -> None:
-    check_prefill(3, lengths, lengths, None, device)
 
 
 @pytest.mark.parametrize("seed", [*range(30), *slow(*range(30, 200))])

@@ -1,28 +1,23 @@
 """Use of GPU kernels: a decoder with all of them against the same one without, and what keeps them out."""
 
 import importlib.util
-import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.attention.backend import TRITON
 from kernels import gpu_dispatch as gpu_choice
 from kernels.activation import ACTIVATIONS, Gated, gated
 from kernels.norm import RmsNorm, rms_norm
 from tests.support.marks import slow
-from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, capture_nothing, random_tokens, tiny_decoder
+from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
 
 triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are compiled take no tensors of a CPU")
@@ -99,53 +94,10 @@ def test_an_engine_draws_the_same_tokens_by_the_kernels(tmp_path: Path, monkeypa
     assert gpu_choice._can_launch["token_sampling (torch.float32)"]
 
 
-@interpreted
-@pytest.mark.usefixtures("wanted")
-def test_what_draws_tokens_is_compiled_before_the_first(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path, "llama")
-    tiny = TinyEngine(tiny_decoder(tmp_path), attention=TRITON, capture=capture_nothing, max_sequences=2)
-    assert "token_sampling (torch.float32)" not in gpu_choice._can_launch
-    tiny.engine.record_graphs()
-    assert gpu_choice._can_launch["token_sampling (torch.float32)"]
-
-
-def test_a_cpu_never_uses_them() -> None:
-    assert gpu_choice.fused_kernels("row_norm", CPU, torch.float32) is None
-    assert not gpu_choice._can_launch
-
-
-def _does_not_compile(x: Any) -> None:
-    tl.store(x, tl.there_is_no_such_thing(x))
-
-
-class Broken:
-    """Launched as any kernel is."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda x, *others, **options: triton.jit(_does_not_compile)[grid](x)
-
-
 def check_results() -> None:
     x, weight = torch.randn(3, 64), torch.randn(64)
     torch.testing.assert_close(RmsNorm(weight, 1e-5)(x), rms_norm(x, weight, 1e-5))
     torch.testing.assert_close(Gated("gelu", x.dtype, CPU)(x), gated(x, ACTIVATIONS["gelu"]))
-
-
-@interpreted
-@pytest.mark.usefixtures("wanted")
-def test_a_kernel_that_does_not_compile_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("kernels.gpu.row_norm._normalise", Broken())
-    monkeypatch.setattr("kernels.norm.native_level", lambda dtype, device: None)
-    for _ in range(2):
-        check_results()
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "row_norm (torch.float32)" in record.getMessage()
-    assert gpu_choice._can_launch == {"row_norm (torch.float32)": False, "gating (torch.float32)": True}
-    (reason,) = gpu_choice.launch_failures().values()
-    assert reason in record.getMessage()
 
 
 @pytest.mark.parametrize(

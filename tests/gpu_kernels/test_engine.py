@@ -5,7 +5,6 @@ import random
 import weakref
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,21 +125,6 @@ def test_sequences_that_come_and_go_get_what_they_get_alone(decoder: Decoder) ->
                 assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
 
 
-def test_a_step_that_was_planned_ahead_is_used(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = engine(decoder)
-    for name in "abc":
-        tiny.add(name, random_tokens(1, 5))
-    tiny.step(a=5, b=5, c=5)
-    builder = tiny.engine._builder
-    monkeypatch.setattr(builder, "build", lambda *_: pytest.fail("planned anew"))
-    tiny.step(c=1, a=1, b=1)  # in any order
-    tiny.step(a=1, b=1, c=1)
-    monkeypatch.undo()
-    expected = engine(decoder, seed=1)
-    expected.add("a", random_tokens(1, 5))
-    assert tiny.tokens("a") == random_tokens(1, 5) + [token.token_id for token in expected.generate("a", 3)]
-
-
 @pytest.mark.parametrize(
     ("max_sequences", "sizes"), [(3, [1, 2, 3]), pytest.param(9, [1, 2, 4, 8, 9], marks=pytest.mark.slow)]
 )
@@ -189,26 +173,6 @@ def test_no_input_of_a_graph_is_freed_before_its_replay(decoder: Decoder, monkey
     tiny.engine.record_graphs()
     tiny.add("a", random_tokens(2, 9))
     tiny.generate("a", 6)
-
-
-def test_graphs_reach_512_sequences() -> None:
-    sizes = graph_sizes(1024)
-    assert sizes[-1] == 512
-    assert all(size <= 2 * smaller and size - smaller <= 32 for smaller, size in pairwise(sizes))
-
-
-@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
-def test_logits_that_are_not_numbers_fail_their_sequence_alone(decoder: Decoder) -> None:
-    tiny = engine(decoder)
-    tiny.add("good", random_tokens(1, 6))
-    tiny.add("bad", random_tokens(2, 6))
-    tiny.step(good=6, bad=6)
-    tiny.storage.blocks[:, 0, 0][tiny.blocks["bad"][0]] = float("nan")
-    output = tiny.step(good=1, bad=1)
-    assert output.failed == [RequestId("bad")]
-    assert [token.request_id for token in output.sampled] == [RequestId("good")]
-    tiny.engine.remove_sequence(RequestId("bad"))
-    assert len(tiny.step(good=1).sampled) == 1
 
 
 class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -335,9 +299,3 @@ def test_the_host_waits_once_in_a_step_and_reads_nothing_before(
     plain = TinyEngine(decoder, attention=TORCH)
     plain.add("a", random_tokens(3, 5))
     assert tiny.tokens("a")[5:] == [token.token_id for token in plain.generate("a", 4)]
-
-
-@pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], torch.unique])
-def test_a_read_of_the_host_is_noticed(read: Callable[[torch.Tensor], object]) -> None:
-    with NoHostReads(), pytest.raises(AssertionError, match="waits for the device"):  # type: ignore[no-untyped-call]
-        read(torch.ones(3))

@@ -1,17 +1,12 @@
 """The programs of a kernel that a GPU runs at once, by what the compiled kernel takes and the GPU has."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.attention.sequence_table import SequenceTable
-
 pytest.importorskip("triton")
 
-from alignedserve.runtime.attention import triton_backend
 from kernels.gpu.launching import Multiprocessor, multiprocessor_of, programs_at_once
 
 pytestmark = pytest.mark.slow
@@ -51,25 +46,3 @@ def test_limits_are_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert multiprocessor_of(torch.device("cuda:1")) == RTX_4090
-
-
-@pytest.mark.parametrize(("shared", "side_by_side"), [(70_000, 1), (30_000, 3)])
-def test_a_planner_asks_what_runs_at_once(shared: int, side_by_side: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = BlockLayout(block_size=16, num_layers=1, num_kv_heads=8, head_dim=128, dtype="bfloat16")
-    table = SequenceTable(max_sequences=1, max_context_len=16, block_size=16)
-    properties = SimpleNamespace(multi_processor_count=128)
-
-    class Step:
-        def __init__(self, *_: object) -> None:
-            pass
-
-        def decode_kernel(self) -> SimpleNamespace:
-            return kernel(4, 128, shared)
-
-    monkeypatch.setattr(triton_backend, "_OneStep", Step)
-    monkeypatch.setattr(triton_backend, "on_device", lambda device: nullcontext())
-    monkeypatch.setattr(triton_backend, "multiprocessor_of", lambda device: RTX_4090)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    storage = SimpleNamespace(layout=layout, device=torch.device("cuda"))
-    planner = triton_backend.GpuPlanner(table, storage, None, 4)  # type: ignore[arg-type]
-    assert planner.num_programs == 128 * side_by_side // 8

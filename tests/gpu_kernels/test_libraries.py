@@ -15,7 +15,7 @@ from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import RequestId
-from alignedserve.runtime.attention import libraries, prompt_choice
+from alignedserve.runtime.attention import libraries
 from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.attention.libraries import (
     FLASH_2,
@@ -114,12 +114,6 @@ def test_every_kernel_is_measured_on_the_same_queries_keys_and_values(
             torch.testing.assert_close(one, other, rtol=0.0, atol=1e-5)
     assert str(choice).startswith("whole prompts by plain (measured on 2048 tokens: own kernel 2000.00 ms, plain 1")
     assert "chunks by plain (measured on 2048 tokens after 2048: " in str(choice)
-
-
-def test_where_nothing_is_installed_ours_is_used_and_nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert timed(monkeypatch) == []
-    choice = choose_prompts(planner_of(), [], whole=WHOLE, chunked=CHUNKED)
-    assert str(choice) == "prompts and chunks by our own kernel, the only one here"
 
 
 def fails(*_: Any) -> Tensor:
@@ -337,23 +331,6 @@ def test_a_library_is_found_and_computes_what_our_kernel_does(
     assert set(choice.whole) == set(choice.paged) == {OWN, name}
 
 
-@pytest.mark.usefixtures("none_installed")
-def test_pages_of_16_tokens_are_for_flash_attn_4_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in MODULES.values():
-        install(monkeypatch, *module)
-    found = installed_libraries(layout(16), GPU)
-    assert [(library.name, library.paged is not None) for library in found] == [
-        (FLASH_4, True),
-        (FLASH_2, False),
-        (PYTORCH, False),
-    ]
-    assert all(library.paged is not None for library in installed_libraries(layout(256), GPU))
-
-
 @pytest.mark.parametrize(("dtype", "device"), [("float32", "cuda"), ("bfloat16", "cpu")])
 def test_libraries_are_for_halves_on_a_gpu(dtype: str, device: str) -> None:
     assert installed_libraries(layout(16, dtype), torch.device(device)) == []
-
-
-def test_the_tolerances_are_of_all_dtypes_that_are_computed() -> None:
-    assert {torch.float32, torch.float16, torch.bfloat16} == set(prompt_choice._TOLERANCES)

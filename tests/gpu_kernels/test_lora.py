@@ -122,20 +122,6 @@ def test_each_row_gets_what_its_own_adapter_adds(
         assert ((found[row] - own).abs() <= 6 * ROUNDING[dtype] * (own.abs() + 1.0)).all(), row
 
 
-def test_a_row_gets_the_same_bits_alone_and_in_any_batch(device: torch.device) -> None:
-    products = [LayerProduct.DOWN]
-    adapters = [make_adapter(seed, 9, torch.float32, device, products)[0] for seed in range(3)]
-    of_row = np.random.default_rng(0).integers(-1, 3, 24)
-    x, weight = torch.randn(24, 1100, device=device), torch.zeros(IN_WIDTH, 1100, device=device)
-    batch = product_of(x, AdapterRows(adapters, of_row, device), LayerProduct.DOWN, weight)
-    for row in range(0, 24, 5):
-        if of_row[row] < 0:
-            assert not batch[row].any()
-            continue
-        alone = AdapterRows(adapters, of_row[row : row + 1], device)
-        assert torch.equal(product_of(x[row : row + 1], alone, LayerProduct.DOWN, weight)[0], batch[row]), row
-
-
 def test_the_sizes_of_a_recorded_pass_depend_on_its_rows_alone(device: torch.device) -> None:
     shapes, own = [], [LayerProduct.OUTPUT]
     adapters = [make_adapter(seed, 1 + seed, torch.float32, device, own)[0] for seed in range(40)]

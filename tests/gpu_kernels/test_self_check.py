@@ -34,11 +34,6 @@ def test_kernels_that_compute_what_the_cpu_does_pass() -> None:
     assert obstacle_of(INTERPRETED, SHORT) is None
 
 
-@pytest.mark.slow
-def test_bfloat16_passes_too() -> None:
-    assert obstacle_of(INTERPRETED, CheckPlan(SHORT.prompts, SHORT.steps, (torch.bfloat16,))) is None
-
-
 @pytest.mark.parametrize("kernel", ["paged_decode", *slow("paged_prefill")])
 def test_a_kernel_that_leaves_out_the_first_tokens_is_seen(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = getattr(triton_backend, kernel)

@@ -156,19 +156,3 @@ def test_draws_at_the_ends_and_temperatures_near_zero(device: torch.device) -> N
     token_ids, is_usable = sample_tokens(logits.expand(5, -1), columns)
     assert is_usable.all()
     assert token_ids.tolist() == [1, 3, 2, 2, 3]
-
-
-def test_no_rows(device: torch.device) -> None:
-    columns = parameters([(1.0, 0, 0.9, 0.0)], [0.7], device)
-    nothing = sample_tokens(torch.zeros(0, 5000, device=device), RowParameters(*(column[:0] for column in columns)))
-    assert [len(part) for part in nothing] == [0, 0]
-
-
-@pytest.mark.slow
-def test_a_large_vocabulary(device: torch.device) -> None:
-    logits = torch.randn(1, 151936, generator=torch.Generator().manual_seed(4)).to(device)
-    setting = (1.0, 0, 0.9, 0.0)
-    columns = parameters([setting], [0.7], device)
-    token_id = int(sample_tokens(logits, columns)[0])
-    cumulative = distribution(logits[0], setting).cumsum(0)
-    assert float(cumulative[token_id - 1]) - SLACK <= 0.7 <= float(cumulative[token_id]) + SLACK

@@ -212,31 +212,6 @@ def test_every_batch_is_the_one_of_the_rules_in_many_histories(seed: int, all_li
     follow(seed, all_limits)
 
 
-@settings(max_examples=300)
-@given(seed=SEEDS, limits=LIMITS, count=st.integers(1, 60))
-def test_a_batch_lies_in_the_smallest_range_of_the_way_down_that_is_over_the_limits(
-    seed: int, limits: BatchLimits, count: int
-) -> None:
-    """Without giants, starving and urgent ones: the batch is at most four times as wide as the node that began it."""
-    rng = random.Random(seed)
-    pool = [random_request(rng, number, 0.0) for number in range(count)]
-    pool = [one for one in pool if one.num_blocks <= limits.max_blocks and one.urgent_at_s is None]
-    former, model = DensityFirstBatchFormer(CONFIG), Model()
-    for one in pool:
-        former.insert(one, 0.0)
-        model.insert(one, 0.0)
-    if not pool or not limits.max_requests:
-        return
-    batch = former.form(limits, 0.0)
-    assert batch is not None
-    first, width = model.densest(limits)
-    # Of the ranges of this width it holds at least the mean number of requests.
-    assert len(model.within(first, width)) * (NUM_LEAVES // width) >= len(pool)
-    over = min(4 * width, NUM_LEAVES)
-    parent = first - first % over
-    assert all(parent <= leaf_of(model.pool[request_id]) < parent + over for request_id in batch.request_ids)
-
-
 @settings(max_examples=15)
 @given(seed=SEEDS, max_blocks=st.integers(9, 20), max_requests=st.integers(1, 6))
 def test_no_request_waits_for_ever_beside_a_crowd(seed: int, max_blocks: int, max_requests: int) -> None:
@@ -267,22 +242,3 @@ def test_no_request_waits_for_ever_beside_a_crowd(seed: int, max_blocks: int, ma
             assert_within_bound(request_id, now)
     for request_id in pool:
         assert_within_bound(request_id, 150 * period_s)
-
-
-@settings(deadline=None)
-@given(seed=SEEDS)
-def test_starving_ranges_go_in_the_order_of_their_waiting(seed: int) -> None:
-    rng = random.Random(seed)
-    former, model = DensityFirstBatchFormer(CONFIG), Model()
-    for number in range(40):
-        one = PooledRequest(RequestId(f"r{number}"), rng.randint(1, 64), 1, 0.0, None)
-        former.insert(one, number * 0.01)
-        model.insert(one, number * 0.01)
-    waiting = sorted(model.since_s, key=lambda leaf: (model.since_s[leaf], leaf))
-    for leaf in waiting:  # the n-th of them has its turn after n - 1 others, at the latest
-        for _ in WIDTHS[:-1]:  # each batch begins in a narrower range around it
-            if model.since_s[leaf] < 10.0:
-                batch = former.form(BatchLimits(2, 2, 2), 10.0)
-                assert batch is not None
-                model.note_served((leaf_of(model.pool[one]) for one in batch.request_ids), 10.0)
-        assert model.since_s[leaf] == 10.0

@@ -2,123 +2,12 @@
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.core.ids import RequestId
 from kvpool.ordered_entries import NO_SIZE, Entry, OrderedEntries
-from kvpool.quad_tree import NEVER, QuadTree
-from kvpool.state import PooledRequest
-from tests.support.marks import many
-
-BLOCK_SIZE, MAX_LEN = 4, 60  # 16 leaves; the last one ends beyond the maximum
-LENGTHS = st.one_of(st.integers(1, 70), st.sampled_from((1, 4, 5, 33, 59, 60, 61, 1000)))
-BLOCKS = st.integers(1, 6)
-ARRIVALS = st.integers(0, 5).map(float)
-BATCHES = st.lists(st.integers(0, 40), max_size=5)
-# Which request, whether it goes, its (new) length and blocks, its arrival.
-STEP = st.tuples(st.integers(0, 25), st.booleans(), LENGTHS, BLOCKS, ARRIVALS)
-Step = tuple[int, bool, int, int, float]
-STEPS = st.one_of(st.lists(STEP, max_size=10), st.lists(STEP, min_size=40, max_size=80))
-
-
-def leaf_number(context_len: int) -> int:
-    return (min(context_len, MAX_LEN) - 1) // BLOCK_SIZE
-
-
-def ranges_around(leaf: int) -> list[tuple[int, int]]:
-    return [(leaf - leaf % width, width) for width in (1, 4, 16)]
-
-
-class Model:
-    """Compute what the tree must know from all requests, each time."""
-
-    def __init__(self) -> None:
-        self.requests: dict[RequestId, PooledRequest] = {}
-        self.since_s: dict[int, float] = {}  # leaves that are occupied
-        self.served_s: dict[tuple[int, int], float] = {}  # ranges that are, by first leaf and width
-
-    def occupy(self, leaf: int, now: float) -> None:
-        self.since_s.setdefault(leaf, now)
-        for around in ranges_around(leaf):
-            self.served_s.setdefault(around, now)
-
-    def leave(self, leaf: int) -> None:
-        if not self.members(range(leaf, leaf + 1)):
-            del self.since_s[leaf]
-        for first, width in ranges_around(leaf):
-            if not self.members(range(first, first + width)):
-                del self.served_s[first, width]
-
-    def serve(self, leaves: list[int], now: float) -> None:
-        self.since_s |= dict.fromkeys(leaves, now)
-        for leaf in leaves:
-            self.served_s |= dict.fromkeys(ranges_around(leaf), now)
-
-    def members(self, leaves: range) -> list[PooledRequest]:
-        return [one for one in self.requests.values() if leaf_number(one.context_len) in leaves]
-
-
-def assert_tree_is(tree: QuadTree, model: Model) -> None:
-    node, width = 0, 16
-    while width:
-        for first in range(0, 16, width):
-            members = model.members(range(first, first + width))
-            assert tree.num_requests[node] == len(members)
-            assert tree.num_blocks[node] == sum(one.num_blocks for one in members)
-            assert tree.smallest[node] == min((one.num_blocks for one in members), default=NO_SIZE)
-            times = [model.since_s[leaf] for leaf in range(first, first + width) if leaf in model.since_s]
-            assert tree.waiting_since_s[node] == min(times, default=NEVER)
-            assert not members or tree.served_s[node] == model.served_s[first, width]
-            if width == 1 and members:
-                order = sorted((one.arrival_s, one.request_id) for one in members)
-                assert [(entry[0], entry[2]) for entry in tree.oldest_first(node)] == order
-            node += 1
-        width //= 4
-    assert len(tree) == len(model.requests)
-
-
-def check_every_node(steps: list[Step], batches: list[int]) -> None:
-    tree, model = QuadTree(block_size=BLOCK_SIZE, max_context_len=MAX_LEN), Model()
-    for number, (which, goes, context_len, num_blocks, arrival_s) in enumerate(steps):
-        request_id = RequestId(f"r{which}")
-        old = model.requests.get(request_id)
-        new = PooledRequest(request_id, context_len, num_blocks, arrival_s, None)
-        if old is None:
-            tree.insert(new, float(number))
-            model.requests[request_id] = new
-            model.occupy(leaf_number(context_len), float(number))
-        elif goes:
-            assert tree.remove(request_id) == model.requests.pop(request_id)
-            model.leave(leaf_number(old.context_len))
-        else:
-            tree.remove(request_id)
-            del model.requests[request_id]
-            model.leave(leaf_number(old.context_len))
-            tree.insert(new, float(number))
-            model.requests[request_id] = new
-            model.occupy(leaf_number(context_len), float(number))
-        if number in batches:
-            leaves = sorted(model.since_s)[::2]
-            tree.mark_served([tree.first_leaf + leaf for leaf in leaves], float(number))
-            model.serve(leaves, float(number))
-        assert_tree_is(tree, model)
-    for context_len in (1, 4, 5, 60, 61, 10**9):
-        assert tree.leaf_of(context_len) == tree.first_leaf + leaf_number(context_len)
-
-
-@settings(max_examples=30)
-@given(steps=STEPS, batches=BATCHES)
-def test_every_node_knows_what_lies_in_its_range(steps: list[Step], batches: list[int]) -> None:
-    check_every_node(steps, batches)
-
-
-@pytest.mark.slow
-@settings(max_examples=many(1000))
-@given(steps=STEPS, batches=BATCHES)
-def test_every_node_knows_what_lies_in_its_range_in_many_histories(steps: list[Step], batches: list[int]) -> None:
-    check_every_node(steps, batches)
+from kvpool.quad_tree import QuadTree
 
 
 @given(block_size=st.integers(1, 20), max_len=st.integers(1, 700))

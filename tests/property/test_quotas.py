@@ -11,7 +11,6 @@ from alignedserve.core.quotas import LEASE_S, Bucket, OwnShare, QuotaCall, Quota
 
 LIMIT = 12
 _STEP_S = 0.1
-_CALL_TIMEOUT_S = 0.5
 
 
 @dataclass
@@ -141,53 +140,6 @@ def test_never_more_than_the_limit(
         if rng.random() < fault_rate:
             world.fault(rng.randrange(3))
         world.step(load=rng.choice((0.0, 0.2, 0.9)))
-
-
-@pytest.mark.parametrize("num_gateways", [1, 3])
-def test_one_gateway_may_use_the_whole_limit(num_gateways: int) -> None:
-    world = World(random.Random(1), num_gateways, max_delay_s=0.0)
-    for _ in range(10):
-        world.step(load=0.0)
-    for _ in range(30):
-        world.now += 0.001
-        world.ask(0, world.gateways[0])
-        world.deliver()
-    assert world.plain.num_let_in == LIMIT
-
-
-def test_a_gateway_that_joined_may_use_the_whole_limit_and_nothing_when_cut_off() -> None:
-    world = World(random.Random(1), 1, max_delay_s=0.0, num_joined=1)
-    for _ in range(10):
-        world.step(load=0.0)
-    for _ in range(30):
-        world.now += 0.001
-        world.ask(1, world.gateways[1])
-        world.deliver()
-    assert world.plain.num_let_in == LIMIT
-    world.gateways[1].is_cut_off = True
-    for _ in range(700):
-        world.step(load=0.0)
-    world.ask(1, world.gateways[1])
-    assert world.plain.num_let_in == LIMIT
-
-
-def test_a_gateway_that_is_cut_off_has_its_share_alone() -> None:
-    world = World(random.Random(1), 3, max_delay_s=0.0)
-    for _ in range(10):
-        world.step(load=0.0)
-    world.gateways[0].is_cut_off = True
-    for _ in range(1200):
-        world.step(load=0.0)
-    before = world.plain.num_let_in
-    for _ in range(30):
-        world.now += 0.001
-        world.ask(0, world.gateways[0])
-    assert world.plain.num_let_in - before == LIMIT / 3
-    for _ in range(60):
-        world.now += 0.001
-        world.ask(1, world.gateways[1])
-        world.deliver()
-    assert world.plain.num_let_in - before == LIMIT
 
 
 def test_an_answer_that_comes_late_gives_nothing_back() -> None:

@@ -94,15 +94,3 @@ def test_chosen_sizes_pass_the_checks_or_a_remedy_is_named(
     )
     assert choice.config.decode.max_running_requests >= 1
     assert choice.line().count("\n") == 0
-
-
-@settings(max_examples=100, deadline=None)
-@given(served=models(), machine=MACHINES)
-def test_more_memory_never_means_a_shorter_context(served: ServedModel, machine: Machine) -> None:
-    config = from_mapping({"topology": "colocated"})
-    more = replace(machine, available_bytes=machine.available_bytes * 2)
-    try:
-        context_len = choose_sizes(config, served, machine).served.max_context_len
-    except NotEnoughMemory:
-        return
-    assert choose_sizes(config, served, more).served.max_context_len >= context_len

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from alignedserve.config.sections import Topology
-from alignedserve.core.request import Slo
 from alignedserve.scheduling.policies import POLICIES, make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Mechanism
 from tests.harnesses.policy_run import Arrival, PolicyRun, random_arrivals
@@ -42,18 +41,6 @@ def _arrivals(name: str, seed: int, count: int = 40) -> list[Arrival]:
 def test_every_request_ends_exactly_once(name: str, seed: int, memory: DeviceMemory) -> None:
     arrivals = _arrivals(name, seed)
     courses = PolicyRun(make_policy(name), _memory(name, memory)).run(arrivals)
-    assert {request_id: len(course.token_times_s) for request_id, course in courses.items()} == {
-        str(one.request.request_id): one.output_len for one in arrivals
-    }
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", COLOCATED)
-def test_every_request_without_objectives_ends_exactly_once(name: str, seed: int) -> None:
-    arrivals = [
-        Arrival(replace(one.request, slo=Slo()), one.output_len, float(one.output_len)) for one in _arrivals(name, seed)
-    ]
-    courses = PolicyRun(make_policy(name), _memory(name, _SCARCE)).run(arrivals)
     assert {request_id: len(course.token_times_s) for request_id, course in courses.items()} == {
         str(one.request.request_id): one.output_len for one in arrivals
     }
