@@ -10,7 +10,6 @@ from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError, ModelNotFound
 from alignedserve.gguf import file as gguf_file
 from alignedserve.gguf.file import GgufFile, part_names
-from alignedserve.runtime.model.gguf import file as gguf_file
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.text.tokenizer import Tokenizer
 from tests.support.converted_gguf import split_in_parts
