@@ -11,7 +11,6 @@ from transformers import modeling_gguf_pytorch_utils
 
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile
-from alignedserve.gguf.tensor_types import computed_as
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.source import GgufSource
