@@ -128,15 +128,3 @@ def links_of(cluster: RoomCluster, name: str) -> dict[str, float]:
     assert isinstance(worker._driver._logic, ColocatedLogic)
     assert worker._driver._logic._pooled is not None
     return worker._driver._logic._pooled._loads._block_s
-
-
-async def test_a_pool_that_comes_back_gets_what_workers_have(tmp_path: Path) -> None:
-    async with running(config_of(tmp_path), tmp_path) as cluster:
-        loaded(cluster, "decode-0"), loaded(cluster, "decode-1")
-        await cluster.gateway.submit(PROMPT, FEW, prefix_root=ROOT).done.wait()
-        await holds(lambda: kept(cluster) >= 50)
-        await cluster.stop(POOL)
-        answer = await cluster.gateway.generate(PROMPT[::-1], FEW)
-        assert answer.token_ids == cluster.reference(PROMPT[::-1], FEW)
-        await cluster.start_pool()
-        await holds(lambda: kept(cluster) >= 50)

@@ -129,14 +129,6 @@ def test_every_change_of_a_cache_comes_with_a_token(name: str, seed: int) -> Non
     assert num_changes < sum(len(course.token_times_s) for course in courses.values()) / 4
 
 
-@pytest.mark.parametrize("name", _NAMES)
-@pytest.mark.parametrize("settings", [{"hybrid_cache": False}, {"expired_decay": 0.4}, {"watermark": 0.0}])
-def test_all_requests_end_with_other_parameters(name: str, settings: dict[str, object]) -> None:
-    arrivals = random_arrivals(7, 60)
-    courses = PolicyRun(make_policy(name, settings), _MEMORY, costs=_HiddenCosts()).run(arrivals)
-    assert all(len(courses[str(one.request.request_id)].token_times_s) == one.output_len for one in arrivals)
-
-
 def _equals(count: int, output_len: int, *, arrive_every_s: float = 0.0, **fields: object) -> list[Arrival]:
     return [
         Arrival(
@@ -155,15 +147,6 @@ def test_no_running_request_gives_way_to_a_waiting_one(name: str) -> None:
     assert [course.num_preemptions for course in courses.values()] == [0] * 5
     firsts = [course.token_times_s[0] for course in courses.values()]
     assert firsts == sorted(firsts)
-
-
-@pytest.mark.parametrize("name", _NAMES)
-def test_equals_that_outgrow_memory_do_not_take_turns(name: str) -> None:
-    """Two fit at first and one in the end: the later one gives way once, or twice where it came back too early."""
-    memory = DeviceMemory(10, 10, 16)
-    courses = PolicyRun(make_policy(name), memory).run(_equals(2, 80))
-    assert courses["request-000"].num_preemptions == 0
-    assert courses["request-001"].num_preemptions <= 2
 
 
 @pytest.mark.parametrize("name", _NAMES)

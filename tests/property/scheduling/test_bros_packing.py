@@ -13,7 +13,7 @@ from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.bros import residual_s
-from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, WorkerView
+from alignedserve.scheduling.policy import DeviceMemory, WorkerView
 from tests.harnesses.policy_run import PolicyRun, random_arrivals
 from tests.harnesses.scheduling import assert_sound, view_of
 
@@ -128,26 +128,6 @@ _MEMORIES = [
     DeviceMemory(30, 30, 16, 40, has_shared_blocks=True),
     DeviceMemory(30, 30, 16, has_shared_blocks=True),
 ]
-
-
-@pytest.mark.parametrize("memory", _MEMORIES, ids=["drop", "swap", "shared", "shared_drop"])
-@pytest.mark.parametrize("name", ["bros", "round_robin"])
-def test_every_request_ends_whatever_the_memory_can_do(name: str, memory: DeviceMemory) -> None:
-    for seed, limits in ((20, IterationLimits(32, 512)), (21, IterationLimits(3, 48))):
-        arrivals = random_arrivals(seed, 30)
-        courses = PolicyRun(make_policy(name), memory, limits).run(arrivals)
-        assert [len(courses[one.request.request_id].token_times_s) for one in arrivals] == [
-            one.output_len for one in arrivals
-        ]
-
-
-@pytest.mark.parametrize("memory", _MEMORIES, ids=["drop", "swap", "shared", "shared_drop"])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_earliest_real_time_request_is_never_preempted(seed: int, memory: DeviceMemory) -> None:
-    arrivals = random_arrivals(seed)
-    courses = PolicyRun(make_policy("bros"), memory).run(arrivals)
-    earliest = next(one for one in arrivals if one.request.request_class is RequestClass.REAL_TIME)
-    assert courses[earliest.request.request_id].num_preemptions == 0
 
 
 def test_without_real_time_requests_the_earliest_best_effort_one_is_never_preempted() -> None:

@@ -2,7 +2,6 @@
 do not displace each other in turn."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,32 +17,6 @@ from tests.support.marks import slow
 pytestmark = pytest.mark.slow
 
 _SCARCE = DeviceMemory(30, 30, 16, num_free_host=2000)
-_VARIANTS: list[tuple[str, Mapping[str, Any]]] = [
-    ("alise", {"preemption": "recompute"}),
-    ("alise", {"preemption": "defer"}),
-    ("alise", {"age_threshold_s": 0.05}),
-    ("alise", {"num_levels": 1}),
-    ("alise", {"watermark": 0.2, "runtime": [0.001, 0.00001, 0.01]}),
-    ("fastserve", {"starvation_s": 0.1}),
-    ("fastserve", {"first_quantum_s": 0.2, "preemption": "recompute"}),
-    ("fastserve", {"watermark": 0.2}),
-    ("fcfs", {"preemption": "swap"}),
-    ("fcfs", {"watermark": 0.3}),
-]
-
-
-@pytest.mark.parametrize("limits", [IterationLimits(32, 512), IterationLimits(3, 64)], ids=["many", "few"])
-@pytest.mark.parametrize("host", [100, *slow(2000)])
-@pytest.mark.parametrize(("name", "config"), _VARIANTS)
-def test_every_variant_ends_every_request(
-    name: str, config: Mapping[str, Any], host: int, limits: IterationLimits
-) -> None:
-    arrivals = random_arrivals(host + limits.max_running_requests, 30)
-    memory = replace(_SCARCE, num_free_host=host, swap_width=0.625)
-    courses = PolicyRun(make_policy(name, config), memory, limits).run(arrivals)
-    assert [len(courses[str(one.request.request_id)].token_times_s) for one in arrivals] == [
-        one.output_len for one in arrivals
-    ]
 
 
 def _flood(output_len: int, predicted_len: float, seconds: int) -> list[Arrival]:

@@ -85,7 +85,7 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("tool_format", ["qwen3_coder", "gpt_oss"])
+@pytest.mark.parametrize("tool_format", ["qwen3_coder", "gpt_oss", "smollm2", "kimi_k2", "glm45"])
 def test_calls_in_other_forms_match_their_schema(tmp_path: Path, tool_format: str) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)

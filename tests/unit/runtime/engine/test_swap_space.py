@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 
 from alignedserve.core.block_layout import BlockLayout
@@ -70,20 +69,3 @@ def test_copies_of_8_bits_are_close_whatever_lies_behind_the_last_token() -> Non
         assert not torch.equal(after, before)
     untouched = [2, 3]
     assert torch.equal(harness.storage.blocks.view(shape)[untouched], values[untouched])
-
-
-def test_what_is_swapped_out_twice_breaks_an_invariant() -> None:
-    harness = SwapSpaceHarness()
-    harness.perform(outs=[Swap(R1, 4, blocks(0))])
-    with pytest.raises(AssertionError, match="swapped out twice"):
-        harness.perform(outs=[Swap(R1, 4, blocks(1))])
-
-
-@pytest.mark.parametrize("is_int8", [False, True])
-def test_timed_copies_leave_nothing_on_the_host(*, is_int8: bool) -> None:
-    harness = SwapSpaceHarness(is_int8=is_int8)
-    times = iter((3.0, 5.5))
-    assert harness.cache.time_copies(blocks(2, 0), lambda: next(times)) == 2.5
-    harness.perform(outs=[Swap(R1, 8, blocks(0, 1))])
-    assert harness.cache._copies.keys() == {R1}
-    assert harness.cache.width == (LAYOUT.int8_block_bytes / LAYOUT.block_bytes if is_int8 else 1.0)

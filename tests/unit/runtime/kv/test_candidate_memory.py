@@ -84,11 +84,6 @@ def test_a_lost_decode_workers_buffer_is_removed(memory: CandidateMemory, tmp_pa
     assert files(tmp_path) == []
 
 
-def test_without_blocks_none_is_made(tmp_path: Path) -> None:
-    assert memory_of(tmp_path, num_blocks=0).open_for(DECODE) is None
-    assert files(tmp_path) == []
-
-
 def test_without_memory_the_decode_worker_does_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert memory_of(tmp_path, num_blocks=1 << 40).open_for(DECODE) is None
     assert "no candidate buffer for decode-0" in caplog.text
