@@ -1,6 +1,7 @@
 """Random histories of the whole system: in any order of events, aborts and losses, nothing is lost or repeated."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ SHAPES = (
 )
 # Where nothing is refused at random, so that every request must get its answer whatever dies.
 RELIABLE = [shape for shape in SHAPES if not shape.refuse]
-FEW = 15  # `test_many_histories` has 100 of each, or 400
+FEW = 15  # `test_many_histories` has 40 of each, or 400
 
 
 def make_requests(rng: random.Random, count: int) -> list[Request]:
@@ -88,128 +89,84 @@ def check_nothing_is_held(cluster: LogicCluster) -> None:
     assert status.num_worker_blocks_used == 0
 
 
-def replay_with_aborts(seed: int, shape: Shape) -> None:
-    rng = random.Random(seed)
-    cluster = LogicCluster(shape, seed)
-    for request in make_requests(rng, 25):
-        cluster.submit(request)
-        for _ in range(rng.randrange(40)):
-            cluster.step()
-        if rng.random() < 0.2:
-            cluster.abort(rng.choice(list(cluster.client.requests)))
-    cluster.run()
-    check_answers(cluster)
-    check_nothing_is_held(cluster)
-
-
-@settings(max_examples=FEW)
-@given(seed=st.integers(0, 10**9), shape=st.sampled_from(SHAPES))
-def test_with_aborts(seed: int, shape: Shape) -> None:
-    replay_with_aborts(seed, shape)
-
-
-def replay_with_lost_processes(seed: int, shape: Shape) -> None:
-    """Kill workers and pools and start them again; every request still gets exactly its answer."""
-    rng = random.Random(seed)
-    cluster = LogicCluster(shape, seed)
-    for request in make_requests(rng, 20):
-        cluster.submit(request)
-        for _ in range(rng.randrange(60)):
-            cluster.step()
-        if rng.random() < 0.25:
-            name = rng.choice([name for name in cluster.logics if name != "router"])
-            # Of several nodes now and then a whole one.
-            lost = cluster.node_of(name) if shape.num_nodes > 1 and rng.random() < 0.4 else [name]
-            for one in lost:
-                cluster.kill(one)
-            for _ in range(rng.randrange(30)):
-                cluster.step()
-            for one in lost:
-                cluster.start(one)
-    cluster.run()
-    check_answers(cluster)
-    check_nothing_is_held(cluster)
-
-
-@settings(max_examples=FEW)
-@given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
-def test_with_lost_processes(seed: int, shape: Shape) -> None:
-    replay_with_lost_processes(seed, shape)
-
-
-def replay_with_cut_links(seed: int, shape: Shape) -> None:
-    """Cut links between workers, pools and router, which come back while both ends live."""
-    rng = random.Random(seed)
-    cluster = LogicCluster(shape, seed)
-    for request in make_requests(rng, 20):
-        cluster.submit(request)
-        for _ in range(rng.randrange(60)):
-            cluster.step()
-        links = [key for key in cluster.links if "gateway-0" not in key]
-        if links and rng.random() < 0.3:
-            cluster.cut(*rng.choice(links))
-    cluster.run()
-    check_answers(cluster)
-    check_nothing_is_held(cluster)
-
-
-@settings(max_examples=FEW)
-@given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
-def test_with_cut_links(seed: int, shape: Shape) -> None:
-    replay_with_cut_links(seed, shape)
-
-
-def replay_with_a_lost_router(seed: int, shape: Shape) -> None:
-    """Restart the router with nothing; gateways bring their open requests back, workers what they decode."""
-    rng = random.Random(seed)
-    cluster = LogicCluster(shape, seed)
-    for request in make_requests(rng, 12):
-        cluster.submit(request)
-        for _ in range(rng.randrange(60)):
-            cluster.step()
-    cluster.kill("router")
-    for _ in range(rng.randrange(30)):
+def some_steps(cluster: LogicCluster, rng: random.Random, most: int) -> None:
+    for _ in range(rng.randrange(most)):
         cluster.step()
+
+
+Disturbance = Callable[[LogicCluster, random.Random], None]
+
+
+def abort(cluster: LogicCluster, rng: random.Random) -> None:
+    cluster.abort(rng.choice(list(cluster.client.requests)))
+
+
+def lose_processes(cluster: LogicCluster, rng: random.Random) -> None:
+    """Kill a worker or pool, of several nodes now and then a whole one, and start it again."""
+    name = rng.choice([name for name in cluster.logics if name != "router"])
+    lost = cluster.node_of(name) if cluster.shape.num_nodes > 1 and rng.random() < 0.4 else [name]
+    for one in lost:
+        cluster.kill(one)
+    some_steps(cluster, rng, 30)
+    for one in lost:
+        cluster.start(one)
+
+
+def cut_a_link(cluster: LogicCluster, rng: random.Random) -> None:
+    """Cut a link between workers, pools and router, which comes back while both ends live."""
+    links = [key for key in cluster.links if "gateway-0" not in key]
+    if links:
+        cluster.cut(*rng.choice(links))
+
+
+def lose_the_router(cluster: LogicCluster, rng: random.Random) -> None:
+    """Restart the router with nothing; gateways bring their open requests back, workers what they decode."""
+    cluster.kill("router")
+    some_steps(cluster, rng, 30)
     cluster.start("router")
-    cluster.run()
-    check_answers(cluster)
-    check_nothing_is_held(cluster)
 
 
-@settings(max_examples=FEW)
-@given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
-def test_with_a_lost_router(seed: int, shape: Shape) -> None:
-    replay_with_a_lost_router(seed, shape)
-
-
-def replay_with_routers_whose_clocks_are_behind(seed: int, shape: Shape) -> None:
+def move_the_router(cluster: LogicCluster, rng: random.Random) -> None:
     """Restart the router on another clock, far behind: the head reboots, or another host has it."""
-    rng = random.Random(seed)
+    cluster.kill("router")
+    cluster.router_ahead_s /= 10
+    cluster.start_router_slowly()
+
+
+# Each with how likely it is after a request.
+DISTURBANCES: dict[str, tuple[Disturbance, float]] = {
+    "aborts": (abort, 0.2),
+    "lost processes": (lose_processes, 0.25),
+    "cut links": (cut_a_link, 0.3),
+    "lost routers": (lose_the_router, 0.08),
+    "routers whose clocks are behind": (move_the_router, 0.15),
+}
+
+
+def replay(seed: int, kind: str, shape: Shape) -> None:
+    """Disturb a cluster while requests come; every one still gets exactly its answer, and nothing is left."""
+    rng, (disturb, chance) = random.Random(seed), DISTURBANCES[kind]
     cluster = LogicCluster(shape, seed)
-    cluster.router_ahead_s = 1e6
-    for request in make_requests(rng, 14):
+    cluster.router_ahead_s = 1e6 if disturb is move_the_router else 0.0
+    for request in make_requests(rng, 20):
         cluster.submit(request)
-        for _ in range(rng.randrange(60)):
-            cluster.step()
-        if rng.random() < 0.15:
-            cluster.kill("router")
-            cluster.router_ahead_s /= 10
-            cluster.start_router_slowly()
+        some_steps(cluster, rng, 60)
+        if rng.random() < chance:
+            disturb(cluster, rng)
     cluster.run()
     check_answers(cluster)
     check_nothing_is_held(cluster)
 
 
+@pytest.mark.parametrize("kind", DISTURBANCES)
 @settings(max_examples=FEW)
-@given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
-def test_with_routers_whose_clocks_are_behind(seed: int, shape: Shape) -> None:
-    replay_with_routers_whose_clocks_are_behind(seed, shape)
+@given(seed=st.integers(0, 10**9), data=st.data())
+def test_every_request_ends_once(kind: str, seed: int, data: st.DataObject) -> None:
+    replay(seed, kind, data.draw(st.sampled_from(SHAPES if kind == "aborts" else RELIABLE)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(many(400)))
 def test_many_histories(seed: int) -> None:
-    replay_with_aborts(seed, SHAPES[seed % len(SHAPES)])
-    replay_with_lost_processes(seed, RELIABLE[seed % len(RELIABLE)])
-    replay_with_cut_links(seed, RELIABLE[seed % len(RELIABLE)])
-    replay_with_a_lost_router(seed, RELIABLE[seed % len(RELIABLE)])
+    for kind in DISTURBANCES:
+        shapes = SHAPES if kind == "aborts" else RELIABLE
+        replay(seed, kind, shapes[seed % len(shapes)])

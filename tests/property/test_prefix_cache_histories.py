@@ -24,7 +24,7 @@ from prefill_worker.logic import PrefillLogic
 from router.prefix_index import PrefixIndex
 from router.state import TrackedRequest, WorkerRecord
 from tests.harnesses.token_engine import right_answer
-from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held
+from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, some_steps
 from tests.support.cluster_shape import Shape
 from tests.support.logic_cluster import LogicCluster
 from tests.support.marks import slow
@@ -93,15 +93,13 @@ def play(seed: int, shape: Shape, *, aborts: float = 0.1, losses: float = 0.0, c
     cluster = LogicCluster(shape, seed)
     for request in conversations(rng, count):
         cluster.submit(request)
-        for _ in range(rng.randrange(40)):
-            cluster.step()
+        some_steps(cluster, rng, 40)
         if rng.random() < aborts:
             cluster.abort(rng.choice(list(cluster.client.requests)))
         if rng.random() < losses:
             name = rng.choice([name for name in cluster.logics if name != "router"])
             cluster.kill(name)
-            for _ in range(rng.randrange(30)):
-                cluster.step()
+            some_steps(cluster, rng, 30)
             cluster.start(name)
     cluster.run()
     check_answers(cluster)

@@ -12,7 +12,7 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest
 from router.logic import RouterLogic
 from router.state import DrainRequested
-from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests
+from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests, some_steps
 from tests.support.cluster_shape import Shape
 from tests.support.logic_cluster import LogicCluster
 from tests.support.marks import each, many
@@ -64,11 +64,6 @@ class DrainedCluster(LogicCluster):
                 case FormBatch(worker=worker):
                     assert worker not in self.draining
         super()._send(source, target, message)
-
-
-def some_steps(cluster: DrainedCluster, rng: random.Random, most: int) -> None:
-    for _ in range(rng.randrange(most)):
-        cluster.step()
 
 
 def replay_with_drains(seed: int, shape: Shape) -> None:

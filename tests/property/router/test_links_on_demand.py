@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker import block_peers
-from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests
+from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests, some_steps
 from tests.support.cluster_shape import Shape
 from tests.support.logic_cluster import LogicCluster
 
@@ -43,8 +43,7 @@ def test_links_that_come_and_go_lose_nothing(seed: int, shape: Shape) -> None:
     cluster = LogicCluster(shape, seed)
     for request in make_requests(rng, 20):
         cluster.submit(request)
-        for _ in range(rng.randrange(60)):
-            cluster.step()
+        some_steps(cluster, rng, 60)
         if rng.random() < 0.4:
             cluster.tick()
         if rng.random() < 0.1:
@@ -62,8 +61,7 @@ def test_of_many_peers_few_are_linked_and_none_when_nothing_is_exchanged() -> No
     assert far_links(cluster) == 0
     for request in make_requests(rng, 60):
         cluster.submit(request)
-        for _ in range(rng.randrange(30)):
-            cluster.step()
+        some_steps(cluster, rng, 30)
         most = max(most, far_links(cluster))
     cluster.run()
     check_answers(cluster)

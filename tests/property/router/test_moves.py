@@ -19,7 +19,7 @@ from alignedserve.messages.workers import MoveRequest, RequestMoved
 from router.leans import MAX_MOVES, REST_S, Leans, PlannedMove
 from router.logic import RouterLogic
 from router.state import TrackedRequest, WorkerRecord
-from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests
+from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests, some_steps
 from tests.support.cluster_shape import Shape
 from tests.support.logic_cluster import LogicCluster
 from tests.support.marks import many
@@ -75,8 +75,7 @@ def history(seed: int, *, is_restless: bool = False) -> WatchedCluster:
     cluster = WatchedCluster(seed, is_restless=is_restless)
     for request in make_requests(rng, 20):
         cluster.submit(request)
-        for _ in range(rng.randrange(40)):
-            cluster.step()
+        some_steps(cluster, rng, 40)
         if rng.random() < 0.6:
             cluster.tick()
         if rng.random() < 0.1:
@@ -129,12 +128,10 @@ def test_requests_that_move_while_routers_are_lost_end_once(seed: int) -> None:
     cluster = WatchedCluster(seed, is_restless=True)
     for request in make_requests(rng, 16):
         cluster.submit(request)
-        for _ in range(rng.randrange(60)):
-            cluster.step()
+        some_steps(cluster, rng, 60)
         if rng.random() < 0.15:
             cluster.kill("router")
-            for _ in range(rng.randrange(30)):
-                cluster.step()
+            some_steps(cluster, rng, 30)
             cluster.start_router_slowly()
     cluster.run()
     check_answers(cluster)

@@ -16,7 +16,7 @@ from router.placement import Placement
 from router.policies.bypass import DirectHandoff, UrgentBypass
 from router.policies.prefill_order import LeastSlackOrder
 from tests.harnesses.plain_placement import PlainPlacement
-from tests.property.test_every_request_ends_once import make_requests
+from tests.property.test_every_request_ends_once import lose_processes, make_requests, some_steps
 from tests.support.cluster_shape import Shape
 from tests.support.logic_cluster import Logic, LogicCluster
 from tests.support.marks import many
@@ -75,19 +75,11 @@ def compare_decisions(seed: int, shape: Shape) -> None:
     cluster = TwinCluster(shape, seed)
     for request in make_requests(rng, 30):
         cluster.submit(request)
-        for _ in range(rng.randrange(40)):
-            cluster.step()
+        some_steps(cluster, rng, 40)
         if rng.random() < 0.1:
             cluster.abort(rng.choice(list(cluster.client.requests)))
         if rng.random() < 0.15:
-            name = rng.choice([name for name in cluster.logics if name != "router"])
-            lost = cluster.node_of(name) if rng.random() < 0.3 else [name]
-            for one in lost:
-                cluster.kill(one)
-            for _ in range(rng.randrange(30)):
-                cluster.step()
-            for one in lost:
-                cluster.start(one)
+            lose_processes(cluster, rng)
         if rng.random() < 0.1:
             cluster.tick()
     cluster.run()

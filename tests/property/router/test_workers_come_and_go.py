@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.block_peers import LINK_IDLE_S
-from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests
+from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests, some_steps
 from tests.support.cluster_shape import Shape
 from tests.support.logic_cluster import LogicCluster
 from tests.support.marks import many
@@ -57,8 +57,7 @@ def lose_and_bring_back(cluster: LogicCluster, rng: random.Random) -> None:
         return
     name = rng.choice([name for name in cluster.logics if name != "router"])
     cluster.kill(name)
-    for _ in range(rng.randrange(30)):
-        cluster.step()
+    some_steps(cluster, rng, 30)
     cluster.start(name)
 
 
@@ -67,8 +66,7 @@ def replay(seed: int, shape: Shape) -> None:
     cluster = LogicCluster(shape, seed)
     for number, request in enumerate(make_requests(rng, 20)):
         cluster.submit(request)
-        for _ in range(rng.randrange(60)):
-            cluster.step()
+        some_steps(cluster, rng, 60)
         if rng.random() < 0.5:
             move(cluster, rng, number + 1)
         if rng.random() < 0.3:
