@@ -8,6 +8,7 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.messages.gateways import ClusterStatus
 from tests.harnesses.client_gateway import Answer
 from tests.support.in_process import RoomCluster
+from tests.support.waiting import holds
 
 
 def prompts(count: int, shortest: int = 1, longest: int = 120, seed: int = 8) -> list[list[int]]:
@@ -27,6 +28,7 @@ async def submitted(
     first = [cluster.gateway.submit(prompt, sampling) for prompt in work[:num_first]]
     for answer in first:
         await answer.first_token.wait()
+    await holds(lambda: all(len(answer.token_ids) > 1 for answer in first))
     return first + [cluster.gateway.submit(prompt, sampling) for prompt in work[num_first:]]
 
 

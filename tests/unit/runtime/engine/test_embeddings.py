@@ -39,15 +39,3 @@ def test_embeddings_equal_those_of_transformers(family: str, tmp_path: Path) -> 
     for name, prompt in prompts.items():
         embedding = np.frombuffer(found[name], np.float32)
         np.testing.assert_allclose(embedding, last_hidden(reference, prompt), atol=2e-5, rtol=1e-4)
-
-
-def test_a_batch_of_last_tokens_alone_still_has_embeddings(tmp_path: Path) -> None:
-    reference = make_tiny_model(tmp_path, "llama")
-    prompt = random_tokens(1, 7)
-    tiny = TinyEngine(tiny_decoder(tmp_path))
-    tiny.add("a", prompt, EMBEDDING)
-    tiny.step(a=6)
-    (token,) = tiny.step(a=1).sampled
-    np.testing.assert_allclose(
-        np.frombuffer(token.embedding, np.float32), last_hidden(reference, prompt), atol=2e-5, rtol=1e-4
-    )

@@ -6,15 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.engine import NewSequence
-from tests.support.stored_blocks import read_blocks, write_blocks
 from tests.support.tiny_engines import (
-    BLOCK_SIZE,
-    GREEDY,
     MAX_CONTEXT_LEN,
     TinyEngine,
     random_tokens,
@@ -56,52 +51,6 @@ def test_greedy_generation_equals_transformers(family: str, tmp_path: Path) -> N
         tiny.step(a=1, b=1, c=1)
     for name, prompt in prompts.items():
         assert tiny.tokens(name)[len(prompt) :] == reference_generation(reference, prompt, 30)
-
-
-def test_recompute_after_preemption_continues_alike(decoder: Decoder) -> None:
-    undisturbed, preempted = TinyEngine(decoder), TinyEngine(decoder, seed=7)
-    for tiny in (undisturbed, preempted):
-        tiny.add("a", random_tokens(1, 10), SEEDED)
-        tiny.generate("a", 9)
-    tokens = preempted.tokens("a")
-    preempted.engine.remove_sequence(A)
-    preempted.add("a", tokens, SEEDED, prompt_len=10)
-    preempted.step(a=12)
-    preempted.generate("a", 10)
-    undisturbed.generate("a", 10)
-    assert preempted.tokens("a") == undisturbed.tokens("a")
-
-
-@pytest.mark.parametrize("num_generated", [1, 2, 3, 4, 5])
-def test_blocks_copied_to_another_engine_continue_alike(decoder: Decoder, num_generated: int) -> None:
-    source, target = TinyEngine(decoder), TinyEngine(decoder, seed=3)
-    source.add("a", random_tokens(2, 10), SEEDED, spare_tokens=0)
-    later_blocks = source.take_blocks(50)
-    source.engine.append_blocks(A, later_blocks)
-    source.generate("a", num_generated)
-    num_cached = source.engine.num_computed(A)
-    assert num_cached == 10 + num_generated - 1
-    copied = read_blocks(source.storage, (source.blocks["a"] + later_blocks)[: blocks_for(num_cached, BLOCK_SIZE)])
-    blocks = target.take_blocks(60)
-    write_blocks(target.storage, blocks[: len(copied)], copied)
-    target.engine.add_sequence(NewSequence(A, source.engine.token_ids(A), 10, num_cached, blocks, SEEDED))
-    source.generate("a", 20)
-    target.generate("a", 20)
-    assert target.tokens("a") == source.tokens("a")
-
-
-def test_garbage_after_the_cached_tokens_is_cleared(decoder: Decoder) -> None:
-    source, target = TinyEngine(decoder), TinyEngine(decoder)
-    source.add("a", random_tokens(2, 10))
-    source.step(a=10)
-    blocks = target.take_blocks(40)
-    copied = read_blocks(source.storage, source.blocks["a"][:3])
-    write_blocks(target.storage, blocks[:3], copied)
-    for layer in range(decoder.config.num_layers):
-        target.storage.blocks[:, layer, 0][blocks[2], 2:] = float("nan")
-        target.storage.blocks[:, layer, 1][blocks[2], 2:] = float("nan")
-    target.engine.add_sequence(NewSequence(A, source.engine.token_ids(A), 10, 10, blocks, GREEDY))
-    assert [token.token_id for token in target.generate("a", 5)] == [t.token_id for t in source.generate("a", 5)]
 
 
 def test_prompt_logprobs_over_chunks(decoder: Decoder, reference: Any) -> None:

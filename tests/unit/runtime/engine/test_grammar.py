@@ -9,7 +9,7 @@ import pytest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
-from tests.support.grammars import EOS, PERSON, byte_masks, encode, regex_grammar, text_of
+from tests.support.grammars import EOS, PERSON, byte_masks, encode, text_of
 from tests.support.tiny_engines import GREEDY, TinyEngine, capture_nothing, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
@@ -90,22 +90,3 @@ def test_steps_that_are_planned_ahead_have_masks_too(decoder: Decoder) -> None:
     expected = ids(answer(TinyEngine(decoder, masks=byte_masks()), "a", sampling))
     ahead = TinyEngine(decoder, masks=byte_masks(), attention="triton", capture=capture_nothing)
     assert ids(answer(ahead, "a", sampling)) == expected
-
-
-@pytest.mark.parametrize("num_kept", [1, 4, 15])
-def test_a_resumed_answer_goes_on_as_if_it_had_not_stopped(decoder: Decoder, num_kept: int) -> None:
-    sampling = replace(CONSTRAINED, temperature=1.0, seed=5)
-    whole = ids(answer(TinyEngine(decoder, masks=byte_masks()), "a", sampling))
-    resumed = TinyEngine(decoder, masks=byte_masks())
-    resumed.add("a", (*PROMPT, *whole[:num_kept]), sampling, prompt_len=len(PROMPT))
-    assert ids(resumed.generate("a", len(whole) - num_kept)) == whole[num_kept:]
-
-
-def test_a_row_is_free_of_its_grammar_for_the_next_sequence(decoder: Decoder) -> None:
-    engine = TinyEngine(decoder, max_sequences=1, masks=byte_masks())
-    answer(engine, "a", replace(CONSTRAINED, grammar=regex_grammar("ab")))
-    engine.engine.remove_sequence(RequestId("a"))
-    engine.add("b", PROMPT, GREEDY)
-    plain = TinyEngine(decoder)
-    plain.add("b", PROMPT, GREEDY)
-    assert ids(engine.generate("b", 8)) == ids(plain.generate("b", 8))

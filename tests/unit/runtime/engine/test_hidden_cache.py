@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.engine import NewSequence
 from tests.support.tiny_engines import BLOCK_SIZE, GREEDY, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
@@ -72,46 +70,6 @@ def test_they_generate_what_they_generate_with_keys_and_values(family: str, atte
         found, logprobs = generated(decoder, attention, hidden, BLOCK_TOKENS[family])
         assert found == expected
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
-
-
-def test_a_cache_of_layer_inputs_can_be_resumed_and_shares_memory_with_others(tmp_path: Path) -> None:
-    decoder = tiny(tmp_path, "opt")
-    engine = TinyEngine(decoder, has_hidden_cache=True)
-    prompt = random_tokens(3, 21)
-    engine.add("whole", prompt)
-    expected = [token.token_id for token in engine.generate("whole", 12)]
-    engine.engine.remove_sequence(RequestId("whole"))
-    engine.free_blocks += engine.blocks.pop("whole")  # which the next one takes
-    engine.add("a", prompt, block_tokens=8, spare_tokens=12)
-    tokens = [token.token_id for token in engine.generate("a", 5)]
-    known, blocks = tuple(engine.tokens("a")), engine.blocks["a"]
-    assert len(blocks) == 5  # 33 tokens: with keys and values nine
-    engine.engine.remove_sequence(RequestId("a"))
-    again = NewSequence(RequestId("b"), known, len(prompt), len(known) - 1, blocks, GREEDY, is_hidden=True)
-    engine.engine.add_sequence(again)
-    tokens += [token.token_id for token in engine.generate("b", 7)]
-    assert tokens == expected
-
-
-def test_what_is_not_a_number_stays_with_its_own(tmp_path: Path) -> None:
-    decoder = tiny(tmp_path, "opt")
-    for attention in ("auto", "torch"):
-        engine = TinyEngine(decoder, attention=attention, has_hidden_cache=True)
-        prompts = {"bad": random_tokens(1, 9), "good": random_tokens(2, 6)}
-        for name, prompt in prompts.items():
-            engine.add(name, prompt, block_tokens=8)
-        engine.step(bad=9, good=6)
-        first = engine.blocks["bad"][0]
-        engine.storage.blocks[first].fill_(float("nan"))
-        output = engine.step(good=1, bad=1)
-        assert output.failed == [RequestId("bad")]
-        engine.engine.remove_sequence(RequestId("bad"))
-        for _ in range(3):
-            engine.step(good=1)
-        alone = TinyEngine(decoder, attention=attention)
-        alone.add("good", prompts["good"])
-        alone.generate("good", 5)
-        assert engine.tokens("good") == alone.tokens("good")
 
 
 def test_an_engine_without_them_takes_none(tmp_path: Path) -> None:

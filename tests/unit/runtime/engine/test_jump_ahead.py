@@ -9,8 +9,8 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.steps.step_output import StepOutput
-from tests.support.grammars import EOS, PERSON, byte_masks, json_grammar, regex_grammar, text_of
-from tests.support.tiny_engines import BLOCK_SIZE, GREEDY, TinyEngine, random_tokens, tiny_decoder
+from tests.support.grammars import EOS, PERSON, byte_masks, json_grammar, regex_grammar
+from tests.support.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
 PROMPT = random_tokens(1, 9)
@@ -132,21 +132,3 @@ def test_a_jump_stays_within_the_blocks_of_its_sequence(decoder: Decoder) -> Non
         assert engine.engine.num_computed(request_id) <= num_slots
         num_tokens = 1
     assert tokens == expected
-
-
-def test_others_in_the_step_are_as_without(decoder: Decoder) -> None:
-    plain = TinyEngine(decoder)
-    plain.add("other", PROMPT, GREEDY)
-    expected = [token.token_id for token in plain.generate("other", 20)]
-    engine = TinyEngine(decoder, masks=byte_masks(jumps_ahead=True))
-    engine.add("other", PROMPT, GREEDY)
-    engine.add("a", PROMPT, PLAIN, spare_tokens=90)
-    outputs = [engine.step(other=len(PROMPT), a=len(PROMPT)), *(engine.step(other=1, a=1) for _ in range(9))]
-    assert any(output.forced for output in outputs)
-    engine.add("late", random_tokens(2, 11), GREEDY)  # beside a prompt that comes in two chunks
-    outputs += [engine.step(other=1, a=1, late=5), engine.step(other=1, a=1, late=6)]
-    outputs += [engine.step(other=1) for _ in range(8)]
-    sampled = [token.token_id for output in outputs for token in output.sampled if token.request_id == "other"]
-    assert sampled == expected
-    text = text_of([token.token_id for output in outputs for token in output.sampled if token.request_id == "a"])
-    assert text.startswith('{"name":"')

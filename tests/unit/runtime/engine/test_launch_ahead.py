@@ -140,21 +140,6 @@ def test_a_block_that_is_replaced_drops_the_step_that_reads_it(decoder: Decoder)
     assert tiny.tokens("a")[9:] == [token.token_id for token in alone(decoder, random_tokens(1, 9), GREEDY, 2)]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")
-def test_logits_that_are_not_numbers_fail_their_sequence_alone(decoder: Decoder) -> None:
-    tiny = ahead(decoder)
-    for name in ("good", "bad"):
-        tiny.add(name, random_tokens(len(name), 6))
-    tiny.step(good=6, bad=6)
-    tiny.engine._next.drop()
-    tiny.storage.blocks[:, 0, 0][tiny.blocks["bad"][0]] = float("nan")
-    output = tiny.step(good=1, bad=1)
-    assert output.failed == [RequestId("bad")]
-    tiny.engine.remove_sequence(RequestId("bad"))
-    assert [token.request_id for token in tiny.step(good=1).sampled] == ["good"]
-    assert tiny.tokens("good")[6:] == [t.token_id for t in alone(decoder, random_tokens(4, 6), GREEDY, 3)]
-
-
 @pytest.mark.parametrize("num_histories", [12, *slow(many(300))])
 def test_random_histories(decoder: Decoder, num_histories: int) -> None:
     """Sequences of every kind come, wait, stop, are cancelled and resumed; blocks go from one to another at once."""

@@ -13,7 +13,6 @@ from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON
 from alignedserve.runtime.engine.decoder import Decoder
 from kernels.cpu.paged_attention import supported_levels
 from kernels.gpu_dispatch import gpu_kernels_available
-from tests.support.marks import slow
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import TINY_MODELS, make_tiny_model
 
@@ -25,12 +24,13 @@ HAS_GPU_KERNELS = gpu_kernels_available(torch.device("cpu"))
 OF_OWN_ATTENTION = ("llama", "llama_mha", "llama_mqa", "mistral", "mistral_window", "qwen2_window", "qwen3")
 
 
-def runs(of_gpu_kernels: Iterable[str] = OF_OWN_ATTENTION) -> pytest.MarkDecorator:
-    """Every family by every kernel. A GPU's kernels, in Triton's interpreter, take milliseconds for each launch: these
-    families alone, and slow."""
-    every: list[object] = [(family, kernel) for family in TINY_MODELS for kernel in KERNELS]
-    if HAS_GPU_KERNELS:
-        every += [pytest.param(family, TRITON, marks=pytest.mark.slow) for family in of_gpu_kernels]
+def runs(first: int, *, of_gpu_kernels: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Every family, each by the next of the kernels from `first` on: three tests have a family by every kernel.
+
+    `of_gpu_kernels`: by a GPU's kernels as well, which take milliseconds for each launch in Triton's interpreter.
+    """
+    every = [(family, KERNELS[(first + place) % len(KERNELS)]) for place, family in enumerate(TINY_MODELS)]
+    every += [(family, TRITON) for family in of_gpu_kernels if HAS_GPU_KERNELS]
     return pytest.mark.parametrize(("case", "attention"), every, indirect=["case"])
 
 
@@ -98,21 +98,15 @@ def run_mixture(probe: LogitsProbe) -> None:
     probe.step(a=16)
 
 
-def test_whole_prompts_in_one_pass(case: Case) -> None:
-    probe = probe_of(case)
-    probe.step(a=41, b=7, c=22)
-    check_float32(probe, case)
+@runs(0, of_gpu_kernels=OF_OWN_ATTENTION)
+def test_chunks_and_decodes_in_one_pass(case: Case, attention: str) -> None:
+    for block_size in (1, 16):
+        probe = probe_of(case, block_size=block_size, attention=attention)
+        run_mixture(probe)
+        check_float32(probe, case)
 
 
-@pytest.mark.parametrize("block_size", [1, 16, *slow(4)])
-@runs()
-def test_chunks_and_decodes_in_one_pass(case: Case, block_size: int, attention: str) -> None:
-    probe = probe_of(case, block_size=block_size, attention=attention)
-    run_mixture(probe)
-    check_float32(probe, case)
-
-
-@runs()
+@runs(1)
 def test_one_token_at_a_time(case: Case, attention: str) -> None:
     probe = probe_of(case, attention=attention)
     for step in range(41):
@@ -120,7 +114,7 @@ def test_one_token_at_a_time(case: Case, attention: str) -> None:
     check_float32(probe, case)
 
 
-@runs()
+@runs(2, of_gpu_kernels=OF_OWN_ATTENTION)
 def test_bfloat16_is_as_close_as_transformers_in_bfloat16(case: Case, attention: str) -> None:
     """Rounding to 8 bits dominates, so the yardstick is what transformers itself loses in bfloat16, with some room.
 
@@ -136,7 +130,7 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(case: Case, attention:
         assert lost_here < 1.3 * lost_there + 1e-3
 
 
-@runs(of_gpu_kernels=TINY_MODELS)
+@runs(0, of_gpu_kernels=sorted(TINY_MODELS.keys() - OF_OWN_ATTENTION))
 def test_prompts_in_two_chunks(case: Case, attention: str) -> None:
     probe = probe_of(case, attention=attention)
     probe.step(a=20, b=7, c=21)

@@ -23,14 +23,6 @@ def test_answers_end_by_themselves(llm: LLM) -> None:
     assert all(output.text for output in outputs)
 
 
-def test_companions_change_nothing(llm: LLM) -> None:
-    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
-    prompts = [f"count from {number} to 40" for number in range(20)]
-    together = llm.generate(prompts, sampling)
-    alone = [llm.generate([prompt], sampling)[0] for prompt in prompts]
-    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
-
-
 def test_what_was_computed_before_is_not_computed_again(llm: LLM) -> None:
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     plain = LLM("pocket", memory_bytes=16 * 2**20, prefix_cache=False)
@@ -51,17 +43,6 @@ def test_the_same_prompt_again_computes_one_token(llm: LLM) -> None:
         first, again = (llm._run([(5, *tokens[:num_tokens])], sampling)[0] for _ in range(2))
         assert first.token_ids == again.token_ids
         assert again.num_cached_tokens == min(16 * ((num_tokens + 1) // 16), num_tokens)
-
-
-def test_prompts_that_begin_alike_share_their_blocks(llm: LLM) -> None:
-    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    plain = LLM("pocket", memory_bytes=16 * 2**20, prefix_cache=False)
-    prompts = ["the very same words before each of them, again and again: " + word for word in ("one", "two", "six")]
-    for _ in range(2):
-        cached = llm.generate(prompts, sampling)
-        assert [one.token_ids for one in cached] == [one.token_ids for one in plain.generate(prompts, sampling)]
-    assert all(one.num_cached_tokens > 0 for one in cached)
-    plain.close()
 
 
 def test_a_prompt_longer_than_the_context_is_refused(llm: LLM) -> None:

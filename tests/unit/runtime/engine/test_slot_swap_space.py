@@ -35,18 +35,15 @@ class Harness:
         self.cache.perform(Swaps((), outs, ins))
 
 
-@pytest.fixture(params=["float32", "bfloat16", "int8"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(
+    params=[("float32", HostStreams), ("bfloat16", lambda: CheckedStreams(3)), ("int8", HostStreams)], ids=str
+)
+def harness(request: pytest.FixtureRequest) -> Harness:
+    dtype, make_streams = request.param
+    return Harness(dtype, make_streams())
 
 
-@pytest.fixture(params=["host", "checked"])
-def streams(request: pytest.FixtureRequest) -> DeviceStreams:
-    return HostStreams() if request.param == "host" else CheckedStreams(3)
-
-
-def test_only_the_slots_of_a_part_come_back(dtype: str, streams: DeviceStreams) -> None:
-    harness = Harness(dtype, streams)
+def test_only_the_slots_of_a_part_come_back(harness: Harness) -> None:
     before = harness.read().copy()
     harness.perform(outs=(Swap(R1, 3, blocks(4, 1), first_token=2),))  # tokens 2 and 3 of block 4, and 4 of block 1
     harness.read()
@@ -59,8 +56,7 @@ def test_only_the_slots_of_a_part_come_back(dtype: str, streams: DeviceStreams) 
     assert np.array_equal(after[0, :, 1:], before[0, :, 1:])
 
 
-def test_a_reversed_cache_has_its_first_token_in_the_last_slot(dtype: str, streams: DeviceStreams) -> None:
-    harness = Harness(dtype, streams)
+def test_a_reversed_cache_has_its_first_token_in_the_last_slot(harness: Harness) -> None:
     before = harness.read().copy()
     harness.perform(outs=(Swap(R1, 2, blocks(4), first_token=1, is_reversed=True),))  # slots 2 and 1
     harness.perform(ins=(Swap(R1, 2, blocks(5), first_token=1, is_reversed=True),))
@@ -69,8 +65,7 @@ def test_a_reversed_cache_has_its_first_token_in_the_last_slot(dtype: str, strea
     assert np.array_equal(after[5, :, (0, 3)], before[5, :, (0, 3)])
 
 
-def test_parts_that_left_one_after_the_other_come_back_together(dtype: str, streams: DeviceStreams) -> None:
-    harness = Harness(dtype, streams)
+def test_parts_that_left_one_after_the_other_come_back_together(harness: Harness) -> None:
     before = harness.read().copy()
     harness.perform(outs=(Swap(R1, 1, blocks(2), 7, is_reversed=True),))
     harness.perform(outs=(Swap(R2, 4, blocks(3)), Swap(R1, 2, blocks(2), 5, is_reversed=True)))

@@ -36,13 +36,6 @@ class SwapSpaceHarness:
         self.cache.perform(Swaps((), tuple(outs), tuple(ins)))
 
 
-def test_a_block_beyond_what_comes_back_is_left_alone() -> None:
-    harness = SwapSpaceHarness()
-    harness.perform(outs=[Swap(R1, 8, blocks(4, 1))])
-    harness.perform(ins=[Swap(R1, 8, blocks(0, 5, 2))])  # the third one is for the next token
-    assert np.array_equal(harness.read(0, 5, 2), harness.before[[4, 1, 2]])
-
-
 def test_one_enters_blocks_that_another_leaves_in_the_same_iteration() -> None:
     harness = SwapSpaceHarness()
     harness.perform(outs=[Swap(R1, 8, blocks(0, 1))])

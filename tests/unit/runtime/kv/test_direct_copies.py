@@ -23,7 +23,7 @@ from tests.support.memory_drivers import NotedDriver
 NUM_BLOCKS, BLOCK_BYTES = 13, 264
 LAYOUT = layout_of("float32")
 ON_DEVICE = np.array([4, 1, 9, 0, 12, 3, 7])
-ON_HOST = np.array([5, 6, 7, 2, 0, 1, 11])
+THERE = np.array([5, 6, 7, 2, 0, 1, 11])
 
 stream_kinds = pytest.mark.parametrize("make_streams", [HostStreams, lambda: CheckedStreams(3)])
 stages = pytest.mark.parametrize("staged_blocks", [1, 3, 100])
@@ -43,43 +43,36 @@ def random_blocks(seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     return np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), np.uint8)
 
 
+def host_side(rows: torch.Tensor) -> HostSide:
+    return HostSide(BlockList(rows.numpy(), THERE))
+
+
+def peer_side(rows: torch.Tensor) -> PeerSide:
+    return PeerSide(rows, THERE)
+
+
 @stream_kinds
 @stages
 @ways
+@pytest.mark.parametrize("side", [host_side, peer_side])
 def test_blocks_go_out_and_come_back(
-    is_straight: bool, staged_blocks: int, make_streams: Callable[[], DeviceStreams]
+    side: Callable[[torch.Tensor], HostSide | PeerSide],
+    is_straight: bool,
+    staged_blocks: int,
+    make_streams: Callable[[], DeviceStreams],
 ) -> None:
-    blocks, host = torch.from_numpy(random_blocks(1)), random_blocks(2)
-    before = host.copy()
+    blocks, there = torch.from_numpy(random_blocks(1)), torch.from_numpy(random_blocks(2))
     copies = direct(make_streams(), staged_blocks, is_straight)
-    digests = copies.copy_out(blocks, ON_DEVICE, HostSide(BlockList(host, ON_HOST)))
-    assert (host[ON_HOST] == blocks.numpy()[ON_DEVICE]).all()
-    others = [block for block in range(NUM_BLOCKS) if block not in ON_HOST]
-    assert (host[others] == before[others]).all()
-    assert digests.tolist() == digest_blocks(BlockList(host, ON_HOST)).tolist()
-    blocks.zero_()
-    assert copies.copy_in(HostSide(BlockList(host, ON_HOST)), blocks, ON_DEVICE).tolist() == digests.tolist()
-    assert (blocks.numpy()[ON_DEVICE] == host[ON_HOST]).all()
-    untouched = [block for block in range(NUM_BLOCKS) if block not in ON_DEVICE]
-    assert not blocks[untouched].any()
-
-
-@stream_kinds
-@stages
-@ways
-def test_blocks_go_to_a_peer_and_come_back(
-    is_straight: bool, staged_blocks: int, make_streams: Callable[[], DeviceStreams]
-) -> None:
-    blocks, theirs = torch.from_numpy(random_blocks(1)), torch.from_numpy(random_blocks(2))
-    copies = direct(make_streams(), staged_blocks, is_straight)
-    digests = copies.copy_out(blocks, ON_DEVICE, PeerSide(theirs, ON_HOST))
-    assert torch.equal(theirs[ON_HOST], blocks[ON_DEVICE])
-    others = [block for block in range(NUM_BLOCKS) if block not in ON_HOST]
-    assert (theirs.numpy()[others] == random_blocks(2)[others]).all()
+    digests = copies.copy_out(blocks, ON_DEVICE, side(there))
+    assert torch.equal(there[THERE], blocks[ON_DEVICE])
+    others = [block for block in range(NUM_BLOCKS) if block not in THERE]
+    assert (there.numpy()[others] == random_blocks(2)[others]).all()
     assert digests.tolist() == digest_blocks(BlockList(blocks.numpy(), ON_DEVICE)).tolist()
     blocks.zero_()
-    assert copies.copy_in(PeerSide(theirs, ON_HOST), blocks, ON_DEVICE).tolist() == digests.tolist()
-    assert torch.equal(blocks[ON_DEVICE], theirs[ON_HOST])
+    assert copies.copy_in(side(there), blocks, ON_DEVICE).tolist() == digests.tolist()
+    assert torch.equal(blocks[ON_DEVICE], there[THERE])
+    untouched = [block for block in range(NUM_BLOCKS) if block not in ON_DEVICE]
+    assert not blocks[untouched].any()
 
 
 @ways

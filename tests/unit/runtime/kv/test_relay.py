@@ -16,6 +16,7 @@ from alignedserve.runtime.kv.transfers.own_buffer_transfer import OwnBufferTrans
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.harnesses.transfer import NUM_POOL_BLOCKS, changed, content, filled, layout_of, run_of
 from tests.support.cpu_accelerator import cpu_lanes
+from tests.support.marks import each
 from tests.support.memory_drivers import NotedDriver
 from tests.support.samples import blocks
 
@@ -79,9 +80,7 @@ def test_what_does_not_hold_is_not_relayed(arenas: Arenas) -> None:
     assert not arenas.buffer.generations.any()
 
 
-@pytest.mark.parametrize(
-    "target", [(), (7, 6, 5, 4), (7, 6, 5, 4, 3, 2), (7, 6, 5, 4, NUM_POOL_BLOCKS), (7, 6, 5, 4, 4)]
-)
+@each("target", [(), (7, 6, 5, 4), (7, 6, 5, 4, 3, 2), (7, 6, 5, 4, NUM_POOL_BLOCKS), (7, 6, 5, 4, 4)])
 def test_targets_that_do_not_fit_are_refused(arenas: Arenas, target: tuple[int, ...]) -> None:
     assert arenas.relay(arenas.copy, *target) is None
     assert not arenas.buffer.generations.any()

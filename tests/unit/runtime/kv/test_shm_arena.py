@@ -16,6 +16,7 @@ from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
 from alignedserve.runtime.device.shared_pages import HUGE_PAGE
 from alignedserve.runtime.kv.arena_files import arena_folder, remove_stale_arenas
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena, _blocks_offset
+from tests.support.marks import each
 from tests.support.samples import blocks
 
 LAYOUT = BlockLayout(block_size=8, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -109,7 +110,7 @@ def test_a_large_arena_is_on_huge_pages_where_the_system_has_them() -> None:
 # --- refused
 
 
-@pytest.mark.parametrize(
+@each(
     ("place", "value", "problem"),
     [
         (0, b"X", "not an arena of this version"),
@@ -131,7 +132,7 @@ def test_a_wrong_header_is_refused(path: Path, place: int, value: bytes, problem
     assert open_files(path) == 0
 
 
-@pytest.mark.parametrize("length", [0, 10, 55, 56, 4096, 8192, 8192 + 2 * LAYOUT.block_bytes - 1])
+@each("length", [0, 10, 55, 56, 4096, 8192, 8192 + 2 * LAYOUT.block_bytes - 1])
 def test_a_truncated_file_is_refused(path: Path, length: int) -> None:
     Arena.create(path, LAYOUT, 2).close()
     os.truncate(path, length)

@@ -16,7 +16,6 @@ from kernels.cpu.decode_pass import decode_pass_available
 from kernels.lora import AdapterMatrices
 from tests.support.lora_folders import LLAMA_TARGETS, write_adapter
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not decode_pass_available(), reason="the native kernels are not built")
@@ -95,12 +94,4 @@ def test_same_bits_as_layer_by_layer(
     finally:
         torch.set_num_threads(1)
     assert fused.isfinite().all()
-    assert torch.equal(fused, separate)
-
-
-def test_products_of_two_formats_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    types = ("Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K")
-    decoder = tiny_decoder(write_tiny_gguf(tmp_path / "tiny.gguf", types=types), "bfloat16")
-    adapters = adapters_of(decoder, decoder.config, tmp_path / "adapters", LLAMA_TARGETS, ("v_proj",), ("k_proj",))
-    fused, separate = in_one_call_and_by_layers(decoder, adapters, monkeypatch)
     assert torch.equal(fused, separate)
