@@ -77,12 +77,12 @@ def _column(module: LoraModule, shape: ProductShape) -> int:
 
 
 def num_tiles(counts: Sequence[int], tile_rows: int) -> int:
-    """Return the tiles of groups of so many rows."""
+    """Return how many tiles groups of these sizes have."""
     return sum(-(-count // tile_rows) for count in counts)
 
 
 def cut_tiles(addresses: Sequence[int], ends: Sequence[int], tile_rows: int, count: int) -> IntArray:
-    """Cut sorted rows into `count` tiles, of which the last may have no rows.
+    """Cut sorted rows into `count` tiles; the last ones may have no rows.
 
     Group i: the adapter at addresses[i], rows [ends[i - 1], ends[i]).
     """

@@ -1,4 +1,4 @@
-"""How the numbers that adapters add to a product lie in a row, and of which products; without torch."""
+"""How the numbers that adapters add to products lie in a row, and to which products they belong; without torch."""
 
 import enum
 from typing import NamedTuple

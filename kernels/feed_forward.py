@@ -1,4 +1,4 @@
-"""Feed-forward parts of a layer: two products for all tokens, or a mixture of experts of which each token passes a few.
+"""Feed-forward parts of a layer: two products for all tokens, or experts, of which each token passes a few.
 
 With experts, rows are sorted by expert, so that every expert's weights are read once and multiplied by all its rows.
 """

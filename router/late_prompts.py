@@ -1,4 +1,4 @@
-"""Prompts at elastic workers whose first token is late: they wait for those that are not, and no prompt for them."""
+"""Late prompts at elastic workers: they wait for prompts that are on time, and no prompt waits for them."""
 
 import heapq
 import math
@@ -33,6 +33,6 @@ class LatePrompts:
             heapq.heappush(self._given, GivenPrompt(prefill.due_s, request_id, prefill.attempt, worker))
 
     def take(self, now: float) -> Iterator[GivenPrompt]:
-        """Remove and yield those that are late."""
+        """Remove and yield late prompts."""
         while self._given and self._given[0].due_s <= now:
             yield heapq.heappop(self._given)

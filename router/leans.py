@@ -143,7 +143,7 @@ def _to_free(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) ->
 
 
 def _that_fit(requests: Iterable[TrackedRequest], spare: int, block_size: int) -> Iterator[TrackedRequest]:
-    """Yield those that fit into so many blocks beside the ones before."""
+    """Yield the requests that fit into `spare` blocks beside the ones before."""
     for tracked in requests:
         num_blocks = _blocks_of(tracked, block_size)
         if num_blocks <= spare:

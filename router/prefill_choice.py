@@ -69,7 +69,7 @@ class PrefillChoice:
         return None
 
     def _candidates(self, tracked: TrackedRequest, runs: Mapping[str, int]) -> Iterator[WorkerRecord]:
-        """Yield the worker to have this prompt; where it has no room for it, those that come after it."""
+        """Yield the best worker for this prompt, then the next ones in case it has no room."""
         least = self._placement.least_loaded_prefiller(is_real_time=tracked.is_real_time)
         if least is not None:
             if runs or tracked.adapter:
@@ -80,7 +80,7 @@ class PrefillChoice:
             yield last
 
     def _cheapest(self, tracked: TrackedRequest, least: WorkerRecord, runs: Mapping[str, int]) -> WorkerRecord:
-        """Return the worker on which the prompt costs least, of the least loaded one and those that have more of it."""
+        """Return the worker on which the prompt costs least: the least loaded one, or one with more of it cached."""
         holders = list(self._placement.prefix_holders(runs, runs.get(least.name, 0)))
         if self._lacks_adapter(tracked, least):
             holders += map(self._placement.workers.__getitem__, self._placement.adapters.holders(tracked.adapter))

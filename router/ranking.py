@@ -52,7 +52,7 @@ class Ranking(Generic[RankT]):
         return heap[0] if heap else None
 
     def in_order(self) -> Generator[str, None, None]:
-        """Yield names, the smallest rank first, as far as they are asked for; to be closed before ranks are changed."""
+        """Yield names, the smallest rank first. Close the iterator before ranks change."""
         passed = []
         try:
             while (first := self.first()) is not None:

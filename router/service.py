@@ -60,7 +60,7 @@ class Router:
         await self._driver.links.listen(listen_at)
 
     async def drain(self, draining: tuple[str, ...], moved: tuple[str, ...]) -> dict[str, int]:
-        """Pass a DrainRequested to the logic; return how many requests each of those draining still has."""
+        """Pass a DrainRequested to the logic; return how many requests each draining process still has."""
         self._driver.dispatch(DrainRequested(draining, moved))
         return self._logic.num_left(draining)
 

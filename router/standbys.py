@@ -1,4 +1,4 @@
-"""Decides which workers get nothing new: those that drain, and the standbys of a node.
+"""Decides which workers get nothing new: draining ones, and the standbys of a node.
 
 Standbys are loaded and registered, without work until another worker is lost or drains. Of the workers that decode, as
 many have work as each of them says (`num_active`), by name; a worker that has requests is never put to rest. One that

@@ -13,11 +13,11 @@ class TimelineRelay:
     """A Relay (runtime.process.observer). It keeps nothing: an answer names the gateway that it is for."""
 
     def __init__(self, gateways: Mapping[str, str]) -> None:
-        """`gateways`: those that are connected, with their nodes; the logic's own."""
+        """`gateways`: the connected ones, with their nodes; the logic's own."""
         self._gateways = gateways
 
     def relay(self, peer: str, message: Message) -> Sequence[Send] | None:
-        """Pass a question to every other gateway, and an answer to the one that asked; leave all else to the logic."""
+        """Pass a question to every other gateway, and an answer to the asking one; leave all else to the logic."""
         match message:
             case AskTimeline():
                 return self._ask(peer, message)

@@ -75,7 +75,7 @@ class Lane:
 
 
 def rough_length(value: Any) -> int:
-    """Return about how long work on parsed JSON or on schemas is, in characters; of what is long not more than that."""
+    """Estimate the length of parsed JSON or of schemas in characters, only until they are known to be long."""
     length, rest = 0, [value]
     while rest and length <= LONG_LEN:
         item = rest.pop()

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question and the words of which a right answer has one."""
+    """One question, and words; a right answer contains one of them."""
 
     group: str
     prompt: str

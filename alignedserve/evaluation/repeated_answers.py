@@ -12,7 +12,7 @@ MAX_REPEATED = 24  # answers
 
 @dataclass(frozen=True, slots=True)
 class RepeatedAnswers:
-    """Comparison of answers with those that the same prompts got alone."""
+    """Comparison of answers with the answers that the same prompts got alone."""
 
     num_compared: int
     num_other_words: int
@@ -21,7 +21,7 @@ class RepeatedAnswers:
 
 
 def most_disturbed(sent: Sequence[SentRequest]) -> list[SentRequest]:
-    """Return the completed requests with the longest pauses within their answers: those that faults interrupted."""
+    """Return the completed requests with the longest pauses within their answers, as faults interrupted them."""
     completed = [one for one in sent if one.outcome.failure is None]
     return sorted(completed, key=lambda one: longest_pause_s(one.outcome), reverse=True)[:MAX_REPEATED]
 

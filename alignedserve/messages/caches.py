@@ -88,7 +88,7 @@ class BlocksReserved(Message, frozen=True):
 
 
 class ReservationRefused(Message, frozen=True):
-    """Answer to ReserveBlocks: so many blocks will never be free here; for a buffer or a copy: not now."""
+    """Answer to ReserveBlocks: this many blocks will never be free here; for a buffer or a copy: not now."""
 
     request_id: RequestId
     attempt: Attempt

@@ -91,7 +91,7 @@ class Demand(msgspec.Struct, frozen=True, array_like=True):
     num_at_risk: Count = 0  # queued real-time requests whose first token is due before that
 
     def plus(self, other: "Demand") -> "Demand":
-        """Return what is asked of two routers together."""
+        """Return the demand of two routers together."""
         return Demand(
             self.num_real_time + other.num_real_time,
             self.num_decode_places + other.num_decode_places,

@@ -84,7 +84,7 @@ class StorePrefixBlocks(Message, frozen=True):
 
 
 class ReservedPart(msgspec.Struct, frozen=True, array_like=True):
-    """The answer about one part: of its blocks first those that need nothing, then those to write."""
+    """The answer about one part: its first blocks need nothing, and the next ones are to be written."""
 
     num_known: Count  # kept here, or being written by another worker
     lease_id: LeaseId = LeaseId(0)  # also the generation of the blocks to write

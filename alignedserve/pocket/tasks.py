@@ -60,7 +60,7 @@ class PocketTask:
 
 
 def is_correct(task: PocketTask, answer_text: str) -> bool:
-    """Return whether the answer matches exactly, but for white space around it."""
+    """Return whether the answer matches exactly, apart from white space around it."""
     return answer_text.strip() == task.answer
 
 

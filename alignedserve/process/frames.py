@@ -1,4 +1,4 @@
-"""Frames on the pipes of a process of our own: a length (4 bytes, little-endian) and so many bytes."""
+"""Frames on the pipes of a child process: a length (4 bytes, little-endian) and that many bytes."""
 
 from typing import IO
 

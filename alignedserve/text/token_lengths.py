@@ -1,4 +1,4 @@
-"""The longest text that one token of a vocabulary can stand for: a longer text than so many times the context is too
+"""The longest text that one token of a vocabulary can stand for: a text longer than the context times this is too
 long, as is known before it is tokenized."""
 
 from collections.abc import Iterator, Mapping

@@ -118,7 +118,7 @@ class Tokenizer:
         return 0 if self._longest_token_len is None else -(-len(text) // self._longest_token_len)
 
     def encode_beginning(self, text: str, max_tokens: int) -> list[int]:
-        """Return the first tokens of a text, at most so many with the special tokens, which stay at its ends.
+        """Return the first tokens of a text, within a limit that counts the special tokens, which stay at its ends.
 
         Raises InvalidRequest when not one more fits beside these.
         """
@@ -255,7 +255,7 @@ class Tokenizer:
 
 
 def check_length(least_tokens: int, max_tokens: int | None, *, param: str) -> None:
-    """Raise ContextTooLong for a text of at least so many tokens; `max_tokens`: None: any number may be."""
+    """Raise ContextTooLong for a text that has more than `max_tokens` for sure; None: any number may be."""
     if max_tokens is not None and least_tokens > max_tokens:
         raise ContextTooLong(
             f"This model's maximum context length is {max_tokens} tokens. However, the prompt has more than "
@@ -324,7 +324,7 @@ def _room(tokenizer: Any, max_tokens: int, *, is_pair: bool) -> int:
 
 
 def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return the lengths of two texts in so much room, the longer one shortened first."""
+    """Return the lengths of two texts that share this room; the longer one is shortened first."""
     if first + second <= room:
         return first, second
     shorter = min(first, second, room // 2)

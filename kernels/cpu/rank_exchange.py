@@ -29,7 +29,7 @@ def has_rank_exchange() -> bool:
 
 
 def make_exchange_memory(size: int, slot_bytes: int = _SLOT_BYTES) -> int:
-    """Return the descriptor of anonymous memory for so many ranks, which the caller closes once all have mapped it."""
+    """Return the descriptor of anonymous memory for all ranks, which the caller closes once they have mapped it."""
     descriptor = unnamed_file("rank-exchange")
     os.ftruncate(descriptor, _native.rank_exchange_bytes(size, slot_bytes))
     return descriptor

@@ -103,7 +103,7 @@ def fitting_decodes(
 
 
 def growing_rows(stacks: Stacks, num_rows: int, rows: Ints, num_tokens: Ints, sizes: BlockSizes) -> list[bool] | None:
-    """Return which of these rows take blocks or come back from the host as they compute so many tokens.
+    """Return which of these rows take blocks or come back from the host as they compute `num_tokens`.
 
     None if one computes more tokens than are known.
     """
@@ -114,7 +114,7 @@ def growing_rows(stacks: Stacks, num_rows: int, rows: Ints, num_tokens: Ints, si
 def note_completed(
     stacks: Stacks, num_rows: int, rows: Ints, num_tokens: Ints, *, now: float, duration_s: float
 ) -> Bools:
-    """Note that these rows computed so many tokens; return which of them sampled one. Changes the table."""
+    """Note that these rows computed `num_tokens`; return which of them sampled one. Changes the table."""
     has_sampled = np.empty(len(rows), np.bool_)
     _native.note_completed(*stacks, num_rows, rows, num_tokens, now, duration_s, has_sampled)
     return has_sampled

@@ -69,7 +69,7 @@ def padded(size: int) -> int:
 
 
 def row_warps(padded_width: int) -> int:
-    """Return the warps of a program that holds a row of so many elements, a power of two."""
+    """Return the warps of a program that holds a row of this size, a power of two."""
     return min(max(1, padded_width // _ELEMENTS_OF_WARP), _MOST_WARPS)
 
 

@@ -1,4 +1,4 @@
-"""Decides which pools are asked for batches, and for which decode workers.
+"""Decides from which pools the router orders batches, and for which decode workers.
 
 A decode worker gets batches of its own node's pool, which shares its memory. When that has nothing for it, it takes
 from another node's pool what no worker there can take now: over the link that has lately been the fastest. A pool that

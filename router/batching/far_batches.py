@@ -1,4 +1,4 @@
-"""Batches of another node's pool: for decode workers whose own pool has nothing, of what waits elsewhere.
+"""Batches of another node's pool, for decode workers whose own pool is empty.
 
 A decode worker takes batches of its own node's pool first: they are in memory that it maps. A request waits longer than
 it must while every worker beside its pool is full and one elsewhere has a free slot; its blocks then travel, which
@@ -45,7 +45,7 @@ def is_spare(worker: WorkerRecord, own_pool: PoolRecord | None) -> bool:
 
 
 def num_left(pool: PoolRecord, near: Iterable[WorkerRecord], num_requested: int) -> int:
-    """Return how many of its requests no worker of its node takes now, beside those that were asked for.
+    """Return how many of its requests no worker of its node takes now, beside requests that were ordered.
 
     It is 0 while such a worker may get a batch or has just got one: it may have room for more.
     """

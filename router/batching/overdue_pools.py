@@ -165,7 +165,7 @@ def oldest_of(pool: PoolRecord | None) -> float:
 
 
 def lender_rank(worker: WorkerRecord, own_pool: PoolRecord | None) -> LenderRank:
-    """Return the worker's place among those that may serve pools of other nodes."""
+    """Return the worker's place among the workers that may serve pools of other nodes."""
     return -oldest_of(own_pool), len(worker.decoding)
 
 

@@ -41,7 +41,7 @@ class BodyParser:
         return parse(schema, without_neutral(body, _BODY), self._ignored)
 
     def tools(self, tools: Sequence[dict[str, Any]]) -> list[Tool]:
-        """Check the tools; those that Anthropic's servers run are refused."""
+        """Check the tools; refuse tools that Anthropic's servers run."""
         return [self._tool(tool, f"tools[{place}].") for place, tool in enumerate(tools)]
 
     def blocks(self, content: Content, known: BlockTypes, path: str) -> list[tuple[Block, str]]:

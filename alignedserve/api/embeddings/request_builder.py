@@ -92,7 +92,7 @@ async def pair_prompts(asked: PromptFields, sides: PairSides, services: PromptSe
 
 
 def check_dimensions(dimensions: int | None, encoder: EncoderConfig | None) -> None:
-    """Raise InvalidRequest unless the model's vectors may be cut to so many dimensions; None: they are not cut."""
+    """Raise InvalidRequest unless the model's vectors may be cut to this many dimensions; None: they are not cut."""
     if dimensions is None:
         return
     if encoder is None or not encoder.embedding.is_matryoshka:

@@ -27,7 +27,7 @@ _Texts = Annotated[list[str], PlainValidator(_checked_texts)]
 
 
 class PromptFields(Schema):
-    """Fields of every body about prompts alone, none of which is answered with text."""
+    """Fields of every body whose prompts are not answered with text."""
 
     model: str
     service_tier: ServiceTierName = "auto"

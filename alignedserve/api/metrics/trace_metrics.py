@@ -1,4 +1,4 @@
-"""Metrics of traces: spans that reached the collector, and those that did not."""
+"""Metrics of traces: spans that reached the collector, and spans that did not."""
 
 from collections.abc import Iterator
 

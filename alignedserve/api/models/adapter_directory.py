@@ -77,7 +77,7 @@ class AdapterDirectory:
         return adapter
 
     def unload(self, name: str) -> None:
-        """Let no new request name the adapter; those that have it go on. Raises NotFound, InvalidRequest."""
+        """Let no new request name the adapter; requests that have it go on. Raises NotFound, InvalidRequest."""
         if name in self._configured:
             raise InvalidRequest("An adapter of the configuration is not unloaded.", param="lora_name")
         with self._changing():

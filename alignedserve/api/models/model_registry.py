@@ -27,7 +27,7 @@ class RegisteredModel:
 
 
 class ModelRegistry:
-    """Finds the services of the model that a request names. The first model serves those that name none."""
+    """Finds the services of the model that a request names. The first model serves requests that name none."""
 
     def __init__(self) -> None:
         self._models: dict[str, RegisteredModel] = {}

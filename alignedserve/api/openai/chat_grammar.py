@@ -137,7 +137,7 @@ def _arguments_schema(param: str, tool: Tool, form: ToolFormat) -> dict[str, Any
 
 
 def _object_schema(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an object that has no parameters but those that are listed, unless it says otherwise."""
+    """Return the schema of an object that has only the listed parameters, unless it says otherwise."""
     if parameters.get("type", "object") != "object":
         raise InvalidRequest("the type must be 'object'", code="invalid_json_schema")
     has_others = any(name in parameters for name in _OPEN)

@@ -18,7 +18,7 @@ from alignedserve.messages.request_notes import Cause
 
 
 class Generation:
-    """An async context manager: entering submits every choice, leaving aborts those that have not ended."""
+    """An async context manager: entering submits every choice, leaving aborts unfinished ones."""
 
     def __init__(self, request: GenerationRequest, services: ModelServices) -> None:
         self.request = request
@@ -117,7 +117,7 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that came from the prefix cache: of each prompt those that none of its choices computed."""
+        """Prompt tokens from the prefix cache: for each prompt, the tokens that none of its choices computed."""
         num_per_prompt = len(self.request.requests) // len(self.request.prompts)
         cached = [choice.stream.num_cached_tokens for choice in self._choices]
         return sum(min(cached[first : first + num_per_prompt]) for first in range(0, len(cached), num_per_prompt))

@@ -121,7 +121,7 @@ def _plain_part(part: Any, path: str) -> Any:
 
 
 def without_neutral(fields: dict[str, Any], table: unsupported.NeutralValues, path: str = "") -> dict[str, Any]:
-    """Return the fields without neutral ones. Raises InvalidRequest for those that ask for an unsupported feature."""
+    """Return the fields without neutral ones. Raises InvalidRequest for a field that wants an unsupported feature."""
     kept = {}
     for name, value in fields.items():
         if name not in table:

@@ -171,7 +171,7 @@ def _build(
 
 
 def _truncated(prompt: Prompt, num_tokens: int, max_tokens: int | None, services: ModelServices) -> Prompt:
-    """Return the end of the prompt: so many tokens; -1: as many as fit before the answer."""
+    """Return the last tokens of the prompt: `truncate_prompt_tokens` of them; -1: as many as fit before the answer."""
     if num_tokens == -1:
         num_tokens = max(services.model.max_context_len - (max_tokens or 1), 1)
     if num_tokens == 0:

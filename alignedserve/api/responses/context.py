@@ -1,4 +1,4 @@
-"""Items of earlier responses: those that a new response continues, and those that its input refers to."""
+"""Items of earlier responses that a new response continues or refers to."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple

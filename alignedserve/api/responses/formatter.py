@@ -26,7 +26,7 @@ _ECHOED = (
 def new_response(
     asked: CreateResponseRequest, *, response_id: str, created: int, model: str, service_tier: str, is_stored: bool
 ) -> dict[str, Any]:
-    """Return a response of which nothing has been generated."""
+    """Return a response before anything has been generated."""
     reasoning = asked.reasoning
     return (
         {

@@ -15,7 +15,7 @@ _UNSUPPORTED = (
 
 
 def parse_response(body: dict[str, Any], ignored: IgnoredFields | None) -> CreateResponseRequest:
-    """Check the body of a new response but for its items. Raises InvalidRequest naming the field."""
+    """Check the body of a new response, except its items. Raises InvalidRequest naming the field."""
     asked = _parse(CreateResponseRequest, body, ignored)
     if asked.stream_options is not None and not asked.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
@@ -25,7 +25,7 @@ def parse_response(body: dict[str, Any], ignored: IgnoredFields | None) -> Creat
 
 
 def parse_input_tokens(body: dict[str, Any], ignored: IgnoredFields | None) -> InputTokensRequest:
-    """Check the body of a count of input tokens but for its items. Raises InvalidRequest naming the field."""
+    """Check the body of a count of input tokens, except its items. Raises InvalidRequest naming the field."""
     return _parse(InputTokensRequest, body, ignored)
 
 

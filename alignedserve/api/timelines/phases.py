@@ -88,7 +88,7 @@ def notes_of(choice: ChoiceTimeline) -> list[SourcedNote]:
 
 
 def phases_of(choice: ChoiceTimeline, now: float) -> list[Phase]:
-    """Return the phases of a choice, up to its end or to now; those that took no time are left out."""
+    """Return the phases of a choice, up to its end or to now; phases without duration are left out."""
     phases = list(_phases(notes_of(choice), now if choice.ended_s is None else choice.ended_s))
     return [phase for phase in phases if phase.end_s > phase.start_s]
 

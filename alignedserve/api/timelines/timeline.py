@@ -78,7 +78,7 @@ class ChoiceTimeline:
         return True
 
     def objectives(self) -> list[Objective]:
-        """Return its objectives, as far as they are known."""
+        """Return its objectives that are known."""
         return [self._objective(name, target_s) for name, target_s in self.targets]
 
     def _objective(self, name: str, target_s: float) -> Objective:

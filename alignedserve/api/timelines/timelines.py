@@ -1,4 +1,4 @@
-"""The courses of the calls of one gateway: those that are open, and those that have ended, for a while.
+"""The courses of one gateway's calls: open ones, and ended ones for a while.
 
 Bounded by count, bytes and age. Whoever asks changes nothing here.
 """
@@ -103,7 +103,7 @@ class Timelines:
         return len(self) > self._config.max_requests or self._num_bytes > self._config.max_bytes
 
     def _first(self) -> Timeline:
-        """Return the one that goes first: of those that have ended, if any has."""
+        """Return the timeline to drop first: an ended one if there is any."""
         return next(iter((self._ended or self._open).values()))
 
     def _drop(self, timeline: Timeline | None) -> None:

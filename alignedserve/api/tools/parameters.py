@@ -44,7 +44,7 @@ TextParameters = Mapping[str, tuple[str, ...] | None]  # by name: the texts that
 
 
 def text_parameters(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...] | None]:
-    """Return those parameters of a function that are written as they are; all others are written as JSON."""
+    """Return the parameters of a function that are written as plain text; all others are written as JSON."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return {}

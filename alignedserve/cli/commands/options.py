@@ -26,7 +26,7 @@ from alignedserve.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options of `alignedserve serve`; those that stand for a `--set` are in `all_overrides`."""
+    """Options of `alignedserve serve`; `all_overrides` has the options that stand for a `--set`."""
 
     models: Annotated[
         tuple[str, ...],

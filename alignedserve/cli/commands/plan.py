@@ -105,7 +105,7 @@ def _print(report: PlanReport) -> None:
 
 
 def _shown_rows(found: Plan) -> list[Sequence[str]]:
-    """Return the rows of which most is known, and those that cost about as much as the plan."""
+    """Return the best known rows, and rows that cost about as much as the plan."""
     cost = found.nearest.candidate.cost
     plans = sorted_plans(found)
     rows = list(zip(plans, candidates_table(found).rows, strict=True))

@@ -47,7 +47,7 @@ def remove(
 
 @models_app.command("status")
 def status(cluster: _ClusterOption = None, json_output: JsonFlag = False) -> None:
-    """Show the models of the cluster that runs here, also those that come and go."""
+    """Show the models of the cluster that runs here, also models that are starting or ending."""
     from alignedserve.cli.models.serving import status as run
 
     run(cluster, json_output=json_output)

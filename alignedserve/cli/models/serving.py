@@ -72,6 +72,6 @@ def _give(order: ModelOrder | RestartWorkers, cluster: str | None) -> None:
 
 
 def _seen_from_anywhere(model: str) -> str:
-    """Return a path that the cluster finds too, whose folder is another; names of other kinds as they are."""
+    """Return a path that the cluster finds from its own folder; other names stay unchanged."""
     path = Path(model).expanduser()
     return str(path.absolute()) if path.exists() else model

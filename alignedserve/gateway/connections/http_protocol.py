@@ -178,7 +178,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(400, "The body is not valid.", "invalid_body")
 
     def _check_rate(self) -> None:
-        """Refuse a body of which too little came since the last time, unless that is because it is not read."""
+        """Refuse a body that has grown too little since the last check, unless nobody reads it."""
         came, self._num_checked_bytes = self._num_body_bytes - self._num_checked_bytes, self._num_body_bytes
         is_awaited = not self.flow.read_paused and not self.cycle.waiting_for_100_continue
         if is_awaited and came < self._limits.min_body_bytes_per_s * _BODY_CHECK_S:

@@ -151,7 +151,7 @@ def find_item(record: StoredConversation, item_id: str) -> Item:
 
 
 def check_has_room(record: StoredConversation, num_bytes: int, *, param: str) -> None:
-    """Raise InvalidRequest where so many more bytes of items would be too many."""
+    """Raise InvalidRequest if this many more bytes of items exceed the limit."""
     if len(bytes(record.items)) + num_bytes > _MAX_BYTES:
         message = f"A conversation may have {_MAX_BYTES} bytes of items."
         raise InvalidRequest(message, param=param, code="context_length_exceeded")

@@ -16,7 +16,7 @@ class ItemPage(NamedTuple):
 
 
 def page_of(items: Sequence[Item], page: ItemPage) -> tuple[list[Item], bool]:
-    """Return a page of items, of which the oldest is first, and whether there are more. Raises InvalidRequest."""
+    """Return a page of items, oldest first, and whether there are more. Raises InvalidRequest."""
     ordered = list(reversed(items)) if page.newest_first else list(items)
     ids = [item["id"] for item in ordered]
     if page.after is not None and page.after not in ids:

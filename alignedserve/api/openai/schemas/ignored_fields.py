@@ -1,4 +1,4 @@
-"""Finds the fields of a body that no schema knows, and names those that are ignored to the client."""
+"""Finds the fields of a body that no schema knows, and names ignored ones to the client."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ Location = tuple[int | str, ...]
 
 
 class IgnoredFields:
-    """The names of ignored fields, such as `seed_text` or `messages[].mood`: each once, and only so many."""
+    """The names of ignored fields, such as `seed_text` or `messages[].mood`: each once, up to a limit."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
