@@ -24,7 +24,7 @@ _PAGE_TOKENS = 256
 
 
 class Pages(NamedTuple):
-    """Contexts in blocks, and the places of the chunks that end them; on the device but for the numbers."""
+    """Contexts in blocks, and the places of the chunks that end them; all but the numbers are on the device."""
 
     starts: Tensor  # [contexts + 1] int32: the first query row of each chunk, and the end
     lengths: Tensor  # [contexts] int32: tokens of each context, its chunk's included

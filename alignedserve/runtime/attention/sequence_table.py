@@ -128,7 +128,7 @@ class SequenceTable:
         self.num_blocks[row] = last
 
     def lend_blocks(self, rows: IntArray, columns: IntArray, blocks: IntArray) -> None:
-        """Put blocks behind those that these rows have, until they are given others there."""
+        """Put blocks behind the rows' own, until the rows get others there."""
         assert (columns == self.num_blocks[rows]).all(), "a loan in the place of a block"
         self.block_tables[rows, columns] = blocks
 

@@ -14,7 +14,7 @@ def num_cores() -> int:
 
 
 def threads_per_worker(num_workers: int) -> int:
-    """Return the computing threads of each of so many workers on this machine.
+    """Return how many computing threads each of these workers has on this machine.
 
     More computing threads than cores are worse than idle cores: a forward pass waits at every layer for all of its
     threads, and a thread that another worker has preempted delays it by whole time slices.

@@ -57,7 +57,7 @@ def rank_devices(first: str, size: int) -> tuple[str, ...]:
 
 
 def check_ranks(name: str, size: int) -> None:
-    """Check that a worker of so many ranks finds what they compute on, by engine.device. Raises ConfigError."""
+    """Check that a worker finds devices for all its ranks, by engine.device. Raises ConfigError."""
     if size == 1:
         return
     if not name.startswith(CUDA):

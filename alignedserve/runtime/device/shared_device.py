@@ -69,7 +69,7 @@ class DeviceBoard:
 
 
 class SharedDevice:
-    """A worker's conduct on a device that other models use too. For its compute thread, but for `on_arrival`."""
+    """A worker's conduct on a device that other models use too. For its compute thread, except `on_arrival`."""
 
     def __init__(self, board: DeviceBoard, best_effort_share: float) -> None:
         """`best_effort_share`: of the time, that iterations without a person waiting keep at least."""

@@ -255,7 +255,7 @@ class CheckedStreams:
             self.step()
 
     def step(self) -> None:
-        """Run one step of a random stream among those that are not waiting."""
+        """Run one step of a random stream that is not waiting."""
         ready = [stream for stream in self._streams.values() if stream.is_ready()]
         assert ready, "every stream is empty or waits for an event that cannot happen"
         ready[int(self._random.random() * len(ready))].step()

@@ -157,7 +157,7 @@ class EncoderExecutor:
         return IterationCompleted(tuple(sampled), failed=tuple(failed), times=times)
 
     def _change_prompts(self, command: RunIteration) -> None:
-        """Apply the command's changes but for swaps and copies: what they would move is not read again."""
+        """Apply the command's changes except swaps and copies, as nothing reads those blocks again."""
         for replacement in command.replacements:
             self._prompts[replacement.request_id].block_ids[replacement.place] = replacement.block_id
         for request_id in command.removals:

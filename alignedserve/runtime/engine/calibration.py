@@ -28,7 +28,7 @@ def measure_iterations(
     clock: Callable[[], float] = time.perf_counter,
     turn: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Sample, ...]:
-    """Measure iterations of an empty engine, of at most so many tokens, and copies to its swap space.
+    """Measure iterations of an empty engine, of at most `max_tokens`, and copies to its swap space.
 
     `turn`: entered for each, on a device that others use.
 
@@ -68,7 +68,7 @@ def _swap_s(
     blocks: np.typing.NDArray[np.int64],
     clock: Callable[[], float],
 ) -> float:
-    """Return the seconds of so many full-width tokens out and back: as many blocks as count for them, in proportion."""
+    """Return the seconds to copy tokens of full width out and back, in proportion to the blocks that they stand for."""
     counted = block_size * swap_space.width  # full-width tokens that a block counts for
     chosen = blocks[: max(round(num_tokens / counted), 1)].tolist()
     seconds = swap_space.time_copies([BlockId(block) for block in chosen], clock)

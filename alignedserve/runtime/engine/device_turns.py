@@ -14,7 +14,7 @@ from alignedserve.runtime.device.shared_device import SharedDevice
 
 
 class DeviceTurns:
-    """Knows the sequences of an executor that somebody waits for. For its compute thread, but for `on_message`."""
+    """Knows the sequences of an executor that somebody waits for. For its compute thread, except `on_message`."""
 
     def __init__(self, device: SharedDevice | None) -> None:
         """`device`: None: every turn is taken at once."""

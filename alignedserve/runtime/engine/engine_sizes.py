@@ -37,7 +37,7 @@ class EngineSizes:
 
     @property
     def may_launch_ahead(self) -> bool:
-        """Return whether a step may be launched for sequences of which it is not known yet that they go on.
+        """Return whether a step may be launched for sequences that may turn out to have ended.
 
         A CPU is not idle meanwhile; slots behind a sequence whose blocks are shared from both ends may be another's.
         """

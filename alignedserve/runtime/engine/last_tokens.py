@@ -35,7 +35,7 @@ class LastTokens(NamedTuple):
 
 
 class LastTokenContexts:
-    """Contexts of which all but the last known token are computed, whatever the table says: see Contexts."""
+    """Contexts that count as computed up to their last known token, whatever the table says: see Contexts."""
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
@@ -52,7 +52,7 @@ class LastTokenContexts:
 
 
 class LastTokenPlanner:
-    """Plans the attention of the last layer for tokens whose logits are asked for."""
+    """Plans the attention of the last layer for tokens whose logits are needed."""
 
     def __init__(self, contexts: LastTokenContexts, planner: AttentionPlanner) -> None:
         """`planner`: of these contexts."""

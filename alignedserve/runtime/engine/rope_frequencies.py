@@ -35,7 +35,7 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Keep pairs that turn often within the original context, stretch those that turn seldom (YaRN, section 3.2).
+    """Keep pairs that turn often within the original context, and stretch pairs that turn seldom (YaRN, section 3.2).
 
     Example: theta 10 000, 64 rotated dimensions, context 4 096, beta 32 and 1: pair 10.4 turns 32 times and pair 22.5
     once, so pairs up to 10 are kept, pairs from 23 on stretched, and those between mixed.

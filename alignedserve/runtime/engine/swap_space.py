@@ -60,7 +60,7 @@ class HostCaches(ABC):
         return clock() - started_s
 
     def _rows_for(self, count: int) -> tuple[list[Tensor], IntArray | None]:
-        """Return host memory for so many rows, and which of the registered ones it is; None: memory of its own."""
+        """Return host memory for `count` rows, and which registered rows it is; None: memory of its own."""
         taken = None if self._host_rows is None else self._host_rows.take(count, self._offload)
         if self._host_rows is not None and taken is not None:
             return self._host_rows.pieces(taken), taken

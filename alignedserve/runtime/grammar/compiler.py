@@ -1,4 +1,4 @@
-"""Compiles grammars in a thread of its own, and keeps those that were used last."""
+"""Compiles grammars in a thread of its own, and keeps the latest ones."""
 
 import logging
 from collections import OrderedDict

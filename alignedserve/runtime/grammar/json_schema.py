@@ -161,7 +161,7 @@ def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bound_integers(schema: dict[str, Any]) -> None:
-    """Bound integers without bounds to those that every reader of JSON knows exactly, so that their digits end."""
+    """Bound integers without bounds to the range that every reader of JSON knows exactly, so that their digits end."""
     types = schema.get("type", ())
     if types != "integer" and not ("integer" in types and "number" not in types):
         return

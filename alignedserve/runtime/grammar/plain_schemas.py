@@ -53,7 +53,7 @@ def _small(value: Any, depth: int) -> bool:
 
 
 def _own_guidance(value: Any, depth: int) -> bool:
-    """Return whether options are those that schemas have unless clients choose their whitespace."""
+    """Return whether these are the default options of schemas, so that no client has chosen its whitespace."""
     return isinstance(value, dict) and value.get("whitespace_pattern", FLEXIBLE_WHITESPACE) == FLEXIBLE_WHITESPACE
 
 

@@ -113,7 +113,7 @@ class TokenMasks:
         return self._foreseen is not None
 
     def take_forced(self, row: int, at_most: int) -> tuple[int, ...]:
-        """Note, as `record` does, and return the next tokens of the row that its grammar leaves no choice of.
+        """Note, as `record` does, and return the next tokens of the row that its grammar forces.
 
         Only some of them are known: those that follow the token chosen last. Waits until they are.
         """

@@ -52,7 +52,7 @@ def _load(table: TokenTable) -> LLTokenizer | GrammarError:
 
 
 def _bound_time(max_cpu_s: float) -> None:
-    """Let the system end this process once it has worked so much longer; it counts whole seconds."""
+    """Let the system end this process after this much more work; it counts whole seconds."""
     limit = math.ceil(time.process_time() + max_cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 

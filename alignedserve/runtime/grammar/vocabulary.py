@@ -70,7 +70,7 @@ class _Words:
         self._max_bytes = max(map(len, self._id_of), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the token ids of text that a grammar forces: those that the model knows it by, if they spell it."""
+        """Return the token ids of text that a grammar forces: the model's own tokens, if they spell it."""
         raw = text.encode()
         token_ids = [] if self._encode is None else self._encode(text)
         if b"".join([self.tokens[token_id] for token_id in token_ids]) == raw:

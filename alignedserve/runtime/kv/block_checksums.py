@@ -111,7 +111,7 @@ def runs_with_checksums(runs: BlockRuns, checksums: Sequence[int]) -> tuple[Bloc
 
 
 def verify_checksums(copy: BlockCopy, checksums: Sequence[int] | None) -> None:
-    """Check that the received bytes are those that were sent; None: nothing arrived. Raises HandoffRejected."""
+    """Check that the received bytes equal the sent ones; None: nothing arrived. Raises HandoffRejected."""
     if checksums is None:
         raise HandoffRejected("the lease is no longer valid")
     if list(checksums) != [run.checksum for run in copy.runs]:

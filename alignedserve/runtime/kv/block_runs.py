@@ -67,7 +67,7 @@ class BlockRuns:
         return np.repeat(self.firsts - before, self.counts) + np.arange(self.num_blocks)
 
     def placed(self, num_before: int = 0) -> PlacedRuns:
-        """Return the places of the runs in their request, of which so many blocks are before them."""
+        """Return the places of the runs in their request, which begin after its first `num_before` blocks."""
         return place_runs(self.counts, num_before)
 
 
@@ -80,7 +80,7 @@ def as_ids(block_ids: BlockIds | Sequence[int]) -> Ints:
 
 
 def place_runs(counts: Ints | Sequence[int], num_before: int = 0) -> PlacedRuns:
-    """Return the places of consecutive runs of one request, of which so many blocks are before them."""
+    """Return the places of consecutive runs of one request that begin after its first `num_before` blocks."""
     lengths = np.asarray(counts, np.int64)
     return PlacedRuns(np.cumsum(lengths) - lengths + num_before, lengths)
 

@@ -24,7 +24,7 @@ class LentRows:
         self._returned: deque[Tensor] = deque()
 
     def take(self, num_rows: int) -> Tensor:
-        """Return at least so many rows, of any content; from one thread. Raises NotEnoughMemory."""
+        """Return at least this many rows, with any content; from one thread. Raises NotEnoughMemory."""
         while self._returned:
             rows = self._returned.popleft()
             self._num_used -= len(rows)

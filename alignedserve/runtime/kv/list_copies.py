@@ -1,4 +1,4 @@
-"""Copies between blocks that lie still, as an arena's do, and those that come in pieces, as a device's do."""
+"""Copies between blocks that lie still, like an arena's, and blocks that come in pieces, like a device's."""
 
 from collections.abc import Iterable
 

@@ -234,7 +234,7 @@ def _header_problem(header: bytes, size: int, layout: BlockLayout) -> str | None
 
 
 def _check_room(path: Path, size: int) -> None:
-    """Raise OSError before memory is taken of which there is too little."""
+    """Raise OSError if there is too little memory, before taking any."""
     if size > _free_bytes(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -41,7 +41,7 @@ class StagedCopies:
         self._staging = accelerator.empty(self._piece, codec.row_bytes) if accelerator is not None else None
 
     def pinned(self, num_rows: int) -> Tensor:
-        """Allocate host memory for so many blocks: uint8 [num_rows, row_bytes]."""
+        """Allocate host memory for `num_rows` blocks: uint8 [num_rows, row_bytes]."""
         if self._accelerator is None:
             return torch.empty((num_rows, self._codec.row_bytes), dtype=torch.uint8)
         return self._accelerator.pinned(num_rows, self._codec.row_bytes)

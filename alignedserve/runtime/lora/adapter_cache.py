@@ -126,7 +126,7 @@ class AdapterCache:
         return own.matrices
 
     def _serve_waiting(self) -> "list[Future[None]]":
-        """Start to load for those that wait, in order, while there is room; return those that need not wait."""
+        """Start to load adapters for waiting requests, in order of arrival; return requests that need not wait."""
         served: list[Future[None]] = []
         while self._waiting:
             first = self._waiting[0]
@@ -153,7 +153,7 @@ class AdapterCache:
         return has_place and (self.num_bytes < self._max_bytes or not self._loaded)
 
     def _evict(self, max_left: int) -> None:
-        """Let adapters without users leave until so many are left, and their bytes are within the bound."""
+        """Let adapters without users leave until their number and their bytes are within the limits."""
         for digest in [digest for digest, own in self._loaded.items() if not own.num_users]:
             if len(self._loaded) <= max(max_left, 0) and self.num_bytes <= self._max_bytes:
                 return

@@ -264,7 +264,7 @@ class ModelConfig:
         return 0 if self.experts is None else self.experts.num_experts * self.hidden_size
 
     def _expert_parameters(self, count: int | None) -> int:
-        """Return the weights of the router and so many experts of a layer; None: of all of them."""
+        """Return the weights of the router and this many experts of a layer; None: all experts."""
         if self.experts is None:
             return 0
         count = self.experts.num_experts if count is None else count

@@ -47,7 +47,7 @@ class FrameCount:
             self._changed.notify_all()
 
     def wait(self, count: int) -> bool:
-        """Wait until so many were performed; False: they will not be."""
+        """Wait until this many copies were performed; False: they will not be."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_ended or self._count >= count)
             return self._count >= count

@@ -129,7 +129,7 @@ class Sampler:
         return bool(self._wants_logprobs[rows].any())
 
     def start_with(self, rows: IntArray, highest: HighestLogits) -> Draw:
-        """Choose as `start` does, for rows of which the highest logits are enough."""
+        """Choose as `start` does, for rows that need only their highest logits."""
         return Draw(rows, None, highest.token_ids, highest.values.isfinite())
 
     def plan(self, rows: IntArray, num_tokens: IntArray) -> LogitsChanges | None:

@@ -161,7 +161,7 @@ class _DeviceCopy:
         return _ChangedPlan(self, whose, np.array(lines, np.int64), np.array(lengths, np.int64), changes)
 
     def lines_for(self, num_lines: int, num_places: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return token ids and counts with room for so much at least; for the compute stream."""
+        """Return token ids and counts with at least this much room; for the compute stream."""
         if self._token_ids is None or self._counts is None:
             shape = (_power_of_two(num_lines), _power_of_two(max(num_places, _FIRST_WIDTH)))
             self._token_ids = torch.zeros(shape, dtype=torch.int64, device=device)

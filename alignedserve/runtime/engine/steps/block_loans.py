@@ -1,4 +1,4 @@
-"""Blocks that an engine lends to sequences whose next token begins a block that they do not have yet.
+"""Blocks that an engine lends to sequences whose next token needs a block that they lack.
 
 A step that is launched ahead writes keys and values before the sequence's owner knows that it goes on, and has given it
 a block for them. One of the engine's own takes them meanwhile. When the step is asked for, the owner has given the real

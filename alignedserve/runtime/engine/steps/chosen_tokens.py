@@ -41,7 +41,7 @@ class ChosenTokens:
         return self._tokens.index_select(0, at).clamp_(min=0)  # a sequence without a token ends
 
     def copy_out(self, stream: Stream, first: int, count: int) -> Tensor:
-        """Enqueue the copy of so many tokens to the host; return where they will be, until the step after next."""
+        """Enqueue the copy of tokens to the host; return where they will be, until the step after next."""
         tokens = self._tokens[first : first + count]
         if not count or not self._on_host:
             return tokens

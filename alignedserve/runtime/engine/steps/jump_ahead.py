@@ -1,4 +1,4 @@
-"""Tokens that grammars leave no choice of, computed several at once in the step that would compute the first of them.
+"""Tokens that grammars force, computed several at once in the step that would compute the first of them.
 
 They need no logits and no randomness, and are those that the same steps one by one would choose: a sequence has the
 same tokens with and without, whatever else is in its steps. They take the slots that are left in its blocks, so that
@@ -62,7 +62,7 @@ class JumpAhead:
 
 
 def forced_counts(forced: Forced, failed: Collection[RequestId]) -> tuple[tuple[RequestId, int], ...]:
-    """Return how many tokens each sequence was forced to, but those that have failed."""
+    """Return how many tokens each sequence was forced to, except failed sequences."""
     return tuple((request_id, len(token_ids)) for request_id, token_ids in forced.items() if request_id not in failed)
 
 

@@ -1,4 +1,4 @@
-"""The step after the one that is computed: planned on the host meanwhile, and on a device launched as well.
+"""The step after the present one: planned on the host meanwhile, and launched ahead on a device.
 
 A step that is launched ahead decodes one more token of every sequence, and reads the tokens that are being chosen where
 they lie, on the device. What happens to a sequence once its token is known (it stops, is cancelled, preempted or waits)
@@ -22,7 +22,7 @@ from alignedserve.runtime.engine.steps.step_output import Slices
 
 
 class NextStep:
-    """What is known of the next step, until it is asked for."""
+    """The next step so far, until somebody takes it."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class NextStep:
         return StepLaunch(step, table.num_tokens[step.sampled_rows], inputs_at=inputs_at, loans=loans)
 
     def keep(self, launched: StepLaunch) -> None:
-        """Keep a step that was launched ahead until the next one is asked for."""
+        """Keep a step that was launched ahead until somebody takes it."""
         self._launched = launched
         self._held.append(launched)
         self._sequences = [self._table.sequences[row] for row in launched.step.sampled_rows.tolist()]

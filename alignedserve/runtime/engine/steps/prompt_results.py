@@ -25,7 +25,7 @@ class PromptResults:
         self._model, self._table = model, table
 
     def embeddings(self, step: StepBatch, hidden: Tensor) -> dict[int, bytes]:
-        """Return the output vectors of the prompts whose embeddings are asked for, by place among the sampled rows."""
+        """Return the output vectors of prompts that want embeddings, by place among the sampled rows."""
         if not len(step.wants_embeddings):
             return {}
         places = step.wants_embeddings if step.last is not None else step.sampled_at[step.wants_embeddings]

@@ -8,7 +8,7 @@ from alignedserve.runtime.attention.sequence_table import IntArray
 
 @dataclass(frozen=True, slots=True)
 class SlicePlan:
-    """Slices of sequences, those that decode first, then the chunks; their tokens lie one after another."""
+    """Slices of sequences: decodes first, then chunks; their tokens lie one after another."""
 
     attention: StepAttention
     rows: IntArray  # [slices] rows of the sequence table

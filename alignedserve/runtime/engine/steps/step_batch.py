@@ -49,7 +49,7 @@ class StepBatch:
 
     @property
     def needs_hidden(self) -> bool:
-        """Return whether hidden vectors are asked for, and not logits alone."""
+        """Return whether the step needs hidden vectors, and not logits alone."""
         return bool(self.wants_prompt_logprobs) or len(self.wants_embeddings) > 0
 
     @property
@@ -83,7 +83,7 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Builds steps from a sequence table, of which it changes only the marks of unclean tails."""
+    """Builds steps from a sequence table; it changes only the table's marks of unclean tails."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class StepLaunch:
     forwarded: float = 0.0  # time at which the forward pass was computed, or enqueued
 
     def await_masks(self, at_most_s: float | None = None) -> StepMasks | None:
-        """Wait for the masks, no longer than that, and note the time; None: no row has a grammar, or not yet."""
+        """Wait for the masks up to the limit, and note the time; None: no row has a grammar, or not yet."""
         if self.masks is None:
             return None
         began = time.perf_counter()

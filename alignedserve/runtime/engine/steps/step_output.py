@@ -1,4 +1,4 @@
-"""What an engine is asked to compute in one step, and what comes of it."""
+"""The input and output of one step of an engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

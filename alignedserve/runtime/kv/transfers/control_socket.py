@@ -56,7 +56,7 @@ class ControlSocket:
         self.send_bytes(_HEADER.pack(len(payload)) + payload)
 
     def send_bytes(self, content: bytes | memoryview) -> None:
-        """Send bytes as they are: the blocks that a message has named."""
+        """Send the plain bytes of the blocks that a message has named."""
         try:
             self._socket.settimeout(self._timeout_s)
             self._socket.sendall(content)

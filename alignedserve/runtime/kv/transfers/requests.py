@@ -1,4 +1,4 @@
-"""The client's requests to a block server: planning those that can succeed, and receiving the owner's answers."""
+"""The client's requests to a block server: plans requests that can succeed, and receives the owner's answers."""
 
 import abc
 import contextlib

@@ -30,12 +30,12 @@ _MAX_SHOWN = 12
 
 
 def wants_gguf(name: HubName, listed: Collection[str]) -> bool:
-    """Return whether the weights are to come from a GGUF file: one is asked for, or there is nothing better."""
+    """Return whether the weights come from a GGUF file: the name wants one, or there is nothing better."""
     return name.quantization is not None or (not _has_safetensors(listed) and bool(_gguf_files(listed)))
 
 
 def choose_text_files(name: HubName, listed: Collection[str]) -> list[str]:
-    """Return config, tokenizer, chat template, weight index and an encoder's modules, as far as they are there.
+    """Return the existing ones of config, tokenizer, chat template, weight index and an encoder's modules.
 
     Raises UnsafeWeights when the repository has weights in a pickle format only, ModelNotFound or UnsupportedModel
     when it lacks weights, config.json or tokenizer.json. So nothing is downloaded of what cannot be served.

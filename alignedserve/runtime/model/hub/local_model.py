@@ -10,7 +10,7 @@ from alignedserve.runtime.model.hub.repository import Hub, Report
 def with_local_model(
     section: ModelSectionConfig, report: Report | None = None, hub: Hub | None = None
 ) -> ModelSectionConfig:
-    """Download the model that the section names, if that is one on a hub, and name its folder or GGUF file instead.
+    """Download the section's model if it is on a hub, and put its folder or GGUF file into the section.
 
     Clients call it by its name on the hub, unless the section says otherwise. A path of this machine and a built-in
     name are left as they are. Raises like Hub.fetch.

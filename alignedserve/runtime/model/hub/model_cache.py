@@ -20,7 +20,7 @@ _INCOMPLETE = "incomplete"
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """One revision of a model that is here, or, without a commit, halves of files of which no revision is."""
+    """One revision of a model in the cache, or, without a commit, unfinished files without a revision."""
 
     repo_id: str
     commit: str | None
@@ -31,7 +31,7 @@ class CachedModel:
 
 
 def list_models(cache: Path | None = None) -> list[CachedModel]:
-    """Return every revision of every model in the cache, by name; also those that other programs downloaded."""
+    """Return every revision of every model in the cache, by name; also models that other programs downloaded."""
     cache = cache or Path(constants.HF_HUB_CACHE)
     with contextlib.suppress(CacheNotFound):
         repos = [repo for repo in scan_cache_dir(cache).repos if repo.repo_type == "model"]
@@ -85,7 +85,7 @@ def _describe(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> CachedModel
 
 
 def _halves_alone(cache: Path, whole: set[str]) -> list[CachedModel]:
-    """Return models of which nothing but halves of files has come."""
+    """Return models with nothing but unfinished files."""
     return [
         CachedModel(
             repo_id=folder.name.removeprefix(_FOLDER_PREFIX).replace("--", "/"),

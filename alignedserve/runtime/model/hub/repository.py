@@ -83,7 +83,7 @@ class Hub:
         return {file.path: file.size for file in listed if isinstance(file, RepoFile)}
 
     def _list_folder(self, name: HubName, commit: str) -> dict[str, int]:
-        """Return the files that another program, of which no list remains, has downloaded."""
+        """Return the files that another program has downloaded, without a list of ours."""
         folder = self._folder(name, commit)
         if not folder.is_dir():
             raise ModelNotFound(f"{name} is not downloaded, or not completely, and HF_HUB_OFFLINE is set.")

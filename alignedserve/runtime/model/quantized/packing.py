@@ -1,4 +1,4 @@
-"""Puts quantised matrices into the forms that kernels multiply, keeping every value as it is.
+"""Puts quantised matrices into the forms that kernels multiply, without changing a value.
 
 A group of 4 bits becomes blocks of `kernels.block_formats`: G4_128 where 128 inputs share a scale; otherwise Q4_0 where
 zero points are 8 and scales are float16 numbers; otherwise G4_64 or G4_32. The float32 minimum, -scale * zero point, is

@@ -72,7 +72,7 @@ def _matrices(folder: Path, config: ModelConfig, computing: Computing, stored: C
 
 
 def _as_computed_together(matrices: list[_Matrix], computing: Computing) -> list[_Matrix]:
-    """Return them as they are loaded: where experts are one product, one that is unpacked has the others unpacked."""
+    """Return the forms for loading: where experts are one product, one unpacked expert unpacks the others."""
     forms = {matrix.form for matrix in matrices if matrix.is_expert}
     if not computing.is_gpu or ProductForm.UNPACKED not in forms:
         return matrices

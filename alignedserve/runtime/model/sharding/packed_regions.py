@@ -1,4 +1,4 @@
-"""Parts of packed weights: rows as they are, columns where they are whole blocks."""
+"""Parts of packed weights: any rows, but only columns that are whole blocks."""
 
 import torch
 from torch import Tensor

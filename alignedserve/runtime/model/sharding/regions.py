@@ -26,7 +26,7 @@ class Region(NamedTuple):
 def shard_regions(
     config: ModelConfig, names: ParameterNames, has: Callable[[str], bool], shard: TensorShard
 ) -> dict[str, Region]:
-    """Return the region of every tensor of which the rank reads a part; others it reads whole.
+    """Return the regions of tensors that the rank reads in part; it reads other tensors whole.
 
     `config` of the whole model; `has`: whether there is a tensor of a name.
     """

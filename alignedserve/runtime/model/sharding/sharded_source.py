@@ -36,7 +36,7 @@ class ShardedSource:
         packed: PackedSource | None = None,
         files: FileSource | None = None,
     ) -> None:
-        """`regions`: of tensors of which the rank has a part. `packed`, `files`: the source again, if it is these."""
+        """`regions`: of tensors that the rank has in part. `packed`, `files`: the source again, if it is these."""
         self.names, self.dtype = names, dtype
         self._source, self._packed, self._files = source, packed, files
         self._regions = regions

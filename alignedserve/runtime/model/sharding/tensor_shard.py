@@ -28,7 +28,7 @@ class Span(NamedTuple):
         return self.stop - self.start
 
     def times(self, width: int) -> "Span":
-        """Return the elements, of which each has `width`."""
+        """Return the elements of units that have `width` each."""
         return Span(self.start * width, self.stop * width)
 
 
@@ -75,7 +75,7 @@ class TensorShard:
 
 
 def check_tensor_parallel(config: ModelConfig, size: int) -> None:
-    """Raise ConfigError unless so many ranks can compute the model, naming numbers of ranks that can."""
+    """Raise ConfigError unless this many ranks can compute the model; the error names numbers that can."""
     if _obstacle(config, size) is None:
         return
     fitting = [str(other) for other in range(1, MAX_RANKS + 1) if _obstacle(config, other) is None]
