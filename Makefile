@@ -54,7 +54,7 @@ test-clients: install-dev  ## clients of the field against a served model, in en
 	@$(BIN)/python -m pytest -m clients tests/clients
 
 faults: install-dev  ## deliberate faults, each of which the default tests must catch: about ten minutes
-	@$(BIN)/python -m tests.faults.run --output benchmarks/results/faults_after.json
+	@$(BIN)/python -m tests.faults.run --output benchmarks/results/tests/deliberate_faults.json
 
 check: install-dev  ## format, lint, types, import contracts; types beside the others
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target check-types check-style
@@ -98,7 +98,7 @@ $(VENV)/.installed-dev: $(INSTALLED_FROM)
 	@touch $(VENV)/.installed $@
 
 bench: install-dev  ## benchmarks that take minutes each, one after the other; results under benchmarks/results
-	@for name in serving.startup engine.iteration_gap engine.iteration_log scheduling.schedule scheduling.decisions serving.transfer kernels.attention scheduling.alignment serving.gateway_streams engine.overhead engine.vs_transformers; do \
+	@for name in startup iteration_gap iteration_log schedule decisions 'transfer --name transfer/transfer' 'kernels --shape llama-0.5b --name kernels/kernels' alignment gateway_streams 'engine --rounds 3 --name engine/w1' vs_transformers; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:

@@ -18,7 +18,7 @@ from alignedserve.costmodel.work import IterationWork
 from alignedserve.sim.config import SimConfig
 from alignedserve.workload.distributions import parse_distribution
 from alignedserve.workload.objectives import with_ttft_from_prefill
-from benchmarks.support.recording import commit
+from benchmarks.measuring.recording import commit
 from experiments.common import (
     GIB,
     ColocatedWorkerSpec,

@@ -46,7 +46,7 @@ SOURCES: Mapping[str, tuple[str, str]] = {  # the recording, and what stands in 
 PAPERS_ERROR: Mapping[str, float] = {"alpaca": 0.034, "sharegpt": 0.092}  # section 3.1
 OUR_SIGMA: Mapping[str, float] = {"alpaca": 1.4, "sharegpt": 2.7}
 """Of our own predictor: the deviation at which the rank correlation with the true lengths is what hashed n-grams reach
-(0.637 and 0.309, benchmarks/results/predictor.json)."""
+(0.637 and 0.309, benchmarks/results/scheduling/predictor.json)."""
 
 
 @dataclass(frozen=True, slots=True)

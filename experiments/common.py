@@ -30,7 +30,7 @@ from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.result import ClassResult, Measure, SimulationResult
 from alignedserve.sim.sweep import Case, CaseProgress, CaseResult, WorkloadLine, run_cases
 from alignedserve.workload.catalogue import Library
-from benchmarks.support.recording import commit, write_result
+from benchmarks.measuring.recording import commit, write_result
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30

@@ -12,7 +12,8 @@ from alignedserve.planning.windows import Group
 from alignedserve.sim.result import PartResult
 
 # By how much simulated runs differ from live ones that they were not fitted to, as the ratio of simulated to real. From
-# benchmarks/results/simulated_vs_live_*.json: pocket model, 125M OPT and SmolLM2, colocated and elastic, two cores.
+# benchmarks/results/simulation/simulated_vs_live_*.json: pocket model, 125M OPT and SmolLM2, colocated and elastic, two
+# cores.
 MEASURED_ON = "2026-11-22"
 THROUGHPUT_RATIOS = (0.81, 1.05)
 TTFT_RATIOS = (0.89, 1.18)  # medians and 90th percentiles of all requests
@@ -82,7 +83,7 @@ def cautions(num_requests: int, share: float, span_s: float, costs: str) -> list
     sentences.append(
         f"Simulated by real, on live runs that it was not fitted to ({MEASURED_ON}, two cores): throughput "
         f"{THROUGHPUT_RATIOS[0]:.2f} to {THROUGHPUT_RATIOS[1]:.2f}, TTFT {TTFT_RATIOS[0]:.2f} to {TTFT_RATIOS[1]:.2f}, "
-        f"TPOT {TPOT_RATIOS[0]:.2f} to {TPOT_RATIOS[1]:.2f} (benchmarks/results/simulated_vs_live_*.json)."
+        f"TPOT {TPOT_RATIOS[0]:.2f} to {TPOT_RATIOS[1]:.2f} (benchmarks/results/simulation/simulated_vs_live_*.json)."
     )
     return sentences
 

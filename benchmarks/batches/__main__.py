@@ -7,16 +7,14 @@ accept        50 000 lines of chat: uploaded, created, validated (10 s or less),
               beside a file of the same number of lines and twenty times the bytes; cancelled with most of them left
 bookkeeping   milliseconds of one core per line of driver and Redis, with a runner that answers at once (0.5 or less);
               and what every process of a real cluster used per line, which is bookkeeping and request together
-throughput    a batch of short lines on an idle cluster of one worker beside `bench engine` on the same work (95 %)
+throughput    a batch of short lines on an idle cluster of one worker beside the engine alone on the same work (95 %)
 chat          real-time attainment of a load alone, and beside a batch that never ends (1 point or less)
 Every part leaves its figures beside those of the others.
 """
 
-import argparse
 import contextlib
 import json
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,15 +26,17 @@ from typing import Any
 import psutil
 
 from benchmarks.batches.bookkeeping import measure_bookkeeping
-from benchmarks.batches.kills import kill_cluster, make_tasks
-from benchmarks.scheduling.live_policies import SETTINGS, make_model
-from benchmarks.support.batch_client import BatchHttpClient, chat_file
-from benchmarks.support.command import ALIGNEDSERVE
-from benchmarks.support.kill_cluster import KillCluster
-from benchmarks.support.kill_schedules import Target
-from benchmarks.support.recording import RESULTS, write_result
+from benchmarks.batches.kills import make_tasks
+from benchmarks.engine.apart import output_tokens_per_s
+from benchmarks.measuring.arguments import parser_of
+from benchmarks.measuring.batch_client import BatchHttpClient, chat_file
+from benchmarks.measuring.kill_cluster import KillCluster, kill_cluster
+from benchmarks.measuring.kill_schedules import Target
+from benchmarks.measuring.models import make_opt_125m
+from benchmarks.measuring.recording import read_figures, write_result
+from benchmarks.measuring.server import load_report, options_of, settings_of
 
-_NAME = "batches"
+_NAME = "batches/batches"
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _NUM_LINES = 50_000
 _WORK = (128, 64, 64)  # lines, prompt tokens, answer tokens
@@ -104,19 +104,16 @@ def throughput() -> dict[str, Any]:
     """Return the same short work by the engine alone, and as a batch."""
     count, prompt_len, output_len = _WORK
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "opt-125m"
-        make_model(folder)
-        command = [ALIGNEDSERVE, "bench", "engine", "--shape", "opt-125m", "--dtype", "bfloat16", "--json"]
-        asked = [*command, "--workload", f"{count}x{prompt_len}:{output_len}"]
-        engine = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
-        with cluster_of(str(folder), *settings()) as (_, client):
+        folder = make_opt_125m(Path(name) / "opt-125m")
+        engine_rate = output_tokens_per_s(f"{count}x{prompt_len}:{output_len}")
+        with cluster_of(str(folder), *options_of(settings_of("elastic"))) as (_, client):
             content = completion_file(folder.name, count, prompt_len, output_len)
             client.wait(client.submit(content[: content.index(b"\n") + 1], _COMPLETIONS))
             began_s = time.monotonic()
             batch = client.wait(client.submit(content, _COMPLETIONS))
             took_s = time.monotonic() - began_s
     assert batch["request_counts"]["completed"] == count, batch
-    batch_rate, engine_rate = batch["usage"]["output_tokens"] / took_s, engine["output_tokens_per_s"]
+    batch_rate = batch["usage"]["output_tokens"] / took_s
     return {
         "work": f"{count}x{prompt_len}:{output_len}",
         "engine_output_tokens_per_s": round(engine_rate, 1),
@@ -128,9 +125,8 @@ def throughput() -> dict[str, Any]:
 def chat() -> dict[str, Any]:
     """Measure a load that real time holds alone, then the same beside a batch."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "opt-125m"
-        make_model(folder)
-        with cluster_of(str(folder), *settings()) as (cluster, client):
+        folder = make_opt_125m(Path(name) / "opt-125m")
+        with cluster_of(str(folder), *options_of(settings_of("elastic"))) as (cluster, client):
             load(cluster, folder, 5.0)
             alone = load(cluster, folder, _CHAT_S)
             batch_id = client.submit(completion_file(folder.name, 5000, 256, 96), _COMPLETIONS)
@@ -144,9 +140,8 @@ def chat() -> dict[str, Any]:
 
 def load(cluster: KillCluster, folder: Path, duration_s: float) -> dict[str, Any]:
     """Put on the real-time load; return what `bench serve` measured."""
-    command = [ALIGNEDSERVE, "bench", "serve", "--url", cluster.url, "--endpoint", "completions", "--ignore-eos"]
-    command += ["--duration", str(duration_s), "--json", "-", "--tokenizer", str(folder), "--synthetic", _REAL_TIME]
-    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["report"]
+    options = ("--duration", str(duration_s), "--tokenizer", str(folder), "--synthetic", _REAL_TIME)
+    report = load_report(cluster.port, *options)
     kept = ("num_sent", "num_completed", "slo_attainment", "ttft_s", "tpot_s")
     return {name: report["classes"][0].get(name) for name in kept}
 
@@ -166,12 +161,6 @@ def completion_file(model: str, count: int, prompt_len: int, output_len: int) ->
     fields = {"method": "POST", "url": _COMPLETIONS}
     lines = [{"custom_id": f"line-{number}", **fields, "body": body} for number, body in enumerate(bodies)]
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-
-
-def settings() -> tuple[str, ...]:
-    """Return options of a cluster with the benchmark's own model, and one worker."""
-    named = [option for setting in SETTINGS for option in ("--set", setting)]
-    return tuple(named)
 
 
 @contextlib.contextmanager
@@ -206,15 +195,13 @@ _PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def main() -> None:
     """Measure, and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=_PARTS, default=list(_PARTS))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that clusters are ended
-    path = RESULTS / f"{_NAME}.json"
     for name in parser.parse_args().only:
         part = {"measured_at": datetime.now(UTC).isoformat(timespec="seconds"), **_PARTS[name]()}
         print(name, json.dumps(part, indent=2), flush=True)
-        others = json.loads(path.read_text())["figures"] if path.exists() else {}
-        write_result(_NAME, others | {name: part})
+        write_result(_NAME, (read_figures(_NAME) or {}) | {name: part})
 
 
 if __name__ == "__main__":

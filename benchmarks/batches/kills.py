@@ -10,7 +10,6 @@ started again only where `serve` itself was killed. Targets: lines lost, duplica
 that do not end 0. Results of other seeds that were recorded before are kept.
 """
 
-import argparse
 import contextlib
 import json
 import random
@@ -19,22 +18,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from alignedserve.pocket.tasks import PocketTask, Skill, is_correct, make_task
-from benchmarks.support.batch_client import BatchHttpClient, chat_file
-from benchmarks.support.kill_cluster import KillCluster
-from benchmarks.support.kill_schedules import KillSchedule, make_schedule
-from benchmarks.support.recording import RESULTS, commit, write_result
+from benchmarks.measuring.arguments import parser_of
+from benchmarks.measuring.batch_client import BatchHttpClient, chat_file
+from benchmarks.measuring.kill_cluster import KillCluster, kill_cluster
+from benchmarks.measuring.kill_schedules import KillSchedule, make_schedule
+from benchmarks.measuring.recording import RESULTS, commit, write_result
 
 NUM_LINES = 500
 _SKILLS = (Skill.SPELLING, Skill.SUMS, Skill.REVERSING)
-_NAME = "batch_kills"
+_NAME = "batches/batch_kills"
 _MODEL = "pocket"
 _ENDPOINT = "/v1/chat/completions"
-SEPARATE = ("--set", "topology=disaggregated")  # with every kind of process to hurt
 
 
 class Verdict(NamedTuple):
@@ -135,17 +133,6 @@ def _submit(client: BatchHttpClient, tasks: dict[str, PocketTask], order: list[s
     return client.submit(chat_file(prompts, _MODEL), _ENDPOINT)
 
 
-@contextlib.contextmanager
-def kill_cluster(folder: Path, options: tuple[str, ...] = SEPARATE) -> Iterator[KillCluster]:
-    """Start a cluster that is ended whatever happens."""
-    cluster = KillCluster(folder, options)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
-
-
 def run_all(folder: Path, seeds: range, records: dict[str, dict[str, Any]]) -> None:
     """Run every seed on one cluster; its result goes into `records` at once, and on the disk."""
     with kill_cluster(folder) as cluster:
@@ -187,7 +174,7 @@ def _recorded() -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     """Run, and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--schedules", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="for state and logs, kept afterwards; by default a temporary one")

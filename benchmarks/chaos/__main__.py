@@ -30,7 +30,7 @@ from benchmarks.chaos.run import Stage, run_all
 from benchmarks.chaos.schedules import ChaosSchedule, covering, make_schedule, shrink
 from benchmarks.chaos.site import Site
 from benchmarks.chaos.summary import summary_of
-from benchmarks.support.recording import RESULTS, write_result
+from benchmarks.measuring.recording import RESULTS, write_result
 
 _IN_NAMESPACE = "CHAOS_HAS_SMALL_DISKS"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -45,7 +45,7 @@ def main() -> None:
     has_small_disks = os.environ.get(_IN_NAMESPACE) == "1" and mount_small(_SHARED_MEMORY, _SHARED_SIZE)
     schedules = covering(arguments.covering) if arguments.covering else tuple(map(make_schedule, arguments.seeds))
     schedules = schedules[arguments.part]
-    output: Path = arguments.output or RESULTS / f"chaos_{arguments.stage}.jsonl"
+    output: Path = arguments.output or RESULTS / f"faults/chaos_{arguments.stage}.jsonl"
     make = RayCluster if arguments.stage == "cluster" else partial(Rooms, has_small_disks=has_small_disks)
     if arguments.shrink:
         for schedule in schedules:

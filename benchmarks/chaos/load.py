@@ -13,7 +13,7 @@ import httpx
 
 from benchmarks.chaos.judge import Ending, Outcome, ending_of
 from benchmarks.chaos.site import Site, ask
-from benchmarks.support.batch_client import BatchHttpClient
+from benchmarks.measuring.batch_client import BatchHttpClient
 
 _ENDPOINT = "/v1/completions"
 _NUM_QUESTIONS = 8

@@ -6,8 +6,8 @@ from alignedserve.process.addresses import ROUTER
 from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.arena_files import arena_folder
 from benchmarks.chaos.schedules import Target
-from benchmarks.support import kill_schedules
-from benchmarks.support.kill_cluster import KillCluster
+from benchmarks.measuring import kill_schedules
+from benchmarks.measuring.kill_cluster import KillCluster
 
 MODEL = "pocket"
 _SETTINGS = (

@@ -1,6 +1,6 @@
 """Correctness and speed of the GPU path, on one GPU: every target of docs/gpu.md in nine minutes.
 
-    python -m benchmarks.gpu                        # figures in benchmarks/results/gpu_<part>.json
+    python -m benchmarks.gpu                        # figures in benchmarks/results/gpu/gpu_<part>.json
     python -m benchmarks.gpu --toy --device cpu     # shows without a GPU whether everything runs; records nothing
     python -m benchmarks.gpu --list                 # every part, those that no target needs as well
     python -m benchmarks.gpu --parts products,prompts           # these alone
@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.microbench.device_choice import chosen_device
 from alignedserve.runtime.device.devices import CPU, cuda_obstacle
 from benchmarks.gpu.part_list import PART_LIST, print_parts
 from benchmarks.gpu.targets import TargetOutcome, outcomes
-from benchmarks.support.recording import RESULTS, write_result
+from benchmarks.measuring.device_choice import chosen_device
+from benchmarks.measuring.recording import RESULTS, write_result
 
 TOTAL_S = 540.0
 PART_COMMAND = (sys.executable, "-m", "benchmarks.gpu.parts")
@@ -156,7 +156,7 @@ def main() -> int:
         parser.error(f"--{error}")
     if device == CPU and not arguments.toy:
         parser.error(f"on a CPU only --toy makes sense ({cuda_obstacle() or 'there is a GPU: leave --device out'})")
-    output = arguments.output or (None if arguments.toy else RESULTS)
+    output = arguments.output or (None if arguments.toy else RESULTS / "gpu")
     runner = Runner(["--device", device, *(["--toy"] if arguments.toy else [])], output, arguments.seconds)
     runner.run(chosen)
     return _report(runner, output, is_toy=arguments.toy)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.core.block_layout import FP8
-from alignedserve.microbench.shapes import SHAPES
+from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.model.model_config import ModelConfig
 
 SHAPE = "llama-3-8b"

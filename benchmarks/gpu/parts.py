@@ -21,19 +21,19 @@ from typing import Any, TextIO
 
 import torch
 
-from alignedserve.microbench.device_choice import chosen_device
-from alignedserve.microbench.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
-from alignedserve.microbench.kernels.benchmark import Groups, KernelBenchmarkSpec, all_groups, run_kernel_benchmark
-from alignedserve.microbench.results import IterationReport, KernelReport, TransferReport
-from alignedserve.microbench.transfer.benchmark import measure_device_transfers
-from alignedserve.microbench.transfer.device_transfers import pinned_rows
-from alignedserve.microbench.transfer.spec import DEVICE_SPEC, TransferBenchmarkSpec
 from alignedserve.runtime.device.devices import CUDA
+from benchmarks.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
 from benchmarks.gpu.generation import compare_generation
 from benchmarks.gpu.logits import compare_logits
 from benchmarks.gpu.part_list import PART_LIST, print_parts
 from benchmarks.gpu.sanitizer import sanitize_self_check
-from benchmarks.support.recording import RESULTS, write_result
+from benchmarks.kernels.benchmark import Groups, KernelBenchmarkSpec, all_groups, run_kernel_benchmark
+from benchmarks.measuring.device_choice import chosen_device
+from benchmarks.measuring.recording import RESULTS, write_result
+from benchmarks.measuring.results import IterationReport, KernelReport, TransferReport
+from benchmarks.transfer.benchmark import measure_device_transfers
+from benchmarks.transfer.device_transfers import pinned_rows
+from benchmarks.transfer.spec import DEVICE_SPEC, TransferBenchmarkSpec
 from kernels.gpu_dispatch import launch_failures
 
 SANITIZER, TESTS, LOGITS, KERNELS = "sanitizer", "tests", "logits", "kernels"
@@ -98,7 +98,7 @@ def main() -> None:
     if arguments.toy and arguments.output is None:
         parser.error("--toy needs --output: a toy is no result")
     device = chosen_device(arguments.device)
-    folder = arguments.output or RESULTS
+    folder = arguments.output or RESULTS / "gpu"
     part = Part(arguments.part, device, arguments.toy, folder, arguments.limit, arguments.compiled)
     try:
         figures = PARTS[part.name](part)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from alignedserve.microbench.engine.iterations import BESIDE_COPIES, DECODE, ENDED_EARLIER, PREFILL
-from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH
+from benchmarks.engine.iterations import BESIDE_COPIES, DECODE, ENDED_EARLIER, PREFILL
+from benchmarks.measuring.pinned_copies import OFFLOAD, PREFETCH
 
 MET, MISSED, NOT_MEASURED = "met", "missed", "not measured"
 Figures = Mapping[str, Any]  # of one part, as it recorded them

@@ -1,205 +1,147 @@
-"""Attention of one layer by every kernel that runs here. Decode: bytes read per second, beside reading alone.
-Prefill in chunks: arithmetic per second, beside that of a packed matrix product.
+"""Attention as the benchmark of the kernels measures it: batches and chunks by every planner that runs here."""
 
-    python -m benchmarks.kernels.attention [seconds]
-
-Kernels take turns and the lower quartile of a kernel's times is kept, as other work disturbs many.
-"""
-
-import statistics
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import replace
+import importlib
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import torch
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.microbench.kernels.attention_batches import AttentionBatch, attention_batch, num_blocks_of
-from alignedserve.microbench.shapes import LLAMA_0_5B
-from alignedserve.runtime.attention.backend import StepAttention
+from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
+from alignedserve.runtime.attention.libraries import FLASH_4, LIBRARIES
+from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.model_config import ModelConfig
-from benchmarks.support.recording import write_result
-from kernels.linear import Linear
+from benchmarks.kernels.attention_batches import AttentionBatch, attention_batch, num_blocks_of
+from benchmarks.kernels.cases import TRITON, KernelCase, KernelSetup
 
-BLOCK_SIZE = 16
-NUM_LAYERS = 2
-HEADS = {"opt-125m (12 heads x 64)": (12, 1), "14 heads on 2 x 64": (2, 7)}
-HEAD_DIM = 64
-BATCHES = {
-    "64 x 1024": [1024] * 64,
-    "60 x 256 + 4 x 4096": [256] * 60 + [4096] * 4,
-    "1 x 4096": [4096],
-    "64 x 64": [64] * 64,
-}
+DECODE, PREFILL = "decode", "prefill"
+NAIVE = "undivided"  # one program per sequence and key head
+_BLOCK_SIZE = 16
+_NUM_LAYERS = 2  # taken in turn
+
+Groups = tuple[tuple[int, int], ...]  # how many sequences of which length
+
+# The second is as many tokens as the third in as many sequences.
+BATCHES: tuple[Groups, ...] = (((64, 4096),), ((60, 256), (4, 16384)), ((64, 1264),), ((64, 1024),), ((1, 16384),))
+TOY_BATCHES: tuple[Groups, ...] = (((4, 64),), ((3, 16), (1, 112)), ((4, 40),), ((4, 32),), ((1, 96),))
 # (sequences, new tokens of each, context that the new tokens end)
-CHUNKS = {
-    "64 x 32": (64, 32, 32),
-    "2 x 1024": (2, 1024, 1024),
-    "1 x 512 after 1536": (1, 512, 2048),
-    "32 x 16 after 1008": (32, 16, 1024),
-}
-CEILING_BYTES = 256 << 20
-PRODUCT_WIDTH, PRODUCT_ROWS = 2048, 512
+CHUNKS = ((1, 4096, 4096), (1, 512, 4096), (32, 128, 1152))
+TOY_CHUNKS = ((1, 32, 32), (1, 8, 40), (2, 8, 24))
 
 
-class Timed:
-    """One kernel over one batch."""
-
-    def __init__(self, turn: Callable[[int], None]) -> None:
-        """`turn` computes one layer."""
-        self._turn = turn
-        self.seconds: list[float] = []
-
-    def __call__(self) -> None:
-        """Run one turn: all layers once."""
-        began = time.perf_counter()
-        for layer in range(NUM_LAYERS):
-            self._turn(layer)
-        self.seconds.append((time.perf_counter() - began) / NUM_LAYERS)
+def name_of(groups: Groups) -> str:
+    """Return the name that rows show."""
+    return " + ".join(f"{number} x {length}" for number, length in groups)
 
 
-def lower_quartile(seconds: list[float]) -> float:
-    """Return a time that other work has not disturbed much."""
-    return statistics.quantiles(seconds, n=4)[0]
+def batches(setup: KernelSetup) -> tuple[Groups, ...]:
+    """Return the decode batches of this benchmark; the second is mixed, the third is as many tokens evenly long."""
+    return TOY_BATCHES if setup.is_toy else BATCHES
 
 
-def take_turns(turns: list[Callable[[], None]], seconds: float) -> None:
-    """Call every one in turn, five times at least."""
-    began = time.perf_counter()
-    count = 0
-    while count < 5 or time.perf_counter() - began < seconds:
-        for turn in turns:
-            turn()
-        count += 1
-
-
-def filled(lengths: list[int], num_new: int, heads: tuple[int, int], dtype: str) -> AttentionBatch:
-    """Make sequences of these lengths, of which the last `num_new` tokens are to be computed."""
-    layout = BlockLayout(BLOCK_SIZE, NUM_LAYERS, heads[0], HEAD_DIM, dtype)
-    storage = BlockStorage(layout, num_blocks_of(lengths, BLOCK_SIZE))
+def attention_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
+    """Yield groups to be measured by turns: all decode batches, then the chunks."""
+    chunks = TOY_CHUNKS if setup.is_toy else CHUNKS
+    lengths = [_lengths(groups) for groups in batches(setup)]
+    lengths += [[context] * sequences for sequences, _, context in chunks]
+    config = setup.config
+    layout = BlockLayout(_BLOCK_SIZE, _NUM_LAYERS, config.num_kv_heads, config.head_dim, dtype_name(setup.dtype))
+    storage = BlockStorage(
+        layout, max(num_blocks_of(own, _BLOCK_SIZE) for own in lengths), setup.device, has_scratch=True
+    )
     storage.blocks.normal_()
-    return attention_batch(storage, lengths, num_new)
+    yield [kernel_case for groups in batches(setup) for kernel_case in _decode_cases(setup, storage, groups)]
+    for sequences, num_new, context in chunks:
+        yield list(prefill_cases(setup, storage, sequences, num_new, context))
 
 
-def shape_of(heads: tuple[int, int]) -> ModelConfig:
-    """Return a model with these key heads and query heads per key head."""
-    return replace(LLAMA_0_5B, num_kv_heads=heads[0], num_heads=heads[0] * heads[1], head_dim=HEAD_DIM)
+def _lengths(groups: Groups) -> list[int]:
+    return [length for number, length in groups for _ in range(number)]
 
 
-def measure_decode(name: str, heads: tuple[int, int], dtype: str, seconds: float) -> list[dict[str, Any]]:
-    """Measure one row of figures for each kernel."""
-    lengths = BATCHES[name]
-    batch = filled(lengths, 1, heads, dtype)
-    queries = torch.randn(len(lengths), *heads, HEAD_DIM).to(batch.storage.blocks.dtype)
-
-    def turn_of(step: StepAttention) -> Callable[[int], None]:
-        out = torch.empty_like(queries)
-        return lambda layer: step.decode(queries, out, layer, False)
-
-    planners = batch.planners(shape_of(heads))
-    timed = {kernel: Timed(turn_of(batch.decodes(planner))) for kernel, planner in planners.items()}
-    reads: list[float] = []
-    take_turns([*timed.values(), lambda: reads.append(read_once())], seconds)
-    num_bytes = sum(lengths) * 2 * heads[0] * HEAD_DIM * batch.storage.blocks.element_size()
-    ceiling = CEILING_BYTES / lower_quartile(reads)
-    return [
-        {
-            "batch": name,
-            "dtype": dtype,
-            "kernel": kernel,
-            "ms": round(1e3 * (taken := lower_quartile(turn.seconds)), 3),
-            "GB_per_s": round(num_bytes / taken / 1e9, 1),
-            "of_ceiling": round(num_bytes / taken / ceiling, 2),
-            "ceiling_GB_per_s": round(ceiling / 1e9, 1),
-        }
-        for kernel, turn in timed.items()
-    ]
+def _planners(setup: KernelSetup, batch: AttentionBatch) -> dict[str, AttentionPlanner]:
+    found = batch.planners(setup.config)
+    return {by: planner for by, planner in found.items() if by not in (TRITON, *LIBRARIES) or setup.runs_triton}
 
 
-def measure_prefill(name: str, heads: tuple[int, int], dtype: str, seconds: float) -> list[dict[str, Any]]:
-    """Measure one row of figures for each kernel."""
-    count, num_new, context_len = CHUNKS[name]
-    batch = filled([context_len] * count, num_new, heads, dtype)
-    kind = batch.storage.blocks.dtype
-    queries = torch.randn(count * num_new, *heads, HEAD_DIM).to(kind)
+def _decode_cases(setup: KernelSetup, storage: BlockStorage, groups: Groups) -> Iterator[KernelCase]:
+    config, lengths = setup.config, _lengths(groups)
+    num_tokens = sum(lengths)
+    batch = attention_batch(storage, lengths, 1)
+    queries = setup.randn(len(lengths), config.num_kv_heads, config.group_size, config.head_dim)
+    num_bytes = num_tokens * 2 * config.kv_width * setup.dtype.itemsize
+    num_operations = 4 * num_tokens * config.query_width
+
+    def kernel_case(by: str, run: Callable[[int], object]) -> KernelCase:
+        return KernelCase(DECODE, name_of(groups), by, _in_turn(run), num_bytes, num_operations, is_copy=False)
+
+    planners = {by: planner for by, planner in _planners(setup, batch).items() if by not in LIBRARIES}
+    for by, planner in planners.items():
+        yield kernel_case(by, _decoding(batch.decodes(planner), queries))
+    if TRITON in planners:
+        yield kernel_case(NAIVE, _naively_decoding(batch, planners[TRITON], queries))
+
+
+def _decoding(step: StepAttention, queries: torch.Tensor) -> Callable[[int], object]:
+    out = torch.empty_like(queries)
+    return lambda layer: step.decode(queries, out, layer, False)
+
+
+def _naively_decoding(batch: AttentionBatch, planner: Any, queries: torch.Tensor) -> Callable[[int], object]:
+    """Return decode attention by the same kernel without work partitioning. `planner`: the one for the GPU."""
+    naive, places, decoding = (
+        importlib.import_module(name)
+        for name in (
+            "benchmarks.kernels.naive_decode",
+            "kernels.gpu.blocks",
+            "kernels.gpu.decode_attention",
+        )
+    )
+    lengths = batch.table.num_computed[batch.rows] + 1
+    starts, is_reversed, entries = to_device(planner.block_tables(batch.rows, lengths), batch.storage.device)
+    whole = naive.naive_batch(places.BlockTables(entries, starts, is_reversed), lengths, planner.heads)
+    out, blocks = torch.empty_like(queries), batch.storage.blocks
+    return lambda layer: decoding.paged_decode(queries, out, places.BlockView(blocks, layer), whole)
+
+
+def prefill_cases(
+    setup: KernelSetup, storage: BlockStorage, sequences: int, num_new: int, context: int
+) -> Iterator[KernelCase]:
+    """Yield the last `num_new` tokens of so many contexts, by every planner that runs here."""
+    config = setup.config
+    batch = attention_batch(storage, [context] * sequences, num_new)
+    num_tokens = sequences * num_new
+    queries = setup.randn(num_tokens, config.num_kv_heads, config.group_size, config.head_dim)
     # Where nothing was computed before, the gathering kernel takes them from here instead of from blocks.
-    new = (torch.randn(count * num_new, heads[0] * HEAD_DIM).to(kind),) * 2
-
-    def turn_of(step: StepAttention) -> Callable[[int], None]:
-        out = torch.empty_like(queries)
-        return lambda layer: step.chunks(queries, new, out, layer, False)
-
-    planners = batch.planners(shape_of(heads))
-    timed = {kernel: Timed(turn_of(batch.chunks(planner, num_new))) for kernel, planner in planners.items()}
-    product = PackedProduct(kind)
-    take_turns([*timed.values(), product], seconds)
+    new = (setup.randn(num_tokens, config.kv_width), setup.randn(num_tokens, config.kv_width))
     # Both products of a query with the keys up to its own: two operations each per element.
-    num_pairs = count * sum(range(context_len - num_new + 1, context_len + 1))
-    num_operations = 4 * num_pairs * heads[0] * heads[1] * HEAD_DIM
-    ceiling = product.operations_per_s()
-    return [
-        {
-            "batch": name,
-            "dtype": dtype,
-            "kernel": kernel,
-            "ms": round(1e3 * (taken := lower_quartile(turn.seconds)), 3),
-            "GFLOP_per_s": round(num_operations / taken / 1e9, 1),
-            "of_ceiling": round(num_operations / taken / ceiling, 2),
-            "ceiling_GFLOP_per_s": round(ceiling / 1e9, 1),
-        }
-        for kernel, turn in timed.items()
-    ]
+    num_pairs = sequences * sum(range(context - num_new + 1, context + 1))
+    cached = "" if context == num_new else f" after {context - num_new}"
+    without = set(LIBRARIES) - {FLASH_4} if cached else set()  # which read no blocks of 16 tokens
+    for by, planner in _planners(setup, batch).items():
+        if by in without:
+            continue
+        yield KernelCase(
+            PREFILL,
+            f"{sequences} x {num_new}{cached}",
+            by,
+            _in_turn(_computing(batch.chunks(planner, num_new), queries, new)),
+            sequences * context * 2 * config.kv_width * setup.dtype.itemsize,
+            4 * num_pairs * config.query_width,
+            is_copy=False,
+        )
 
 
-class PackedProduct:
-    """A linear layer over many rows: the arithmetic that this processor does at its best."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._product = Linear(torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH).to(dtype))
-        self._rows = torch.randn(PRODUCT_ROWS, PRODUCT_WIDTH).to(dtype)
-        self._seconds: list[float] = []
-
-    def __call__(self) -> None:
-        """Run one turn."""
-        began = time.perf_counter()
-        self._product(self._rows)
-        self._seconds.append(time.perf_counter() - began)
-
-    def operations_per_s(self) -> float:
-        """Return the operations per second of the turns so far."""
-        return 2 * PRODUCT_ROWS * PRODUCT_WIDTH**2 / lower_quartile(self._seconds)
+def _computing(
+    step: StepAttention, queries: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]
+) -> Callable[[int], object]:
+    out = torch.empty_like(queries)
+    return lambda layer: step.chunks(queries, new, out, layer, False)
 
 
-MEMORY = torch.ones(CEILING_BYTES // 4)
-
-
-def read_once() -> float:
-    """Return the seconds to read memory that no cache holds, with all threads."""
-    began = time.perf_counter()
-    MEMORY.sum()
-    return time.perf_counter() - began
-
-
-@torch.inference_mode()
-def main() -> None:
-    """Measure, print, record."""
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 4.0
-    decode, prefill = [], []
-    for shape, heads in HEADS.items():
-        for dtype in ("bfloat16", "float32"):
-            for name in BATCHES:
-                for row in measure_decode(name, heads, dtype, seconds):
-                    decode.append({"heads": shape, **row})
-                    print(decode[-1], flush=True)
-            for name in CHUNKS:
-                for row in measure_prefill(name, heads, dtype, seconds):
-                    prefill.append({"heads": shape, **row})
-                    print(prefill[-1], flush=True)
-    write_result("attention", {"threads": torch.get_num_threads(), "decode": decode, "prefill": prefill})
-
-
-if __name__ == "__main__":
-    main()
+def _in_turn(run: Callable[[int], object]) -> Callable[[], object]:
+    """Return a function that computes one layer per call, one after the other."""
+    calls = count()
+    return lambda: run(next(calls) % _NUM_LAYERS)

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from rich.progress import track
 
 from alignedserve.cli.machine import describe_machine
-from benchmarks.support.recording import commit
+from benchmarks.measuring.recording import commit
 from experiments.common import write_record
 from experiments.grid.picture import PICTURES
 from experiments.grid.points import LOADS, MIXED, TRACES, Point, all_points

@@ -22,7 +22,7 @@ from alignedserve.sim.config import SimConfig
 from alignedserve.sim.records import RequestRecord
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import TimedRequest, Workload
-from benchmarks.support.recording import commit
+from benchmarks.measuring.recording import commit
 from experiments.common import Row, chosen, print_table, write_record
 from experiments.grid.points import SEEDS, Point, all_points
 from experiments.grid.record import PATH, Record

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Workload
-from benchmarks.support.recording import commit
+from benchmarks.measuring.recording import commit
 from experiments.grid.points import SEEDS, Point
 from experiments.grid.record import Outcome, Record
 from experiments.grid.systems import DEFAULT, Family, System, field_families, others, own_families

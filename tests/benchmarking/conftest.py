@@ -1,4 +1,4 @@
-"""Marks these tests slow: what they test, microbenchmarks, benchmarks and experiments, serves no request."""
+"""Marks these tests slow: what they test, benchmarks and experiments, serves no request."""
 
 from pathlib import Path
 

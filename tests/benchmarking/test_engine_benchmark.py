@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.microbench.engine.ceilings import chosen_points
-from alignedserve.microbench.engine.throughput import (
-    EngineBenchmarkSpec,
-    RequestGroup,
-    parse_workload,
-    run_engine_benchmark,
-)
+from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
+from benchmarks.engine.ceilings import chosen_points
+from benchmarks.engine.throughput import run_engine_benchmark
+from benchmarks.engine.workloads import RequestGroup, parse_workload
 from tests.support.tiny_models import make_tiny_model
 
 

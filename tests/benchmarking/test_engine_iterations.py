@@ -9,12 +9,12 @@ import torch
 
 from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError
-from alignedserve.microbench.device_ceilings import SIZES, TOY_SIZES
-from alignedserve.microbench.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
-from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
-from alignedserve.microbench.shapes import SHAPES
+from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.streams import CheckedStreams, HostStreams
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from benchmarks.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
+from benchmarks.measuring.device_ceilings import SIZES, TOY_SIZES
+from benchmarks.measuring.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
 
 
 def test_every_iteration_is_measured() -> None:

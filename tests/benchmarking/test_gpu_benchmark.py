@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from alignedserve.microbench import device_choice
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.part_list import PART_LIST
 from benchmarks.gpu.parts import count_tests
 from benchmarks.gpu.targets import MET, MISSED, NOT_MEASURED, outcomes
+from benchmarks.measuring import device_choice
 
 
 def decode(case: str, by: str, gb_per_s: float, against: float | None = None) -> dict[str, Any]:

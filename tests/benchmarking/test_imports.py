@@ -34,11 +34,11 @@ absent = {FEWER_ABSENT!r} if {set(BESIDE_TRANSFORMERS)!r} & set(sys.orig_argv) e
 {BLOCKED.format(absent="absent")}
 """
 COMMANDS = (
-    "bench transfer --device cpu",
+    "benchmarks.transfer --device cpu --rounds 1 --sizes 1",
     *slow(
-        "bench engine --device cpu --shape toy --workload iterations",
-        "bench kernels --device cpu --shape toy --dtype float32 --toy",
-        "bench engine --device cpu --shape toy --workload 1x5:2",
+        "benchmarks.engine --device cpu --shape toy --workload iterations",
+        "benchmarks.kernels --device cpu --shape toy --dtype float32 --toy",
+        "benchmarks.engine --device cpu --shape toy --workload 1x5:2",
     ),
 )
 
@@ -54,8 +54,8 @@ def run_without(absent: tuple[str, ...], program: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_runs(command: str) -> None:
-    program = "import runpy\nrunpy.run_module('alignedserve', run_name='__main__')"
-    assert run_without(ABSENT, program, "alignedserve", *command.split())
+    module, *arguments = command.split()
+    assert run_without(ABSENT, f"import runpy\nrunpy.run_module('{module}', run_name='__main__')", module, *arguments)
 
 
 @pytest.mark.timeout(300)

@@ -7,14 +7,14 @@ import json
 import pytest
 import torch
 
-from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError
-from alignedserve.microbench.device_ceilings import TOY_SIZES, measure_device_ceilings
-from alignedserve.microbench.device_choice import chosen_device
-from alignedserve.microbench.kernels.benchmark import KernelBenchmarkSpec, run_kernel_benchmark
-from alignedserve.microbench.results import DeviceCeilings, KernelReport, KernelRow
 from alignedserve.runtime.device.devices import cuda_obstacle
 from alignedserve.runtime.device.timing import DeviceTimer, clocked_by_turns
+from benchmarks.kernels import __main__ as command
+from benchmarks.kernels.benchmark import KernelBenchmarkSpec, run_kernel_benchmark
+from benchmarks.measuring.device_ceilings import TOY_SIZES, measure_device_ceilings
+from benchmarks.measuring.device_choice import chosen_device
+from benchmarks.measuring.results import DeviceCeilings, KernelReport, KernelRow
 
 CEILINGS = DeviceCeilings("here", "float32", 100.0, 200.0, 2.0, None, None)
 TOY = KernelBenchmarkSpec(device="cpu", shape="toy", dtype="float32", is_toy=True)
@@ -103,11 +103,9 @@ def test_the_mixed_batch_is_set_against_the_even_one(report: KernelReport) -> No
 
 
 def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("alignedserve.microbench.kernels.benchmark.run_kernel_benchmark", lambda *_: few_rows())
-    monkeypatch.setattr("sys.argv", ["alignedserve", "bench", "kernels", "--device", "cpu"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 0
+    monkeypatch.setattr("benchmarks.kernels.__main__.run_kernel_benchmark", lambda _: few_rows())
+    monkeypatch.setattr("sys.argv", ["kernels", "--device", "cpu"])
+    command.main()
     shown = capsys.readouterr().out
     assert "3 x 16 + 1 x 112" in shown
     assert "1.30" in shown

@@ -1,57 +1,30 @@
 """The benchmark of the pool's index and batch formers, and what it says of how narrow batches are."""
 
 import dataclasses
-import functools
-import json
 import math
-import sys
 
 import pytest
 
-from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
-from alignedserve.microbench.scheduling.benchmark import (
-    ScheduleBenchmarkSpec,
-    parse_pool_sizes,
-    range_to_best,
-    run_schedule_benchmark,
-)
-from alignedserve.microbench.scheduling.pool_arrivals import LENGTHS, Arrivals
+from benchmarks.schedule import LENGTHS, Arrivals, ScheduleBenchmarkSpec, range_to_best, run_schedule_benchmark
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
 from kvpool.state import PooledRequest
 from tests.support.marks import slow
 
-SMALL = ScheduleBenchmarkSpec(pool_sizes=(50, 200), num_batches=20, num_iterations=50)
-
-
-def test_pool_sizes() -> None:
-    assert parse_pool_sizes("1000, 20") == (1000, 20)
-
-
-@pytest.mark.parametrize("text", ["", "x", "10,", "1e3", "-1", "²"])
-def test_bad_pool_sizes(text: str) -> None:
-    with pytest.raises(ConfigError, match="pool sizes"):
-        parse_pool_sizes(text)
-
-
-@pytest.mark.parametrize("changes", [{"lengths": "gamma"}, {"pool_sizes": ()}, {"pool_sizes": (0,)}])
-def test_bad_specs(changes: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"lengths|pool sizes"):
-        dataclasses.replace(SMALL, **changes)  # type: ignore[arg-type]
+SMALL = ScheduleBenchmarkSpec(pool_sizes=(50, 200), num_batches=20)
 
 
 @pytest.mark.parametrize("lengths", ["lognormal", *slow(*sorted(LENGTHS.keys() - {"lognormal"}))])
 def test_every_former_and_size_is_measured(lengths: str) -> None:
     limits = BatchLimits(5000, 16, 4)
-    result = run_schedule_benchmark(dataclasses.replace(SMALL, lengths=lengths, limits=limits))
-    assert [(row.num_pooled, row.former) for row in result.forming] == [
+    rows = run_schedule_benchmark(dataclasses.replace(SMALL, lengths=lengths, limits=limits))
+    assert [(row.num_pooled, row.former) for row in rows] == [
         (50, "density_first"), (50, "fcfs"), (200, "density_first"), (200, "fcfs")
     ]  # fmt: skip
-    for row in result.forming:
+    for row in rows:
         assert row.form_p50_ms <= row.form_p99_ms
         assert 1 <= row.range_to_best_p50 <= row.range_to_best_p90
-    assert json.loads(json.dumps(dataclasses.asdict(result)))["lengths"] == lengths
 
 
 def test_lengths_that_fit_no_batch_are_refused() -> None:
@@ -77,7 +50,7 @@ def test_ranges_of_batches_beside_the_narrowest_ones() -> None:
     limits = BatchLimits(4000, 128, 36)
     for lengths, most_p50, most_p90 in (("lognormal", 1.2, 2.0), ("azure", 1.5, 2.5)):
         spec = ScheduleBenchmarkSpec((1000,), lengths, ("density_first", "fcfs"), limits, starvation_s=math.inf)
-        aligned, in_order = run_schedule_benchmark(spec).forming
+        aligned, in_order = run_schedule_benchmark(spec)
         assert aligned.range_to_best_p50 <= most_p50, aligned
         assert aligned.range_to_best_p90 <= most_p90, aligned
         assert in_order.range_to_best_p50 > 50, in_order
@@ -87,17 +60,3 @@ def test_arrivals_are_the_same_for_the_same_seed() -> None:
     one, other = Arrivals("azure", 16, 1000, 3), Arrivals("azure", 16, 1000, 3)
     assert one.take(3) + one.take(2) == other.take(5)
     assert one.take(5) != Arrivals("azure", 16, 1000, 4).take(5)
-
-
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    small = functools.partial(ScheduleBenchmarkSpec, num_batches=20, num_iterations=50)
-    monkeypatch.setattr("alignedserve.microbench.scheduling.benchmark.ScheduleBenchmarkSpec", small)
-    command = ["alignedserve", "bench", "schedule", "--pool-sizes", "40"]
-    for arguments in ([], ["--json"]):
-        monkeypatch.setattr(sys, "argv", [*command, *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code
-        shown = capsys.readouterr().out
-        assert "density_first" in shown
-    assert json.loads(shown)["forming"][0]["num_pooled"] == 40

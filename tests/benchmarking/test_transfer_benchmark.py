@@ -1,23 +1,22 @@
 """The transfer benchmark says how fast every way of this machine is, and refuses what it cannot run."""
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError, HandoffRejected, PeerLost
-from alignedserve.microbench.results import TransferReport, TransferResult
-from alignedserve.microbench.transfer import benchmark as transfer
-from alignedserve.microbench.transfer.benchmark import measure_device_transfers, measure_host_transfers
-from alignedserve.microbench.transfer.device_transfers import pinned_rows, registered_rows
-from alignedserve.microbench.transfer.host_transfers import host_rows
-from alignedserve.microbench.transfer.peer_process import peer_process
-from alignedserve.microbench.transfer.peer_transfers import PeerWay, peer_rows
-from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
 from alignedserve.runtime.device.cores import num_cores
+from benchmarks.measuring.results import TransferReport, TransferResult
+from benchmarks.transfer import __main__ as command
+from benchmarks.transfer import benchmark as transfer
+from benchmarks.transfer.benchmark import measure_device_transfers, measure_host_transfers
+from benchmarks.transfer.device_transfers import pinned_rows, registered_rows
+from benchmarks.transfer.host_transfers import host_rows
+from benchmarks.transfer.peer_process import peer_process
+from benchmarks.transfer.peer_transfers import PeerWay, peer_rows
+from benchmarks.transfer.spec import TransferBenchmarkSpec
 
 SMALL = TransferBenchmarkSpec(("pocket",), (1,), num_rounds=1)
 ROW = TransferResult("pocket", 81920, 12, "pinned", "offload", 1.0, 2.0, 0.5)
@@ -140,22 +139,15 @@ def test_the_command_prints_rows_and_what_there_is_not(
         report.rows.append(ROW)
         report.failures.append("gloo: no peer there")
 
-    monkeypatch.setattr("alignedserve.microbench.transfer.benchmark.measure_host_transfers", measured)
-    options = ["bench", "transfer", "--device", "cpu", "--sizes", "3"]
-    assert run_command(monkeypatch, *options) == 1
+    monkeypatch.setattr("benchmarks.transfer.__main__.measure_host_transfers", measured)
+    monkeypatch.setattr("sys.argv", ["transfer", "--device", "cpu", "--sizes", "3"])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 1
     shown = capsys.readouterr().out
     assert "50%" in shown
     assert "- left out: pinned copies" in shown
     assert "- failed: gloo: no peer there" in shown
-    assert run_command(monkeypatch, *options, "--json") == 1
-    assert json.loads(capsys.readouterr().out)["rows"][0]["transport"] == "pinned"
-
-
-def run_command(monkeypatch: pytest.MonkeyPatch, *options: str) -> object:
-    monkeypatch.setattr("sys.argv", ["alignedserve", *options])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.cluster.serving import COMMAND, MODEL, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
-PROFILE = Path(__file__).parents[2] / "benchmarks" / "results" / "profile_pocket_float32.json"
+PROFILE = Path(__file__).parents[2] / "benchmarks" / "results" / "simulation" / "profile_pocket_float32.json"
 LINE = "prompt=uniform(20,200), output=8, rate=4, ttft=2, tpot=0.5"
 
 

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.support.recording import write_result
+from benchmarks.measuring.recording import write_result
 from kernels.gpu.launching import Multiprocessor, programs_at_once
 from tests.gpu_kernels.compiled_cases import Case, cases
 

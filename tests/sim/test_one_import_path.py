@@ -43,7 +43,6 @@ def calls() -> dict[str, list[str]]:
         path.relative_to(ROOT).as_posix(): _calls(path)
         for component in COMPONENTS
         for path in (ROOT / component).rglob("*.py")
-        if "microbench" not in path.parts
     }
 
 

@@ -2,18 +2,13 @@
 
 import typer
 
-from alignedserve.cli.bench.options import (
-    EngineOptions,
-    KernelOptions,
-    LoadOptions,
-    PredictorOptions,
-    ScheduleOptions,
-    TransferOptions,
-)
+from alignedserve.cli.bench.options import LoadOptions
 from alignedserve.cli.options import takes_options
 
 bench_app = typer.Typer(
-    help="Measure a running server, or kernels, engine, scheduling or block transfers alone.", no_args_is_help=True
+    help="Measure a running server. Parts alone are measured in a checkout: `python -m benchmarks.engine`, `.kernels`, "
+    "`.transfer`, `.schedule`, `.predictor`.",
+    no_args_is_help=True,
 )
 
 
@@ -36,49 +31,6 @@ def bench_serve(options: LoadOptions) -> None:
     raise typer.Exit(run(options))
 
 
-@bench_app.command("engine")
-@takes_options
-def bench_engine(options: EngineOptions) -> None:
-    """Measure the engine alone, offline: no gateway, no router, no pool."""
-    from alignedserve.cli.bench.engine import bench_engine as run
-
-    raise typer.Exit(run(options))
-
-
-@bench_app.command("kernels")
-@takes_options
-def bench_kernels(options: KernelOptions) -> None:
-    """Measure attention and the other kernels alone, by every implementation that runs here."""
-    from alignedserve.cli.bench.kernels import bench_kernels as run
-
-    raise typer.Exit(run(options))
-
-
-@bench_app.command("schedule")
-@takes_options
-def bench_schedule(options: ScheduleOptions) -> None:
-    """Measure the pool's index and its batch formers: no model, no cluster."""
-    from alignedserve.cli.bench.schedule import bench_schedule as run
-
-    raise typer.Exit(run(options))
-
-
-@bench_app.command("predictor")
-@takes_options
-def bench_predictor(options: PredictorOptions) -> None:
-    """Measure how well and how fast output lengths are foreseen: no model, no cluster."""
-    from alignedserve.cli.bench.predictor import bench_predictor as run
-
-    raise typer.Exit(run(options))
-
-
-@bench_app.command("transfer")
-@takes_options
-def bench_transfer(options: TransferOptions) -> None:
-    """Measure how fast KV blocks move by every transport of this machine, against a plain copy of the same bytes.
-
-    On a GPU also lists of blocks to page-locked memory and back, and between processes by CUDA IPC and NCCL.
-    """
-    from alignedserve.cli.bench.transfer import bench_transfer as run
-
-    raise typer.Exit(run(options))
+@bench_app.callback()
+def bench() -> None:
+    """Keep `serve` a command of its own: without a callback Typer would make the only command the group itself."""

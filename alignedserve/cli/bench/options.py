@@ -10,10 +10,8 @@ from typing import Annotated
 import typer
 
 from alignedserve.cli.console import DEFAULT_URL
-from alignedserve.cli.options import JsonFlag, ModelOption, SeedOption, UrlOption
+from alignedserve.cli.options import ModelOption, SeedOption, UrlOption
 from alignedserve.core.errors import ConfigError
-
-DeviceOption = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,109 +74,3 @@ class LoadOptions:
             raise ConfigError(f"--output-len {self.output_len}: must be exact or free")
         if self.ignore_eos and self.output_len == "free":
             raise ConfigError("--ignore-eos needs --output-len exact: without a limit no answer would end")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Options of `bench engine`; None: what suits the device."""
-
-    shape: Annotated[
-        str | None,
-        typer.Option("--shape", help="Named shape with random weights.", show_default="opt-125m; GPU: llama-3-8b"),
-    ] = None
-    model: Annotated[
-        str | None, typer.Option("--model", help="Model folder, GGUF file, pocket or smollm2, in place of a shape.")
-    ] = None
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            help="Requests x prompt tokens : output tokens, a comma between groups; or w1, w2, w3, w4, one; or "
-            "iterations: single ones, against what the device can do.",
-            show_default="w1; GPU: iterations",
-        ),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16.", show_default="float32; GPU: bfloat16"),
-    ] = None
-    quantization: Annotated[
-        str | None, typer.Option(help="Of linear layers: int8; of a shape also blocks, as Q4_1.")
-    ] = None
-    kv_cache_dtype: Annotated[str, typer.Option(help="Keys and values: auto (dtype), int8, on GPUs fp8.")] = "auto"
-    device: DeviceOption = "auto"
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, max=64, help="Ranks, which share cores or have a GPU each; not of iterations.")
-    ] = 1
-    attention_backend: Annotated[str, typer.Option(help="auto, triton, torch or an instruction set of the CPU.")] = (
-        "auto"
-    )
-    seed: SeedOption = 0
-    json_output: JsonFlag = False
-
-    def __post_init__(self) -> None:
-        if self.shape is not None and self.model is not None:
-            raise ConfigError("give either --shape or --model")
-        if self.workload == "iterations" and self.tensor_parallel > 1:
-            raise ConfigError("--workload iterations: is of one rank; leave --tensor-parallel out")
-
-
-@dataclass(frozen=True, slots=True)
-class KernelOptions:
-    """Options of `bench kernels`."""
-
-    device: DeviceOption = "auto"
-    shape: Annotated[str, typer.Option(help="Named shape whose heads and widths are used.")] = "llama-3-8b"
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16"
-    is_toy: Annotated[bool, typer.Option("--toy", help="Sizes that show only whether everything runs.")] = False
-    json_output: JsonFlag = False
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleOptions:
-    """Options of `bench schedule`."""
-
-    pool_sizes: Annotated[str, typer.Option("--pool-sizes", help="Requests in the pool; a comma separates runs.")] = (
-        "1000,10000,100000"
-    )
-    lengths: Annotated[str, typer.Option(help="azure (the trace that ships), lognormal, uniform or one.")] = "azure"
-    max_blocks: Annotated[int, typer.Option(min=1, help="Blocks of a batch.")] = 1000
-    max_requests: Annotated[int, typer.Option(min=1, help="Requests of a batch.")] = 128
-    min_requests: Annotated[int, typer.Option(min=1, help="Requests that a batch should have.")] = 36
-    seed: SeedOption = 0
-    json_output: JsonFlag = False
-
-
-@dataclass(frozen=True, slots=True)
-class PredictorOptions:
-    """Options of `bench predictor`."""
-
-    texts: Annotated[
-        tuple[Path, ...],
-        typer.Option(help="JSON lines with prompt and response, or instruction, input and output; may be repeated."),
-    ] = ()
-    stored: Annotated[
-        tuple[int, ...],
-        typer.Option(help="Finished requests in the store; may be repeated. 100, 10000 and 20000."),
-    ] = ()
-    seed: SeedOption = 0
-    json_output: JsonFlag = False
-
-
-@dataclass(frozen=True, slots=True)
-class TransferOptions:
-    """Options of `bench transfer`; None: what suits the device."""
-
-    shapes: Annotated[
-        str | None,
-        typer.Option(
-            help="Models whose KV blocks are moved, by comma.",
-            show_default="pocket,opt-125m; of a GPU: opt-125m,llama-3-8b",
-        ),
-    ] = None
-    sizes: Annotated[
-        str | None,
-        typer.Option(help="Sizes of one request's blocks in MiB, by comma.", show_default="4,64; of a GPU: 64,512"),
-    ] = None
-    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians count.")] = 9
-    device: DeviceOption = "auto"
-    json_output: JsonFlag = False

@@ -13,7 +13,7 @@ from alignedserve.cli.console import notes, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
 from alignedserve.costmodel.linear import LinearCoefficients
 from alignedserve.loadgen.prompts import to_json
-from alignedserve.microbench.engine.profile import PointResult, ProfileResult, ProfileSpec, run_profile
+from alignedserve.profiling.profile import PointResult, ProfileResult, ProfileSpec, run_profile
 
 _UNITS = {
     "base_s": "an iteration",

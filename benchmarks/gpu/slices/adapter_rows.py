@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignedserve.microbench.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
+from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
 from kernels.addend_layout import LayerProduct, ProductShape, site_of
 from kernels.cpu.lora import LoraModule
 from kernels.linear import Linear

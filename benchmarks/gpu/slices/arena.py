@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from alignedserve.microbench.results import TransferReport
-from alignedserve.microbench.transfer.device_transfers import pinned_rows, registered_rows
-from alignedserve.microbench.transfer.spec import DEVICE_SPEC, TransferBenchmarkSpec
+from benchmarks.measuring.results import TransferReport
+from benchmarks.transfer.device_transfers import pinned_rows, registered_rows
+from benchmarks.transfer.spec import DEVICE_SPEC, TransferBenchmarkSpec
 
 TARGET = 0.8  # of a plain page-locked copy
 _TOY = TransferBenchmarkSpec(("toy",), (1,), num_rounds=1)

@@ -9,13 +9,13 @@ import torch
 from typing_extensions import override
 
 from alignedserve.core.block_layout import FP8, BlockLayout
-from alignedserve.microbench.kernels.attention import DECODE, name_of
-from alignedserve.microbench.kernels.attention_batches import attention_batch, num_blocks_of
-from alignedserve.microbench.kernels.cases import TRITON, KernelCase, KernelSetup
 from alignedserve.runtime.attention.triton_backend import GpuPlanner
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from benchmarks.kernels.attention import DECODE, name_of
+from benchmarks.kernels.attention_batches import attention_batch, num_blocks_of
+from benchmarks.kernels.cases import TRITON, KernelCase, KernelSetup
 from kernels.gpu.blocks import BlockTables, BlockView
 from kernels.gpu.decode_attention import DecodeBatch, DecodeTiling, decode_batch, paged_decode
 from kernels.gpu.work_partition import partition

@@ -12,7 +12,7 @@ import torch
 from alignedserve.core.block_layout import FP8
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.costmodel.iteration_points import Chunk, Point
-from alignedserve.microbench.shapes import SHAPES
+from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from alignedserve.microbench.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
+from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
 from kernels.narrow.expert_tiles import expert_tiles
 from kernels.narrow.float8_linear import Float8Linear, has_float8_products
 from kernels.narrow.grouped_linear import GROUPS, GroupedLinear, GroupedWeight, Numbers, SortedLinear

@@ -4,11 +4,11 @@ by our kernel and by every library that is installed."""
 from collections.abc import Iterator
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.microbench.kernels.attention import prefill_cases
-from alignedserve.microbench.kernels.attention_batches import num_blocks_of
-from alignedserve.microbench.kernels.cases import KernelCase, KernelSetup
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from benchmarks.kernels.attention import prefill_cases
+from benchmarks.kernels.attention_batches import num_blocks_of
+from benchmarks.kernels.cases import KernelCase, KernelSetup
 
 _BLOCK_SIZES = (16, 128)
 _LAYERS = 2

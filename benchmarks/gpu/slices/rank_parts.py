@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from alignedserve.core.errors import AlignedServeError, ConfigError
-from alignedserve.microbench.engine.benchmark_spec import EngineBenchmarkSpec
-from alignedserve.microbench.engine.ranked import rank_spec, started_ranks
-from alignedserve.microbench.engine.throughput import WorkloadRun, load_decoder, make_engine
-from alignedserve.microbench.engine.workloads import parse_workload
-from alignedserve.microbench.shapes import SHAPES
+from alignedserve.profiling.model_loading import load_decoder
+from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.devices import CUDA, check_ranks
 from alignedserve.runtime.device.timing import synchronize
+from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
+from benchmarks.engine.ranked import rank_spec, started_ranks
+from benchmarks.engine.throughput import WorkloadRun, make_engine
+from benchmarks.engine.workloads import parse_workload
 from benchmarks.gpu.slices.rank_pairs import measure_pairs
 
 

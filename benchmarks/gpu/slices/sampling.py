@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from alignedserve.microbench.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
+from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
 from kernels.sampling import Filters, RowParameters, sample
 
 _ROWS, _TOY_ROWS = (1, 64, 256), (2,)

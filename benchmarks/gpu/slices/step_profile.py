@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from alignedserve.costmodel.iteration_points import Point
-from alignedserve.microbench.engine.throughput import load_decoder
+from alignedserve.profiling.model_loading import load_decoder
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.iteration_timing import IterationTimer
 from alignedserve.runtime.kv.block_storage import BlockStorage

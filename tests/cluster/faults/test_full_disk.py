@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.batches.kills import Verdict, answered_alone, judge, kill_cluster, make_tasks
-from benchmarks.support.batch_client import BatchHttpClient, chat_file
+from benchmarks.batches.kills import Verdict, answered_alone, judge, make_tasks
+from benchmarks.measuring.batch_client import BatchHttpClient, chat_file
+from benchmarks.measuring.kill_cluster import kill_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.promise]
 

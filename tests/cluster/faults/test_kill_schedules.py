@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from alignedserve.pocket.tasks import PocketTask
-from benchmarks.batches.kills import NUM_LINES, answered_alone, judge, kill_cluster, make_tasks, run_schedule
-from benchmarks.support.batch_client import BatchHttpClient
-from benchmarks.support.kill_cluster import KillCluster
-from benchmarks.support.kill_schedules import Hit, KillFault, KillSchedule, Target, make_schedule
+from benchmarks.batches.kills import NUM_LINES, answered_alone, judge, make_tasks, run_schedule
+from benchmarks.measuring.batch_client import BatchHttpClient
+from benchmarks.measuring.kill_cluster import KillCluster, kill_cluster
+from benchmarks.measuring.kill_schedules import Hit, KillFault, KillSchedule, Target, make_schedule
 
 pytestmark = pytest.mark.cluster
 

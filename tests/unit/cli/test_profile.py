@@ -10,8 +10,8 @@ from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import make_cost_model
 from alignedserve.costmodel.iteration_points import Chunk, Point, feasible_points
-from alignedserve.microbench.engine.profile import ProfileSpec, run_profile
-from alignedserve.microbench.engine.profile_points import fitted_points, held_out_points
+from alignedserve.profiling.points import fitted_points, held_out_points
+from alignedserve.profiling.profile import ProfileSpec, run_profile
 from tests.harnesses.costs import decodes, prefill
 from tests.support.tiny_models import make_tiny_model
 

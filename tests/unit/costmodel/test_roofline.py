@@ -11,7 +11,7 @@ from alignedserve.costmodel.memory import num_cache_blocks
 from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_shape
 from alignedserve.costmodel.published.collectives import collective_curve
 from alignedserve.costmodel.roofline import Efficiency, RooflineModel
-from alignedserve.microbench.shapes import OPT_125M
+from alignedserve.profiling.shapes import OPT_125M
 from tests.harnesses.costs import decodes, prefill
 from tests.support.marks import each
 

@@ -4,8 +4,8 @@ from typing import Any
 from alignedserve.evaluation.structured_answers import SCHEMA, is_valid_answer
 from alignedserve.runtime.grammar.json_schema import normalize_schema
 from alignedserve.runtime.grammar.lark import serialize_alone
-from benchmarks.structured_output.random_answers import matcher_of, random_walk
 from tests.support.marks import each
+from tests.support.random_answers import matcher_of, random_walk
 
 GOOD: dict[str, Any] = {"kind": "table", "numbers": [7] * 24, "is_complete": True}
 

@@ -11,7 +11,7 @@ from alignedserve.core.block_layout import INT8, BlockLayout
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.microbench.shapes import TOY
+from alignedserve.profiling.shapes import TOY
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable

@@ -18,8 +18,8 @@ from alignedserve.runtime.grammar.lark import (
 )
 from alignedserve.runtime.grammar.schema_formats import FORMATS
 from alignedserve.runtime.grammar.schema_keywords import ANNOTATIONS, READERS
-from benchmarks.structured_output.random_answers import accepts, is_valid, matcher_of, random_walk
 from tests.support.marks import each
+from tests.support.random_answers import accepts, is_valid, matcher_of, random_walk
 
 _PAGE = Path(__file__).parents[4] / "docs/structured-output.md"
 

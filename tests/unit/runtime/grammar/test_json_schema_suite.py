@@ -18,8 +18,8 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.runtime.grammar.compiler import failure_of
 from alignedserve.runtime.grammar.json_schema import normalize_schema
 from alignedserve.runtime.grammar.lark import serialize_alone
-from benchmarks.structured_output.random_answers import accepts, is_valid, matcher_of, random_walk
 from tests.support.marks import each
+from tests.support.random_answers import accepts, is_valid, matcher_of, random_walk
 
 _SUITE = Path(__file__).with_name("json_schema_test_suite.json.gz")
 _DRAFTS = {"draft2020-12": Draft202012Validator, "draft7": Draft7Validator}

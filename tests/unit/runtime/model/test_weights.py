@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from alignedserve.core.errors import ModelError, UnsafeWeights
-from alignedserve.microbench.shapes import SHAPES
+from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.random_weights import random_weights

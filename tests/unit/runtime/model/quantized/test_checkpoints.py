@@ -12,8 +12,8 @@ from torch import Tensor
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError
-from alignedserve.microbench.engine.throughput import weight_bytes
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
+from benchmarks.engine.throughput import weight_bytes
 from tests.support.quantized_checkpoints import FORMATS, quantize_folder
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model

@@ -1,0 +1,38 @@
+"""Models for measurements: a named shape with random weights, or a model by name or path."""
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.profiling.shapes import SHAPES
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.model.built_in import BUILT_IN, model_path
+from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weight_loader import DecoderWeights
+
+
+def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
+    """Load a model with its weights in this dtype. Raises ModelError or ConfigError."""
+    config = config_of(model)
+    return Decoder(config, weights_of(model, config, dtype, device, seed=seed))
+
+
+def config_of(model: str) -> ModelConfig:
+    """Read the model's configuration. Raises ConfigError listing the names."""
+    if model in SHAPES:
+        return SHAPES[model]
+    path = model_path(model)
+    if not path.exists():
+        names = ", ".join((*BUILT_IN, *SHAPES))
+        raise ConfigError(f"model {model!r} is neither a folder, a GGUF file nor one of {names}.")
+    return read_config(path)
+
+
+def weights_of(
+    model: str, config: ModelConfig, dtype: str, device: str, quantization: str | None = None, *, seed: int = 0
+) -> DecoderWeights:
+    """Load the weights, or draw those of a named shape. Raises ModelError."""
+    if model in SHAPES:
+        return random_weights(config, seed, torch_dtype(dtype), device, quantization)
+    return load_weights(model_path(model), config, torch_dtype(dtype), device, quantization)

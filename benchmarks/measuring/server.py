@@ -1,0 +1,91 @@
+"""A server of this checkout as measurements start it, and load on it by `alignedserve bench serve`."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))
+READY_TIMEOUT_S = 120.0
+TOPOLOGIES = ("elastic", "colocated", "disaggregated")
+# Of the 125M OPT shape.
+_SETTINGS = (
+    "model.random_weights=true",
+    "model.dtype=bfloat16",
+    "decode.kv_cache_bytes=4GiB",
+    "decode.max_running_requests=128",
+    "decode.max_num_batched_tokens=2048",
+    "router.max_prefill_tokens_per_worker=4096",
+)
+_OF_SEPARATE_WORKERS = (
+    "prefill.kv_cache_bytes=1GiB",
+    "prefill.max_num_batched_tokens=2048",
+    "pool.memory_bytes=4GiB",
+)
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_ready(port: int) -> None:
+    """Wait until /ready answers 200."""
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.05)
+    raise TimeoutError("the server was not ready in time")
+
+
+def settings_of(topology: str) -> list[str]:
+    """Return the settings of a server of the 125M OPT shape with this topology."""
+    separate = _OF_SEPARATE_WORKERS if topology == "disaggregated" else ()
+    return [*_SETTINGS, *separate, f"topology={topology}"]
+
+
+def options_of(settings: Iterable[str]) -> list[str]:
+    """Return settings as options of `serve`."""
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+@contextlib.contextmanager
+def served(model: str | Path, settings: Sequence[str] = (), *options: str) -> Iterator[int]:
+    """Serve a model for as long as the context lasts, and return the port."""
+    port = free_port()
+    command = [ALIGNEDSERVE, "serve", str(model), "--port", str(port), *options, *options_of(settings)]
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"ALIGNEDSERVE_API_KEYS": ""})
+        try:
+            wait_ready(port)
+            yield port
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(30)
+
+
+def load_report(port: int, *options: str) -> dict[str, Any]:
+    """Return what `bench serve` saw of completions with these options."""
+    command = [ALIGNEDSERVE, "bench", "serve", "--url", f"http://127.0.0.1:{port}", "--endpoint", "completions"]
+    answer = subprocess.run(
+        [*command, "--ignore-eos", "--json", "-", *options], capture_output=True, text=True, check=True
+    )
+    report: dict[str, Any] = json.loads(answer.stdout)["report"]
+    return report

@@ -1,1 +1,0 @@
-"""Loss of accuracy, and gain of speed, by narrower weights and caches."""

@@ -1,1 +1,0 @@
-"""Policies, the batches that they form and the lengths that they foresee."""

@@ -1,1 +1,0 @@
-"""Answers under constraints: are they valid?"""

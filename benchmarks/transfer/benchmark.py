@@ -1,0 +1,81 @@
+"""Speed of block transfers by every way of this machine, against moving the same bytes without looking at them.
+
+Between processes on the host (`host_transfers`), over TCP (`stream_transfers`), between a device and page-locked memory
+(`device_transfers`), between processes on devices (`peer_transfers`). What moves between processes needs msgspec, as a
+server does.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable
+from types import ModuleType
+
+import torch
+
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.device.devices import CUDA, cuda_obstacle
+from benchmarks.measuring.results import TransferReport, TransferResult
+from benchmarks.transfer.device_transfers import pinned_rows, registered_rows
+from benchmarks.transfer.spec import TransferBenchmarkSpec
+
+Seen = Callable[[TransferReport], None]
+_MESSAGES = "msgspec"
+
+
+def measure_host_transfers(
+    spec: TransferBenchmarkSpec, report: TransferReport, on_measured: Seen = lambda _: None
+) -> None:
+    """Add to the report what goes between processes on the host; `on_measured` sees it after each."""
+    _between_processes("shm and gloo", report, on_measured, lambda: _module("host_transfers").host_rows(spec))
+    _between_processes("tcp", report, on_measured, lambda: _module("stream_transfers").stream_rows(spec))
+
+
+def measure_device_transfers(
+    spec: TransferBenchmarkSpec, device: torch.device, report: TransferReport, on_measured: Seen = lambda _: None
+) -> None:
+    """Add to the report what moves blocks of a GPU; on a CPU, that there is none."""
+    if device.type != CUDA:
+        reason = cuda_obstacle() or "another device was asked for"
+        report.left_out.append(f"pinned copies, registered arenas, cuda_ipc and nccl move blocks of a GPU: {reason}")
+        return
+    _add(pinned_rows(spec, device), report, on_measured)
+    _between_processes("registered arenas", report, on_measured, lambda: registered_rows(spec, device))
+    _between_processes("cuda_ipc", report, on_measured, lambda: _peer_rows(spec, "cuda_ipc", 0, 0))
+    count = torch.cuda.device_count()
+    if count < 2 or not torch.distributed.is_nccl_available():
+        reason = "there is one GPU" if count < 2 else "this PyTorch has none"
+        report.left_out.append(f"nccl, which moves blocks between two GPUs: {reason}")
+        return
+    _between_processes("nccl", report, on_measured, lambda: _peer_rows(spec, "nccl", 0, 1))
+
+
+def _peer_rows(spec: TransferBenchmarkSpec, transport: str, here: int, there: int) -> Iterable[TransferResult]:
+    peers = _module("peer_transfers")
+    rows: Iterable[TransferResult] = peers.peer_rows(
+        spec, peers.PeerWay(transport, f"{CUDA}:{here}", f"{CUDA}:{there}")
+    )
+    return rows
+
+
+def _between_processes(
+    what: str, report: TransferReport, on_measured: Seen, rows: Callable[[], Iterable[TransferResult]]
+) -> None:
+    """Measure the ways between processes; a failing one is reported and the next one measured."""
+    try:
+        _add(rows(), report, on_measured)
+    except ModuleNotFoundError as error:
+        if error.name != _MESSAGES:
+            raise
+        report.left_out.append(f"{what}: moving blocks between processes needs {_MESSAGES} (pip install {_MESSAGES})")
+    except (AlignedServeError, RuntimeError, OSError) as error:
+        first_line = str(error).partition("\n")[0][:300]
+        report.failures.append(f"{what}: {type(error).__name__}: {first_line}")
+
+
+def _add(rows: Iterable[TransferResult], report: TransferReport, on_measured: Seen) -> None:
+    for row in rows:
+        report.rows.append(row)
+        on_measured(report)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.transfer.{name}")
