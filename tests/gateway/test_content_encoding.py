@@ -9,7 +9,6 @@ from tests.gateway.support import error_of, gateway
 
 BODY = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 2}).encode()
 JSON = {"content-type": "application/json"}
-BOMB = gzip.compress(b'{"model": "tiny", "prompt": "' + b" " * (64 << 20))
 
 
 async def test_gzip_is_read() -> None:
@@ -23,20 +22,26 @@ async def test_gzip_is_read() -> None:
 @pytest.mark.parametrize(
     ("encoding", "body", "status", "code"),
     [
-        ("gzip", BOMB, 413, "body_too_large"),
         ("gzip", BODY, 400, "invalid_encoding"),
         ("gzip", gzip.compress(BODY)[:-4], 400, "invalid_encoding"),
         ("gzip", gzip.compress(BODY) * 2, 400, "invalid_encoding"),
         ("gzip, gzip", gzip.compress(gzip.compress(BODY)), 415, "unsupported_media_type"),
         ("br", b"", 415, "unsupported_media_type"),
     ],
-    ids=["a bomb", "plain", "cut", "two members", "twice", "another"],
+    ids=["plain", "cut", "two members", "twice", "another"],
 )
 async def test_what_is_refused(encoding: str, body: bytes, status: int, code: str) -> None:
     async with gateway() as served:
         headers = JSON | {"content-encoding": encoding}
         answer = await served.client.post("/v1/completions", content=body, headers=headers)
         assert error_of(answer, status)["code"] == code
+
+
+async def test_a_bomb_is_refused() -> None:
+    bomb = gzip.compress(b'{"model": "tiny", "prompt": "' + b" " * (64 << 20))
+    async with gateway() as served:
+        answer = await served.client.post("/v1/completions", content=bomb, headers=JSON | {"content-encoding": "gzip"})
+        assert error_of(answer, 413)["code"] == "body_too_large"
 
 
 async def test_files_are_sent_plain() -> None:

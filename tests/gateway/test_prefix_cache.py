@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from alignedserve.api.prefix_hasher import PrefixHasher
@@ -105,6 +104,8 @@ async def test_a_batch_line_tells_its_cached_tokens() -> None:
 
 
 async def test_openais_sdk_reads_them() -> None:
+    import openai
+
     async with (
         gateway(cached(4), prefix_hasher=HASHER) as served,
         listening(served.app) as url,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from alignedserve.api.backend.scripted import Script, ScriptedBackend
@@ -30,6 +29,8 @@ SECRET = b"s" * 32
 @asynccontextmanager
 async def serving(script: Any = None, *, api_keys: tuple[str, ...] = (), **config: Any) -> AsyncIterator[Any]:
     """(base URL, backend, SDK client) of a running server."""
+    import openai
+
     backend = ScriptedBackend(script or saying("the quick brown fox"))
     listener = bind("127.0.0.1", 0)
     server = HttpServer(services_for(backend, GatewayConfig(**config), api_keys), listener)
@@ -75,6 +76,8 @@ async def test_the_openai_sdk() -> None:
 
 
 async def test_error_classes_of_the_sdk() -> None:
+    import openai
+
     async with serving(api_keys=("right",), requests_per_minute=3) as (url, _, client):
         with pytest.raises(openai.BadRequestError) as bad:
             await client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[{"type": "function"}])
@@ -93,6 +96,8 @@ async def test_error_classes_of_the_sdk() -> None:
 
 
 async def test_failures_in_the_sdk() -> None:
+    import openai
+
     scripts = [
         Script((), failure=Overloaded("full", retry_after_s=1.0)),
         Script(tokens_of("the quick"), failure=Unavailable("a worker was lost")),

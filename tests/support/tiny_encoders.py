@@ -6,9 +6,8 @@ from typing import Any
 
 import tokenizers
 import torch
-import transformers
 
-_library: Any = transformers
+from tests.support.tiny_models import transformers_library
 
 VOCABULARY = [
     "<s>",
@@ -54,17 +53,18 @@ def make_tiny_encoder(folder: Path, family: str, *, scores: bool = False, **chan
 
     `scores`: a cross-encoder. `changes`: arguments of its config in place of those there.
     """
+    library = transformers_library()
     name, arguments = TINY_ENCODERS[family]
     labels = {"num_labels": 1} if scores else {}
-    config = getattr(_library, f"{name}Config")(**arguments | labels | changes)
+    config = getattr(library, f"{name}Config")(**arguments | labels | changes)
     torch.manual_seed(7)
     suffix = "ForSequenceClassification" if scores else "Model"
-    model: Any = getattr(_library, f"{name}{suffix}")(config)
+    model: Any = getattr(library, f"{name}{suffix}")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.08)
     model.train(False)
-    _library.utils.logging.disable_progress_bar()
+    library.utils.logging.disable_progress_bar()
     model.save_pretrained(folder, safe_serialization=True)
     write_tokenizer(folder, has_types=name == "Bert")
     return model.double()

@@ -1,13 +1,10 @@
 """Small random checkpoints of every family, written by transformers, for tests."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-
-# Any, as its types are not for strict checking; it imports the code of a model when that is first asked for.
-_library: Any = transformers
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 199,
@@ -127,20 +124,26 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def transformers_library() -> Any:
+    """Return transformers, which takes a second to import and is not typed for strict checking."""
+    return import_module("transformers")
+
+
 def make_tiny_model(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
     """Write a checkpoint named in TINY_MODELS into `folder` and return the same model (float32, evaluation mode).
 
     `changes`: arguments of its config in place of those there.
     """
+    library = transformers_library()
     class_name, arguments = TINY_MODELS[family]
-    config = getattr(_library, class_name)(**arguments | changes)
+    config = getattr(library, class_name)(**arguments | changes)
     torch.manual_seed(seed)
-    model: Any = _library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model: Any = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Larger and less regular than a fresh model: biases that do something, logits that differ.
             parameter.add_(torch.randn(parameter.shape) * (0.05 if "norm" in name or "bias" in name else 0.08))
     model.train(False)
-    _library.utils.logging.disable_progress_bar()
+    library.utils.logging.disable_progress_bar()
     model.save_pretrained(folder, safe_serialization=True)
     return model

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic.types.messages import MessageBatch
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request, RequestClass
@@ -19,7 +17,7 @@ def asking(custom_id: str, **fields: Any) -> Any:
     return {"custom_id": custom_id, "params": body}
 
 
-async def ended(client: anthropic.AsyncAnthropic, batch: MessageBatch) -> MessageBatch:
+async def ended(client: Any, batch: Any) -> Any:
     async def has_ended() -> bool:
         return (await client.messages.batches.retrieve(batch.id)).processing_status == "ended"
 
@@ -27,7 +25,7 @@ async def ended(client: anthropic.AsyncAnthropic, batch: MessageBatch) -> Messag
     return await client.messages.batches.retrieve(batch.id)
 
 
-async def results_of(client: anthropic.AsyncAnthropic, batch: MessageBatch) -> dict[str, Any]:
+async def results_of(client: Any, batch: Any) -> dict[str, Any]:
     return {one.custom_id: one.result async for one in await client.messages.batches.results(batch.id)}
 
 
@@ -51,6 +49,8 @@ async def test_a_batch_and_its_results(tmp_path: Path) -> None:
 
 
 async def test_a_batch_that_is_cancelled(tmp_path: Path) -> None:
+    import anthropic
+
     def slow(_: Request) -> Script:
         return Script((*tokens_of("the dog"), EOS), first_token_delay_s=60.0)
 
@@ -68,6 +68,8 @@ async def test_a_batch_that_is_cancelled(tmp_path: Path) -> None:
 
 
 async def test_batches_are_listed_by_the_api_and_the_key_that_made_them(tmp_path: Path) -> None:
+    import anthropic
+
     async with batch_gateway(tmp_path, api_keys=("one", "two"), is_driven=False) as served:
         async with sdk_of(served.app, "one") as mine, sdk_of(served.app, "two") as other:
             made = [await mine.messages.batches.create(requests=[asking("a")]) for _ in range(3)]
@@ -95,6 +97,8 @@ async def test_batches_are_listed_by_the_api_and_the_key_that_made_them(tmp_path
     ],
 )
 async def test_batches_that_are_refused(tmp_path: Path, requests: Any, path: str) -> None:
+    import anthropic
+
     limits: dict[str, Any] = {"max_lines": 3, "max_line_bytes": 2000}
     async with batch_gateway(tmp_path, is_driven=False, **limits) as served, sdk_of(served.app) as client:
         with pytest.raises(anthropic.BadRequestError, match=path):

@@ -4,11 +4,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic import beta_async_tool
-from anthropic.types import Message, RawMessageStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.models.model_card import ModelCard
@@ -24,7 +21,6 @@ WEATHER: Any = {
 }
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "hello"}]}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 def saying(model: ModelCard, *texts: str) -> Callable[[Request], Script]:
@@ -37,7 +33,7 @@ def prompt_of(model: ModelCard, request: Request) -> str:
     return model.load_tokenizer().decode(request.prompt_token_ids, skip_special_tokens=False)
 
 
-def contents(message: Message) -> list[Any]:
+def contents(message: Any) -> list[Any]:
     """Return the blocks, of whichever types they are."""
     return list(message.content)
 
@@ -59,7 +55,9 @@ async def test_a_call_whole_and_streamed() -> None:
 
 
 async def test_an_agent_runs_its_tools_until_the_answer() -> None:
-    @beta_async_tool
+    import anthropic
+
+    @anthropic.beta_async_tool
     async def get_weather(city: str) -> str:
         """Says how the weather is.
 
@@ -182,6 +180,8 @@ async def test_an_answer_under_a_schema() -> None:
 
 
 async def test_a_model_without_tools_says_so() -> None:
+    import anthropic
+
     async with sdk_client() as (client, _):
         with pytest.raises(anthropic.BadRequestError, match="tools"):
             await client.messages.create(**ASKED, tools=[WEATHER])

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from alignedserve.api.backend.scripted import Script
@@ -56,7 +55,7 @@ async def recorded(folder: Path) -> AsyncIterator[tuple[str, Recorder]]:
 class Session:
     """Steps of a user of the Python SDK."""
 
-    def __init__(self, client: openai.AsyncOpenAI, folder: Path) -> None:
+    def __init__(self, client: Any, folder: Path) -> None:
         self._client = client
         self._folder = folder
 
@@ -92,6 +91,8 @@ class Session:
         await self.be_refused(file, cancelled)
 
     async def be_refused(self, file: Any, cancelled: Any) -> None:
+        import openai
+
         client = self._client
         with pytest.raises(openai.ConflictError):
             await client.batches.cancel(cancelled.id)
@@ -105,6 +106,8 @@ class Session:
 
 
 async def python_transcript(folder: Path) -> str:
+    import openai
+
     async with (
         recorded(folder) as (url, recorder),
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="mine", max_retries=0) as client,

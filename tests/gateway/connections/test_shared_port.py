@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
-import openai
 import pytest
 
 from alignedserve.config.sections import GatewayConfig
@@ -112,6 +111,8 @@ def unused_port() -> int:
 
 async def ask(url: str) -> int:
     """Return how many tokens a whole answer has, asked for as OpenAI's SDK does: again after a lost connection."""
+    import openai
+
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=120) as client:
         answer = await client.completions.create(
             model="tiny", prompt="a", max_tokens=200, extra_body={"ignore_eos": True}

@@ -6,9 +6,7 @@ from typing import Any
 
 import httpx
 import httpx2
-import openai
 import pytest
-from openai.types import CreateEmbeddingResponse
 
 from tests.gateway.support import Gateway, error_of, gateway, tokens_of
 
@@ -26,10 +24,12 @@ def direction(token_ids: tuple[int, ...]) -> list[float]:
 
 @pytest.mark.parametrize("given", ["hello", ["hello", "the dog"], [40, 41], [[40, 41], [42]]])
 async def test_a_vector_of_length_one_for_every_text(given: Any) -> None:
+    import openai
+
     async with gateway() as served:
         body = (await post(served, "/v1/embeddings", input=given)).json()
         requests = served.backend.submitted
-    CreateEmbeddingResponse.model_validate(body, strict=True)
+    openai.types.CreateEmbeddingResponse.model_validate(body, strict=True)
     assert [entry["index"] for entry in body["data"]] == list(range(len(requests)))
     for entry, request in zip(body["data"], requests, strict=True):
         assert entry["embedding"] == pytest.approx(direction(request.prompt_token_ids), abs=1e-6)
@@ -50,6 +50,8 @@ async def test_best_effort_by_service_tier() -> None:
 
 
 async def test_openais_sdk_reads_them() -> None:
+    import openai
+
     async with gateway() as served, httpx2.AsyncClient(transport=httpx2.ASGITransport(served.app)) as http:
         client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
         answer = await client.embeddings.create(model="tiny", input=["hello", "the dog"])

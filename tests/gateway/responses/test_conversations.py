@@ -4,9 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.pagination import AsyncConversationCursorPage
-from openai.types.conversations import Conversation, ConversationDeletedResource, ConversationItem
-from pydantic import TypeAdapter
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.responses import conversations
@@ -14,9 +11,13 @@ from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.responses.responses_support import events_of, response_of
 from tests.gateway.responses.test_responses_background import begin, reached
 from tests.gateway.support import error_of, gateway, saying, tokenizer
+from tests.support.lazy_types import LazyType
 
 PATH = "/v1/conversations"
-_ITEM: TypeAdapter[Any] = TypeAdapter(ConversationItem)
+_CONVERSATION = LazyType("openai.types.conversations", "Conversation")
+_DELETED = LazyType("openai.types.conversations", "ConversationDeletedResource")
+_ITEM = LazyType("openai.types.conversations", "ConversationItem")
+_PAGE = LazyType("openai.pagination", "AsyncConversationCursorPage")
 
 
 def message(text: str, role: str = "user") -> dict[str, Any]:
@@ -26,17 +27,17 @@ def message(text: str, role: str = "user") -> dict[str, Any]:
 async def create(served: BatchGateway, *texts: str, **fields: Any) -> str:
     answer = await served.client.post(PATH, json={"items": [message(text) for text in texts], **fields})
     assert answer.status_code == 200, answer.text
-    Conversation.model_validate(answer.json())
+    _CONVERSATION.check(answer.json())
     return str(answer.json()["id"])
 
 
 async def items_of(served: BatchGateway, name: str, **query: Any) -> list[dict[str, Any]]:
     answer = await served.client.get(f"{PATH}/{name}/items", params={"order": "asc", **query})
     assert answer.status_code == 200, answer.text
-    AsyncConversationCursorPage[Any].model_validate(answer.json())
+    _PAGE.check(answer.json())
     items: list[dict[str, Any]] = answer.json()["data"]
     for item in items:
-        _ITEM.validate_python(item)
+        _ITEM.check(item)
     return items
 
 
@@ -58,7 +59,7 @@ async def test_a_conversation_is_created_changed_and_deleted(tmp_path: Path) -> 
         assert (first["metadata"], changed["metadata"]) == ({"topic": "a"}, {"topic": "b"})
         assert changed == (await served.client.get(path)).json()
         deleted = (await served.client.delete(path)).json()
-        ConversationDeletedResource.model_validate(deleted)
+        _DELETED.check(deleted)
         assert deleted == {"id": name, "object": "conversation.deleted", "deleted": True}
         assert error_of(await served.client.get(path), 404)["code"] == "conversation_not_found"
         assert error_of(await respond(served, name, "two"), 404)["param"] == "conversation"

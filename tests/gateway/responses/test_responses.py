@@ -4,7 +4,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai.types.responses import ResponseUsage
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Overloaded, TimedOut
@@ -23,11 +22,13 @@ def prompt_of(served: Gateway) -> str:
 
 
 async def test_a_whole_response() -> None:
+    import openai
+
     async with gateway(saying("hello world", num_cached_tokens=2)) as served:
         response = response_of(await respond(served, metadata={"run": "7"}, top_p=0.5, user="u"))
     assert (response["status"], text_of(response), response["metadata"]) == ("completed", "hello world", {"run": "7"})
     assert (response["top_p"], response["user"], response["store"]) == (0.5, "u", False)
-    usage = ResponseUsage.model_validate(response["usage"])
+    usage = openai.types.responses.ResponseUsage.model_validate(response["usage"])
     assert (usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens) == (6, 2, 3)
 
 

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.responses.output import OutputBuilder
 from alignedserve.api.tools.deltas import ToolCallDelta
+from tests.support.lazy_types import LazyType
 
-_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-_ITEM: TypeAdapter[Any] = TypeAdapter(ResponseOutputItem)
+_EVENT = LazyType("openai.types.responses", "ResponseStreamEvent")
+_ITEM = LazyType("openai.types.responses", "ResponseOutputItem")
 RESPONSE_ID = "resp_" + "0" * 32
 
 
@@ -28,11 +27,11 @@ def built(deltas: Sequence[ChoiceDelta], *, is_complete: bool = True) -> tuple[l
     names: list[str] = []
     for batch in [*map(output.add, deltas), output.end(is_complete=is_complete)]:
         for event in batch:
-            _EVENT.validate_python(event | {"sequence_number": len(names)})
+            _EVENT.check(event | {"sequence_number": len(names)})
             assert event["output_index"] == len(output.items) - 1
             names.append(event["type"].removeprefix("response."))
     for item in output.items:
-        _ITEM.validate_python(item)
+        _ITEM.check(item)
     return output.items, names
 
 

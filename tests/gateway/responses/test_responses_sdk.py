@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from tests.gateway.batches.batch_server import listening
@@ -13,7 +12,9 @@ from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eve
 
 
 @asynccontextmanager
-async def sdk(folder: Path, script: Any = None) -> AsyncIterator[tuple[openai.AsyncOpenAI, BatchGateway]]:
+async def sdk(folder: Path, script: Any = None) -> AsyncIterator[tuple[Any, BatchGateway]]:
+    import openai
+
     async with (
         batch_gateway(folder, script) as served,
         listening(served.app) as url,
@@ -23,6 +24,8 @@ async def sdk(folder: Path, script: Any = None) -> AsyncIterator[tuple[openai.As
 
 
 async def test_create_continue_retrieve_list_delete(tmp_path: Path) -> None:
+    import openai
+
     async with sdk(tmp_path) as (client, _):
         first = await client.responses.create(model="tiny", input="hello", instructions="be kind")
         second = await client.responses.create(

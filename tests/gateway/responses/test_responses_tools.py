@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 from pydantic import BaseModel
 
 from alignedserve.api.backend.scripted import Script
@@ -40,7 +39,9 @@ def prompts_of(served: BatchGateway, model: ModelCard) -> Sequence[str]:
 
 
 @asynccontextmanager
-async def sdk(folder: Path, model: ModelCard, *texts: str) -> AsyncIterator[tuple[openai.AsyncOpenAI, BatchGateway]]:
+async def sdk(folder: Path, model: ModelCard, *texts: str) -> AsyncIterator[tuple[Any, BatchGateway]]:
+    import openai
+
     async with (
         batch_gateway(folder, saying(model, *texts), model=model) as served,
         listening(served.app) as url,
@@ -79,6 +80,8 @@ async def test_an_agents_loop_without_state(tmp_path: Path) -> None:
 
 
 async def test_the_sdk_streams_and_parses_calls(tmp_path: Path) -> None:
+    import openai
+
     class GetWeather(BaseModel):
         city: str
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import httpx
 import pytest
 from llguidance import LLMatcher
-from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from alignedserve.api.backend.scripted import Script
@@ -142,8 +141,10 @@ class Trip(BaseModel):
 
 
 async def test_the_sdk_parses_into_a_pydantic_model() -> None:
+    import openai
+
     async with gateway(following) as served:
-        client = AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=_client(served))
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=_client(served))
         completion = await client.chat.completions.parse(
             model="tiny", messages=[{"role": "user", "content": "a trip"}], response_format=Trip, seed=4
         )

@@ -19,16 +19,6 @@ from tests.harnesses.simulation import colocated, disaggregated, mixed_workload,
 from tests.support.marks import each
 
 NASTY = "<script>alert('x')</script>&\"fcfs\""
-RESULTS = [Simulation(colocated(timeline_of="worker-0"), mixed_workload(30, rate)).run() for rate in (4.0, 8.0)] + [
-    Simulation(disaggregated(timeline_of="decode-0"), mixed_workload(30, 4.0)).run()
-]
-RUNS = [
-    ReportedRun("first", 4.0, 400, RESULTS[0]),
-    ReportedRun("first", 8.0, 400, RESULTS[1]),
-    ReportedRun(NASTY, 4.0, 400, RESULTS[2]),
-    ReportedRun(NASTY, 8.0, 400, None, error="<b>broken</b>"),
-]
-PAGE = report_page(Report("A & B", (("command", NASTY),), RUNS))
 VOID = ("meta", "input")
 
 
@@ -62,43 +52,62 @@ class _Reader(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def reader() -> _Reader:
+def runs() -> list[ReportedRun]:
+    first, second = (
+        Simulation(colocated(timeline_of="worker-0"), mixed_workload(30, rate)).run() for rate in (4.0, 8.0)
+    )
+    separate = Simulation(disaggregated(timeline_of="decode-0"), mixed_workload(30, 4.0)).run()
+    return [
+        ReportedRun("first", 4.0, 400, first),
+        ReportedRun("first", 8.0, 400, second),
+        ReportedRun(NASTY, 4.0, 400, separate),
+        ReportedRun(NASTY, 8.0, 400, None, error="<b>broken</b>"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def page(runs: list[ReportedRun]) -> str:
+    return report_page(Report("A & B", (("command", NASTY),), runs))
+
+
+@pytest.fixture(scope="module")
+def reader(page: str) -> _Reader:
     found = _Reader()
-    found.feed(PAGE)
+    found.feed(page)
     return found
 
 
-def test_it_is_well_formed(reader: _Reader) -> None:
+def test_it_is_well_formed(reader: _Reader, page: str) -> None:
     assert reader.open == []
     assert (reader.tags.count("script"), reader.tags.count("style"), reader.tags.count("h1")) == (1, 1, 1)
-    for picture in re.findall(r"<svg.*?</svg>", PAGE, re.DOTALL):
+    for picture in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ElementTree.fromstring(picture)
 
 
-def test_it_needs_no_network_and_could_not_use_one(reader: _Reader) -> None:
+def test_it_needs_no_network_and_could_not_use_one(reader: _Reader, page: str) -> None:
     assert reader.links == []
-    assert "http:" not in PAGE
-    assert "https:" not in PAGE
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', PAGE)
+    assert "http:" not in page
+    assert "https:" not in page
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
     assert "default-src 'none'" in policy[1]
     assert "unsafe" not in policy[1]
     assert policy[1].count("'sha256-") == 2
 
 
-def test_whatever_has_a_name_is_escaped(reader: _Reader) -> None:
-    assert "<script>alert" not in PAGE
-    assert "<b>" not in PAGE
+def test_whatever_has_a_name_is_escaped(reader: _Reader, page: str) -> None:
+    assert "<script>alert" not in page
+    assert "<b>" not in page
     assert NASTY in "".join(reader.words)
     assert any("<b>broken</b>" in words for words in reader.words)
 
 
-def test_every_policy_class_and_rate_is_there(reader: _Reader) -> None:
+def test_every_policy_class_and_rate_is_there(reader: _Reader, page: str) -> None:
     words = " ".join(reader.words)
     for name in ("first", "chat", "documents", "decode-0", "prefill-0", "4/s", "8/s"):
         assert name in words
     # Three plots against the rate and two distributions per rate, for all and for either class.
-    labels = re.findall(r'aria-label="([^"]*)"', PAGE)
+    labels = re.findall(r'aria-label="([^"]*)"', page)
     assert sum(label.endswith("against rate") for label in labels) == 9
     assert sum(label.startswith("distribution") for label in labels) == 12
     assert sum(label.startswith("utilisation") for label in labels) == 2
@@ -114,8 +123,8 @@ def test_a_page_about_nothing_is_a_page() -> None:
         assert found.open == []
 
 
-def test_failed_runs_have_a_row() -> None:
-    table = headlines(Report("", (), RUNS))
+def test_failed_runs_have_a_row(runs: list[ReportedRun]) -> None:
+    table = headlines(Report("", (), runs))
     assert table.num_names == 3
     assert len(table.rows) == 4 * 3
     assert [row[3] for row in table.rows if row[0] == NASTY and row[1] == "8"] == ["failed"] * 3
@@ -158,11 +167,11 @@ def test_quantities_have_three_digits(value: float, words: str) -> None:
     assert shown(value) == words
 
 
-def test_what_was_cached_has_a_column_where_there_was_anything() -> None:
+def test_what_was_cached_has_a_column_where_there_was_anything(runs: list[ReportedRun]) -> None:
     chat = build_workload(
         "prompt=20, output=30, turns=2, instruction=100, rate=1", seed=0, library=Library(), num_requests=3
     )
     table = headlines(Report("chat", (), [ReportedRun("fcfs", 1.0, 400, Simulation(colocated(), chat).run())]))
     assert table.headings[-1] == "cached"
     assert 50.0 < float(table.rows[0][-1].removesuffix("%")) < 90.0
-    assert "cached" not in headlines(Report("none", (), RUNS)).headings
+    assert "cached" not in headlines(Report("none", (), runs)).headings

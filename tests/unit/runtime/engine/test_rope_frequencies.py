@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +13,8 @@ from alignedserve.runtime.engine.rope_frequencies import inverse_frequencies
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import make_tiny_model, transformers_library
 
-_library: Any = transformers  # which imports the code of a model when that is first asked for
 _SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
 factors = st.floats(1.0, 64.0)
 lengths = st.integers(8, 1 << 17)
@@ -57,12 +55,14 @@ def parsed(config: Any) -> ModelConfig:
 @given(section=st.one_of(yarn, llama3, longrope, linear), theta=st.floats(100.0, 1e7), max_len=lengths)
 def test_every_scaling(section: dict[str, Any], theta: float, max_len: int) -> None:
     rope_parameters = {**section, "rope_theta": theta}
-    config = _library.LlamaConfig(**_SIZES, max_position_embeddings=max_len, rope_parameters=rope_parameters)
+    config = transformers_library().LlamaConfig(
+        **_SIZES, max_position_embeddings=max_len, rope_parameters=rope_parameters
+    )
     served = parsed(config)
     assert served.rope is not None
     original = section.get("original_max_position_embeddings", max_len)
     for context_len in (original, original + 1):
-        expected, factor = _library.modeling_rope_utils.ROPE_INIT_FUNCTIONS[section["rope_type"]](
+        expected, factor = transformers_library().modeling_rope_utils.ROPE_INIT_FUNCTIONS[section["rope_type"]](
             config, "cpu", seq_len=context_len
         )
         rope = served.for_context(context_len).rope
@@ -102,7 +102,7 @@ def test_short_contexts_of_longrope(tmp_path: Path) -> None:
     path.write_text(
         path.read_text().replace('"original_max_position_embeddings": 5', '"original_max_position_embeddings": 50')
     )
-    reference = _library.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    reference = transformers_library().AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     decoder = tiny_decoder(tmp_path)
     prompts = {50: random_tokens(1, 50), 51: random_tokens(1, 51)}
     for context_len, tokens in prompts.items():

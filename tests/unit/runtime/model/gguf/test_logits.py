@@ -1,13 +1,12 @@
 """Logits of GGUF files against transformers' reading of the same files, unpacked and in blocks."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
-from transformers import modeling_gguf_pytorch_utils
 
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile
@@ -17,11 +16,9 @@ from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.weight_loader import assemble_weights
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_gguf import HEAD_DIM, write_tiny_gguf
+from tests.support.tiny_models import transformers_library
 
 pytestmark = pytest.mark.slow
-
-_reading: Any = modeling_gguf_pytorch_utils
-_library: Any = transformers  # which imports the code of a model when that is first asked for
 
 EVERY_TYPE = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16", "F32")
 TOKENS = random_tokens(1, 41)
@@ -36,14 +33,17 @@ CASES = [
 
 
 def reference_logits(path: Path, frequency_factors: Tensor | None = None, global_factor: float | None = None) -> Tensor:
-    _library.utils.logging.disable_progress_bar()
-    config = _library.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    library = transformers_library()
+    library.utils.logging.disable_progress_bar()
+    config = library.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     config.head_dim = HEAD_DIM
     config.query_pre_attn_scalar = HEAD_DIM
     if global_factor is not None:  # transformers does not read it
         config.rope_parameters["full_attention"] |= {"rope_type": "linear", "factor": global_factor}
-    model = _library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    tensors = _reading.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    tensors = import_module("transformers.modeling_gguf_pytorch_utils").load_gguf_checkpoint(
+        str(path), return_tensors=True, model_to_load=model
+    )["tensors"]
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
