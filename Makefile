@@ -86,15 +86,15 @@ install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
 # Reinstalled only when the list of dependencies or a native kernel changes.
-INSTALLED_FROM := pyproject.toml constraints.txt scripts/install.sh setup.py $(wildcard kernels/csrc/* kernels/csrc/*/*)
+INSTALLED_FROM := pyproject.toml constraints.txt scripts/install.py setup.py $(wildcard kernels/csrc/* kernels/csrc/*/*)
 
 $(VENV)/.installed: $(INSTALLED_FROM)
-	@scripts/install.sh "$(PYTHON)" $(VENV) .
+	@$(PYTHON) scripts/install.py $(VENV)
 	@touch $@
 
 # Not after the one above, which would compile the kernels twice.
 $(VENV)/.installed-dev: $(INSTALLED_FROM)
-	@scripts/install.sh "$(PYTHON)" $(VENV) ".[dev]"
+	@$(PYTHON) scripts/install.py $(VENV) dev
 	@touch $(VENV)/.installed $@
 
 bench: install-dev  ## benchmarks that take minutes each, one after the other; results under benchmarks/results

@@ -104,7 +104,7 @@ def native() -> Extension:
     return Extension(
         "kernels._native",
         sources=[f"kernels/csrc/{name}.cpp" for name in SOURCES],
-        depends=[f"kernels/csrc/{name}.h" for name in HEADERS],
+        depends=["setup.py", *(f"kernels/csrc/{name}.h" for name in HEADERS)],
         include_dirs=[
             "kernels/csrc",
             nanobind.include_dir(),

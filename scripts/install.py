@@ -1,0 +1,272 @@
+"""Make a virtual environment and install AlignedServe into it: `install.py VENV [EXTRA]`.
+
+The native kernels are compiled while pip fetches and unpacks what AlignedServe needs. A terminal shows one line that
+changes, anything else a line per step. What pip and the compiler said is in build/install.
+"""
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit("AlignedServe needs Python 3.11 or newer; choose one with: make PYTHON=/path/to/python3 ...")
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LOGS = ROOT / "build" / "install"
+TOOLS = LOGS / "tools"  # what compiles the kernels; the environment has no use for it
+CPU_INDEX = ("--index-url", "https://download.pytorch.org/whl/cpu", "--extra-index-url", "https://pypi.org/simple")
+LOOK_S = 0.2
+# Whatever serves imports these, so that their compiled files are there before the first start.
+SERVING = ("alignedserve.cli.wiring", "decode_worker.actor", "prefill_worker.actor")
+# The name of a package that only a build for NVIDIA GPUs needs.
+OF_CUDA = re.compile(r"(nvidia|cuda)-")
+NEEDS_CUDA = """
+import json, sys
+from pip._vendor.packaging.requirements import Requirement
+lines = [line for item in json.load(sys.stdin)["install"] for line in item["metadata"].get("requires_dist", [])]
+for needed in map(Requirement, lines):
+    if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+        print(needed.name)
+"""
+
+
+class Failed(Exception):
+    """A step that failed; its log says why."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(f"the end of {log.relative_to(ROOT)}:\n" + "\n".join(_lines(log)[-25:]))
+
+
+@dataclass(slots=True)
+class Screen:
+    """The progress of the installation."""
+
+    began_s: float
+    step: str = ""
+    is_terminal: bool = sys.stdout.isatty()
+
+    def begin(self, step: str) -> None:
+        """Say which step begins."""
+        self.step = step
+        if not self.is_terminal:
+            print(f"[{self._elapsed_s:4.0f} s] {step}", flush=True)
+
+    def show(self, detail: str) -> None:
+        """Draw the line anew with what the step is at, where it can be."""
+        if self.is_terminal:
+            minutes, seconds = divmod(int(self._elapsed_s), 60)
+            line = f"{minutes}:{seconds:02d}  {self.step}" + (f": {detail}" if detail else "")
+            print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+
+    def end(self, message: str) -> None:
+        """Leave a last line."""
+        print(f"{chr(13)}\x1b[K{message}" if self.is_terminal else message, flush=True)
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+
+class Environment:
+    """A virtual environment that packages are installed into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+
+    def make(self) -> None:
+        """Make it, unless it is there. pip comes last: an environment without it was broken off, and is made again."""
+        if not self.python.exists() or not any(self.folder.glob("lib/python*/site-packages/pip/__main__.py")):
+            run([sys.executable, "-m", "venv", "--clear", self.folder], LOGS / "venv.log")
+
+    def install(self, log: Path, *arguments: str | Path, look: Callable[[], None] | None = None) -> None:
+        """Install what the arguments of `pip install` name. Raises Failed."""
+        self._pip(log, "--no-compile", "--constraint", "constraints.txt", *arguments, look=look)
+
+    def install_checkout(self, log: Path) -> None:
+        """Install what is here in place, without its kernels, which are compiled. Raises Failed."""
+        env = with_tools(ALIGNEDSERVE_PLAIN="1")
+        self._pip(log, "--no-deps", "--no-build-isolation", "--no-compile", "--editable", ".", env=env)
+
+    def fetch_tools(self, requirements: list[str]) -> None:
+        """Install into the folder of tools. Raises Failed."""
+        self._pip(LOGS / "tools.log", "--upgrade", "--target", TOOLS, *requirements)
+
+    def has_cuda_build(self, torch: str) -> bool:
+        """Return whether pip would take a build of PyTorch that brings CUDA along."""
+        pip: list[str | Path] = [self.python, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--report"]
+        report = subprocess.run([*pip, "-", torch], cwd=ROOT, capture_output=True, text=True)
+        if report.returncode != 0:
+            return False  # pip says why when it is to install it
+        needed = subprocess.run([self.python, "-c", NEEDS_CUDA], input=report.stdout, capture_output=True, text=True)
+        return any(OF_CUDA.match(name) for name in needed.stdout.split())
+
+    def has(self, requirement: str) -> bool:
+        """Return whether this version of a package is installed, in whichever build."""
+        name, version = requirement.split("==")
+        return any(self.folder.glob(f"lib/python*/site-packages/{name}-{version}[+.]*dist-info"))
+
+    def _pip(
+        self,
+        log: Path,
+        *arguments: str | Path,
+        look: Callable[[], None] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        options = ("--progress-bar", "off", "--disable-pip-version-check")
+        run([self.python, "-m", "pip", "install", *options, *arguments], log, look=look, env=env)
+
+
+class Kernels:
+    """The native kernels, which are compiled beside everything else. Without a compiler, plain PyTorch computes."""
+
+    def __init__(self, environment: Environment, tools: list[str]) -> None:
+        self._environment = environment
+        self._tools = tools
+        self._log = LOGS / "kernels.log"
+        self._began_s = time.time()
+        self._failure: Failed | None = None
+        self._thread = threading.Thread(target=self._compile, daemon=True)
+        self._thread.start()
+
+    def _compile(self) -> None:
+        """Fetch what compiles them, and compile."""
+        try:
+            self._environment.fetch_tools(self._tools)
+            run([self._environment.python, "setup.py", "build_ext", "--inplace"], self._log, env=with_tools())
+        except Failed as failure:
+            self._failure = failure
+
+    @property
+    def is_compiling(self) -> bool:
+        """Return whether it goes on. Raises Failed."""
+        if self._failure is not None:
+            raise self._failure
+        return self._thread.is_alive()
+
+    @property
+    def progress(self) -> str:
+        """Return how far it is."""
+        if not self.is_compiling:
+            return "kernels compiled"
+        objects = [path for path in ROOT.glob("build/temp.*/**/*.o") if path.stat().st_mtime > self._began_s]
+        return f"{len(objects)} of {len(list(ROOT.glob('kernels/csrc/**/*.cpp')))} kernels compiled"
+
+
+def with_tools(**variables: str) -> dict[str, str]:
+    """Return the environment of a process that finds the tools."""
+    return {**os.environ, **variables, "PYTHONPATH": str(TOOLS)}
+
+
+def run(
+    command: Sequence[str | Path],
+    log: Path,
+    *,
+    env: dict[str, str] | None = None,
+    look: Callable[[], None] | None = None,
+) -> None:
+    """Run a command whose output goes to its log, calling `look` meanwhile. Raises Failed."""
+    with log.open("a") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        try:
+            while look is not None and process.poll() is None:
+                look()
+                time.sleep(LOOK_S)
+            process.wait()
+        finally:
+            process.terminate()
+    if process.returncode != 0:
+        raise Failed(log)
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(errors="replace").splitlines()
+
+
+def pip_progress(log: Path) -> str:
+    """Return what pip does now, from its output."""
+    for line in reversed(_lines(log)):
+        words = line.split()
+        if line.startswith("Installing collected packages"):
+            return f"unpacking {len(words) - 3} packages"
+        if words[:1] in (["Collecting"], ["Downloading"], ["Processing"]) and len(words) > 1:
+            return f"fetching {Path(words[1]).name.split('-')[0]}"
+    return ""
+
+
+def install(venv: Path, extras: list[str], screen: Screen) -> None:
+    """Install AlignedServe with these extras. Raises Failed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = [*project["project"]["dependencies"]]
+    for extra in extras:
+        needed += project["project"]["optional-dependencies"][extra]
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(parents=True)
+    environment = Environment(venv)
+    screen.begin(f"Making a virtual environment in {venv.name}")
+    screen.show("")
+    environment.make()
+    kernels = Kernels(environment, project["build-system"]["requires"])
+    screen.begin("Fetching packages, compiling the native kernels")
+    install_packages(environment, needed, lambda log: screen.show(f"{pip_progress(log)}, {kernels.progress}"))
+    warm_up = threading.Thread(target=compile_modules, args=(environment,), daemon=True)
+    warm_up.start()
+    screen.begin("Compiling the native kernels")
+    while kernels.is_compiling or warm_up.is_alive():
+        screen.show(kernels.progress)
+        time.sleep(LOOK_S)
+    screen.begin("Installing AlignedServe")
+    screen.show("")
+    environment.install_checkout(LOGS / "alignedserve.log")
+
+
+def install_packages(environment: Environment, needed: list[str], look: Callable[[Path], None]) -> None:
+    """Install what AlignedServe needs.
+
+    Without an NVIDIA driver the CPU build of PyTorch is wanted, which is gigabytes smaller. Where pip already finds one
+    of the pinned version (a local wheel, a mirror), no index is named.
+    """
+    torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    has_driver = Path("/proc/driver/nvidia/version").exists()
+    if not has_driver and not environment.has(torch) and environment.has_cuda_build(torch):
+        log = LOGS / "torch.log"
+        environment.install(log, *CPU_INDEX, torch, look=lambda: look(log))
+    log = LOGS / "packages.log"
+    environment.install(log, *needed, look=lambda: look(log))
+
+
+def compile_modules(environment: Environment) -> None:
+    """Keep compiled files of the modules that serve, a tenth of all; those of others are kept once they are used."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    modules = ", ".join(SERVING)
+    subprocess.run([environment.python, "-c", f"import {modules}"], cwd=ROOT, env=env, capture_output=True)
+
+
+def main() -> int:
+    """Install what the command line says; return the exit code."""
+    venv, *extras = sys.argv[1:]
+    screen = Screen(time.monotonic())
+    try:
+        install(ROOT / venv, extras, screen)
+    except Failed as failure:
+        screen.end(f"The installation failed; {failure}")
+        return 1
+    except KeyboardInterrupt:
+        screen.end("Interrupted; the next `make` goes on.")
+        return 130
+    has_kernels = any(ROOT.glob("kernels/_native*.so"))
+    screen.end(f"Installed in {time.monotonic() - screen.began_s:.0f} s" + ("" if has_kernels else ", without kernels"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
