@@ -18,6 +18,7 @@ import time
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,10 +26,11 @@ LOGS = ROOT / "build" / "install"
 TOOLS = LOGS / "tools"  # what compiles the kernels; the environment has no use for it
 CPU_INDEX = ("--index-url", "https://download.pytorch.org/whl/cpu", "--extra-index-url", "https://pypi.org/simple")
 LOOK_S = 0.2
+RUNNING: set[subprocess.Popen[bytes]] = set()  # what this process waits for
 # Whatever serves imports these, so that their compiled files are there before the first start.
 SERVING = ("alignedserve.cli.wiring", "decode_worker.actor", "prefill_worker.actor")
-# The name of a package that only a build for NVIDIA GPUs needs.
-OF_CUDA = re.compile(r"(nvidia|cuda)-")
+NAME = re.compile(r"[\w.-]+?(?=-\d|[^\w.-]|$)")  # of a package, at the start of a requirement or a file's name
+OF_CUDA = re.compile(r"(nvidia|cuda)-")  # the name of a package that only a build for NVIDIA GPUs needs
 NEEDS_CUDA = """
 import json, sys
 from pip._vendor.packaging.requirements import Requirement
@@ -59,6 +61,7 @@ class Screen:
         self.step = step
         if not self.is_terminal:
             print(f"[{self._elapsed_s:4.0f} s] {step}", flush=True)
+        self.show("")
 
     def show(self, detail: str) -> None:
         """Draw the line anew with what the step is at, where it can be."""
@@ -88,18 +91,18 @@ class Environment:
         if not self.python.exists() or not any(self.folder.glob("lib/python*/site-packages/pip/__main__.py")):
             run([sys.executable, "-m", "venv", "--clear", self.folder], LOGS / "venv.log")
 
-    def install(self, log: Path, *arguments: str | Path, look: Callable[[], None] | None = None) -> None:
-        """Install what the arguments of `pip install` name. Raises Failed."""
-        self._pip(log, "--no-compile", "--constraint", "constraints.txt", *arguments, look=look)
+    def install(self, log: str, *arguments: str) -> None:
+        """Install what the arguments of `pip install` name; `log`: the name of its log. Raises Failed."""
+        self._pip(log, "--no-compile", "--constraint", "constraints.txt", *arguments)
 
-    def install_checkout(self, log: Path) -> None:
+    def install_checkout(self) -> None:
         """Install what is here in place, without its kernels, which are compiled. Raises Failed."""
         env = with_tools(ALIGNEDSERVE_PLAIN="1")
-        self._pip(log, "--no-deps", "--no-build-isolation", "--no-compile", "--editable", ".", env=env)
+        self._pip("alignedserve", "--no-deps", "--no-build-isolation", "--no-compile", "--editable", ".", env=env)
 
     def fetch_tools(self, requirements: list[str]) -> None:
         """Install into the folder of tools. Raises Failed."""
-        self._pip(LOGS / "tools.log", "--upgrade", "--target", TOOLS, *requirements)
+        self._pip("tools", "--no-compile", "--target", str(TOOLS), *requirements)
 
     def has_cuda_build(self, torch: str) -> bool:
         """Return whether pip would take a build of PyTorch that brings CUDA along."""
@@ -115,39 +118,30 @@ class Environment:
         name, version = requirement.split("==")
         return any(self.folder.glob(f"lib/python*/site-packages/{name}-{version}[+.]*dist-info"))
 
-    def _pip(
-        self,
-        log: Path,
-        *arguments: str | Path,
-        look: Callable[[], None] | None = None,
-        env: dict[str, str] | None = None,
-    ) -> None:
+    def _pip(self, log: str, *arguments: str, env: dict[str, str] | None = None) -> None:
         options = ("--progress-bar", "off", "--disable-pip-version-check")
-        run([self.python, "-m", "pip", "install", *options, *arguments], log, look=look, env=env)
+        run([self.python, "-m", "pip", "install", *options, *arguments], LOGS / f"{log}.log", env=env)
 
 
-class Kernels:
-    """The native kernels, which are compiled beside everything else. Without a compiler, plain PyTorch computes."""
+class Job:
+    """Work that goes on beside other work."""
 
-    def __init__(self, environment: Environment, tools: list[str]) -> None:
-        self._environment = environment
-        self._tools = tools
-        self._log = LOGS / "kernels.log"
-        self._began_s = time.time()
+    def __init__(self, work: Callable[[], None], progress: Callable[[], str]) -> None:
+        """`progress`: says in a few words what it is at."""
+        self._work = work
+        self._progress = progress
         self._failure: Failed | None = None
-        self._thread = threading.Thread(target=self._compile, daemon=True)
+        self._thread = threading.Thread(target=self._do, daemon=True)
         self._thread.start()
 
-    def _compile(self) -> None:
-        """Fetch what compiles them, and compile."""
+    def _do(self) -> None:
         try:
-            self._environment.fetch_tools(self._tools)
-            run([self._environment.python, "setup.py", "build_ext", "--inplace"], self._log, env=with_tools())
+            self._work()
         except Failed as failure:
             self._failure = failure
 
     @property
-    def is_compiling(self) -> bool:
+    def is_going_on(self) -> bool:
         """Return whether it goes on. Raises Failed."""
         if self._failure is not None:
             raise self._failure
@@ -155,11 +149,8 @@ class Kernels:
 
     @property
     def progress(self) -> str:
-        """Return how far it is."""
-        if not self.is_compiling:
-            return "kernels compiled"
-        objects = [path for path in ROOT.glob("build/temp.*/**/*.o") if path.stat().st_mtime > self._began_s]
-        return f"{len(objects)} of {len(list(ROOT.glob('kernels/csrc/**/*.cpp')))} kernels compiled"
+        """Return what it is at."""
+        return self._progress() if self.is_going_on else ""
 
 
 def with_tools(**variables: str) -> dict[str, str]:
@@ -167,24 +158,14 @@ def with_tools(**variables: str) -> dict[str, str]:
     return {**os.environ, **variables, "PYTHONPATH": str(TOOLS)}
 
 
-def run(
-    command: Sequence[str | Path],
-    log: Path,
-    *,
-    env: dict[str, str] | None = None,
-    look: Callable[[], None] | None = None,
-) -> None:
-    """Run a command whose output goes to its log, calling `look` meanwhile. Raises Failed."""
+def run(command: Sequence[str | Path], log: Path, *, env: dict[str, str] | None = None) -> None:
+    """Run a command whose output goes to its log. Raises Failed."""
     with log.open("a") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        try:
-            while look is not None and process.poll() is None:
-                look()
-                time.sleep(LOOK_S)
-            process.wait()
-        finally:
-            process.terminate()
-    if process.returncode != 0:
+    RUNNING.add(process)
+    code = process.wait()
+    RUNNING.remove(process)
+    if code != 0:
         raise Failed(log)
 
 
@@ -194,61 +175,91 @@ def _lines(log: Path) -> list[str]:
 
 def pip_progress(log: Path) -> str:
     """Return what pip does now, from its output."""
-    for line in reversed(_lines(log)):
+    for line in reversed(_lines(log) if log.exists() else []):
         words = line.split()
         if line.startswith("Installing collected packages"):
-            return f"unpacking {len(words) - 3} packages"
+            return f"unpacking {words[3] if len(words) == 4 else f'{len(words) - 3} packages'}"
         if words[:1] in (["Collecting"], ["Downloading"], ["Processing"]) and len(words) > 1:
-            return f"fetching {Path(words[1]).name.split('-')[0]}"
-    return ""
+            found = NAME.match(Path(words[1]).name)
+            return f"fetching {found[0] if found else words[1]}"
+    return "looking for packages"
+
+
+def kernel_progress(began_s: float) -> str:
+    """Return how many of the kernels' sources are compiled."""
+    objects = [path for path in ROOT.glob("build/temp.*/**/*.o") if path.stat().st_mtime > began_s]
+    return f"{len(objects)} of {len(list(ROOT.glob('kernels/csrc/**/*.cpp')))} kernel sources compiled"
 
 
 def install(venv: Path, extras: list[str], screen: Screen) -> None:
     """Install AlignedServe with these extras. Raises Failed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = [*project["project"]["dependencies"]]
+    needed = list(project["project"]["dependencies"])
     for extra in extras:
         needed += project["project"]["optional-dependencies"][extra]
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
     environment = Environment(venv)
     screen.begin(f"Making a virtual environment in {venv.name}")
-    screen.show("")
     environment.make()
-    kernels = Kernels(environment, project["build-system"]["requires"])
-    screen.begin("Fetching packages, compiling the native kernels")
-    install_packages(environment, needed, lambda log: screen.show(f"{pip_progress(log)}, {kernels.progress}"))
-    warm_up = threading.Thread(target=compile_modules, args=(environment,), daemon=True)
-    warm_up.start()
-    screen.begin("Compiling the native kernels")
-    while kernels.is_compiling or warm_up.is_alive():
-        screen.show(kernels.progress)
-        time.sleep(LOOK_S)
+    screen.begin("Installing packages, compiling native kernels")
+    compile_all = partial(compile_kernels, environment, project["build-system"]["requires"])
+    kernels = Job(compile_all, partial(kernel_progress, time.time()))
+    install_packages(environment, needed, kernels, screen)
+    wait_for([kernels, Job(partial(compile_modules, environment), str)], screen)
     screen.begin("Installing AlignedServe")
-    screen.show("")
-    environment.install_checkout(LOGS / "alignedserve.log")
+    environment.install_checkout()
 
 
-def install_packages(environment: Environment, needed: list[str], look: Callable[[Path], None]) -> None:
-    """Install what AlignedServe needs.
+def compile_kernels(environment: Environment, tools: list[str]) -> None:
+    """Compile the native kernels in place. They are optional: without a compiler, plain PyTorch computes."""
+    environment.fetch_tools(tools)
+    run([environment.python, "setup.py", "build_ext", "--inplace"], LOGS / "kernels.log", env=with_tools())
 
-    Without an NVIDIA driver the CPU build of PyTorch is wanted, which is gigabytes smaller. Where pip already finds one
-    of the pinned version (a local wheel, a mirror), no index is named.
+
+def install_packages(environment: Environment, needed: list[str], kernels: Job, screen: Screen) -> None:
+    """Install what AlignedServe needs: PyTorch, whose file is as large as all others, beside these; then what is left.
+
+    No other package needs PyTorch, and two that are installed at the same time share no file.
+    """
+    others = [requirement for requirement in needed if not requirement.startswith("torch==")]
+    wait_for(
+        [
+            Job(partial(install_torch, environment), partial(pip_progress, LOGS / "torch.log")),
+            Job(partial(environment.install, "packages", *others), partial(pip_progress, LOGS / "packages.log")),
+        ],
+        screen,
+        beside=kernels,
+    )
+    environment.install("left", *needed)
+
+
+def install_torch(environment: Environment) -> None:
+    """Install the pinned PyTorch without what it needs.
+
+    Without an NVIDIA driver the CPU build is wanted, which is gigabytes smaller. Where pip already finds one (a local
+    wheel, a mirror), no index is named.
     """
     torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    if environment.has(torch):
+        return
     has_driver = Path("/proc/driver/nvidia/version").exists()
-    if not has_driver and not environment.has(torch) and environment.has_cuda_build(torch):
-        log = LOGS / "torch.log"
-        environment.install(log, *CPU_INDEX, torch, look=lambda: look(log))
-    log = LOGS / "packages.log"
-    environment.install(log, *needed, look=lambda: look(log))
+    index = CPU_INDEX if not has_driver and environment.has_cuda_build(torch) else ()
+    environment.install("torch", *index, "--no-deps", torch)
 
 
 def compile_modules(environment: Environment) -> None:
     """Keep compiled files of the modules that serve, a tenth of all; those of others are kept once they are used."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    modules = ", ".join(SERVING)
-    subprocess.run([environment.python, "-c", f"import {modules}"], cwd=ROOT, env=env, capture_output=True)
+    subprocess.run([environment.python, "-c", f"import {', '.join(SERVING)}"], cwd=ROOT, env=env, capture_output=True)
+
+
+def wait_for(jobs: list[Job], screen: Screen, beside: Job | None = None) -> None:
+    """Wait for jobs, showing what they are at, and what another is at. Raises Failed, also for that one."""
+    shown = jobs if beside is None else [*jobs, beside]
+    while sum(job.is_going_on for job in jobs):
+        screen.show(", ".join(progress for job in shown if (progress := job.progress)))
+        time.sleep(LOOK_S)
 
 
 def main() -> int:
@@ -263,6 +274,9 @@ def main() -> int:
     except KeyboardInterrupt:
         screen.end("Interrupted; the next `make` goes on.")
         return 130
+    finally:
+        for process in list(RUNNING):
+            process.terminate()
     has_kernels = any(ROOT.glob("kernels/_native*.so"))
     screen.end(f"Installed in {time.monotonic() - screen.began_s:.0f} s" + ("" if has_kernels else ", without kernels"))
     return 0
