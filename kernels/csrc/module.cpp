@@ -72,7 +72,6 @@ void bind(nb::module_& module);
 }  // namespace decode_pass
 
 NB_MODULE(_native, module) {
-    nb::set_leak_warnings(false);  // of what lives until the end: heaps that are settled are not collected there
     decode_pass::bind_parts(module);
     rows::bind(module);
     products::bind(module);
