@@ -19,7 +19,7 @@ def asking(custom_id: str, **fields: Any) -> Any:
 
 async def ended(client: Any, batch: Any) -> Any:
     async def has_ended() -> bool:
-        return (await client.messages.batches.retrieve(batch.id)).processing_status == "ended"
+        return bool((await client.messages.batches.retrieve(batch.id)).processing_status == "ended")
 
     await eventually(has_ended)
     return await client.messages.batches.retrieve(batch.id)

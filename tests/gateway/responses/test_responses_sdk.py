@@ -87,7 +87,7 @@ async def test_background(tmp_path: Path) -> None:
         assert queued.status == "queued"
 
         async def is_over() -> bool:
-            return (await client.responses.retrieve(queued.id)).status == "completed"
+            return bool((await client.responses.retrieve(queued.id)).status == "completed")
 
         await eventually(is_over)
         assert (await client.responses.cancel(queued.id)).output_text == "hello world"
