@@ -2,10 +2,9 @@
 
 from alignedserve.batch_worker.actor import BatchActor
 from alignedserve.cluster.actor_factory import ActorClasses
-from alignedserve.cluster.hosts.launch import Hosts, launch_on_hosts
 from alignedserve.cluster.hosts.plan import NODE_ADDRESS
-from alignedserve.cluster.launch import launch_cluster
-from alignedserve.cluster.running_cluster import RunningCluster
+from alignedserve.cluster.launch import Hosts, launch_cluster, launch_on_hosts
+from alignedserve.cluster.serving_cluster import ServingCluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.config.environment import RAY_ADDRESS_VARIABLE, ray_address
 from alignedserve.config.model_settings import ModelSettings
@@ -15,7 +14,7 @@ from alignedserve.gateway.actor import GatewayActor
 
 def start_cluster(
     settings: ModelSettings, observer: StartObserver | None = None, num_nodes: int | None = None
-) -> RunningCluster:
+) -> ServingCluster:
     """Start a cluster with our HTTP gateway: on this host, or on the nodes of the Ray cluster that RAY_ADDRESS names.
 
     `num_nodes`: to wait for. Raises an error of the tree, with nothing left running.

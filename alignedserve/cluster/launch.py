@@ -1,34 +1,80 @@
-"""Starts a cluster on this host."""
+"""Starts a cluster: on this host, as a cluster of one node, or on the nodes of a Ray cluster."""
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
+import ray
 
 from alignedserve.cluster import preflight
-from alignedserve.cluster.actor_factory import ActorClasses
-from alignedserve.cluster.deployments.cluster import ClusterOfModels
-from alignedserve.cluster.deployments.deployment import Deployment, PlacedModel, check
-from alignedserve.cluster.deployments.division import Part, assigned_gpus, divide, worker_bytes
-from alignedserve.cluster.deployments.preparation import DeploymentSettings, Preparing
+from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets
 from alignedserve.cluster.gpu_claims import GpuClaims, GpusTaken, claim_gpus
-from alignedserve.cluster.machine import this_machine, with_gpus
-from alignedserve.cluster.memory_planner import Machine
-from alignedserve.cluster.recording_folder import prepare_recording
+from alignedserve.cluster.hosts.admission import (
+    Admission,
+    Keeper,
+    differences,
+    end_keepers,
+    missing_copies,
+    start_keepers,
+)
+from alignedserve.cluster.hosts.adoption import adopt_cluster
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
+from alignedserve.cluster.hosts.device_agreement import agreed_device, joining_device
+from alignedserve.cluster.hosts.joining import Joining
+from alignedserve.cluster.hosts.members import Member, expect_handoffs, member_of, reserve_for, resources_of
+from alignedserve.cluster.hosts.models.hosted import HostedModel
+from alignedserve.cluster.hosts.models.planning import PlannedModel, plan_models
+from alignedserve.cluster.hosts.nodes.placement_group import release, release_former
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
+from alignedserve.cluster.hosts.nodes.report import NodeReport
+from alignedserve.cluster.hosts.own_host import OwnHost
+from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, resolve_for
+from alignedserve.cluster.hosts.ray_directory import NAMESPACE
+from alignedserve.cluster.hosts.scaling.scaler import make_scaler
+from alignedserve.cluster.hosts.succession import Succession, digest_of
+from alignedserve.cluster.ray_node import join_ray
+from alignedserve.cluster.recording_folder import remove_unserved, with_absolute_folder, write_run_file
 from alignedserve.cluster.run_folder import make_run_folder, make_run_root
-from alignedserve.cluster.sizing import SizeChoice
+from alignedserve.cluster.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import ConfigError
-from alignedserve.process.addresses import AddressBook, numbered_deployment
+from alignedserve.core.errors import ConfigError, ResourceError
+from alignedserve.messages.recording import RunMetadata
+from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, AddressBook, numbered_deployment
+from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.device.devices import AUTO, CPU, gpu_names
 from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device, with_device
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
+from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.hub.local_model import with_local_model
+from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.topology import require_effect
+
+logger = logging.getLogger(__name__)
+
+_FORMER_ENDS_S = 75.0  # its keepers end it when they have had no driver for a minute
+
+_ALWAYS_THERE = (ROUTER, "gateway-0")  # one of them, of any cluster: the first model's router may have ended
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The Ray cluster to serve on."""
+
+    address: str
+    num_nodes: int = 1  # to wait for
+    wait_s: float = 120.0  # at most; then with those that there are
 
 
 def launch_cluster(
     settings: ModelSettings, actor_classes: ActorClasses, observer: StartObserver | None = None
-) -> ClusterOfModels:
+) -> ServingCluster:
     """Start a cluster on this host alone and return it when it is up.
 
     Unset sizes are worked out, which the observer is told before anything starts. Raises an error of the tree, with
@@ -36,26 +82,23 @@ def launch_cluster(
     """
     observer = observer or LoggingObserver()
     configs = [_checked(config, len(settings.own)) for config in settings.configs]
+    if configs[0].scaling.max_nodes is not None:
+        raise ConfigError("scaling.max_nodes is for a cluster of several hosts (RAY_ADDRESS); leave it out")
     choice, claims = _claimed(configs[0].engine.device)
     observer.device_chosen(choice)
-    configs = [with_device(config, choice) for config in configs]
-    machine = with_gpus(this_machine(choice.device), gpu_names(choice.device), claims.gpus)
-    models = _planned(configs, machine, claims.gpus)
-    remove_stale_arenas(arena_folder(), ARENA_PREFIX)
+    configs, host = [with_device(config, choice) for config in configs], OwnHost(claims)
+    reports = host.reports_that_come(choice.device, [resolve_for([], config).folder for config in configs])
+    found = {node: resources_of("node-0", node, report) for node, report in reports.items()}
+    plans = _plan(configs, found, reports)
     book = AddressBook(make_run_folder())
-    for _, sizes in models:
-        observer.sizes_chosen(
-            sizes, has_others=len(models) > 1
-        )  # when nothing is left that refuses the start in one line
-    deployments = _deployments(models, book, actor_classes)
-    own = {one.deployment_id: own for one, own in zip(deployments, settings.own, strict=True)}
-    preparing = Preparing(
-        DeploymentSettings(settings, own, book.folder),
-        (machine, claims),
-        book,
-        (actor_classes, deployments[0].factory.secrets),
-    )
-    cluster = ClusterOfModels(deployments, preparing, observer)
+    members = _members(plans, found, {host.node: Keeper(None, book)})
+    for one, plan in plans.items():
+        host.check({host.node: members[0].models[one]}, plan.served)
+    _record_run(plans[FIRST_DEPLOYMENT], members)
+    remove_stale_arenas(arena_folder(), ARENA_PREFIX)
+    brought = Brought(settings, lambda nodes: host, observer)
+    joining = _joining(plans, found, brought, reports[host.node].digests, book.folder.name)
+    cluster = ServingCluster(joining, members, ActorFactory(joining.plan.served, actor_classes), brought)
     try:
         cluster.start()
     except BaseException:
@@ -78,47 +121,183 @@ def _claimed(device: str) -> tuple[DeviceChoice, GpuClaims]:
         return DeviceChoice(CPU, f"{error}; workers compute on the CPU", is_warning=True), GpuClaims()
 
 
+def launch_on_hosts(
+    settings: ModelSettings, hosts: Hosts, actor_classes: ActorClasses, observer: StartObserver | None = None
+) -> ClusterOnHosts:
+    """Start a cluster on the nodes of that Ray cluster and return it when it is up.
+
+    One that a former driver with the same configuration has left goes on instead, and one of another is ended first.
+    Raises an error of the tree, with nothing left running, when it cannot.
+    """
+    observer, asked = observer or LoggingObserver(), digest_of(*settings.configs)
+    configs = [_checked(config, len(settings.own)) for config in settings.configs]
+    join_ray(hosts.address, NAMESPACE)
+    try:
+        context = ray.get_runtime_context()
+        require_head(alive_nodes(), context.get_node_id())
+        scaler = make_scaler(configs, context.gcs_address)
+        driving = Driving(Brought(settings, Admission, observer), Succession(asked), scaler)
+        cluster = adopt_cluster(asked, actor_classes, driving)
+        is_adopted = cluster is not None
+        if cluster is None:
+            cluster = _prepare_cluster(configs, hosts, actor_classes, driving)
+    except BaseException:
+        ray.shutdown()
+        raise
+    try:
+        cluster.start_all()
+    except BaseException:
+        cluster.stop()
+        if configs[0].recording.folder is not None and not is_adopted:
+            remove_unserved(Path(configs[0].recording.folder))
+        raise
+    return cluster
+
+
 def _checked(config: ClusterConfig, num_models: int) -> ClusterConfig:
     """Return one model's configuration, with a model of this machine. Raises ConfigError, or like Hub.fetch."""
-    if config.scaling.max_nodes is not None:
-        raise ConfigError("scaling.max_nodes is for a cluster of several hosts (RAY_ADDRESS); leave it out")
     if config.recording.folder is not None and num_models > 1:
         raise ConfigError("recording.folder is for a cluster of one model; leave it out")
     config = msgspec.structs.replace(config, model=with_local_model(config.model))
     require_effect(config)
-    return config
+    return with_absolute_folder(resolve_policy(config))
 
 
-def _planned(
-    configs: list[ClusterConfig], machine: Machine, gpus: tuple[str, ...]
-) -> list[tuple[PlacedModel, SizeChoice]]:
-    """Give each model its part of the machine. Raises an error of the tree where one does not fit."""
-    ids = [numbered_deployment(number) for number in range(1, len(configs) + 1)]
-    devices = assigned_gpus(gpus, len(configs))
-    placed = [PlacedModel.of(*one) for one in zip(configs, devices, ids, strict=True)]
-    served = [one.resolve(Part(machine)) for one in placed]
-    taken = [
-        one.config.num_workers * worker_bytes(one.config, model) for one, model in zip(placed, served, strict=True)
+def _prepare_cluster(
+    configs: Sequence[ClusterConfig],
+    hosts: Hosts,
+    actor_classes: ActorClasses,
+    driving: Driving,
+) -> ClusterOnHosts:
+    _wait_for_former()
+    nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
+    if len(nodes) < hosts.num_nodes:
+        logger.warning("%d of %d nodes are there after %.0f s", len(nodes), hosts.num_nodes, hosts.wait_s)
+    with contextlib.ExitStack() as if_it_fails, Admission(nodes) as admission:
+        device = configs[0].engine.device
+        choice, reports = agreed_device(
+            device, admission.reports(device, [resolve_for([], one).folder for one in configs])
+        )
+        driving.brought.observer.device_chosen(choice)
+        configs = [with_device(config, choice) for config in configs]
+        head = reports[nodes[0]]
+        refused = admission.apart() | differences(reports, head)
+        if nodes[0] in refused or (missing := missing_copies(head, head.digests)):
+            raise ResourceError(f"{nodes[0]}: {refused.get(nodes[0]) or next(iter(missing.values()))}")
+        found = {
+            node: resources_of(f"node-{index}", node, reports[node])
+            for index, node in enumerate(node for node in nodes if node not in refused)
+        }
+        plans = _plan(configs, found, reports)
+        cluster_id = secrets.token_hex(4)
+        names = {node: f"{cluster_id}-{index}" for index, node in enumerate(found)}
+        keepers = start_keepers(names, cluster_id, configs[0].links)
+        if_it_fails.callback(end_keepers, [keeper.actor for keeper in keepers.values()])
+        members = _members(plans, found, keepers)
+        expect_handoffs(members)
+        for one, plan in plans.items():
+            parts = {member.ray_node: member.models[one] for member in members if one in member.models}
+            admission.check(parts, plan.served)
+        release_former()
+        for member in members:
+            if_it_fails.callback(release, member.prepared.folder.name)
+        reserve_for(members)
+        _record_run(plans[FIRST_DEPLOYMENT], members)
+        if_it_fails.pop_all()
+    authority = CertificateAuthority.new(cluster_id) if configs[0].links.tls else None
+    joining = _joining(plans, found, driving.brought, head.digests, cluster_id)
+    joining.device = joining_device(device, choice)
+    cluster_secrets = ClusterSecrets(authority=authority)
+    factory = ActorFactory(plans[FIRST_DEPLOYMENT].served, actor_classes, cluster_secrets, is_detached=True)
+    cluster = ClusterOnHosts(joining, members, factory, driving)
+    for node, problem in refused.items():
+        cluster.refuse(node, problem)
+    return cluster
+
+
+def _plan(
+    configs: Sequence[ClusterConfig], found: Mapping[RayNode, NodeResources], reports: Mapping[RayNode, NodeReport]
+) -> dict[str, ClusterPlan]:
+    """Return the plan of each model, by deployment."""
+    machines, head = [one.machine for one in found.values()], next(iter(reports.values()))
+    missing = {node: missing_copies(reports[node], head.digests) for node in found}
+    models = [
+        PlannedModel(
+            deployment_id=numbered_deployment(index + 1),
+            config=config,
+            served=with_adapters(resolve_for(machines, config), config.lora),
+            nodes=frozenset(one.capacity.name for node, one in found.items() if index not in missing[node]),
+        )
+        for index, config in enumerate(configs)
     ]
-    models: list[tuple[PlacedModel, SizeChoice]] = []
-    for one, model, part in zip(placed, served, divide(machine, gpus, taken), strict=True):
-        choice = one.size(model, part)
-        if not models:
-            preflight.check(choice.config, choice.served)
-            choice = _recorded(choice)
-        if len(configs) > 1:
-            check(one, choice, part)
-        models.append((one, choice))
-    return models
+    plans = plan_models(models, list(found.values()))
+    for plan in plans.values():
+        for choice in plan.choices.values():
+            preflight.check_configuration(choice.config, plan.served)
+    return plans
 
 
-def _recorded(choice: SizeChoice) -> SizeChoice:
-    return SizeChoice(prepare_recording(choice.config, choice.served), choice.served, choice.warnings)
+def _members(
+    plans: Mapping[str, ClusterPlan], found: Mapping[RayNode, NodeResources], keepers: Mapping[RayNode, Keeper]
+) -> list[Member]:
+    """Return the nodes, each with its part of every deployment that has one there; the head has one of all."""
+    members = []
+    for index, node in enumerate(found):
+        parts = [plan.part(index, node.address) for plan in plans.values()]
+        used = [part for part in parts if part.share.num_workers or part.share.is_head or part.share.gateways]
+        members.append(member_of(node, used or parts[:1], keepers[node]))
+    return members
 
 
-def _deployments(
-    models: list[tuple[PlacedModel, SizeChoice]], book: AddressBook, classes: ActorClasses
-) -> list[Deployment]:
-    """Combine what was planned; all share the secrets of the first."""
-    first = Deployment.of(*models[0], book, classes)
-    return [first, *(Deployment.of(*one, book, classes, first.factory.secrets) for one in models[1:])]
+def _joining(
+    plans: Mapping[str, ClusterPlan],
+    found: Mapping[RayNode, NodeResources],
+    brought: Brought,
+    digests: Sequence[str | None],
+    cluster_id: str,
+) -> Joining:
+    """Return what the cluster is made of, and say which sizes were chosen."""
+    for plan in plans.values():
+        brought.observer.sizes_chosen(next(iter(plan.choices.values())), has_others=len(plans) > 1)
+    models = {
+        one: HostedModel(plan, own, digest)
+        for (one, plan), own, digest in zip(plans.items(), brought.settings.own, digests, strict=True)
+    }
+    joining = Joining(plans[FIRST_DEPLOYMENT], models, cluster_id, len(found))
+    joining.wholes = {one.capacity.name: one.machine for one in found.values()}
+    return joining
+
+
+def _record_run(plan: ClusterPlan, members: Sequence[Member]) -> None:
+    """Prepare the folder of a recorded run, if it is recorded. Raises ConfigError where it is not empty."""
+    if plan.config.recording.folder is None:
+        return
+    shares = [member.prepared.share for member in members]
+    head = members[0].prepared.config
+    counts = {
+        "prefill": sum(len(share.prefill) for share in shares) or head.prefill.count,
+        "decode": sum(len(share.decode) - share.num_standby for share in shares),
+    }
+    sections = {name: msgspec.structs.replace(getattr(head, name), count=count) for name, count in counts.items()}
+    config = msgspec.structs.replace(head, **sections)
+    layout = plan.served.block_layout(head.engine.block_size)
+    write_run_file(RunMetadata(config=config, layout=layout, num_nodes=len(members)))
+
+
+def _wait_for_former() -> None:
+    """Wait until the actors of a driver that has died are gone. Raises ResourceError when a cluster runs."""
+    ends_s = time.monotonic() + _FORMER_ENDS_S
+    while True:
+        if not any(_is_there(name) for name in _ALWAYS_THERE):
+            return
+        if time.monotonic() > ends_s:
+            raise ResourceError("a cluster serves on these hosts already; end it with `alignedserve stop`")
+        time.sleep(0.5)
+
+
+def _is_there(name: str) -> bool:
+    try:
+        ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return False
+    return True

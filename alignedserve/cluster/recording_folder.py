@@ -7,22 +7,8 @@ from pathlib import Path
 import msgspec
 
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.messages.recording import PART_FILE, RUN_FILE, SUFFIX, RunMetadata
-from alignedserve.runtime.model.served_model import ServedModel
-
-
-def prepare_recording(config: ClusterConfig, served: ServedModel) -> ClusterConfig:
-    """Create the folder; return the configuration with its absolute path, unchanged if recording is off.
-
-    Raises ConfigError if the folder is not empty, as two runs in one folder cannot be told apart.
-    """
-    if config.recording.folder is None:
-        return config
-    recorded = with_absolute_folder(with_fixed_sizes(config))
-    write_run_file(RunMetadata(config=recorded, layout=served.block_layout(config.engine.block_size)))
-    return recorded
 
 
 def with_absolute_folder(config: ClusterConfig) -> ClusterConfig:
@@ -38,7 +24,10 @@ def recording_into(config: ClusterConfig, folder: Path) -> ClusterConfig:
 
 
 def write_run_file(metadata: RunMetadata) -> None:
-    """Create the run's folder, which its configuration names, with RUN_FILE. Raises ConfigError, see above."""
+    """Create the run's folder, which its configuration names, with RUN_FILE.
+
+    Raises ConfigError if the folder is not empty, as two runs in one folder cannot be told apart.
+    """
     assert metadata.config.recording.folder is not None, "recording is off"
     folder = Path(metadata.config.recording.folder)
     try:

@@ -9,7 +9,14 @@ from rich.table import Table
 from alignedserve.cli.commands.load_line import load_line
 from alignedserve.cli.commands.shown_log import TAIL_BYTES, show_log
 from alignedserve.cli.console import notes, print_json, printable, results
-from alignedserve.cluster.deployments.orders import DeploymentReport
+from alignedserve.cluster.deployments.orders import (
+    DeploymentReport,
+    Done,
+    DrainNode,
+    NodeOrder,
+    ScaleWorkers,
+    UndoDrain,
+)
 from alignedserve.cluster.draining.drains import MOVING_S
 from alignedserve.cluster.hosts.client import (
     call_actor,
@@ -21,7 +28,7 @@ from alignedserve.cluster.hosts.client import (
 )
 from alignedserve.cluster.hosts.left_behind import end_cluster, has_driver
 from alignedserve.cluster.hosts.operations.drain_rules import node_called
-from alignedserve.cluster.hosts.operations.orders import DrainNode, ScaleWorkers, UndoDrain, give_order
+from alignedserve.cluster.hosts.operations.orders import give_order
 from alignedserve.cluster.hosts.operations.resizing import parse_counts
 from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage, waiting_for_head
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, ask_to_stop, read_record, recorded_id
@@ -152,7 +159,7 @@ def drain(node: str, within_s: float, *, is_forced: bool, waits: bool) -> None:
     """Drain a node; with `waits` return when it has drained. Raises ResourceError when it may not be."""
     with connected():
         record = running_cluster()
-        results().print(give_order(record.cluster_id, DrainNode(node, within_s, is_forced)).text)
+        _give(record.cluster_id, DrainNode(node, within_s, is_forced))
         name = node_called(record.nodes, node).name
         ends_s = time.monotonic() + within_s + MOVING_S + _DRAIN_ENDS_S
         while waits:
@@ -174,13 +181,19 @@ def scale(counts: list[str], model: str | None) -> None:
     """
     order = ScaleWorkers(parse_counts(counts), model)
     with connected():
-        results().print(give_order(running_cluster().cluster_id, order).text)
+        _give(running_cluster().cluster_id, order)
 
 
 def undo_drain(node: str) -> None:
     """Use a node again. Raises ResourceError when it neither drains nor has drained."""
     with connected():
-        results().print(give_order(running_cluster().cluster_id, UndoDrain(node)).text)
+        _give(running_cluster().cluster_id, UndoDrain(node))
+
+
+def _give(cluster_id: str, order: NodeOrder) -> None:
+    answer = give_order(cluster_id, order)
+    if isinstance(answer, Done):
+        results().print(answer.text)
 
 
 def print_ray_storage(name: str, *, is_worker: bool) -> None:

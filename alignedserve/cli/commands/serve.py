@@ -17,10 +17,10 @@ from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, notes, results
 from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.wiring import start_cluster
-from alignedserve.cluster.deployments.cluster import ClusterOfModels
 from alignedserve.cluster.draining.last_answers import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
+from alignedserve.cluster.serving_cluster import ServingCluster
 from alignedserve.cluster.signals import ignore_signals
 from alignedserve.config.environment import api_keys
 from alignedserve.config.model_settings import ModelSettings
@@ -128,7 +128,7 @@ class _StopSignals:
         raise KeyboardInterrupt
 
 
-def _start(settings: ModelSettings, num_nodes: int | None, ending: _StopSignals) -> RunningCluster:
+def _start(settings: ModelSettings, num_nodes: int | None, ending: _StopSignals) -> ServingCluster:
     with StartScreen() as screen:
         cluster = start_cluster(settings, screen, num_nodes)
     if ending.is_asked_for:
@@ -151,7 +151,7 @@ def _trial(served: ServedModel) -> tuple[str, str]:
     return "/v1/rerank", f'{{"model":"{served.name}","query":"capital of France","documents":{documents}}}'
 
 
-def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
+def _welcome(cluster: ServingCluster, seconds: float) -> Panel:
     key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() else ""
     path, body = _trial(cluster.served)
     table = Table.grid(padding=(0, 2))
@@ -164,23 +164,17 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
     if isinstance(cluster, ClusterOnHosts):
         for node in cluster.record().nodes:
             table.add_row(f"{node.hostname} {node.address}", node.summary)
-        for served in cluster.models:
-            _describe(table, served)
-    elif isinstance(cluster, ClusterOfModels):
+    else:
         table.add_row("Gateways", str(cluster.config.gateway.count))
-        for deployment in cluster.deployments:
-            table.add_row(f"[bold]{escape(deployment.served.name)}[/]", _shape(deployment.choice.config))
-            _describe(table, deployment.served)
+    for plan in cluster.plans:
+        if not isinstance(cluster, ClusterOnHosts):
+            (choice,) = plan.choices.values()
+            table.add_row(f"[bold]{escape(plan.served.name)}[/]", _shape(choice.config))
+        _describe(table, plan.served)
+    names = ", ".join(plan.served.name for plan in cluster.plans)
     table.add_row("Logs", str(cluster.folder / "logs"))
     table.add_row("Stop", "Ctrl-C")
-    return Panel(table, title=f"AlignedServe serves [bold]{escape(_names(cluster))}[/] (ready in {seconds:.1f} s)")
-
-
-def _names(cluster: RunningCluster) -> str:
-    if isinstance(cluster, ClusterOnHosts):
-        return ", ".join(served.name for served in cluster.models)
-    models = cluster.deployments if isinstance(cluster, ClusterOfModels) else (cluster,)
-    return ", ".join(one.served.name for one in models)
+    return Panel(table, title=f"AlignedServe serves [bold]{escape(names)}[/] (ready in {seconds:.1f} s)")
 
 
 def _describe(table: Table, served: ServedModel) -> None:

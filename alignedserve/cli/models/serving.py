@@ -6,6 +6,7 @@ import msgspec
 from rich.table import Table
 
 from alignedserve.cli.console import notes, print_json, printable, results
+from alignedserve.cluster.deployments.client import show
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     Done,
@@ -15,7 +16,7 @@ from alignedserve.cluster.deployments.orders import (
     RestartWorkers,
     problem_of,
 )
-from alignedserve.cluster.hosts.models.client import found_cluster, show
+from alignedserve.cluster.hosts.client import found_cluster
 from alignedserve.core.errors import ConfigError
 
 

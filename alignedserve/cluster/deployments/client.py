@@ -3,6 +3,7 @@
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,9 @@ from alignedserve.cluster.deployments.orders import (
 )
 from alignedserve.config.environment import run_root
 from alignedserve.core.errors import PeerLost, ResourceError
+
+OnRemark = Callable[[str], None]
+Ask = Callable[[AdminRequest, OnRemark], Answer]  # raises ResourceError with the reason of a refusal, or PeerLost
 
 _LOOK_S = 10.0  # for a driver to answer a question
 
@@ -42,7 +46,7 @@ def find_cluster(cluster_id: str | None) -> Path:
     raise ResourceError(f"{problem}; choose with --cluster: {known}")
 
 
-def ask(door: Path, request: AdminRequest, on_remark: Callable[[str], None]) -> Answer:
+def ask(door: Path, request: AdminRequest, on_remark: OnRemark) -> Answer:
     """Give an order and return its last answer, however long it takes; a question is answered soon or not at all.
 
     Raises ResourceError with the reason for which it is refused, or PeerLost when the cluster ends or is silent.
@@ -60,9 +64,9 @@ def ask(door: Path, request: AdminRequest, on_remark: Callable[[str], None]) -> 
     raise PeerLost("the cluster has ended before the order was carried out")
 
 
-def show(door: Path) -> Models:
+def show(ask: Ask) -> Models:
     """Return the models of a cluster. Raises PeerLost."""
-    answer = ask(door, ShowModels(), lambda text: None)
+    answer = ask(ShowModels(), lambda text: None)
     if not isinstance(answer, Models):
         raise PeerLost("the cluster is of another version")
     return answer
@@ -113,6 +117,6 @@ def _is_open(door: Path) -> bool:
 
 def _url_of(door: Path) -> str:
     try:
-        return show(door).url
+        return show(partial(ask, door)).url
     except PeerLost:
         return "it does not answer"

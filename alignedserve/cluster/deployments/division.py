@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from alignedserve.cluster.memory_planner import Machine, worker_grammar_bytes
-from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.sections import MIB, ClusterConfig
+from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.kv.transfers.registry import OF_DEVICES
 from alignedserve.runtime.model.served_model import ServedModel
 
@@ -83,7 +84,7 @@ def left_of(whole: Machine, now: Machine, gpus: Sequence[str], holdings: Sequenc
     shared = whole.shared_bytes - sum(one.shared_bytes for one in holdings)
     numbers = {gpu: sum(gpu in one.gpus for one in holdings) for gpu in gpus}
     chosen = tuple(gpu for gpu in gpus if numbers[gpu] == min(numbers.values()))
-    total = dict(zip(gpus, whole.gpu_bytes, strict=True))
+    total = dict(zip(gpus, whole.gpu_bytes, strict=bool(gpus)))
     held = {gpu: sum(one.gpu_bytes for one in holdings if gpu in one.gpus) for gpu in gpus}
     machine = replace(
         now,
@@ -111,3 +112,18 @@ def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) 
     if not gpus:
         return Holding(host + shared + computing, shared)
     return Holding(host + shared, shared, tuple(gpus), -(-(computing + on_gpus) // len(gpus)))
+
+
+def require_room(name: str, holding: Holding, part: Part) -> None:
+    """Check that one more deployment fits beside those that serve. Raises NotEnoughMemory."""
+    needs = {
+        "of memory": (holding.host_bytes, part.machine.available_bytes),
+        "in the folder of the KV pool": (holding.shared_bytes, part.machine.shared_bytes),
+        "on a GPU": (holding.gpu_bytes, min(part.machine.gpu_bytes, default=0)),
+    }
+    for place, (needed, left) in needs.items():
+        if needed > left:
+            raise NotEnoughMemory(
+                f"{name} needs {needed // MIB} MiB {place} beside the models that are served, {left // MIB} MiB are "
+                "left; remove a model, or set decode.kv_cache_bytes or model.max_context_len lower"
+            )

@@ -1,4 +1,10 @@
-"""Orders about the models of a running cluster, as commands give them, and the answers of its driver."""
+"""Orders to the driver of a running cluster, as commands give them, and its answers.
+
+One host takes them at the door in its private folder, several take them from Ray's key-value store.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -69,8 +75,30 @@ class RestartWorkers(msgspec.Struct, frozen=True, tag=True):
         return self.model or "restart"
 
 
+class DrainNode(msgspec.Struct, frozen=True, tag=True):
+    """Order: let the work of a node finish or go elsewhere, then end its processes and use it no more."""
+
+    node: str  # its name, host name or address
+    within_s: float  # in which requests may finish where they are
+    is_forced: bool = False  # also the last one of its kind
+
+
+class UndoDrain(msgspec.Struct, frozen=True, tag=True):
+    """Order: use a node again that drains or has drained."""
+
+    node: str
+
+
+class ScaleWorkers(msgspec.Struct, frozen=True, tag=True):
+    """Order: have so many workers of these kinds in the whole cluster."""
+
+    counts: Mapping[str, int]
+    model: str | None = None  # by its name for clients; None: there is one
+
+
 ModelOrder = AddModel | ReplaceModel | RemoveModel
-AdminRequest = ModelOrder | RestartWorkers | ShowModels | ShowStatus
+NodeOrder = DrainNode | UndoDrain | ScaleWorkers
+AdminRequest = ModelOrder | NodeOrder | RestartWorkers | ShowModels | ShowStatus
 
 
 class DeploymentReport(msgspec.Struct, frozen=True):
@@ -141,9 +169,22 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True):
 Answer = Remark | Done | Refused | Models | StatusReport
 
 
+class OrderChannel(Protocol):
+    """The way by which orders come to a driver. Nothing waits."""
+
+    def take(self) -> list[tuple[str, AdminRequest]]:
+        """Return the orders that have come since, each with an id to answer it by."""
+
+    def answer(self, order_id: str, answer: Answer) -> None:
+        """Answer an order; any answer but a Remark is the last one. May be repeated."""
+
+    def close(self) -> None:
+        """Take no more. May be repeated."""
+
+
 def problem_of(order: AdminRequest) -> str | None:
     """Return why an order that was decoded cannot be meant; None: it may be."""
-    if isinstance(order, ShowModels | ShowStatus):
+    if isinstance(order, ShowModels | ShowStatus | NodeOrder):
         return None
     if isinstance(order, AddModel | ReplaceModel):
         if not 0 < len(order.path) <= _MAX_PATH_LEN or "\0" in order.path:

@@ -1,27 +1,17 @@
-"""Plans one more deployment of a cluster that serves: its settings, its model, its part of what is left."""
+"""The settings of the deployments of a cluster, by which one more is checked before it is planned."""
 
-import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from alignedserve.cluster.actor_factory import ActorClasses, ClusterSecrets
-from alignedserve.cluster.deployments.deployment import Deployment, PlacedModel, check
-from alignedserve.cluster.deployments.division import Holding, left_of
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
-from alignedserve.cluster.gpu_claims import GpuClaims
-from alignedserve.cluster.machine import this_machine
-from alignedserve.cluster.memory_planner import Machine
 from alignedserve.config.model_settings import ModelSettings, name_of, require_adapters_apart
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ConfigError
-from alignedserve.process.addresses import AddressBook
-from alignedserve.runtime.device.devices import AUTO, CPU, CUDA
-from alignedserve.runtime.device_check.choice import DeviceChoice, with_device
 from alignedserve.runtime.lora.loaded_adapters import carry_over, settle_carried
 from alignedserve.runtime.lora.loaded_file import loaded_file, read_loaded
 from alignedserve.runtime.model.hub.local_model import with_local_model
@@ -84,47 +74,6 @@ class DeploymentSettings:
         """Return the other models that go on, by name; one of this name drains."""
         own = [settings for one, settings in self._own.items() if one != replaced and name_of(settings) != name]
         return {name_of(one): self._common.with_models([one]).configs[0] for one in own}
-
-
-class Preparing:
-    """Prepares deployments of this host, one at a time, on any thread."""
-
-    def __init__(
-        self,
-        settings: DeploymentSettings,
-        whole: tuple[Machine, GpuClaims],
-        book: AddressBook,
-        actors: tuple[ActorClasses, ClusterSecrets],
-    ) -> None:
-        """`whole`: the machine before the first model, and the GPUs that are its cluster's."""
-        self.settings = settings
-        self._whole, self._claims = whole
-        self._book = book
-        self._classes, self._secrets = actors
-
-    def prepare(
-        self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None, holdings: Sequence[Holding]
-    ) -> Deployment:
-        """Plan the deployment that an order asks for, beside those that hold so much.
-
-        Takes as long as its download, if it is on a hub. Raises ConfigError, ModelError or ResourceError.
-        """
-        own, config = self.settings.of_order(order, replaced)
-        device = config.engine.device
-        if device == AUTO:  # means what it meant at the start
-            device = CUDA if self._whole.gpu_bytes else CPU
-            config = with_device(config, DeviceChoice(device))
-        part = left_of(self._whole, this_machine(device), self._claims.gpus, holdings)
-        placed = PlacedModel.of(config, part.gpus, deployment_id)
-        served = placed.resolve(part)
-        self.settings.require_apart(served, config, replaced)
-        choice = placed.size(served, part)
-        check(placed, choice, part)
-        self.settings.note(deployment_id, own, served)
-        deployment = Deployment.of(placed, choice, self._book, self._classes, self._secrets, joins_others=True)
-        if replaced is None:
-            return deployment
-        return dataclasses.replace(deployment, remarks=self.settings.carry_adapters(replaced, deployment_id, served))
 
 
 def in_background(prepare: Callable[[], Any], name: str) -> "Future[Any]":

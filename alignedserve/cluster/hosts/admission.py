@@ -34,7 +34,7 @@ NODE_ANSWER_S = 420.0  # of a node that loads PyTorch from a cold disk and compi
 class Keeper:
     """The NodeActor of one node, and the node as its processes see it."""
 
-    actor: Any
+    actor: Any  # None: the driver itself looks after its own host, which has no others beside it
     book: AddressBook
 
 

@@ -1,13 +1,16 @@
-"""Finds the running cluster for a command on any node: through Ray, under Ray's authentication."""
+"""Finds the running cluster for a command: on this host by its door, of hosts through Ray and its authentication."""
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.deployments.client import Ask, ask, find_cluster
 from alignedserve.cluster.hosts.nodes.ray_nodes import alive_nodes
+from alignedserve.cluster.hosts.operations.orders import give_order
 from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, read_record
@@ -36,6 +39,34 @@ def running_cluster() -> ClusterRecord:
     if record is None:
         raise ResourceError("no cluster serves on these hosts; start one with `alignedserve up`")
     return record
+
+
+@contextlib.contextmanager
+def found_cluster(cluster_id: str | None) -> Iterator[Ask]:
+    """Find the cluster that runs on this host, or on the hosts that it belongs to; yield what asks it.
+
+    `cluster_id`: of its run folder, or of the record of its hosts; None: there is one. Hosts come first where
+    RAY_ADDRESS is set. Raises ResourceError naming those that there are.
+    """
+    try:
+        door = find_cluster(cluster_id) if ray_address() is None else None
+        missing = None
+    except ResourceError as error:
+        door, missing = None, error
+    if door is not None:
+        yield partial(ask, door)
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(connected())
+            known = running_cluster().cluster_id
+        except ResourceError:
+            if missing is not None:
+                raise missing from None
+            raise
+        if cluster_id not in (None, known):
+            raise missing or ResourceError(f"no cluster {cluster_id} serves on these hosts; it is {known}")
+        yield partial(give_order, known)
 
 
 def lost_nodes(record: ClusterRecord) -> set[str]:

@@ -13,10 +13,16 @@ from ray.exceptions import RayError
 from typing_extensions import override
 
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
-from alignedserve.cluster.deployments.orders import RestartWorkers
-from alignedserve.cluster.deployments.preparation import DeploymentSettings
-from alignedserve.cluster.draining.worker_restarts import WorkerRestarts
-from alignedserve.cluster.failed_processes import FailedProcesses
+from alignedserve.cluster.deployments.orders import (
+    Answer,
+    Done,
+    DrainNode,
+    NodeOrder,
+    OrderChannel,
+    Refused,
+    ScaleWorkers,
+    UndoDrain,
+)
 from alignedserve.cluster.hosts.driver_log import DriverLog
 from alignedserve.cluster.hosts.joining import Joining, Preparation
 from alignedserve.cluster.hosts.left_behind import kill_actors
@@ -36,17 +42,13 @@ from alignedserve.cluster.hosts.membership import (
     PrepareNode,
 )
 from alignedserve.cluster.hosts.models.adapter_exchange import AdapterExchange
-from alignedserve.cluster.hosts.models.model_orders import ModelOrders
-from alignedserve.cluster.hosts.models.preparing import HostedPreparing
-from alignedserve.cluster.hosts.models.site import HostedDeployments, PartActors
 from alignedserve.cluster.hosts.nodes.keeper import end_actors
 from alignedserve.cluster.hosts.nodes.loading import LoadingOfNodes
 from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.nodes.report import own_versions
 from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
-from alignedserve.cluster.hosts.operations.node_orders import NodeOrder, NodeOrders
-from alignedserve.cluster.hosts.operations.orders import ScaleWorkers, answer_order, take_orders
+from alignedserve.cluster.hosts.operations.orders import StoredOrders
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors, WorkerScaling
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
@@ -60,61 +62,39 @@ from alignedserve.cluster.hosts.recordings import Recordings
 from alignedserve.cluster.hosts.scaling.node_scaling import NodeScaling
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s
-from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
+from alignedserve.cluster.process_health import Health
+from alignedserve.cluster.running_cluster import AskedToStop
+from alignedserve.cluster.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.signals import signals_ignored
-from alignedserve.cluster.start_observer import StartObserver
-from alignedserve.config.model_settings import ModelSettings
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.process.loading_progress import Progress
-from alignedserve.runtime.model.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
 _STOP_LOOK_S = 0.5  # between looks during a start
-_READY_LOOK_S = 0.1
 _SETTLED_S = 30.0  # after which a driver has served, and an error in it is not one of each driver's start
 
 
 @dataclass(frozen=True, slots=True)
 class Driving:
-    """Parts of a cluster that each driver brings along."""
+    """Parts of a cluster of hosts that each driver brings along."""
 
-    observer: StartObserver
+    brought: Brought
     succession: Succession
-    settings: ModelSettings
     scaler: NodeScaler | None = None  # None: the number of nodes is left as it is
 
 
-class ClusterOnHosts(RunningCluster):
+class ClusterOnHosts(ServingCluster):
     """A started cluster of several nodes, for a driver that calls `check` about once a second."""
 
-    def __init__(
-        self,
-        joining: Joining,
-        members: Sequence[Member],
-        factory: ActorFactory,
-        driving: Driving,
-    ) -> None:
-        super().__init__(members[0].prepared, joining.plan.served, factory, driving.observer)
-        self._members = {member.ray_node.node_id: member for member in members}
+    def __init__(self, joining: Joining, members: Sequence[Member], factory: ActorFactory, driving: Driving) -> None:
+        super().__init__(joining, members, factory, driving.brought)
         self._membership = Membership({node_id: one.ray_node.host for node_id, one in self._members.items()})
         self._drains = NodeDrains(self._members, self._membership, joining, self._decide)
         workers = WorkerActors(self._create_worker, self.remove_worker)
         self._workers = WorkerScaling(self._members, joining, workers)
-        self._node_orders = NodeOrders(self._drains, self._workers, self.record, lambda: self.actors())
-        actors = PartActors(self.add_part, self.take_out, self.actors_of, self.progress)
-        settings = DeploymentSettings(
-            driving.settings, {one: model.own for one, model in joining.models.items()}, self.folder
-        )
-        site = HostedDeployments(self._members, joining, HostedPreparing(settings), actors, driving.observer)
-        self._orders = ModelOrders(joining.cluster_id, self.url, site, joining.logic)
-        self._models = self._orders.driver
-        self._restarts = WorkerRestarts(joining.drains, self.actors, self._orders.answer)
         self._adapters = AdapterExchange()
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
-        self._failed = FailedProcesses(self.healths, self._start_again)
-        self._joining = joining
-        self._first_gateways = joining.plan.gateways  # also those of a later driver: shares must add up to the limits
         self._preparations: dict[str, Preparation] = {}
         self._scaling = NodeScaling(driving.scaler, self._members, self._membership, self._drains, self._failed)
         self._cluster_id = joining.cluster_id
@@ -155,16 +135,13 @@ class ClusterOnHosts(RunningCluster):
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See RunningCluster, of every model; then every command finds the cluster."""
         super().wait_ready(timeout_s)
-        patience = self._patience(timeout_s)
-        has_others = len(self._joining.models) > 1 and not self._succession.is_adopted
-        while has_others and not self._models.are_all_ready():
-            self.check_start()
-            if patience.is_over():
-                raise PeerLost(f"not every model was ready within {timeout_s:.0f} s; see {self.folder / 'logs'}")
-            time.sleep(_READY_LOOK_S)
         self._ready_s = time.monotonic()
         self._announce()
         self._heard_s = time.monotonic()
+
+    @override
+    def _are_all_ready(self) -> bool:
+        return self._succession.is_adopted or super()._are_all_ready()
 
     @override
     def check_start(self) -> None:
@@ -208,11 +185,6 @@ class ClusterOnHosts(RunningCluster):
         except PeerLost:
             return True
 
-    @property
-    def models(self) -> tuple[ServedModel, ...]:
-        """Return the models that are listed to clients, in that order."""
-        return tuple(self._joining.models[one].served for one in self._models.listed)
-
     def record(self) -> ClusterRecord:
         """Return what the cluster consists of now."""
         draining, problems = self._membership.draining, self._failed.problems
@@ -226,7 +198,7 @@ class ClusterOnHosts(RunningCluster):
         return ClusterRecord(
             cluster_id=self._cluster_id,
             version=own_versions(),
-            model=", ".join(served.name for served in self.models),
+            model=", ".join(plan.served.name for plan in self.plans),
             topology=self.config.chosen_topology.value,
             models=tuple(msgspec.structs.replace(one, num_open=None) for one in self._models.reports()),
             started=self._succession.started,
@@ -272,25 +244,39 @@ class ClusterOnHosts(RunningCluster):
         for preparation in list(self._preparations.values()):
             self._go_on(preparation)
         self._has_news |= self._failed.look()
-        for name, order in take_orders(self._cluster_id):
-            if isinstance(order, NodeOrder):
-                self._has_news |= isinstance(order, ScaleWorkers)
-                answer_order(self._cluster_id, name, self._node_orders.obey(order))
-            elif isinstance(order, RestartWorkers):
-                self._restarts.order(name, order, self._models.reports())
-            else:
-                self._orders.take(name, order)
-        self._has_news |= self._orders.look()
+        self._take_orders()
         self._adapters.look(self._members.values(), self._joining.models)
         drained = self._drains.look(self.actors())
         for name in [one for one in drained if not self._restarts.takes(one)]:
             self._workers.end(name)
             self._has_news = True
-        self._restarts.look(drained)
+        self._has_news |= self._look_at_models(drained)
         self._scaling.look(self._actors, self._seen.__getitem__)
         if self._has_news:
             self._announce()
         return True
+
+    @override
+    def _open_channel(self) -> OrderChannel:
+        return StoredOrders(self._cluster_id)
+
+    @override
+    def _obey_of_nodes(self, order: NodeOrder) -> Answer:
+        try:
+            match order:
+                case DrainNode():
+                    return Done(self._drains.drain(order, self.record().nodes))
+                case UndoDrain(name):
+                    return Done(self._drains.undo(name, self.record().nodes))
+                case ScaleWorkers():
+                    self._has_news = True
+                    return Done(self._workers.scale(order, self.actors()))
+        except AlignedServeError as error:
+            return Refused(str(error))
+
+    @override
+    def _watched_healths(self) -> dict[str, Health]:
+        return self.healths()
 
     def _decide(self, event: MembershipEvent) -> None:
         for command in self._membership.on_event(event, time.monotonic()):
@@ -346,17 +332,6 @@ class ClusterOnHosts(RunningCluster):
         actors = ", ".join(self._actors[member.name])
         logger.info("%s has joined as %s with %s", member.ray_node, member.name, actors)
 
-    @override
-    def _parts_beside(self, node: PreparedNode) -> Sequence[PreparedNode]:
-        member = next(one for one in self._members.values() if one.name == node.share.node)
-        return tuple(member.others.values())
-
-    @override
-    def _factory_of(self, part: PreparedNode) -> ActorFactory:
-        model = self._joining.models.get(part.share.deployment_id)
-        served = model.served if model is not None else self.served  # of which a node without it has gateways alone
-        return self._factory.serving(served, self._models.announced)
-
     def _create_worker(self, node: PreparedNode, name: str) -> None:
         try:
             self.add_worker(node, name)
@@ -368,10 +343,6 @@ class ClusterOnHosts(RunningCluster):
         self._recordings.finish(member.name)
         self._joining.vacate(member)
         self._drains.gone(member)
-
-    def _start_again(self, name: str) -> None:
-        member = next(one for one in self._members.values() if name in self._actors[one.name])
-        self.start_again(member.part_of(name), name)
 
     def _close_preparations(self) -> None:
         for preparation in self._preparations.values():

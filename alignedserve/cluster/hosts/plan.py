@@ -13,7 +13,7 @@ from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.engine.engine_sizes import bytes_beside_blocks
-from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 
 NODE_ADDRESS = "node"  # as gateway.host: the address of each gateway's own node
 
@@ -83,10 +83,14 @@ def plan_cluster(config: ClusterConfig, served: ServedModel, nodes: Sequence[Nod
 
 
 def sized_plan(plan: ClusterPlan, shares: Sequence[NodeShare], nodes: Sequence[NodeResources]) -> ClusterPlan:
-    """Return the plan with these shares of these nodes, and their sizes. Raises NotEnoughMemory naming the node."""
+    """Return the plan with these shares of these nodes, and their sizes.
+
+    Raises NotEnoughMemory, naming the node where there are several.
+    """
+    choose = choose_named if len(nodes) > 1 else choose_share
     while True:
         choices = {
-            share.node: choose_share(plan, share, node.machine)
+            share.node: choose(plan, share, node.machine)
             for share, node in zip(shares, nodes, strict=True)
             if share.num_workers
         }
@@ -103,7 +107,7 @@ def choose_joining(plan: ClusterPlan, share: NodeShare, machine: Machine) -> Siz
 
     Raises NotEnoughMemory when it has no room for the cluster's context.
     """
-    choice = choose_share(plan, share, machine)
+    choice = choose_named(plan, share, machine)
     if choice.served.max_context_len < plan.served.max_context_len:
         raise NotEnoughMemory(
             f"{share.node} has room for contexts of {choice.served.max_context_len} tokens, "
@@ -128,9 +132,29 @@ def node_config(config: ClusterConfig, share: NodeShare, address: str) -> Cluste
 
 
 def choose_share(plan: ClusterPlan, share: NodeShare, machine: Machine) -> SizeChoice:
-    """Choose the sizes of a node with workers. Raises NotEnoughMemory naming it."""
+    """Choose the sizes of a node with workers. Raises NotEnoughMemory."""
     beside = plan.recomputing_bytes
+    return choose_sizes(share.config_of(plan.config), plan.served, machine, recomputing_bytes=beside)
+
+
+def choose_named(plan: ClusterPlan, share: NodeShare, machine: Machine) -> SizeChoice:
+    """Choose the sizes of a node with workers. Raises NotEnoughMemory naming it."""
     try:
-        return choose_sizes(share.config_of(plan.config), plan.served, machine, recomputing_bytes=beside)
+        return choose_share(plan, share, machine)
     except NotEnoughMemory as error:
         raise NotEnoughMemory(f"{share.node}: {error}") from error
+
+
+def resolve_for(machines: Sequence[Machine], config: ClusterConfig) -> ServedModel:
+    """Read the model's config, to be computed alike on all these machines; without any, on one that can all.
+
+    Raises ModelError or ConfigError.
+    """
+    return resolve_model(
+        config.model,
+        config.engine.device,
+        config.engine.kv_cache_dtype,
+        has_bfloat16=all(machine.has_bfloat16 for machine in machines),
+        has_float8=all(machine.has_float8 for machine in machines),
+        tensor_parallel=config.engine.tensor_parallel,
+    )

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
-from alignedserve.cluster.hosts.admission import Keeper
+from alignedserve.cluster.deployments.logic import DeploymentsLogic
+from alignedserve.cluster.hosts.admission import Admission, Keeper
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
@@ -16,6 +17,7 @@ from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.hosts.succession import Succession
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
+from alignedserve.cluster.serving_cluster import Brought
 from alignedserve.cluster.start_observer import LoggingObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import MIB, ModelSectionConfig
@@ -63,10 +65,10 @@ def joined(folder: Path, settings: dict[str, Any]) -> tuple[Joining, list[Member
     return Joining(plan, {"": HostedModel(plan, {"model": {}}, None)}, "c", 2), members
 
 
-def started(folder: Path, settings: dict[str, Any]) -> ClusterOnHosts:
-    """Return a cluster of two nodes, none of whose actors exist."""
+def started(folder: Path, settings: dict[str, Any], logic: DeploymentsLogic | None = None) -> ClusterOnHosts:
+    """Return a cluster of two nodes, none of whose actors exist. `logic`: of a former driver."""
     made, members = joined(folder, settings)
+    made.logic = logic or made.logic
     factory = ActorFactory(POCKET, ActorClasses(None, None))
-    return ClusterOnHosts(
-        made, members, factory, Driving(LoggingObserver(), Succession("asked"), ModelSettings({}, ({},)))
-    )
+    brought = Brought(ModelSettings({}, ({},)), Admission, LoggingObserver())
+    return ClusterOnHosts(made, members, factory, Driving(brought, Succession("asked")))

@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -114,7 +115,7 @@ def test_the_cluster_of_this_host_is_found_by_its_door(door: AdminDoor, tmp_path
     with pytest.raises(ResourceError, match="no cluster serves on this host"):
         find_cluster(None)
     with pytest.raises(PeerLost):
-        show(door.path)
+        show(partial(ask, door.path))
 
 
 def test_the_door_is_for_its_user_alone(door: AdminDoor) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from alignedserve.cluster.deployments.deployment import require_room
 from alignedserve.cluster.deployments.division import (
     Holding,
     Part,
@@ -16,6 +15,7 @@ from alignedserve.cluster.deployments.division import (
     divide,
     holding_of,
     left_of,
+    require_room,
     worker_bytes,
 )
 from alignedserve.cluster.hosts.models.assignment import AssignableModel, AssignableNode, assign_models
@@ -83,6 +83,8 @@ def plan_models(models: Sequence[PlannedModel], nodes: Sequence[NodeResources]) 
         assigned = assign_models(assignable, strengths, fits)
         if all(assigned.values()):
             return _plans(models, nodes, assigned)
+    if len(nodes) == 1:
+        raise NotEnoughMemory(_problem(models, nodes[0], 1, LEAST_CONTEXT_LEN))
     raise NotEnoughMemory(_nowhere(next(one for one in models if not assigned[one.deployment_id]), nodes))
 
 
@@ -175,7 +177,7 @@ def _require_fits(model: PlannedModel, share: NodeShare, part: Part, context_len
     choice = choose_share(model.plan, share, part.machine)
     if choice.served.max_context_len < min(context_len, model.served.max_context_len):
         found = choice.served.max_context_len
-        raise NotEnoughMemory(f"{share.node} has room for contexts of {found} tokens of {model.served.name}")
+        raise NotEnoughMemory(f"there is room for contexts of {found} tokens of {model.served.name}")
     require_room(model.served.name, holding_of(choice.config, model.served, part.gpus), part)
 
 
@@ -221,7 +223,9 @@ def plan_one_more(
         if parts:
             break
     else:
-        raise NotEnoughMemory("; ".join(_naming(name, problem) for name, problem in problems.items()))
+        if len(nodes) == 1:
+            raise NotEnoughMemory(*problems.values())
+        raise NotEnoughMemory("; ".join(f"{name}: {problem}" for name, problem in problems.items()))
     capacities = [
         replace(node.capacity, gpus=parts[node.capacity.name].gpus if node.capacity.name in parts else ())
         for node in nodes
@@ -235,10 +239,6 @@ def plan_one_more(
     for name, choice in sized.choices.items():
         require_room(model.served.name, holding_of(choice.config, choice.served, parts[name].gpus), parts[name])
     return sized
-
-
-def _naming(name: str, problem: str | None) -> str:
-    return f"{name}: {(problem or '').removeprefix(f'{name}: ')}"
 
 
 def _problem_beside(

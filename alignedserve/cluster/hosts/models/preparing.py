@@ -2,12 +2,11 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import PreparedNode
-from alignedserve.cluster.deployments.deployment import resolve_for
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
 from alignedserve.cluster.deployments.preparation import DeploymentSettings
 from alignedserve.cluster.hosts.admission import Admission, missing_copies
@@ -16,7 +15,8 @@ from alignedserve.cluster.hosts.models.hosted import HostedModel, holdings_of
 from alignedserve.cluster.hosts.models.planning import PlannedModel, plan_one_more
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources
+from alignedserve.cluster.hosts.own_host import OwnHost
+from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, resolve_for
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.core.errors import PeerLost, ResourceError
 from alignedserve.runtime.device.devices import AUTO
@@ -45,11 +45,15 @@ class Surroundings:
     wholes: Mapping[str, Machine]  # each node before its first model, by name
 
 
+Examine = Callable[[Sequence[RayNode]], Admission | OwnHost]  # examines these nodes, or the one that there is
+
+
 class HostedPreparing:
     """Prepares deployments, one at a time, on any thread."""
 
-    def __init__(self, settings: DeploymentSettings) -> None:
+    def __init__(self, settings: DeploymentSettings, examine: Examine) -> None:
         self.settings = settings
+        self._examine = examine
 
     def prepare(
         self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None, around: Surroundings
@@ -66,7 +70,7 @@ class HostedPreparing:
         config = resolve_policy(config)
         members = {member.ray_node: member for member in around.members}
         folder = resolve_for([], config).folder
-        with Admission(list(members)) as admission:
+        with self._examine(list(members)) as admission:
             reports = admission.reports_that_come(config.engine.device, [folder])
             head = reports.get(around.members[0].ray_node)
             if head is None:

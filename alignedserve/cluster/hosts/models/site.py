@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.deployments.driver import Described
+from alignedserve.cluster.deployments.leftovers import remove_files
 from alignedserve.cluster.deployments.logic import Prepared
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
 from alignedserve.cluster.deployments.preparation import in_background
 from alignedserve.cluster.deployments.transitions import Ending, Starting
+from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.models.hosted import HostedModel
@@ -66,7 +68,8 @@ class HostedDeployments:
         self._planned[deployment_id] = prepared
         self._observer.sizes_chosen(next(iter(prepared.model.plan.choices.values())), has_others=True)
         nodes = ", ".join(name for name, part in prepared.parts.items() if part.share.num_workers)
-        return Prepared(deployment_id, prepared.model.served.name, (f"workers on {nodes}", *prepared.remarks))
+        where = (f"workers on {nodes}",) if len(self._members) > 1 else ()
+        return Prepared(deployment_id, prepared.model.served.name, (*where, *prepared.remarks))
 
     def start_deployment(self, deployment_id: str) -> Starting:
         """See Site. Nodes that have gone meanwhile are left out."""
@@ -84,7 +87,7 @@ class HostedDeployments:
         """See Site."""
         model = self._joining.models[deployment_id]
         ended: dict[str, Any] = {}
-        left: dict[Any, tuple[str, ...]] = {}
+        left: dict[str, tuple[Keeper, tuple[str, ...]]] = {}
         for member in self._members.values():
             part = member.models.get(deployment_id)
             if part is None:
@@ -92,7 +95,7 @@ class HostedDeployments:
             share = part.share
             names = (share.router, share.pool_name, *share.workers)
             ended |= self._actors.remove(member.name, names)
-            left[member.keeper.actor] = names
+            left[member.name] = member.keeper, names
         self._preparing.settings.forget(deployment_id)
         return Ending(model.served.name, ended, _Cleaning(left).is_over)
 
@@ -141,30 +144,33 @@ class HostedDeployments:
 
 
 def _described(model: HostedModel, parts: Iterable[PreparedNode]) -> Described:
-    shares = [part.share for part in parts]
-    workers = tuple(name for share in shares for name in share.workers)
-    routers = (share.router for share in shares if share.is_head)
-    pools = (share.pool_name for share in shares if share.prefill)
+    found = list(parts)
+    workers = tuple(name for part in found for name in part.share.workers)
+    routers = (part.share.router for part in found if part.share.is_head)
+    pools = (part.share.pool_name for part in found if part.share.num_workers and part.config.node_pool is not None)
     topology = model.plan.config.chosen_topology.value
     return Described(str(model.folder), workers, (*routers, *pools, *workers), topology)
 
 
 class _Cleaning:
-    """Asks keepers to remove what ended processes leave, once these have been killed."""
+    """Removes what ended processes leave, once these have been killed: on this host, or through the nodes' keepers."""
 
-    def __init__(self, left: Mapping[Any, Sequence[str]]) -> None:
-        """`left`: the names of processes by the keeper of their node."""
+    def __init__(self, left: Mapping[str, tuple[Keeper, Sequence[str]]]) -> None:
+        """`left`: the names of processes, by node."""
         self._left = dict(left)
-        self._asked: dict[Any, Any] = {}  # keepers by their calls
+        self._asked: dict[Any, str] = {}  # nodes by the calls of their keepers
 
     def is_over(self) -> bool:
-        """Return whether no keeper knows of memory that is held any more; those that are gone know none."""
+        """Return whether nobody knows of memory that is held any more; keepers that are gone know of none."""
         for call, is_gone in answers_so_far(list(self._asked)).items():
-            keeper = self._asked.pop(call)
+            node = self._asked.pop(call)
             if is_gone is not False:
-                del self._left[keeper]
+                del self._left[node]
         asked = set(self._asked.values())
-        for keeper, names in self._left.items():
-            if keeper not in asked:
-                self._asked[keeper.remove_files.remote(names)] = keeper
+        for node, (keeper, names) in tuple(self._left.items()):
+            if keeper.actor is None:
+                if remove_files(keeper.book.folder, names):
+                    del self._left[node]
+            elif node not in asked:
+                self._asked[keeper.actor.remove_files.remote(names)] = node
         return not self._left

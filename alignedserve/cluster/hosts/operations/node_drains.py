@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from alignedserve.cluster.deployments.orders import DrainNode
 from alignedserve.cluster.draining.drain_watch import DrainWatch
 from alignedserve.cluster.draining.drains import Draining
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import DrainedNode, Member
 from alignedserve.cluster.hosts.membership import DrainAsked, DrainUndone, Membership, MembershipEvent, NodeDrained
 from alignedserve.cluster.hosts.operations.drain_rules import node_called, require_drainable
-from alignedserve.cluster.hosts.operations.orders import DrainNode
 from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
 from alignedserve.core.errors import ResourceError
 

@@ -1,13 +1,14 @@
-"""Orders to the driver of a running cluster, from commands on any node, and its answers: in Ray's key-value store."""
+"""The orders to a cluster of hosts, from commands on any node, and its answers: in Ray's key-value store."""
 
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
-from alignedserve.cluster.deployments.orders import AdminRequest, Refused, Remark, ShowModels
-from alignedserve.cluster.deployments.orders import Answer as ModelAnswer
+from alignedserve.cluster.deployments.orders import AdminRequest, Answer, NodeOrder, Refused, Remark, ShowModels
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.cluster.hosts.record import recorded_id
 from alignedserve.core.errors import PeerLost, ResourceError
@@ -19,62 +20,11 @@ _LOOK_S = 5.0  # between looks whether the cluster is still there
 _MAX_REMARKS = 1000  # of an order
 
 
-class DrainNode(msgspec.Struct, frozen=True, tag=True):
-    """Order: let the work of a node finish or go elsewhere, then end its processes and use it no more."""
+def give_order(cluster_id: str, order: AdminRequest, on_remark: Callable[[str], None] = lambda text: None) -> Answer:
+    """Give an order and return its last answer; meanwhile the driver may be another.
 
-    node: str  # its name, host name or address
-    within_s: float  # in which requests may finish where they are
-    is_forced: bool = False  # also the last one of its kind
-
-
-class UndoDrain(msgspec.Struct, frozen=True, tag=True):
-    """Order: use a node again that drains or has drained."""
-
-    node: str
-
-
-class ScaleWorkers(msgspec.Struct, frozen=True, tag=True):
-    """Order: have so many workers of these kinds in the whole cluster."""
-
-    counts: Mapping[str, int]
-    model: str | None = None  # by its name for clients; None: there is one
-
-
-Order = DrainNode | UndoDrain | ScaleWorkers | AdminRequest
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """The driver's answer to an order."""
-
-    text: str
-    is_refused: bool = False
-
-
-def give_order(cluster_id: str, order: Order) -> Answer:
-    """Give an order to the driver of this cluster and wait for its answer.
-
-    Raises ResourceError with the reason for which it is refused, or PeerLost when the driver does not answer.
-    """
-    name = secrets.token_hex(8)
-    ray_directory.put(f"{cluster_id}/{_ORDERS}{name}", msgspec.json.encode(order))
-    answer_key = f"{cluster_id}/{_ANSWERS}{name}"
-    ends_s = time.monotonic() + _ANSWER_S
-    while (found := ray_directory.get(answer_key)) is None:
-        if time.monotonic() > ends_s:
-            ray_directory.delete(f"{cluster_id}/{_ORDERS}{name}")
-            raise PeerLost(f"the driver of the cluster has not answered for {_ANSWER_S:.0f} s; see its log")
-        time.sleep(_POLL_S)
-    ray_directory.delete(answer_key)
-    answer = msgspec.json.decode(found, type=Answer)
-    if answer.is_refused:
-        raise ResourceError(answer.text)
-    return answer
-
-
-def give_model_order(cluster_id: str, order: AdminRequest, on_remark: Callable[[str], None]) -> ModelAnswer:
-    """Give an order about models, and return its last answer; meanwhile the driver may be another.
-
-    Raises ResourceError with the reason for which it is refused, or PeerLost when the cluster ends.
+    Raises ResourceError with the reason for which it is refused, or PeerLost when the cluster ends, or does not answer
+    what it answers at once.
     """
     name, num_said = secrets.token_hex(8), 0
     ray_directory.put(f"{cluster_id}/{_ORDERS}{name}", msgspec.json.encode(order))
@@ -92,14 +42,14 @@ def give_model_order(cluster_id: str, order: AdminRequest, on_remark: Callable[[
             looked_s = time.monotonic()
             if recorded_id() != cluster_id:
                 raise PeerLost("the cluster has ended before the order was carried out")
-        if isinstance(order, ShowModels) and time.monotonic() - begun_s > _ANSWER_S:
+        if isinstance(order, ShowModels | NodeOrder) and time.monotonic() - begun_s > _ANSWER_S:
             ray_directory.delete(f"{cluster_id}/{_ORDERS}{name}")
             raise PeerLost(f"the driver of the cluster has not answered for {_ANSWER_S:.0f} s; see its log")
         time.sleep(_POLL_S)
     ray_directory.delete(answer_key)
     ray_directory.delete(remarks_key)
     try:
-        answer: ModelAnswer = msgspec.json.decode(found, type=ModelAnswer)
+        answer: Answer = msgspec.json.decode(found, type=Answer)
     except msgspec.MsgspecError as error:
         raise PeerLost("the cluster is of another version") from error
     if isinstance(answer, Refused):
@@ -107,39 +57,51 @@ def give_model_order(cluster_id: str, order: AdminRequest, on_remark: Callable[[
     return answer
 
 
-def answer_model_order(cluster_id: str, name: str, answer: ModelAnswer) -> None:
-    """Answer an order about models; any but a Remark is the last answer, and the order is gone then.
+class StoredOrders:
+    """An OrderChannel through Ray's store. An order stays there until it is carried out, for the next driver too."""
 
-    May be repeated. Raises PeerLost when Ray's head does not answer.
-    """
-    if isinstance(answer, Remark):
-        key = f"{cluster_id}/{_REMARKS}{name}"
-        said = msgspec.json.decode(ray_directory.get(key) or b"[]", type=list[str])
-        ray_directory.put(key, msgspec.json.encode([*said, answer.text][-_MAX_REMARKS:]))
-        return
-    ray_directory.put(f"{cluster_id}/{_ANSWERS}{name}", msgspec.json.encode(answer))
-    ray_directory.delete(f"{cluster_id}/{_ORDERS}{name}")
+    def __init__(self, cluster_id: str) -> None:
+        self._cluster_id = cluster_id
+        self._taken: set[str] = set()  # that are still in the store
+        self._answers: deque[tuple[str, Answer]] = deque()  # that are to be written
 
+    def take(self) -> list[tuple[str, AdminRequest]]:
+        """See OrderChannel; an order that cannot be read is refused. Raises PeerLost when Ray's head does not answer.
 
-def take_orders(cluster_id: str) -> list[tuple[str, Order]]:
-    """Return the orders that wait, with their names; one that cannot be read is refused.
+        What could not be said before is said first.
+        """
+        self._write()
+        orders = []
+        for key in ray_directory.keys(f"{self._cluster_id}/{_ORDERS}"):
+            name = key.rpartition("/")[2]
+            found = ray_directory.get(f"{self._cluster_id}/{_ORDERS}{name}")
+            if found is None or name in self._taken:
+                continue
+            self._taken.add(name)
+            try:
+                orders.append((name, msgspec.json.decode(found, type=AdminRequest)))
+            except msgspec.MsgspecError as error:
+                self.answer(name, Refused(f"an order that cannot be read: {error}"))
+        return orders
 
-    Each is answered once by `answer_order`. Raises PeerLost when Ray's head does not answer.
-    """
-    orders = []
-    for key in ray_directory.keys(f"{cluster_id}/{_ORDERS}"):
-        name = key.rpartition("/")[2]
-        found = ray_directory.get(f"{cluster_id}/{_ORDERS}{name}")
-        if found is None:
-            continue
-        try:
-            orders.append((name, msgspec.json.decode(found, type=Order)))
-        except msgspec.MsgspecError as error:
-            answer_order(cluster_id, name, Answer(f"an order that cannot be read: {error}", is_refused=True))
-    return orders
+    def answer(self, order_id: str, answer: Answer) -> None:
+        """See OrderChannel; as soon as Ray's head answers."""
+        self._answers.append((order_id, answer))
+        with contextlib.suppress(PeerLost):
+            self._write()
 
+    def close(self) -> None:
+        """Do nothing: what is in the store is the next driver's."""
 
-def answer_order(cluster_id: str, name: str, answer: Answer) -> None:
-    """Answer an order, which is gone then. Raises PeerLost when Ray's head does not answer."""
-    ray_directory.put(f"{cluster_id}/{_ANSWERS}{name}", msgspec.json.encode(answer))
-    ray_directory.delete(f"{cluster_id}/{_ORDERS}{name}")
+    def _write(self) -> None:
+        while self._answers:
+            name, answer = self._answers[0]
+            if isinstance(answer, Remark):
+                key = f"{self._cluster_id}/{_REMARKS}{name}"
+                said = msgspec.json.decode(ray_directory.get(key) or b"[]", type=list[str])
+                ray_directory.put(key, msgspec.json.encode([*said, answer.text][-_MAX_REMARKS:]))
+            else:
+                ray_directory.put(f"{self._cluster_id}/{_ANSWERS}{name}", msgspec.json.encode(answer))
+                ray_directory.delete(f"{self._cluster_id}/{_ORDERS}{name}")
+                self._taken.discard(name)
+            self._answers.popleft()

@@ -12,10 +12,10 @@ import msgspec
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.division import worker_bytes
 from alignedserve.cluster.deployments.logic import Phase
+from alignedserve.cluster.deployments.orders import ScaleWorkers
 from alignedserve.cluster.draining.drains import Draining
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.operations.orders import ScaleWorkers
 from alignedserve.cluster.hosts.operations.resizing import Resize, RunningNode, plan_resize
 from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.cluster.hosts.ray_calls import answer_of

@@ -9,20 +9,19 @@ import msgspec
 import pytest
 from ray.exceptions import RayError
 
-from alignedserve.cluster.draining.drain_watch import DrainWatch
-from alignedserve.cluster.draining.drains import MOVING_S, Draining, Drains
-from alignedserve.cluster.hosts import ray_directory
-from alignedserve.cluster.hosts.operations.drain_rules import node_called, require_drainable
-from alignedserve.cluster.hosts.operations.orders import (
-    Answer,
+from alignedserve.cluster.deployments.orders import (
+    AdminRequest,
+    Done,
     DrainNode,
-    Order,
+    NodeOrder,
+    Refused,
     ScaleWorkers,
     UndoDrain,
-    answer_order,
-    give_order,
-    take_orders,
 )
+from alignedserve.cluster.draining.drain_watch import DrainWatch
+from alignedserve.cluster.draining.drains import MOVING_S, Draining, Drains
+from alignedserve.cluster.hosts.operations.drain_rules import node_called, require_drainable
+from alignedserve.cluster.hosts.operations.orders import StoredOrders, give_order
 from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
 from alignedserve.cluster.placement import NodeShare
 from alignedserve.core.errors import PeerLost, ResourceError
@@ -134,38 +133,29 @@ def test_workers_of_another_model_are_no_others() -> None:
         require_drainable(RECORDS[1], [SHARE, second], [[HEAD]], is_forced=False)
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Ray's key-value store, as a dictionary."""
-    found: dict[str, bytes] = {}
-    monkeypatch.setattr(ray_directory, "put", found.__setitem__)
-    monkeypatch.setattr(ray_directory, "get", found.get)
-    monkeypatch.setattr(ray_directory, "delete", lambda key: found.pop(key, None))
-    monkeypatch.setattr(ray_directory, "keys", lambda prefix: sorted(key for key in found if key.startswith(prefix)))
-    return found
-
-
 @pytest.mark.parametrize("order", [DrainNode("node-1", 60.0), UndoDrain("node-1"), ScaleWorkers({"decode": 2})])
 def test_an_order_is_taken_and_answered_once(
-    store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, order: Order
+    store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, order: NodeOrder
 ) -> None:
-    seen: list[Order] = []
+    seen, channel = list[AdminRequest](), StoredOrders("c")
 
     def drive(_: float) -> None:
-        for name, taken in take_orders("c"):
+        for name, taken in channel.take():
             seen.append(taken)
-            answer_order("c", name, Answer("done"))
+            channel.answer(name, Done("done"))
 
     monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
-    assert give_order("c", order) == Answer("done")
+    assert give_order("c", order) == Done("done")
     assert seen == [order]
     assert store == {}
 
 
 def test_a_refused_order_raises_its_reason(store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = StoredOrders("c")
+
     def drive(_: float) -> None:
-        for name, _order in take_orders("c"):
-            answer_order("c", name, Answer("it is the head", is_refused=True))
+        for name, _order in channel.take():
+            channel.answer(name, Refused("it is the head"))
 
     monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
     with pytest.raises(ResourceError, match="it is the head"):
@@ -182,9 +172,9 @@ def test_an_order_without_an_answer_is_withdrawn(store: dict[str, bytes], monkey
 @pytest.mark.parametrize("hostile", [b"", b"\xff", b"{}", b'{"type":"os.system"}', b'{"type":"DrainNode","node":7}'])
 def test_an_order_that_cannot_be_read_is_refused_and_gone(store: dict[str, bytes], hostile: bytes) -> None:
     store["c/order/x"] = hostile
-    assert take_orders("c") == []
+    assert StoredOrders("c").take() == []
     assert list(store) == ["c/answer/x"]
-    assert msgspec.json.decode(store["c/answer/x"], type=Answer).is_refused
+    assert "cannot be read" in msgspec.json.decode(store["c/answer/x"], type=Refused).reason
 
 
 class Calls:

@@ -4,6 +4,7 @@ import logging
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,21 @@ import pytest
 from alignedserve.batches.location import SharedState
 from alignedserve.cluster import running_cluster
 from alignedserve.cluster.actor_factory import PreparedNode
+from alignedserve.cluster.deployments.orders import (
+    AdminRequest,
+    Answer,
+    Done,
+    DrainNode,
+    NodeOrder,
+    Refused,
+    ScaleWorkers,
+    UndoDrain,
+)
 from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts import joining
 from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.operations.orders import Answer, DrainNode, Order, ScaleWorkers, UndoDrain
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.core.errors import NotEnoughMemory, PeerLost, ResourceError
@@ -59,29 +69,26 @@ def test_a_refused_node_that_leaves_is_no_lost_one(
 
 
 def test_a_node_drains_stays_out_and_is_used_again(
-    cluster: ClusterOnHosts, announced: list[ClusterRecord], monkeypatch: pytest.MonkeyPatch
+    cluster: ClusterOnHosts,
+    announced: list[ClusterRecord],
+    answered: Callable[[AdminRequest], Answer | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    orders: list[tuple[str, Order]] = []
-    answers: list[Answer] = []
-    monkeypatch.setattr(running, "alive_nodes", lambda: list(NODES[:2]))
-    monkeypatch.setattr(running, "take_orders", lambda cluster_id: [orders.pop()] if orders else [])
-    monkeypatch.setattr(running, "answer_order", lambda cluster_id, name, answer: answers.append(answer))
     monkeypatch.setattr(joining, "release", lambda folder: None)
     monkeypatch.setattr(joining, "end_keepers", lambda actors: None)
 
-    def after(order: Order) -> tuple[str, list[str]]:
-        orders.append(("x", order))
-        assert cluster.check()
-        return answers[-1].text, [node.drain for node in announced[-1].nodes]
+    def after(order: NodeOrder) -> tuple[str, list[str]]:
+        answer = answered(order)
+        assert isinstance(answer, Done | Refused)
+        said = answer.text if isinstance(answer, Done) else answer.reason
+        return said, [node.drain for node in announced[-1].nodes]
 
     assert after(DrainNode("node-1", 60.0)) == (
         "node-1 gets nothing new; what it still has in 60 s goes elsewhere.",
         ["", "draining"],
     )
     assert after(UndoDrain("host-1")) == ("node-1 is used again.", ["", ""])
-    assert answers[-1].is_refused is False
-    text, _ = after(UndoDrain("host-1"))
-    assert (text, answers[-1].is_refused) == ("node-1 neither drains nor has drained", True)
+    assert answered(UndoDrain("host-1")) == Refused("node-1 neither drains nor has drained")
     monkeypatch.setattr("alignedserve.cluster.draining.drains.MOVING_S", 0.0)
     assert after(DrainNode("10.0.0.1", 0.0))[1] == ["", "drained"]
     assert announced[-1].nodes[1].actors == ()
@@ -111,14 +118,15 @@ def test_a_node_drains_stays_out_and_is_used_again(
 )
 def test_orders_that_cannot_be_are_refused(
     cluster: ClusterOnHosts,
+    answered: Callable[[AdminRequest], Answer | None],
     monkeypatch: pytest.MonkeyPatch,
-    order: DrainNode | UndoDrain | ScaleWorkers,
+    order: NodeOrder,
     problem: str,
 ) -> None:
     monkeypatch.setattr(cluster, "actors", lambda: {"router": None})
-    answer = cluster._node_orders.obey(order)
-    assert answer.is_refused
-    assert problem in answer.text
+    answer = answered(order)
+    assert isinstance(answer, Refused)
+    assert problem in answer.reason
 
 
 def test_more_workers_have_new_names_and_fewer_are_those_with_the_least_work(

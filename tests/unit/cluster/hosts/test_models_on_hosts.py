@@ -1,23 +1,32 @@
 """Several models on several nodes: their plans, their parts of a node, and orders about them. Without Ray."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from alignedserve.cluster.deployments.division import holding_of
-from alignedserve.cluster.deployments.driver import DeploymentsDriver
-from alignedserve.cluster.deployments.logic import DeploymentsLogic, Ordered, Phase, View, Viewed
-from alignedserve.cluster.deployments.orders import AddModel, Done, Models, Refused, Remark, RemoveModel, ShowModels
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment, Ordered, Phase, View, Viewed
+from alignedserve.cluster.deployments.orders import (
+    AddModel,
+    AdminRequest,
+    Answer,
+    Done,
+    Models,
+    Refused,
+    Remark,
+    RemoveModel,
+    ShowModels,
+)
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.hosts.joining import Joining, needed_first
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.models import preparing
 from alignedserve.cluster.hosts.models.hosted import HostedModel
-from alignedserve.cluster.hosts.models.model_orders import ModelOrders
 from alignedserve.cluster.hosts.models.planning import (
     PlannedModel,
     models_for_node,
@@ -27,16 +36,16 @@ from alignedserve.cluster.hosts.models.planning import (
 )
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.operations import orders
-from alignedserve.cluster.hosts.operations.orders import answer_model_order, give_model_order, take_orders
+from alignedserve.cluster.hosts.operations.orders import StoredOrders, give_order
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
 from alignedserve.config.sections import MIB
 from alignedserve.config.unset_sizes import from_mapping
-from alignedserve.core.errors import NotEnoughMemory, ResourceError
+from alignedserve.core.errors import NotEnoughMemory, PeerLost
 from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.factory import resolve_policy
-from tests.unit.cluster.driven_cluster import POCKET
+from tests.unit.cluster.driven_cluster import POCKET, started
 
 GIB = 1024 * MIB
 
@@ -95,7 +104,7 @@ def test_gpus_of_a_node_are_divided() -> None:
 
 
 def test_a_model_for_which_no_node_has_room_is_named() -> None:
-    nodes = [node(0, 4 * GIB)]
+    nodes = [node(0, 4 * GIB), node(1, 4 * GIB)]
     with pytest.raises(NotEnoughMemory, match=r"no node has room for pocket beside the other models; alone node-0: "):
         plan_models([model("", nodes), model("2", nodes, kv_cache_bytes=8 * GIB)], nodes)
 
@@ -147,108 +156,63 @@ def test_a_node_keeps_its_gateway_when_its_first_model_has_gone() -> None:
 # --- orders
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Ray's key-value store."""
-    values: dict[str, bytes] = {}
-    monkeypatch.setattr(ray_directory, "put", values.__setitem__)
-    monkeypatch.setattr(ray_directory, "get", values.get)
-    monkeypatch.setattr(ray_directory, "delete", lambda key: values.pop(key, None))
-    monkeypatch.setattr(ray_directory, "keys", lambda prefix: sorted(one for one in values if one.startswith(prefix)))
-    return values
-
-
-class Nowhere:
-    """A Site without processes."""
-
-    def described(self, deployment_id: str) -> None:
-        return None
-
-    def listeners(self) -> list[Any]:
-        return []
-
-
-def made(logic: DeploymentsLogic | None = None) -> ModelOrders:
-    return ModelOrders("c", "http://x", Nowhere(), logic or DeploymentsLogic.of_start({"": "a"}))  # type: ignore[arg-type]
-
-
-def take_all(found: ModelOrders) -> None:
-    for name, order in take_orders("c"):
-        assert isinstance(order, AddModel | RemoveModel | ShowModels)
-        found.take(name, order)
-    found.look()
-
-
 def test_an_order_is_answered_once_with_all_that_was_said(
     store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    said, channel = list[str](), StoredOrders("c")
 
     def answer(seconds: float) -> None:
-        ((name, order),) = take_orders("c")
+        ((name, order),) = channel.take()
         assert order == RemoveModel("a")
         for text in ("one", "two"):
-            answer_model_order("c", name, Remark(text))
-        answer_model_order("c", name, Done("gone"))
+            channel.answer(name, Remark(text))
+        assert channel.take() == []
+        channel.answer(name, Done("gone"))
 
     monkeypatch.setattr(orders, "time", type("Time", (), {"sleep": answer, "monotonic": lambda: 0.0}))
-    assert give_model_order("c", RemoveModel("a"), said.append) == Done("gone")
+    assert give_order("c", RemoveModel("a"), said.append) == Done("gone")
     assert said == ["one", "two"]
     assert store == {}
 
 
-def test_a_refusal_names_its_reason(store: dict[str, bytes]) -> None:
+def test_what_a_driver_answers_to_orders_about_models(answered: Callable[[AdminRequest], Answer | None]) -> None:
+    assert answered(RemoveModel("b")) == Refused("no model is served as b; there are pocket")
+    refused = answered(AddModel("/m", settings=("a=b",) * 65))
+    assert isinstance(refused, Refused)
+    assert "too many settings" in refused.reason
+    shown = answered(ShowModels())
+    assert isinstance(shown, Models)
+    assert [(one.name, one.phase) for one in shown.deployments] == [("pocket", "serving")]
+
+
+@pytest.mark.usefixtures("announced")
+def test_the_next_driver_goes_on_with_an_order_that_the_last_one_had_begun(
+    store: dict[str, bytes], tmp_path: Path
+) -> None:
+    left = [LeftDeployment("", "a", Phase.SERVING), LeftDeployment("2", "b", Phase.DRAINING, "x")]
+    following = started(tmp_path, {}, DeploymentsLogic(left, 2))
     store["c/order/x"] = msgspec.json.encode(RemoveModel("b"))
-    take_all(made())
-    assert msgspec.json.decode(store["c/answer/x"], type=Refused) == Refused("no model is served as b; there are a")
-    assert "c/order/x" not in store
-
-
-def test_what_cannot_be_meant_is_refused(store: dict[str, bytes]) -> None:
-    store["c/order/x"] = msgspec.json.encode(AddModel("/m", settings=("a=b",) * 65))
-    take_all(made())
-    assert "too many settings" in msgspec.json.decode(store["c/answer/x"], type=Refused).reason
-
-
-def test_the_models_are_shown(store: dict[str, bytes]) -> None:
-    store["c/order/x"] = msgspec.json.encode(ShowModels())
-    take_all(made())
-    answer = msgspec.json.decode(store["c/answer/x"], type=Models)
-    assert [(one.name, one.phase) for one in answer.deployments] == [("a", "serving")]
-
-
-def test_the_next_driver_carries_an_order_out_that_the_last_one_had_begun(store: dict[str, bytes]) -> None:
-    store["c/order/x"] = msgspec.json.encode(RemoveModel("b"))
-    logic = DeploymentsLogic.of_start({"": "a", "2": "b"})
-    announced: list[DeploymentsDriver] = []
-    found = made(logic)
-    found.driver.announce = lambda: announced.append(found.driver)  # type: ignore[method-assign]
-    take_all(found)
-    assert {one.deployment_id: one.phase for one in logic.standings} == {"": Phase.SERVING, "2": Phase.DRAINING}
-    take_all(found)  # it is known
-    assert "c/order/x" in store
-    following = made(logic)
-    following.driver.announce = lambda: announced.append(following.driver)  # type: ignore[method-assign]
-    following.driver.resume()
-    take_all(following)
-    assert {one.deployment_id: one.phase for one in logic.standings} == {"": Phase.SERVING, "2": Phase.DRAINING}
-    assert "c/answer/x" not in store
+    assert following.check()
+    assert ("c/order/x" in store, "c/answer/x" in store) == (True, False)
+    following.stop()
 
 
 def test_an_answer_that_ray_s_head_did_not_take_is_given_later(
     store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store["c/order/x"] = msgspec.json.encode(RemoveModel("b"))
-    found = made()
-
     def fail(key: str, value: bytes) -> None:
-        raise ResourceError("away")
+        raise PeerLost("away")
 
+    store["c/order/x"] = msgspec.json.encode(RemoveModel("b"))
+    channel = StoredOrders("c")
+    channel.take()
     with monkeypatch.context() as away:
         away.setattr(ray_directory, "put", fail)
-        with pytest.raises(ResourceError):
-            take_all(found)
-    take_all(found)
+        channel.answer("x", Done("gone"))
+        with pytest.raises(PeerLost):
+            channel.take()
+    assert "c/answer/x" not in store
+    assert channel.take() == []
     assert "c/answer/x" in store
 
 

@@ -1,33 +1,56 @@
 """One more deployment is planned: what is refused beside those that serve."""
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
-from alignedserve.cluster.deployments.preparation import DeploymentSettings, Preparing
-from alignedserve.cluster.gpu_claims import GpuClaims
+from alignedserve.cluster.deployments.preparation import DeploymentSettings
+from alignedserve.cluster.hosts.models.preparing import HostedPlan, HostedPreparing, Surroundings
+from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.config.model_settings import load_models
 from alignedserve.config.sections import MIB
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.core.request import LoraAdapter
-from alignedserve.process.addresses import AddressBook
 from alignedserve.runtime.lora.loaded_file import loaded_file, with_loaded, write_changes
 from alignedserve.runtime.model.model_files import read_config
 from tests.support.in_process import TINY_LLAMA
 from tests.support.lora_folders import write_adapter
+from tests.unit.cluster.driven_cluster import NODES, joined
 
 TOO_SMALL = Machine(MIB, MIB, 2, has_bfloat16=False)  # refuses what the names do not
 
+Prepare = Callable[[str, AddModel | ReplaceModel, str | None], HostedPlan]
+
+
+class Examined:
+    """An examination that finds this machine, and the model there."""
+
+    def __enter__(self) -> "Examined":
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        pass
+
+    def reports_that_come(self, device: str, models: Sequence[Path]) -> dict[RayNode, NodeReport]:
+        return {NODES[0]: NodeReport("v", TOO_SMALL, digests=("digest",))}
+
 
 @pytest.fixture
-def preparing(tmp_path: Path) -> Preparing:
+def prepare(tmp_path: Path) -> Prepare:
     settings = load_models(None, ["model.random_weights=true", "a.lora.adapters.terse=/terse"], ("a=/a", "b=/b"))
     serving = dict(zip(("", "2"), settings.own, strict=True))
     known = DeploymentSettings(settings, serving, tmp_path)
-    return Preparing(known, (TOO_SMALL, GpuClaims()), AddressBook(tmp_path), (None, None))  # type: ignore[arg-type]
+    joining, members = joined(tmp_path, {})
+    around = Surroundings(tuple(members[:1]), joining.models, {"node-0": TOO_SMALL})
+    examined: Any = Examined()
+    preparing = HostedPreparing(known, lambda nodes: examined)
+    return lambda deployment_id, order, replaced: preparing.prepare(deployment_id, order, replaced, around)
 
 
 @pytest.fixture
@@ -36,23 +59,23 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_a_model_is_not_called_as_an_adapter_of_another(preparing: Preparing, path: str) -> None:
+def test_a_model_is_not_called_as_an_adapter_of_another(prepare: Prepare, path: str) -> None:
     with pytest.raises(ConfigError, match="the adapter terse of a is called as another model"):
-        preparing.prepare("3", AddModel(path=path, name="terse"), None, ())
+        prepare("3", AddModel(path=path, name="terse"), None)
     with pytest.raises(NotEnoughMemory):
-        preparing.prepare("3", AddModel(path=path, name="c"), None, ())
+        prepare("3", AddModel(path=path, name="c"), None)
 
 
-def test_a_replacement_keeps_the_names_of_the_adapters(preparing: Preparing, path: str, tmp_path: Path) -> None:
+def test_a_replacement_keeps_the_names_of_the_adapters(prepare: Prepare, path: str, tmp_path: Path) -> None:
     write_adapter(tmp_path / "terse", read_config(tmp_path))
     order = ReplaceModel(name="a", path=path, settings=(f"lora.adapters.terse={tmp_path / 'terse'}",))
     with pytest.raises(NotEnoughMemory):
-        preparing.prepare("3", order, "", ())
+        prepare("3", order, "")
     with pytest.raises(ConfigError, match="the adapter terse of b is called as another"):
-        preparing.prepare("3", ReplaceModel(name="b", path=path, settings=order.settings), "2", ())
+        prepare("3", ReplaceModel(name="b", path=path, settings=order.settings), "2")
 
 
-def test_a_model_is_not_called_as_an_adapter_that_was_loaded(preparing: Preparing, path: str, tmp_path: Path) -> None:
+def test_a_model_is_not_called_as_an_adapter_that_was_loaded(prepare: Prepare, path: str, tmp_path: Path) -> None:
     write_changes(loaded_file(tmp_path, "2"), with_loaded({}, LoraAdapter("taken", "/taken", b"d" * 16)))
     with pytest.raises(ConfigError, match="taken is the name of an adapter that was loaded for b"):
-        preparing.prepare("3", AddModel(path=path, name="taken"), None, ())
+        prepare("3", AddModel(path=path, name="taken"), None)

@@ -17,9 +17,9 @@ from alignedserve.cluster.hosts.nodes import recorded_parts
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.recorded_parts import MAX_PART_BYTES, parts_folder
 from alignedserve.cluster.hosts.recordings import RecordedNode, Recordings, clock_ahead_s
-from alignedserve.cluster.recording_folder import prepare_recording, recording_into, remove_unserved
+from alignedserve.cluster.recording_folder import recording_into, remove_unserved, write_run_file
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
-from alignedserve.messages.recording import PART_FILE, RecordedPart
+from alignedserve.messages.recording import PART_FILE, RecordedPart, RunMetadata
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.waiting import holds
 
@@ -234,7 +234,7 @@ def test_a_start_that_failed_leaves_an_empty_folder_to_the_next_one_and_no_file_
     served = resolve_model(ModelSectionConfig())
     config = recording_into(ClusterConfig(), run)
     for _ in range(2):
-        prepare_recording(config, served)
+        write_run_file(RunMetadata(config=config, layout=served.block_layout(16)))
         (run / "router.0.recording").touch()
         RecordedNode(Keeper(tmp_path / secrets.token_hex(4)), run / "node-1.1", PART)
         (run / "node-1.1" / "decode-1.0.recording").touch()
