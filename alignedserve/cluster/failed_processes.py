@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ray.exceptions import RayError
 
-from alignedserve.cluster.process_health import Health, ProcessState
-from alignedserve.cluster.restarts import Restarts
+from alignedserve.cluster.restarts import Health, ProcessState, Restarts
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from alignedserve.cluster.gpu_claims import GpuClaims, GpusTaken, claim_gpus
 from alignedserve.cluster.hosts.admission import (
     Admission,
     Keeper,
+    OwnHost,
     differences,
     end_keepers,
     missing_copies,
@@ -26,13 +27,18 @@ from alignedserve.cluster.hosts.adoption import adopt_cluster
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.device_agreement import agreed_device, joining_device
 from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import Member, expect_handoffs, member_of, reserve_for, resources_of
-from alignedserve.cluster.hosts.models.hosted import HostedModel
+from alignedserve.cluster.hosts.members import (
+    HostedModel,
+    Member,
+    expect_handoffs,
+    member_of,
+    reserve_for,
+    resources_of,
+)
 from alignedserve.cluster.hosts.models.planning import PlannedModel, plan_models
 from alignedserve.cluster.hosts.nodes.placement_group import release, release_former
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
 from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.own_host import OwnHost
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, resolve_for
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.scaling.scaler import make_scaler

@@ -10,8 +10,26 @@ One that has ENDED is Ray's to start again, at once; it is noted until it is up.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 
-from alignedserve.cluster.process_health import Health, ProcessState
+
+class ProcessState(Enum):
+    """The state of a process, as its answers show it."""
+
+    STARTING = auto()  # no answer since it was created, or started again
+    UP = auto()
+    FAILED = auto()  # it answers with the reason for which it serves nothing
+    ENDED = auto()  # Ray starts it again
+    DEAD = auto()  # Ray does not
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The health of a process."""
+
+    state: ProcessState = ProcessState.STARTING
+    problem: str = ""  # for which it does not start, in one line
+
 
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 160.0

@@ -4,11 +4,19 @@ import fcntl
 import os
 import secrets
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from alignedserve.config.environment import RUN_DIR_VARIABLE, run_root
 from alignedserve.core.errors import ResourceError
 from alignedserve.process.addresses import AddressBook
+from alignedserve.runtime.kv.arena_files import (
+    ARENA_PREFIX,
+    ARENA_SUFFIX,
+    arena_folder,
+    arena_path,
+    remove_stale_arenas,
+)
 
 _KEPT_FOLDERS = 8  # of clusters that have ended, for their logs
 _MAX_SOCKET_PATH = 107  # bytes; the system's limit
@@ -68,3 +76,18 @@ def _remove_old_folders(root: Path) -> None:
             continue  # its cluster runs
         finally:
             os.close(file_descriptor)
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> bool:
+    """Remove sockets, reports of progress and arenas of processes of the node with this private folder.
+
+    Returns whether no arena is held any more.
+    """
+    is_gone = True
+    for name in names:
+        for path in (folder / f"{name}.sock", folder / f"{name}.progress"):
+            path.unlink(missing_ok=True)
+        remove_stale_arenas(arena_folder(), f"{ARENA_PREFIX}{folder.name}-{name}")
+        lent = arena_folder().glob(f"{ARENA_PREFIX}{folder.name}-{name}-*{ARENA_SUFFIX}")
+        is_gone &= not arena_path(folder.name, name).exists() and not any(lent)
+    return is_gone

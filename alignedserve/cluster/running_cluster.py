@@ -23,7 +23,7 @@ from alignedserve.cluster.local_ray.node_processes import kill_all, orphans_of
 from alignedserve.cluster.local_ray.node_watch import NodeWatch
 from alignedserve.cluster.local_ray.start import start_ray
 from alignedserve.cluster.private_redis import PrivateRedis
-from alignedserve.cluster.process_health import Health, ProcessState
+from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.signals import interrupts_kept, signals_ignored
 from alignedserve.cluster.start_observer import Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog

@@ -1,9 +1,13 @@
 """A running cluster whose models are added, replaced and removed while it serves: on one host, or on several."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import psutil
+import ray
+from ray.exceptions import RayError
 from typing_extensions import override
 
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
@@ -12,30 +16,77 @@ from alignedserve.cluster.deployments.driver import DeploymentsDriver
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
     Answer,
+    DeploymentReport,
     Models,
     NodeOrder,
     OrderChannel,
+    ProcessReport,
     Refused,
     RestartWorkers,
     ShowModels,
     ShowStatus,
+    StatusReport,
     problem_of,
 )
 from alignedserve.cluster.deployments.preparation import DeploymentSettings
-from alignedserve.cluster.deployments.status_report import StatusQuestion
 from alignedserve.cluster.draining.drain_watch import DrainWatch
-from alignedserve.cluster.draining.worker_restarts import WorkerRestarts
+from alignedserve.cluster.draining.rolling_restart import WorkerRestarts
 from alignedserve.cluster.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.models.preparing import Examine, HostedPreparing
 from alignedserve.cluster.hosts.models.site import HostedDeployments, PartActors
 from alignedserve.cluster.hosts.plan import ClusterPlan
-from alignedserve.cluster.process_health import Health, ProcessState
+from alignedserve.cluster.ray_polls import has_ended, have_all_ended
+from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.running_cluster import RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.core.errors import PeerLost
+
+_PATIENCE_S = 2.0
+_STATES = {ProcessState.UP: "up", ProcessState.STARTING: "starting", ProcessState.ENDED: "starting again"}
+
+
+class StatusQuestion:
+    """One question: what each process takes of memory, and the routers' last reports."""
+
+    def __init__(self, actors: Mapping[str, Any], gateway: Any, now: float) -> None:
+        """`actors`: all of the cluster. `gateway`: the one of them that is asked for the routers' reports."""
+        self._memory = {name: actor.memory_bytes.remote() for name, actor in actors.items()}
+        self._loads = gateway.cluster_statuses.remote()
+        self._ends_s = now + _PATIENCE_S
+
+    def is_over(self, now: float) -> bool:
+        """Return whether all have answered, or their time is over."""
+        return have_all_ended([self._loads, *self._memory.values()]) or now >= self._ends_s
+
+    def report(self, url: str, healths: Mapping[str, Health], reports: tuple[DeploymentReport, ...]) -> StatusReport:
+        """Return what is known. `reports`: of the deployments."""
+        memory = psutil.virtual_memory()
+        return StatusReport(
+            url=url,
+            deployments=reports,
+            loads=_answer(self._loads) or {},
+            processes=tuple(self._processes(healths)),
+            total_bytes=memory.total,
+            available_bytes=memory.available,
+        )
+
+    def _processes(self, healths: Mapping[str, Health]) -> Iterator[ProcessReport]:
+        for name, asked in self._memory.items():
+            health = healths.get(name, Health())
+            state = _STATES.get(health.state, "fails")
+            yield ProcessReport(name, state, health.problem, _answer(asked))
+
+
+def _answer(asked: Any) -> Any:
+    """Return an answer; None for one that has not come, or of a process that is lost."""
+    try:
+        return ray.get(asked) if has_ended(asked) else None
+    except RayError:
+        return None
+
 
 _READY_LOOK_S = 0.1
 

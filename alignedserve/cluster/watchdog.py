@@ -9,8 +9,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from alignedserve.cluster.process_health import Health, ProcessState
 from alignedserve.cluster.ray_polls import has_ended
+from alignedserve.cluster.restarts import Health, ProcessState
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, notes, results
 from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.wiring import start_cluster
-from alignedserve.cluster.draining.last_answers import LastAnswers
+from alignedserve.cluster.draining.drain_watch import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
 from alignedserve.cluster.serving_cluster import ServingCluster

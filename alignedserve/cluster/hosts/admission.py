@@ -2,9 +2,10 @@
 
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,12 +14,13 @@ import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import PreparedNode
+from alignedserve.cluster.gpu_claims import GpuClaims
 from alignedserve.cluster.hosts.nodes.keeper import NodeActor
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.reachability import Place
-from alignedserve.cluster.hosts.nodes.report import NodeReport, NodeSurveyor
-from alignedserve.cluster.hosts.ray_calls import answer_of
+from alignedserve.cluster.hosts.nodes.report import NodeReport, NodeSurveyor, Place, Surveyor
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
+from alignedserve.cluster.machine import with_gpus
+from alignedserve.cluster.ray_polls import answer_of
 from alignedserve.config.sections import LinksConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.process.addresses import AddressBook
@@ -238,3 +240,40 @@ def keeper_of(node: RayNode, actor: Any, folder: Path, cluster_id: str, links: L
 def keeper_name(folder_name: str) -> str:
     """Return the name of the keeper of this folder, among Ray's named actors."""
     return f"keeper-{folder_name}"
+
+
+class OwnHost:
+    """What Admission is for the nodes of a cluster of hosts. Raises what it finds, without a node's name."""
+
+    def __init__(self, claims: GpuClaims) -> None:
+        """`claims`: the GPUs of this host that are the cluster's."""
+        self.node = RayNode("", "", socket.gethostname(), is_head=True, num_gpus=len(claims.gpus))
+        self._claims = claims
+        self._surveyor = Surveyor()
+
+    def __enter__(self) -> "OwnHost":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Do nothing: no process was started."""
+
+    def reports_that_come(self, device: str, models: Sequence[Path]) -> dict[RayNode, NodeReport]:
+        """Return the report of this host. Raises ConfigError for a device that is not there."""
+        report = self._surveyor.report(device, models)
+        _require(report.problem)
+        assert report.machine is not None, "a report without a machine"
+        used = tuple(gpu for gpu in report.gpus if gpu in self._claims.gpus)
+        return {self.node: replace(report, machine=with_gpus(report.machine, report.gpus, used), gpus=used)}
+
+    def check(self, nodes: Mapping[RayNode, PreparedNode], served: ServedModel) -> None:
+        """Check memory and ports. Raises the error that is found."""
+        for prepared in nodes.values():
+            ports = [port for _, port in prepared.share.gateways]
+            _require(self._surveyor.check(prepared.config, served, ports))
+
+
+def _require(failure: AlignedServeError | None) -> None:
+    if failure is not None:
+        raise failure

@@ -11,11 +11,11 @@ from ray.exceptions import RayError
 from alignedserve.cluster.deployments.client import Ask, ask, find_cluster
 from alignedserve.cluster.hosts.nodes.ray_nodes import alive_nodes
 from alignedserve.cluster.hosts.operations.orders import give_order
-from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, read_record
 from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor
 from alignedserve.cluster.ray_node import join_ray
+from alignedserve.cluster.ray_polls import answer_of
 from alignedserve.config.environment import ray_address
 from alignedserve.core.errors import PeerLost, ResourceError
 

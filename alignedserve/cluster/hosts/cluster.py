@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import ray
@@ -23,10 +24,9 @@ from alignedserve.cluster.deployments.orders import (
     ScaleWorkers,
     UndoDrain,
 )
-from alignedserve.cluster.hosts.driver_log import DriverLog
 from alignedserve.cluster.hosts.joining import Joining, Preparation
 from alignedserve.cluster.hosts.left_behind import kill_actors
-from alignedserve.cluster.hosts.members import Member, record_of
+from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
 from alignedserve.cluster.hosts.membership import (
     Announce,
     CancelPreparation,
@@ -41,9 +41,8 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
-from alignedserve.cluster.hosts.models.adapter_exchange import AdapterExchange
+from alignedserve.cluster.hosts.node_questions import AdapterExchange, LoadingOfNodes
 from alignedserve.cluster.hosts.nodes.keeper import end_actors
-from alignedserve.cluster.hosts.nodes.loading import LoadingOfNodes
 from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
 from alignedserve.cluster.hosts.nodes.report import own_versions
@@ -59,15 +58,32 @@ from alignedserve.cluster.hosts.record import (
     write_record,
 )
 from alignedserve.cluster.hosts.recordings import Recordings
-from alignedserve.cluster.hosts.scaling.node_scaling import NodeScaling
-from alignedserve.cluster.hosts.scaling.scaler import NodeScaler
+from alignedserve.cluster.hosts.scaling.scaler import NodeScaler, NodeScaling
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s
-from alignedserve.cluster.process_health import Health
+from alignedserve.cluster.restarts import Health
 from alignedserve.cluster.running_cluster import AskedToStop
 from alignedserve.cluster.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.signals import signals_ignored
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.process.loading_progress import Progress
+from alignedserve.process.log_files import LogFileHandler
+
+
+class DriverLog:
+    """Writes what the package says to a file, until it is closed."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self._package = logging.getLogger("alignedserve")
+        self._handler = LogFileHandler(folder / f"{DRIVER}.log")
+        self._package.addHandler(self._handler)
+        self._package.setLevel(logging.INFO)
+
+    def close(self) -> None:
+        """Write no more. May be repeated."""
+        self._package.removeHandler(self._handler)
+        self._handler.close()
+
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ from alignedserve.cluster.draining.drains import Draining, Drains
 from alignedserve.cluster.hosts.admission import keeper_of
 from alignedserve.cluster.hosts.device_agreement import JoiningDevice
 from alignedserve.cluster.hosts.joining import Joining, Shares
-from alignedserve.cluster.hosts.members import DrainedNode, Member
+from alignedserve.cluster.hosts.members import DrainedNode, HostedModel, Member
 from alignedserve.cluster.hosts.membership import Host
-from alignedserve.cluster.hosts.models.hosted import HostedModel
 from alignedserve.cluster.hosts.nodes.placement_group import WorkerShare
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.plan import ClusterPlan

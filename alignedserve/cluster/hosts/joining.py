@@ -25,9 +25,8 @@ from alignedserve.cluster.hosts.admission import (
     warn_of_clocks,
 )
 from alignedserve.cluster.hosts.device_agreement import JoiningDevice
-from alignedserve.cluster.hosts.members import DrainedNode, Member, group_for, member_of, resources_of
+from alignedserve.cluster.hosts.members import DrainedNode, HostedModel, Member, group_for, member_of, resources_of
 from alignedserve.cluster.hosts.membership import Host
-from alignedserve.cluster.hosts.models.hosted import HostedModel
 from alignedserve.cluster.hosts.models.planning import (
     PlannedModel,
     devices_of,

@@ -1,12 +1,14 @@
-"""The nodes of a running cluster, each with what it has and what runs there."""
+"""The nodes of a running cluster, each with what it has and what runs there, and the models that they serve."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
+from alignedserve.cluster.deployments.division import Holding, holding_of
 from alignedserve.cluster.hosts.admission import Keeper, keeper_name
 from alignedserve.cluster.hosts.nodes.placement_group import (
     NodeGroup,
@@ -19,13 +21,14 @@ from alignedserve.cluster.hosts.nodes.placement_group import (
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.recorded_parts import parts_folder
 from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.plan import NodePart, NodeResources
+from alignedserve.cluster.hosts.plan import ClusterPlan, NodePart, NodeResources
 from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.cluster.recording_folder import recording_into
 from alignedserve.config.sections import EngineConfig
 from alignedserve.core.errors import ResourceError
 from alignedserve.process.addresses import deployment_of
+from alignedserve.runtime.model.served_model import ServedModel
 
 DRIVER = "driver"
 _ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104
@@ -186,3 +189,34 @@ def record_of(
         urls=tuple(f"http://{reachable}:{port}" for _, port in share.gateways),
         drain=DRAINING if is_draining else "",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HostedModel:
+    """One deployment, beside what its nodes have of it (see Member)."""
+
+    plan: ClusterPlan
+    own: Mapping[str, Any]  # sections of its settings, which win over those of all models
+    digest: str | None  # of the head's copy
+
+    @property
+    def served(self) -> ServedModel:
+        """Return the model, with the context that fits every node."""
+        return self.plan.served
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder or file of the model, the same on every node."""
+        return self.plan.served.folder
+
+
+def holdings_of(members: Iterable[Member], models: Mapping[str, HostedModel]) -> dict[str, list[Holding]]:
+    """Return what the workers of each node have reserved, by the node's name."""
+    return {
+        member.name: [
+            holding_of(part.share.config_of(part.config), models[deployment_id].served, part.capacity.gpus)
+            for deployment_id, part in member.models.items()
+            if part.share.num_workers and deployment_id in models
+        ]
+        for member in members
+    }

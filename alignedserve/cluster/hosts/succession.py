@@ -24,9 +24,9 @@ from alignedserve.cluster.hosts.left_behind import SILENT_S, kept_by
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.nodes.keeper import KeptState
 from alignedserve.cluster.hosts.nodes.report import own_versions
-from alignedserve.cluster.hosts.ray_calls import answers_so_far
 from alignedserve.cluster.hosts.ray_storage import HEAD_RETURNS_S
 from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.cluster.ray_polls import answers_so_far
 from alignedserve.config.environment import api_keys, redis_url
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ProtocolError, ResourceError

@@ -8,7 +8,8 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,40 @@ from ray._private import ray_constants, utils, worker
 from ray._private.node import Node
 from ray._raylet import Config  # type: ignore[attr-defined]
 
-from alignedserve.cluster.local_ray.messages import keep_messages
 from alignedserve.cluster.local_ray.node_processes import NodeProcesses
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from alignedserve.cluster.signals import handlers_preserved
 from alignedserve.config.environment import SPIN_VARIABLE
 from alignedserve.core.errors import ResourceError
+from alignedserve.process.log_files import LossyFileHandler
+
+_MAX_BYTES = 4 << 20
+_logger = logging.getLogger(f"{__name__}.said")  # of its own: it goes nowhere else
+
+
+class _MessageFile(LossyFileHandler, RotatingFileHandler):
+    """A file of messages that begins anew when it is large."""
+
+
+def keep_messages(path: Path) -> None:
+    """Write all that Ray says from now on to this file. May be repeated, with another file."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handler = _MessageFile(path, maxBytes=_MAX_BYTES, backupCount=1, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    for former in tuple(_logger.handlers):
+        _logger.removeHandler(former)
+        former.close()
+    _logger.addHandler(handler)
+    _logger.propagate = False
+    _logger.setLevel(logging.INFO)
+    worker.print_to_stdstream = _log
+
+
+def _log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    """Stand in for Ray's function that prints what one of its processes says."""
+    for text in data.get("lines", ()):
+        _logger.info("%s: %s", data.get("pid", "ray"), text)
+
 
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum; the cluster does not use it
 # Methods of Ray's node: the autoscaler's monitor, the server of the dashboard and of jobs, and what reads the logs of

@@ -9,8 +9,7 @@ from alignedserve.cluster.deployments.logic import DeploymentsLogic
 from alignedserve.cluster.hosts.admission import Admission, Keeper
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.models.hosted import HostedModel
+from alignedserve.cluster.hosts.members import HostedModel, Member
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_directory import RayDirectory

@@ -11,8 +11,7 @@ from typing_extensions import override
 from alignedserve.cluster import watchdog
 from alignedserve.cluster.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.record import ActorRecord, NodeRecord
-from alignedserve.cluster.process_health import Health, ProcessState
-from alignedserve.cluster.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, SETTLED_S, Restarts
+from alignedserve.cluster.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, SETTLED_S, Health, ProcessState, Restarts
 from alignedserve.core.errors import ResourceError
 from tests.support.marks import each
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ray._private import worker
 
-from alignedserve.cluster.local_ray.messages import keep_messages
+from alignedserve.cluster.local_ray.start import keep_messages
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from alignedserve.cluster.deployments.orders import Answer, DeploymentReport, Done, Refused, Remark, RestartWorkers
 from alignedserve.cluster.draining.drains import Drains
-from alignedserve.cluster.draining.rolling_restart import RETURN_S, RollingRestart
-from alignedserve.cluster.draining.worker_restarts import WorkerRestarts
+from alignedserve.cluster.draining.rolling_restart import RETURN_S, RollingRestart, WorkerRestarts
 
 DEPLOYMENTS = (
     DeploymentReport("", "first", "", "serving", 0, workers=("decode-0", "decode-1")),

@@ -9,13 +9,11 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
 from alignedserve.cluster.deployments.preparation import DeploymentSettings
-from alignedserve.cluster.hosts.admission import Admission, missing_copies
-from alignedserve.cluster.hosts.members import Member, resources_of
-from alignedserve.cluster.hosts.models.hosted import HostedModel, holdings_of
+from alignedserve.cluster.hosts.admission import Admission, OwnHost, missing_copies
+from alignedserve.cluster.hosts.members import HostedModel, Member, holdings_of, resources_of
 from alignedserve.cluster.hosts.models.planning import PlannedModel, plan_one_more
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.own_host import OwnHost
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, resolve_for
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.core.errors import PeerLost, ResourceError

@@ -7,17 +7,16 @@ from typing import Any, NamedTuple
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.deployments.driver import Described
-from alignedserve.cluster.deployments.leftovers import remove_files
 from alignedserve.cluster.deployments.logic import Prepared
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
 from alignedserve.cluster.deployments.preparation import in_background
 from alignedserve.cluster.deployments.transitions import Ending, Starting
 from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.models.hosted import HostedModel
+from alignedserve.cluster.hosts.members import HostedModel, Member
 from alignedserve.cluster.hosts.models.preparing import HostedPlan, HostedPreparing, Surroundings
-from alignedserve.cluster.hosts.ray_calls import answers_so_far
+from alignedserve.cluster.ray_polls import answers_so_far
+from alignedserve.cluster.run_folder import remove_files
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.process.addresses import ROUTER, deployed_name
 from alignedserve.process.loading_progress import Progress

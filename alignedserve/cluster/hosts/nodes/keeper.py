@@ -12,11 +12,10 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.deployments.leftovers import remove_files
 from alignedserve.cluster.hosts.nodes import recorded_parts
 from alignedserve.cluster.hosts.nodes.placement_group import release
 from alignedserve.cluster.hosts.nodes.sweeper import start_sweeper
-from alignedserve.cluster.run_folder import make_run_folder
+from alignedserve.cluster.run_folder import make_run_folder, remove_files
 from alignedserve.core.errors import AdapterError, AlignedServeError
 from alignedserve.process.loading_progress import PROGRESS_SUFFIX, Progress, read_progress
 from alignedserve.process.log_files import LogPart, read_log

@@ -5,6 +5,7 @@ import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 import ray
 
 from alignedserve.cluster import preflight
-from alignedserve.cluster.hosts.nodes.reachability import Place, open_port, unreached
 from alignedserve.cluster.machine import this_machine
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.config.sections import ClusterConfig
@@ -22,6 +22,37 @@ from alignedserve.messages.wire import PROTOCOL_VERSION
 from alignedserve.runtime.device.devices import gpu_names
 from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.model.served_model import ServedModel
+
+_CONNECT_S = 5.0
+_MAX_AT_ONCE = 64
+
+Place = tuple[str, int]  # address and port
+
+
+def open_port(address: str) -> socket.socket:
+    """Listen at any free port of this address. Raises OSError when this host does not have it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)
+
+
+def unreached(places: Mapping[str, Place]) -> dict[str, str]:
+    """Try to connect to every place; return why for the names of those to which there is no connection."""
+    if not places:
+        return {}
+    with ThreadPoolExecutor(min(len(places), _MAX_AT_ONCE)) as pool:
+        found = zip(places, pool.map(_problem, places.values()), strict=True)
+        return {name: problem for name, problem in found if problem is not None}
+
+
+def _problem(place: Place) -> str | None:
+    try:
+        socket.create_connection(place, _CONNECT_S).close()
+    except TimeoutError:
+        return f"no answer in {_CONNECT_S:.0f} s: a firewall on the way?"
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
 
 _DIGESTED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.index.json")
 _WEIGHTS = ("*.safetensors", "*.gguf")

@@ -18,8 +18,8 @@ from alignedserve.cluster.hosts.joining import Joining
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.operations.resizing import Resize, RunningNode, plan_resize
 from alignedserve.cluster.hosts.plan import ClusterPlan
-from alignedserve.cluster.hosts.ray_calls import answer_of
 from alignedserve.cluster.placement import NodeShare, engines_of
+from alignedserve.cluster.ray_polls import answer_of
 from alignedserve.config.sections import MIB
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.process.addresses import ROUTER, deployed_name

@@ -141,7 +141,7 @@ def test_more_workers_have_new_names_and_fewer_are_those_with_the_least_work(
         member.keeper = Keeper(free, member.keeper.book)
     actors = WorkerActors(lambda node, name: created.append(name), lambda node, name: ended.append(name))
     monkeypatch.setattr(cluster._workers, "_workers", actors)
-    monkeypatch.setattr("alignedserve.cluster.hosts.ray_calls.ray.get", lambda reference, timeout: reference)
+    monkeypatch.setattr("alignedserve.cluster.ray_polls.ray.get", lambda reference, timeout: reference)
     said = cluster._workers.scale(ScaleWorkers({"decode": 3}), routers)
     assert (said, created) == ("decode-2 starts on node-0.", ["decode-2"])
     assert [actor.name for actor in cluster.record().nodes[0].actors][-2:] == ["decode-0", "decode-2"]

@@ -24,9 +24,8 @@ from alignedserve.cluster.deployments.orders import (
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.hosts.joining import Joining, needed_first
-from alignedserve.cluster.hosts.members import Member
+from alignedserve.cluster.hosts.members import HostedModel, Member
 from alignedserve.cluster.hosts.models import preparing
-from alignedserve.cluster.hosts.models.hosted import HostedModel
 from alignedserve.cluster.hosts.models.planning import (
     PlannedModel,
     models_for_node,

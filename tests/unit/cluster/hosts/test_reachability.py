@@ -7,8 +7,7 @@ import pytest
 
 from alignedserve.cluster.hosts.admission import apart, clocks_apart
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.reachability import open_port, unreached
-from alignedserve.cluster.hosts.nodes.report import NodeReport, Surveyor
+from alignedserve.cluster.hosts.nodes.report import NodeReport, Surveyor, open_port, unreached
 from alignedserve.cluster.preflight import check_machine
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping

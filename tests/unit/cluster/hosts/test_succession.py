@@ -16,8 +16,7 @@ from alignedserve.cluster.draining.drains import Draining
 from alignedserve.cluster.hosts import succession
 from alignedserve.cluster.hosts.admission import Keeper
 from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
-from alignedserve.cluster.hosts.members import DrainedNode
-from alignedserve.cluster.hosts.models.hosted import HostedModel
+from alignedserve.cluster.hosts.members import DrainedNode, HostedModel
 from alignedserve.cluster.hosts.nodes.keeper import KeptState
 from alignedserve.cluster.hosts.nodes.placement_group import WorkerShare
 from alignedserve.cluster.hosts.nodes.report import own_versions

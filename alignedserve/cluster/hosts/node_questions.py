@@ -1,13 +1,17 @@
-"""Passes adapters that were loaded on one node to the others, through the keepers of the nodes."""
+"""Asks the keepers of all nodes, without waiting: how far models are loaded, and which adapters were."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.models.hosted import HostedModel
-from alignedserve.cluster.hosts.ray_calls import answers_so_far
+import ray
+from ray.exceptions import RayError
+
+from alignedserve.cluster.hosts.members import HostedModel, Member
+from alignedserve.cluster.ray_polls import answers_so_far
+from alignedserve.process.loading_progress import Progress
 from alignedserve.runtime.lora.loaded_file import AdapterChange, Changes, merged
 
 logger = logging.getLogger(__name__)
@@ -48,3 +52,25 @@ class AdapterExchange:
         for deployment_id, changes in (answer or {}).items():
             if deployment_id in self._known:
                 self._known[deployment_id] = merged(self._known[deployment_id], changes)
+
+
+class LoadingOfNodes:
+    """The progress of nodes, as they last said."""
+
+    def __init__(self) -> None:
+        self._asked: dict[Any, str] = {}  # nodes by the calls of their keepers
+        self._known: dict[str, list[Progress | None]] = {}
+
+    def look(self, members: Iterable[Member]) -> list[Progress | None]:
+        """Return the progress of every worker of these nodes, and ask anew."""
+        answered = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0] if self._asked else []
+        for reference in answered:
+            name = self._asked.pop(reference)
+            with contextlib.suppress(RayError):
+                self._known[name] = ray.get(reference)
+        names, asked = [], set(self._asked.values())
+        for member in members:
+            names.append(member.name)
+            if member.name not in asked:
+                self._asked[member.keeper.actor.progress.remote()] = member.name
+        return [one for name in names for one in self._known.get(name, ())]
