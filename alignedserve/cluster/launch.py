@@ -23,7 +23,6 @@ from alignedserve.cluster.hosts.admission import (
     missing_copies,
     start_keepers,
 )
-from alignedserve.cluster.hosts.adoption import adopt_cluster
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.device_agreement import agreed_device, joining_device
 from alignedserve.cluster.hosts.joining import Joining
@@ -42,11 +41,12 @@ from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, resolve_for
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.scaling.scaler import make_scaler
+from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.hosts.succession import Succession, digest_of
+from alignedserve.cluster.hosts.takeover import adopt_cluster
 from alignedserve.cluster.ray_node import join_ray
 from alignedserve.cluster.recording_folder import remove_unserved, with_absolute_folder, write_run_file
 from alignedserve.cluster.run_folder import make_run_folder, make_run_root
-from alignedserve.cluster.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig

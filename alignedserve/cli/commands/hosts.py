@@ -26,10 +26,10 @@ from alignedserve.cluster.hosts.client import (
     node_of,
     running_cluster,
 )
-from alignedserve.cluster.hosts.left_behind import end_cluster, has_driver
 from alignedserve.cluster.hosts.operations.drain_rules import node_called
 from alignedserve.cluster.hosts.operations.orders import give_order
 from alignedserve.cluster.hosts.operations.resizing import parse_counts
+from alignedserve.cluster.hosts.orphans import end_cluster, has_driver
 from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage, waiting_for_head
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, ask_to_stop, read_record, recorded_id
 from alignedserve.cluster.hosts.supervisor import Ending

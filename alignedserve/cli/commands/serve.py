@@ -19,8 +19,8 @@ from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.draining.drain_watch import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.serving_cluster import ServingCluster
 from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
-from alignedserve.cluster.serving_cluster import ServingCluster
 from alignedserve.cluster.signals import ignore_signals
 from alignedserve.config.environment import api_keys
 from alignedserve.config.model_settings import ModelSettings

@@ -25,7 +25,6 @@ from alignedserve.cluster.deployments.orders import (
     UndoDrain,
 )
 from alignedserve.cluster.hosts.joining import Joining, Preparation
-from alignedserve.cluster.hosts.left_behind import kill_actors
 from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
 from alignedserve.cluster.hosts.membership import (
     Announce,
@@ -49,6 +48,7 @@ from alignedserve.cluster.hosts.nodes.report import own_versions
 from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
 from alignedserve.cluster.hosts.operations.orders import StoredOrders
 from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors, WorkerScaling
+from alignedserve.cluster.hosts.orphans import kill_actors
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
     NodeRecord,
@@ -59,10 +59,10 @@ from alignedserve.cluster.hosts.record import (
 )
 from alignedserve.cluster.hosts.recordings import Recordings
 from alignedserve.cluster.hosts.scaling.scaler import NodeScaler, NodeScaling
+from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s
 from alignedserve.cluster.restarts import Health
 from alignedserve.cluster.running_cluster import AskedToStop
-from alignedserve.cluster.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.signals import signals_ignored
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.process.loading_progress import Progress

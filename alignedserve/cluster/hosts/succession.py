@@ -20,10 +20,10 @@ from ray.exceptions import RayError
 from alignedserve.cluster.actor_factory import ClusterSecrets
 from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
 from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.left_behind import SILENT_S, kept_by
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.nodes.keeper import KeptState
 from alignedserve.cluster.hosts.nodes.report import own_versions
+from alignedserve.cluster.hosts.orphans import SILENT_S, kept_by
 from alignedserve.cluster.hosts.ray_storage import HEAD_RETURNS_S
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.cluster.ray_polls import answers_so_far

@@ -13,10 +13,10 @@ from alignedserve.cluster.hosts.members import HostedModel, Member
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
+from alignedserve.cluster.hosts.serving_cluster import Brought
 from alignedserve.cluster.hosts.succession import Succession
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.placement import NodeCapacity
-from alignedserve.cluster.serving_cluster import Brought
 from alignedserve.cluster.start_observer import LoggingObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import MIB, ModelSectionConfig

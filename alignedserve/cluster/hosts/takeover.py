@@ -11,10 +11,10 @@ from alignedserve.cluster.hosts.admission import keeper_name
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
 from alignedserve.cluster.hosts.handover import ClusterState
 from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.left_behind import end_by_name, end_cluster
 from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
 from alignedserve.cluster.hosts.nodes.placement_group import find_group, release
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
+from alignedserve.cluster.hosts.orphans import end_by_name, end_cluster
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import read_record
 from alignedserve.cluster.hosts.succession import Succession, left_by_former
