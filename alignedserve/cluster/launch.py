@@ -12,7 +12,7 @@ import msgspec
 import ray
 
 from alignedserve.cluster import preflight
-from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets
+from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets, PreparedNode
 from alignedserve.cluster.gpu_claims import GpuClaims, GpusTaken, claim_gpus
 from alignedserve.cluster.hosts.admission import (
     Admission,
@@ -38,7 +38,7 @@ from alignedserve.cluster.hosts.models.planning import PlannedModel, plan_models
 from alignedserve.cluster.hosts.nodes.placement_group import release, release_former
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
 from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, resolve_for
+from alignedserve.cluster.hosts.plan import ClusterPlan, NodePart, NodeResources, resolve_for
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.scaling.scaler import make_scaler
 from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
@@ -96,11 +96,12 @@ def launch_cluster(
     reports = host.reports_that_come(choice.device, [resolve_for([], config).folder for config in configs])
     found = {node: resources_of("node-0", node, report) for node, report in reports.items()}
     plans = _plan(configs, found, reports)
-    book = AddressBook(make_run_folder())
+    for plan in plans.values():
+        host.check({host.node: plan.part(0, "")}, plan.served)
+    first = plans[FIRST_DEPLOYMENT]
+    _record_run(first, [first.part(0, "")])
+    book = AddressBook(make_run_folder())  # when nothing is left that refuses the start in one line
     members = _members(plans, found, {host.node: Keeper(None, book)})
-    for one, plan in plans.items():
-        host.check({host.node: members[0].models[one]}, plan.served)
-    _record_run(plans[FIRST_DEPLOYMENT], members)
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
     brought = Brought(settings, lambda nodes: host, observer)
     joining = _joining(plans, found, brought, reports[host.node].digests, book.folder.name)
@@ -208,7 +209,7 @@ def _prepare_cluster(
         for member in members:
             if_it_fails.callback(release, member.prepared.folder.name)
         reserve_for(members)
-        _record_run(plans[FIRST_DEPLOYMENT], members)
+        _record_run(plans[FIRST_DEPLOYMENT], [member.prepared for member in members])
         if_it_fails.pop_all()
     authority = CertificateAuthority.new(cluster_id) if configs[0].links.tls else None
     joining = _joining(plans, found, driving.brought, head.digests, cluster_id)
@@ -274,12 +275,12 @@ def _joining(
     return joining
 
 
-def _record_run(plan: ClusterPlan, members: Sequence[Member]) -> None:
+def _record_run(plan: ClusterPlan, parts: Sequence[NodePart | PreparedNode]) -> None:
     """Prepare the folder of a recorded run, if it is recorded. Raises ConfigError where it is not empty."""
     if plan.config.recording.folder is None:
         return
-    shares = [member.prepared.share for member in members]
-    head = members[0].prepared.config
+    shares = [part.share for part in parts]
+    head = parts[0].config
     counts = {
         "prefill": sum(len(share.prefill) for share in shares) or head.prefill.count,
         "decode": sum(len(share.decode) - share.num_standby for share in shares),
@@ -287,7 +288,7 @@ def _record_run(plan: ClusterPlan, members: Sequence[Member]) -> None:
     sections = {name: msgspec.structs.replace(getattr(head, name), count=count) for name, count in counts.items()}
     config = msgspec.structs.replace(head, **sections)
     layout = plan.served.block_layout(head.engine.block_size)
-    write_run_file(RunMetadata(config=config, layout=layout, num_nodes=len(members)))
+    write_run_file(RunMetadata(config=config, layout=layout, num_nodes=len(parts)))
 
 
 def _wait_for_former() -> None:

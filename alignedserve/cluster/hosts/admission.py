@@ -18,6 +18,7 @@ from alignedserve.cluster.gpu_claims import GpuClaims
 from alignedserve.cluster.hosts.nodes.keeper import NodeActor
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.nodes.report import NodeReport, NodeSurveyor, Place, Surveyor
+from alignedserve.cluster.hosts.plan import NodePart
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.machine import with_gpus
 from alignedserve.cluster.ray_polls import answer_of
@@ -267,11 +268,11 @@ class OwnHost:
         used = tuple(gpu for gpu in report.gpus if gpu in self._claims.gpus)
         return {self.node: replace(report, machine=with_gpus(report.machine, report.gpus, used), gpus=used)}
 
-    def check(self, nodes: Mapping[RayNode, PreparedNode], served: ServedModel) -> None:
+    def check(self, nodes: Mapping[RayNode, PreparedNode | NodePart], served: ServedModel) -> None:
         """Check memory and ports. Raises the error that is found."""
-        for prepared in nodes.values():
-            ports = [port for _, port in prepared.share.gateways]
-            _require(self._surveyor.check(prepared.config, served, ports))
+        for part in nodes.values():
+            ports = [port for _, port in part.share.gateways]
+            _require(self._surveyor.check(part.config, served, ports))
 
 
 def _require(failure: AlignedServeError | None) -> None:
