@@ -5,15 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 from alignedserve.api.backend.interface import GeneratedTokens
+from alignedserve.api.endpoints import CHAT
 from alignedserve.api.models.model_card import ModelCard
-from alignedserve.api.openai.chat_grammar import chat_grammar
-from alignedserve.api.openai.chat_prompt import chat_output_format, chat_prompt
+from alignedserve.api.openai.chat_prompt import chat_prompt
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder
 from alignedserve.api.openai.output_parser import OutputFormat
-from alignedserve.api.openai.parsing import check_shape, parse_chat
+from alignedserve.api.openai.parsing import check_shape
+from alignedserve.api.openai.request_builder import PreparedChat, prepare_chat
 from alignedserve.api.openai.tool_calls import whole_tool_calls
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
@@ -39,14 +40,6 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool
-
-
-class PreparedChat(NamedTuple):
-    """A conversation as the model gets it, and how its answer is read."""
-
-    prompt: list[int]
-    grammar: str  # what the answer is decoded under; empty: anything
-    output_format: OutputFormat
 
 
 class ConversationReader:
@@ -90,10 +83,9 @@ class ConversationReader:
 
     async def _prepare(self, body: dict[str, Any], now: datetime) -> PreparedChat:
         check_shape(body, _MAX_DEPTH)
-        chat = parse_chat(body)
+        chat = CHAT.parse(body, None)
         prompt = self._model.tokenizer.encode_chat(chat_prompt(chat, self._model), now=now)
-        output_format = chat_output_format(chat, prompt, self._model)
-        return PreparedChat(prompt, await chat_grammar(chat, output_format, self._model), output_format)
+        return await prepare_chat(chat, tuple(prompt), self._model)
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

@@ -1,6 +1,5 @@
 """Builds the requests that the cluster serves from a checked body of the Messages API."""
 
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -10,57 +9,55 @@ from alignedserve.api.anthropic.parsing import BodyParser
 from alignedserve.api.anthropic.schemas import MessagesRequest, PromptFields
 from alignedserve.api.models.chat_model import PromptServices
 from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import parse_chat
 from alignedserve.api.openai.prompt_encoding import Prompts, chat_prompts, encode_chat
-from alignedserve.api.openai.request_builder import Arrival, GenerationRequest, build_chat_request
+from alignedserve.api.openai.request_builder import build_chat_request
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import ContextTooLong
-from alignedserve.core.request import Request
 
 
 async def build_message_request(
-    asked: MessagesRequest,
-    parser: BodyParser,
-    arrival: Arrival,
-    services: ModelServices,
-    prompts: Prompts | None = None,
+    asked: MessagesRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
 ) -> GenerationRequest:
     """Return the request of a message. `prompts`: None: they are made here. Raises InvalidRequest.
 
     `max_tokens` may be more than the context has room for: then the answer ends where the context does.
     """
-    chat_body, chat = await _translated(asked, parser, services, sampling_fields(asked))
+    chat_body, chat = await _translated(asked, arrival.ignored, services, sampling_fields(asked))
     with chat_body.naming_own_fields():
         (prompt,) = prompts = prompts or await _prompts(chat, services)
         try:
-            request = await build_chat_request(chat, arrival, services, prompts)
+            response_id = f"msg_{arrival.request_id}"
+            return await build_chat_request(
+                chat, arrival, services, prompts, response_id=response_id, at_most=asked.max_tokens
+            )
         except ContextTooLong as error:
             raise _prompt_too_long(len(prompt.token_ids), services) from error
-    requests = tuple(_limited(one, asked.max_tokens) for one in request.requests)
-    return replace(request, response_id=f"msg_{arrival.request_id}", requests=requests)
 
 
-async def message_prompts(asked: MessagesRequest, parser: BodyParser, services: PromptServices) -> Prompts:
+async def message_prompts(asked: MessagesRequest, services: PromptServices, ignored: IgnoredFields | None) -> Prompts:
     """Return the one prompt of a message. Raises InvalidRequest."""
-    chat_body, chat = await _translated(asked, parser, services, sampling_fields(asked))
+    chat_body, chat = await _translated(asked, ignored, services, sampling_fields(asked))
     with chat_body.naming_own_fields():
         return await _prompts(chat, services)
 
 
-async def count_answer(asked: PromptFields, parser: BodyParser, services: PromptServices) -> bytes:
+async def count_answer(asked: PromptFields, services: PromptServices, ignored: IgnoredFields | None) -> bytes:
     """Return the answer that has the number of tokens of the prompt, however long. Raises InvalidRequest."""
-    chat_body, chat = await _translated(asked, parser, services, {})
+    chat_body, chat = await _translated(asked, ignored, services, {})
     with chat_body.naming_own_fields():
         return orjson.dumps({"input_tokens": len(await encode_chat(chat, services))})
 
 
 async def _translated(
-    asked: PromptFields, parser: BodyParser, services: PromptServices, others: dict[str, Any]
+    asked: PromptFields, ignored: IgnoredFields | None, services: PromptServices, others: dict[str, Any]
 ) -> tuple[ChatBody, ChatCompletionRequest]:
     """Return the body as one of a chat completion, and that parsed with `others`. Raises InvalidRequest."""
     length = rough_length(asked)
-    chat_body = await services.lanes.run(length, lambda: chat_body_of(asked, parser))
+    chat_body = await services.lanes.run(length, lambda: chat_body_of(asked, BodyParser(ignored)))
     with chat_body.naming_own_fields():
         chat = await services.lanes.run(length, lambda: parse_chat(chat_body.fields | others))
     return chat_body, chat
@@ -80,8 +77,3 @@ def _prompt_too_long(num_tokens: int | None, services: PromptServices) -> Contex
     """
     limit = services.model.max_context_len - 1
     return ContextTooLong(f"prompt is too long: {num_tokens} tokens > {limit} maximum")
-
-
-def _limited(request: Request, max_tokens: int) -> Request:
-    limit = min(max_tokens, request.sampling.max_tokens)
-    return replace(request, sampling=replace(request.sampling, max_tokens=limit))

@@ -1,6 +1,5 @@
 """Builds the requests that compute embeddings: each ends with its prompt."""
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,12 +14,10 @@ from alignedserve.api.embeddings.text_prompts import (
 )
 from alignedserve.api.models.chat_model import PromptServices
 from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.generation_request import Arrival, CallTerms, GenerationRequest
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts
-from alignedserve.api.openai.request_builder import SERVICE_TIERS, Arrival, GenerationRequest
-from alignedserve.api.openai.slo_headers import parse_slo
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request, SamplingParams
+from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.model.encoder.encoder_config import EmbeddingConfig, EncoderConfig
 
 _EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
@@ -36,16 +33,13 @@ class PairSides(NamedTuple):
     second_prompts: Sequence[str] = ()
 
     @classmethod
-    def of_scores(cls, asked: ScoreRequest) -> "PairSides":
-        """Return the texts of a call of /v1/score. Raises InvalidRequest unless they make pairs."""
+    def of(cls, asked: ScoreRequest | RerankRequest) -> "PairSides":
+        """Return the texts of a body. Raises InvalidRequest unless they make pairs."""
+        if isinstance(asked, RerankRequest):
+            return cls([asked.query], asked.documents, "documents", QUERY_PROMPTS, DOCUMENT_PROMPTS)
         if len(asked.text_1) not in (1, len(asked.text_2)):
             raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
         return cls(asked.text_1, asked.text_2, "text_2")
-
-    @classmethod
-    def of_ranking(cls, asked: RerankRequest) -> "PairSides":
-        """Return the texts of a call of /v1/rerank."""
-        return cls([asked.query], asked.documents, "documents", QUERY_PROMPTS, DOCUMENT_PROMPTS)
 
 
 async def build_embedding_request(
@@ -67,18 +61,19 @@ async def embedding_prompts(asked: EmbeddingRequest, services: PromptServices) -
 
 
 async def build_score_request(
-    asked: PromptFields, sides: PairSides, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
+    asked: ScoreRequest | RerankRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
 ) -> GenerationRequest:
     """Return the requests that compare texts. `prompts`: None: they are made here. Raises InvalidRequest."""
-    return _built(asked, prompts or await pair_prompts(asked, sides, services), arrival, services)
+    return _built(asked, prompts or await pair_prompts(asked, services), arrival, services)
 
 
-async def pair_prompts(asked: PromptFields, sides: PairSides, services: PromptServices) -> Prompts:
+async def pair_prompts(asked: ScoreRequest | RerankRequest, services: PromptServices) -> Prompts:
     """Return the prompts that compare texts: a cross-encoder's one per pair, else one per text, second ones last.
 
     Raises InvalidRequest.
     """
-    encoder, truncate_to, param = services.model.encoder, asked.truncate_prompt_tokens, sides.param
+    sides, encoder, truncate_to = PairSides.of(asked), services.model.encoder, asked.truncate_prompt_tokens
+    param = sides.param
     if encoder is not None and encoder.score is not None:
         return tuple(await encode_pairs(sides.first, sides.second, services, param=param, truncate_to=truncate_to))
     embedding, prompts = _embedding_of(services), list[Prompt]()
@@ -124,36 +119,12 @@ def _embedding_of(services: PromptServices) -> EmbeddingConfig | None:
 def _built(
     asked: PromptFields, prompts: Sequence[Prompt], arrival: Arrival, services: ModelServices
 ) -> GenerationRequest:
-    tier, slo = SERVICE_TIERS[asked.service_tier], parse_slo(arrival.headers)
-    prefix_root = services.prefix_root(arrival.tenant, asked.cache_salt)
-    requests = tuple(
-        Request(
-            request_id=RequestId(f"{arrival.request_id}-{index}"),
-            prompt_token_ids=prompt.token_ids,
-            second_text_at=prompt.second_text_at,
-            sampling=_EMBEDDING,
-            reply_to=services.reply_to,
-            arrival_s=arrival.arrival_s,
-            request_class=tier.request_class,
-            slo=slo,
-            priority=asked.priority if asked.priority is not None else tier.priority,
-            prefix_root=prefix_root,
-            adapter=services.adapter,
-        )
-        for index, prompt in enumerate(prompts)
-    )
+    terms = CallTerms.of(asked, arrival, services)
     return GenerationRequest(
         response_id=f"embd-{arrival.request_id}",
         arrival=arrival,
-        created=int(time.time()),
         model=services.model.name,
-        requests=requests,
+        requests=tuple(terms.request(index, prompt, _EMBEDDING) for index, prompt in enumerate(prompts)),
         prompts=tuple(prompts),
-        stop_strings=(),
-        slo=slo,
-        service_tier=tier.name,
-        is_streamed=False,
-        has_logprobs=False,
-        includes_usage=False,
-        echoes=False,
+        service_tier=terms.tier.name,
     )

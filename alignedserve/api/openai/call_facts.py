@@ -4,7 +4,7 @@ import time
 
 from alignedserve.api.errors import Overloaded
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.openai.request_builder import GenerationRequest
+from alignedserve.api.openai.generation_request import GenerationRequest
 from alignedserve.api.timelines.request_ids import REQUEST_ID_HEADER, plain_request_id
 from alignedserve.api.timelines.timeline import CallFacts
 from alignedserve.messages.request_notes import Cause

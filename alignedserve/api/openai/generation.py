@@ -11,7 +11,7 @@ from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.call_facts import call_facts, cause_of
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
-from alignedserve.api.openai.request_builder import GenerationRequest
+from alignedserve.api.openai.generation_request import GenerationRequest
 from alignedserve.api.timelines.timeline import Timeline
 from alignedserve.core.request import FinishReason, Request
 from alignedserve.messages.request_notes import Cause

@@ -3,14 +3,22 @@
 import hashlib
 import re
 import secrets
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from alignedserve.api.models.chat_model import ChatModel
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.chat_grammar import chat_grammar
 from alignedserve.api.openai.chat_prompt import chat_output_format
+from alignedserve.api.openai.generation_request import (
+    DEADLINE_HEADER,
+    TPOT_HEADER,
+    TTFT_HEADER,
+    Arrival,
+    CallTerms,
+    GenerationRequest,
+)
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.prompt_encoding import (
     Prompt,
@@ -20,105 +28,80 @@ from alignedserve.api.openai.prompt_encoding import (
     completion_prompts,
 )
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
-from alignedserve.api.openai.slo_headers import DEADLINE_HEADER, TPOT_HEADER, TTFT_HEADER, parse_slo
 from alignedserve.api.openai.structured_output import answer_grammar
 from alignedserve.api.openai.text_options import TextOptions
 from alignedserve.api.openai.token_limits import allowed_token_ids, bad_words
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
-from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
+from alignedserve.core.request import Request, SamplingParams
 
 _TOKEN_ID = re.compile(r"\d{1,9}", re.ASCII)
 _DEFAULT_COMPLETION_TOKENS = 16
 
 
-class ServiceTier(NamedTuple):
-    """Scheduling class and priority of a `service_tier`."""
+class _Answer(NamedTuple):
+    """What the endpoints name or default differently."""
 
-    name: str  # as the response names it
-    request_class: RequestClass
-    priority: int
-
-
-SERVICE_TIERS = {
-    "auto": ServiceTier("default", RequestClass.REAL_TIME, 0),
-    "default": ServiceTier("default", RequestClass.REAL_TIME, 0),
-    "priority": ServiceTier("priority", RequestClass.REAL_TIME, -1),
-    "fast": ServiceTier("priority", RequestClass.REAL_TIME, -1),
-    "flex": ServiceTier("flex", RequestClass.BEST_EFFORT, 0),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Facts about an HTTP request or batch line beside its body."""
-
-    request_id: str
-    headers: Mapping[str, str]
-    tenant: str  # the client whose key it came with (ApiKeys.owner)
-    arrival_s: float = field(default_factory=time.monotonic)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One call of the API: its requests to the cluster and the fields that shape its response."""
-
-    response_id: str  # OpenAI's `id`
-    arrival: Arrival
-    created: int  # Unix time
-    model: str
-    requests: tuple[Request, ...]  # one per choice; the choices of one prompt stand together
-    prompts: tuple[Prompt, ...]
-    stop_strings: tuple[str, ...]
-    slo: Slo
-    service_tier: str
-    is_streamed: bool
-    has_logprobs: bool
-    includes_usage: bool  # streams only
-    echoes: bool  # completions only
-    has_continuous_usage: bool = False  # every chunk shows the usage so far
-    output_format: OutputFormat = field(default_factory=OutputFormat)  # chat completions only
-    text_options: TextOptions = field(default_factory=TextOptions)
-    has_token_ids: bool = False
-    calls_functions: bool = False  # calls are answered as `function_call`, which tool_calls replaced
-    num_prompt_logprobs: int | None = None  # shown for each prompt token beside its own; None: none are
-    names_tokens_by_id: bool = False  # in log-probabilities
-    ignored_fields: tuple[str, ...] = ()  # named in the response's body, where it has no headers (lines of batches)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens, each prompt counted once however many choices it has."""
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
-
-
-class _OutputFields(NamedTuple):
-    """Fields that the two endpoints name or default differently."""
-
+    id_prefix: str
+    prompt_param: str  # the field that the prompt is in
     max_tokens: int | None
     num_logprobs: int | None
-    num_prompt_logprobs: int | None
     grammar: str  # what the answer must match; empty: anything
     default_max_tokens: int | None = None  # at most the rest of the context; None: all of it
+    num_prompt_logprobs: int | None = None
+    echoes: bool = False
+    output_format: OutputFormat = OutputFormat()
+    calls_functions: bool = False
+
+
+class PreparedChat(NamedTuple):
+    """A conversation as the model gets it, and how its answer is decoded and read."""
+
+    prompt: tuple[int, ...]
+    output_format: OutputFormat
+    grammar: str  # what the answer is decoded under; empty: anything
+
+
+async def prepare_chat(
+    chat: ChatCompletionRequest, prompt: tuple[int, ...], model: ChatModel, tenant: str = ""
+) -> PreparedChat:
+    """Return an encoded conversation with the form and the grammar of its answer. Raises InvalidRequest."""
+    output_format = chat_output_format(chat, prompt, model)
+    return PreparedChat(prompt, output_format, await chat_grammar(chat, output_format, model, tenant))
 
 
 async def build_chat_request(
-    chat: ChatCompletionRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
+    chat: ChatCompletionRequest,
+    arrival: Arrival,
+    services: ModelServices,
+    prompts: Prompts | None = None,
+    *,
+    response_id: str | None = None,
+    at_most: int | None = None,
 ) -> GenerationRequest:
-    """Return the requests of a chat completion. `prompts`: None: they are made here. Raises InvalidRequest."""
+    """Return the requests of a chat completion. `prompts`: None: they are made here. Raises InvalidRequest.
+
+    `response_id`: None: one is made. `at_most`: tokens of an answer without a limit of its own, if the context has
+    room for them.
+    """
     (prompt,) = prompts or await chat_prompts(chat, services)
     if chat.top_logprobs is not None and not chat.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
     if chat.max_tokens is not None and max_tokens != chat.max_tokens:
         raise InvalidRequest("max_tokens and max_completion_tokens differ.", param="max_tokens")
-    num_logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    output_format = chat_output_format(chat, prompt.token_ids, services)
-    output = _OutputFields(
-        max_tokens, num_logprobs, None, await chat_grammar(chat, output_format, services, arrival.tenant)
+    prepared = await prepare_chat(chat, prompt.token_ids, services, arrival.tenant)
+    answer = _Answer(
+        id_prefix="chatcmpl-",
+        prompt_param="messages",
+        max_tokens=max_tokens,
+        num_logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        grammar=prepared.grammar,
+        default_max_tokens=at_most,
+        output_format=prepared.output_format,
+        calls_functions=bool(chat.functions),
     )
-    built = _build(chat, (prompt,), arrival, services, output)
-    return replace(built, output_format=output_format, calls_functions=bool(chat.functions))
+    return _build(chat, (prompt,), arrival, services, answer, response_id)
 
 
 async def build_completion_request(
@@ -128,12 +111,17 @@ async def build_completion_request(
     prompts = prompts or await completion_prompts(completion, services)
     if completion.max_tokens == 0 and not completion.echo and completion.prompt_logprobs is None:
         raise InvalidRequest("max_tokens must be at least 1, or echo must be true.", param="max_tokens")
-    num_prompt_logprobs = completion.logprobs if completion.echo else None
-    grammar = await answer_grammar(completion, services, arrival.tenant)
-    output = _OutputFields(
-        completion.max_tokens, completion.logprobs, num_prompt_logprobs, grammar, _DEFAULT_COMPLETION_TOKENS
+    answer = _Answer(
+        id_prefix="cmpl-",
+        prompt_param="prompt",
+        max_tokens=completion.max_tokens,
+        num_logprobs=completion.logprobs,
+        grammar=await answer_grammar(completion, services, arrival.tenant),
+        default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
+        num_prompt_logprobs=completion.logprobs if completion.echo else None,
+        echoes=completion.echo,
     )
-    return _build(completion, prompts, arrival, services, output)
+    return _build(completion, prompts, arrival, services, answer)
 
 
 def _build(
@@ -141,30 +129,35 @@ def _build(
     prompts: Sequence[Prompt],
     arrival: Arrival,
     services: ModelServices,
-    output: _OutputFields,
+    answer: _Answer,
+    response_id: str | None = None,
 ) -> GenerationRequest:
     _check_limits(fields, len(prompts), services.config)
     if fields.truncate_prompt_tokens is not None:
-        prompts = [_truncated(prompt, fields.truncate_prompt_tokens, output.max_tokens, services) for prompt in prompts]
-    slo = _slo_of(fields, arrival.headers)
-    is_chat = isinstance(fields, ChatCompletionRequest)
+        prompts = [_truncated(prompt, fields.truncate_prompt_tokens, answer.max_tokens, services) for prompt in prompts]
+    terms = CallTerms.of(fields, arrival, services)
+    if fields.service_tier == "flex" and (terms.slo.ttft_s, terms.slo.tpot_s) != (None, None):
+        raise InvalidRequest(
+            f"{TTFT_HEADER} and {TPOT_HEADER} are not supported with service_tier 'flex'; {DEADLINE_HEADER} is.",
+            param="service_tier",
+        )
     return GenerationRequest(
-        response_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{arrival.request_id}",
+        response_id=response_id or answer.id_prefix + arrival.request_id,
         arrival=arrival,
-        created=int(time.time()),
         model=services.model.name,
-        requests=_requests(fields, prompts, arrival, services, slo, output),
+        requests=_requests(fields, prompts, services, terms, answer),
         prompts=tuple(prompts),
         stop_strings=tuple(fields.stop),
-        slo=slo,
-        service_tier=SERVICE_TIERS[fields.service_tier].name,
+        service_tier=terms.tier.name,
         is_streamed=fields.stream,
-        has_logprobs=output.num_logprobs is not None,
+        has_logprobs=answer.num_logprobs is not None,
         includes_usage=fields.includes_usage,
         has_continuous_usage=fields.has_continuous_usage,
-        echoes=isinstance(fields, CompletionRequest) and fields.echo,
+        echoes=answer.echoes,
+        output_format=answer.output_format,
         text_options=TextOptions(fields.include_stop_str_in_output, not fields.skip_special_tokens),
         has_token_ids=fields.return_token_ids,
+        calls_functions=answer.calls_functions,
         num_prompt_logprobs=fields.prompt_logprobs,
         names_tokens_by_id=fields.return_tokens_as_token_ids,
     )
@@ -195,52 +188,23 @@ def _check_limits(fields: GenerationFields, num_prompts: int, config: GatewayCon
         raise InvalidRequest("prompt_logprobs is not supported with stream.", param="prompt_logprobs")
 
 
-def _slo_of(fields: GenerationFields, headers: Mapping[str, str]) -> Slo:
-    slo = parse_slo(headers)
-    if fields.service_tier == "flex" and (slo.ttft_s, slo.tpot_s) != (None, None):
-        raise InvalidRequest(
-            f"{TTFT_HEADER} and {TPOT_HEADER} are not supported with service_tier 'flex'; {DEADLINE_HEADER} is.",
-            param="service_tier",
-        )
-    return slo
-
-
 def _requests(
-    fields: GenerationFields,
-    prompts: Sequence[Prompt],
-    arrival: Arrival,
-    services: ModelServices,
-    slo: Slo,
-    output: _OutputFields,
+    fields: GenerationFields, prompts: Sequence[Prompt], services: ModelServices, terms: CallTerms, answer: _Answer
 ) -> tuple[Request, ...]:
-    tier = SERVICE_TIERS[fields.service_tier]
-    prefix_root = services.prefix_root(arrival.tenant, fields.cache_salt)
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     requests: list[Request] = []
     for prompt in prompts:
-        sampling = _sampling_params(fields, len(prompt.token_ids), services, output)
+        sampling = _sampling_params(fields, len(prompt.token_ids), services, answer)
         for choice in range(fields.n):
-            request = Request(
-                request_id=RequestId(f"{arrival.request_id}-{len(requests)}"),
-                prompt_token_ids=prompt.token_ids,
-                sampling=replace(sampling, seed=_choice_seed(seed, choice)),
-                reply_to=services.reply_to,
-                arrival_s=arrival.arrival_s,
-                request_class=tier.request_class,
-                slo=slo,
-                priority=fields.priority if fields.priority is not None else tier.priority,
-                prefix_root=prefix_root,
-                adapter=services.adapter,
-            )
-            requests.append(request)
+            requests.append(terms.request(len(requests), prompt, replace(sampling, seed=_choice_seed(seed, choice))))
     return tuple(requests)
 
 
 def _sampling_params(
-    fields: GenerationFields, prompt_len: int, services: ModelServices, output: _OutputFields
+    fields: GenerationFields, prompt_len: int, services: ModelServices, answer: _Answer
 ) -> SamplingParams:
     return SamplingParams(
-        max_tokens=_max_tokens(fields, prompt_len, services.model.max_context_len, output),
+        max_tokens=_max_tokens(fields, prompt_len, services.model.max_context_len, answer),
         min_tokens=fields.min_tokens,
         temperature=fields.temperature,
         top_p=fields.top_p,
@@ -254,22 +218,22 @@ def _sampling_params(
         logit_bias=_logit_bias(fields, services),
         allowed_token_ids=allowed_token_ids(fields, services),
         bad_words=bad_words(fields.bad_words, services.tokenizer),
-        num_logprobs=output.num_logprobs,
-        num_prompt_logprobs=_highest(output.num_prompt_logprobs, fields.prompt_logprobs),
-        grammar=output.grammar,
+        num_logprobs=answer.num_logprobs,
+        num_prompt_logprobs=_highest(answer.num_prompt_logprobs, fields.prompt_logprobs),
+        grammar=answer.grammar,
     )
 
 
-def _max_tokens(fields: GenerationFields, prompt_len: int, max_context_len: int, output: _OutputFields) -> int:
+def _max_tokens(fields: GenerationFields, prompt_len: int, max_context_len: int, answer: _Answer) -> int:
     rest = max_context_len - prompt_len
-    default = rest if output.default_max_tokens is None else min(rest, output.default_max_tokens)
-    max_tokens = default if output.max_tokens is None else output.max_tokens
-    if max_tokens > rest or (output.max_tokens is None and rest < 1):
-        asked = "at least 1" if output.max_tokens is None else str(output.max_tokens)
+    default = rest if answer.default_max_tokens is None else min(rest, answer.default_max_tokens)
+    max_tokens = default if answer.max_tokens is None else answer.max_tokens
+    if max_tokens > rest or (answer.max_tokens is None and rest < 1):
+        asked = "at least 1" if answer.max_tokens is None else str(answer.max_tokens)
         raise ContextTooLong(
             f"This model's maximum context length is {max_context_len} tokens. However, you requested {prompt_len} "
             f"tokens in the prompt and {asked} in the answer. Please shorten one of them.",
-            param="messages" if isinstance(fields, ChatCompletionRequest) else "prompt",
+            param=answer.prompt_param,
         )
     return max_tokens
 

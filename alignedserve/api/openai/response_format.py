@@ -56,9 +56,10 @@ class Formatter(BodyFormatter, Protocol):
 
 
 MakeFormatter = Callable[[Generation], Formatter]
+MakeBodyFormatter = Callable[[Generation], BodyFormatter]
 
 
-async def collect_body(generation: Generation, make_formatter: Callable[[Generation], BodyFormatter]) -> bytes:
+async def collect_body(generation: Generation, make_formatter: MakeBodyFormatter) -> bytes:
     """Generate and return the body of a whole response. Raises GenerationError."""
     formatter = make_formatter(generation)
     choices: list[list[ChoiceDelta]] = [[] for _ in generation.request.requests]

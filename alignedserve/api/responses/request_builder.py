@@ -3,15 +3,15 @@
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import orjson
 
 from alignedserve.api.models.chat_model import PromptServices
 from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import parse_chat
-from alignedserve.api.openai.prompt_encoding import chat_prompts, encode_chat
-from alignedserve.api.openai.request_builder import Arrival, GenerationRequest, build_chat_request
+from alignedserve.api.openai.prompt_encoding import Prompts, chat_prompts, encode_chat
+from alignedserve.api.openai.request_builder import build_chat_request
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
 from alignedserve.api.responses.chat_body import chat_body, name_as_asked
 from alignedserve.api.responses.items import Item
@@ -32,21 +32,21 @@ async def build_response_request(
     """Return the request for a response to these items, earlier turns first. Raises InvalidRequest."""
 
     async def build(kept: Sequence[Item]) -> GenerationRequest:
-        return await build_chat_request(await _translated(asked, kept, services), arrival, services)
+        chat = await _translated(asked, kept, services)
+        return await build_chat_request(chat, arrival, services, response_id=response_id)
 
     with _named_as_asked():
         is_truncated = asked.truncation == "auto"
-        request = await (build_truncated(build, items) if is_truncated else build(items))
-    return replace(request, response_id=response_id)
+        return await (build_truncated(build, items) if is_truncated else build(items))
 
 
-async def check_prompt(asked: CreateResponseRequest, items: Sequence[Item], services: PromptServices) -> None:
-    """Raise InvalidRequest as `build_response_request` does for the prompt of these items alone."""
+async def response_prompts(asked: CreateResponseRequest, items: Sequence[Item], services: PromptServices) -> Prompts:
+    """Return the one prompt of these items. Raises InvalidRequest."""
     with _named_as_asked():
-        await chat_prompts(await _translated(asked, items, services), services)
+        return await chat_prompts(await _translated(asked, items, services), services)
 
 
-async def count_answer(asked: PromptFields, items: Sequence[Item], services: PromptServices) -> bytes:
+async def input_tokens_answer(asked: PromptFields, items: Sequence[Item], services: PromptServices) -> bytes:
     """Return the answer that has the length of the prompt in tokens. Raises InvalidRequest."""
     with _named_as_asked():
         token_ids = await encode_chat(await _translated(asked, items, services), services)

@@ -1,6 +1,5 @@
 """Messages between the gateway and the process that reads long bodies: an Order and a body, then an Outcome."""
 
-import enum
 from array import array
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,10 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 
 
-class Kind(enum.Enum):
-    """The kinds of bodies that may be long."""
-
-    CHAT = "chat"
-    COMPLETION = "completion"
-    EMBEDDING = "embedding"
-    SCORE = "score"
-    RANKING = "ranking"
-    MESSAGE = "message"
-    MESSAGE_COUNT = "message count"
-    RESPONSE = "response"
-    RESPONSE_COUNT = "response count"
-    TOKENIZE = "tokenize"
-    DETOKENIZE = "detokenize"
-
-
 class Order(msgspec.Struct, frozen=True):
     """How the body that follows is to be read."""
 
-    kind: Kind
+    path: str  # of its endpoint
     config: GatewayConfig
     cards: tuple[ModelCard, ...]  # of models whose tokenizers are loaded; the first one serves those that name none
     names: dict[str, int]  # the card's place for each name that a body may have, adapters' among them

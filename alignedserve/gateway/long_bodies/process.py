@@ -37,7 +37,7 @@ async def _outcome(order: Order, raw: bytes, models: "_Models") -> Outcome:
         return None if place is None else models.get(order.cards[place], order.config)
 
     try:
-        return await BodyReading(order.kind, order.config, find).read(raw)
+        return await BodyReading(order.path, order.config, find).read(raw)
     except Exception:
         logger.exception("a long body could not be read")
         return NotRead()

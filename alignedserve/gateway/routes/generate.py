@@ -1,61 +1,66 @@
-"""POST /v1/chat/completions and /v1/completions."""
+"""The endpoints that generate or count tokens, each by its record in the table of endpoints."""
 
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any, cast
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.endpoints import ENDPOINTS, INPUT_TOKENS, RESPONSES, TOKEN_ENDPOINTS, Endpoint, TokenEndpoint
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.parsing import parse_chat, parse_completion
-from alignedserve.api.openai.request_builder import (
-    Arrival,
-    GenerationRequest,
-    build_chat_request,
-    build_completion_request,
-)
-from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter, MakeFormatter
-from alignedserve.gateway.long_bodies.messages import Kind
+from alignedserve.api.openai.generation_request import Arrival
+from alignedserve.api.openai.response_format import MakeFormatter
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import ignored_fields_of, model_of, rate_limited_services
-from alignedserve.gateway.routes.request_bodies import read_prompts
+from alignedserve.gateway.routes.request_bodies import read_and_answer, read_prompts
 from alignedserve.gateway.services import Services
 from alignedserve.gateway.streaming import BodyResponse, EventStreamResponse
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=None)
-async def create_chat_completion(http: Request) -> Response:
-    """Answer a conversation."""
+async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
+    """Answer with what the cluster generates, streamed if the client asked for that."""
     services = await rate_limited_services(http)
-    arrival = arrival_of(http, services)
-    ignored = ignored_fields_of(http)
-    chat, prompts = await read_prompts(http, Kind.CHAT, services, partial(parse_chat, ignored=ignored), ignored)
-    model = model_of(http, chat.model)
-    return respond(await build_chat_request(chat, arrival, model, prompts), model, ChatFormatter)
-
-
-@router.post("/v1/completions", response_model=None)
-async def create_completion(http: Request) -> Response:
-    """Continue one prompt or several."""
-    services = await rate_limited_services(http)
-    arrival = arrival_of(http, services)
-    ignored = ignored_fields_of(http)
-    parse = partial(parse_completion, ignored=ignored)
-    completion, prompts = await read_prompts(http, Kind.COMPLETION, services, parse, ignored)
-    model = model_of(http, completion.model)
-    return respond(await build_completion_request(completion, arrival, model, prompts), model, CompletionFormatter)
-
-
-def arrival_of(http: Request, services: Services) -> Arrival:
-    """Return the facts about this request beside its body."""
-    return Arrival(http.state.request_id, http.headers, services.api_keys.owner(http.state.key_number))
-
-
-def respond(request: GenerationRequest, services: ModelServices, make_formatter: MakeFormatter) -> Response:
-    """Return the response that generates, streamed if the client asked for that."""
-    generation = Generation(request, services)
-    if request.is_streamed:
-        return EventStreamResponse(generation, make_formatter)
+    arrival = arrival_of(http, services, ignored_fields_of(http))
+    asked, prompts = await read_prompts(http, endpoint, services, arrival.ignored)
+    model = model_of(http, asked.model)
+    generation = Generation(await endpoint.build(asked, arrival, model, prompts), model)
+    make_formatter = endpoint.formatter(asked, model)
+    if generation.request.is_streamed:  # bodies that may ask for it have formatters that can
+        return EventStreamResponse(generation, cast(MakeFormatter, make_formatter))
     return BodyResponse(generation, make_formatter)
+
+
+async def _count(endpoint: TokenEndpoint[Any], http: Request) -> Response:
+    """Answer from the tokens of a prompt, without generating."""
+    services = await rate_limited_services(http)
+    ignored = ignored_fields_of(http)
+
+    async def answer(asked: Any) -> bytes:
+        return await endpoint.answer(asked, model_of(http, asked.model), ignored)
+
+    return JsonResponse(await read_and_answer(http, endpoint, services, ignored, answer))
+
+
+def arrival_of(http: Request, services: Services, ignored: IgnoredFields | None) -> Arrival:
+    """Return the facts about this request beside its body."""
+    return Arrival(http.state.request_id, http.headers, services.api_keys.owner(http.state.key_number), ignored)
+
+
+def _route(path: str, serve: Callable[[Request], Awaitable[Response]]) -> None:
+    async def handle(http: Request) -> Response:
+        return await serve(http)
+
+    router.add_api_route(path, handle, methods=["POST"], response_model=None)
+
+
+for generating in ENDPOINTS.values():
+    if generating is not RESPONSES:  # which may be stored, as the next: routes of their own
+        _route(generating.path, partial(_generate, generating))
+for counting in TOKEN_ENDPOINTS.values():
+    if counting is not INPUT_TOKENS:
+        _route(counting.path, partial(_count, counting))

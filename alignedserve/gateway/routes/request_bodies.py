@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from alignedserve.api.endpoints import Endpoint, TokenEndpoint
 from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 from alignedserve.api.openai.parsing import parse_json
 from alignedserve.api.openai.prompt_encoding import Prompts
@@ -13,8 +14,8 @@ from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.connections.content_encoding import check_encoding, decoded
-from alignedserve.gateway.long_bodies.messages import Answer, Kind, ReadBody
-from alignedserve.gateway.long_bodies.reader import read_long
+from alignedserve.gateway.long_bodies.messages import Answer, NotRead, Order, ReadBody, Refusal, decode_outcome
+from alignedserve.gateway.long_bodies.messages import encode as encoded
 from alignedserve.gateway.services import Services
 
 _BODY_TIMEOUT_S = 30.0
@@ -28,18 +29,18 @@ async def read_body(http: Request, services: Services, parse: Callable[[dict[str
 
 
 async def read_prompts(
-    http: Request,
-    kind: Kind,
-    services: Services,
-    parse: Callable[[dict[str, Any]], BodyT],
-    ignored: IgnoredFields | None,
+    http: Request, endpoint: Endpoint[BodyT], services: Services, ignored: IgnoredFields | None
 ) -> tuple[BodyT, Prompts | None]:
     """Return the body, and its prompts if it was so long that another process has read it.
 
     Then something short stands in the body for the prompts. Raises InvalidRequest, Overloaded.
     """
     raw = await receive(http, services)
-    read = await read_if_long(raw, kind, services, ignored)
+    read = await read_if_long(raw, endpoint.path, services, ignored)
+
+    def parse(body: dict[str, Any]) -> BodyT:
+        return endpoint.parse(body, ignored)
+
     if not isinstance(read, ReadBody):
         return await parsed(raw, services, parse), None
     return await parsed(read.body, services, parse), read.unpacked()
@@ -47,9 +48,8 @@ async def read_prompts(
 
 async def read_and_answer(
     http: Request,
-    kind: Kind,
+    endpoint: TokenEndpoint[BodyT],
     services: Services,
-    parse: Callable[[dict[str, Any]], BodyT],
     ignored: IgnoredFields | None,
     answer: Callable[[BodyT], Awaitable[bytes]],
 ) -> bytes:
@@ -58,18 +58,38 @@ async def read_and_answer(
     Raises InvalidRequest, Overloaded.
     """
     raw = await receive(http, services)
-    read = await read_if_long(raw, kind, services, ignored)
-    return read.answer if isinstance(read, Answer) else await answer(await parsed(raw, services, parse))
+    read = await read_if_long(raw, endpoint.path, services, ignored)
+    if isinstance(read, Answer):
+        return read.answer
+    return await answer(await parsed(raw, services, lambda body: endpoint.parse(body, ignored)))
 
 
 async def read_if_long(
-    raw: bytes, kind: Kind, services: Services, ignored: IgnoredFields | None
+    raw: bytes, path: str, services: Services, ignored: IgnoredFields | None
 ) -> ReadBody | Answer | None:
     """Return what another process has read of a long body; None: it is short, or this process is to read it.
 
-    Raises InvalidRequest, Overloaded.
+    `ignored`: gets the fields that are ignored; None: they are refused. Raises InvalidRequest, Overloaded.
     """
-    return await read_long(kind, raw, services, ignored) if len(raw) > LONG_LEN else None
+    if len(raw) <= LONG_LEN:
+        return None
+    outcome = decode_outcome(await services.work_process.answer(encoded(_order(path, services)), raw))
+    if isinstance(outcome, NotRead):
+        return None
+    if ignored is not None:
+        for name in outcome.ignored:
+            ignored.add(name)
+    if isinstance(outcome, Refusal):
+        raise outcome.error()
+    return outcome
+
+
+def _order(path: str, services: Services) -> Order:
+    models = services.models
+    loaded = tuple(model.card for model in models.all if model.services is not None)
+    places = {card.name: place for place, card in enumerate(loaded)}
+    bases = {card.name: models.base_of(card.name) for card in models.cards}
+    return Order(path, services.config, loaded, {name: places[base] for name, base in bases.items() if base in places})
 
 
 async def receive(http: Request, services: Services) -> bytes:

@@ -7,17 +7,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from alignedserve.api.endpoints import INPUT_TOKENS, RESPONSES
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.request_builder import GenerationRequest
+from alignedserve.api.openai.generation_request import GenerationRequest
 from alignedserve.api.responses.formatter import ResponsesFormatter, new_response
-from alignedserve.api.responses.parsing import parse_input_tokens, parse_response
-from alignedserve.api.responses.request_builder import build_response_request, count_answer
+from alignedserve.api.responses.parsing import parse_response
+from alignedserve.api.responses.request_builder import build_response_request, input_tokens_answer
 from alignedserve.api.responses.schemas import CreateResponseRequest, InputTokensRequest
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Slo
 from alignedserve.gateway.files.views import list_view
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.long_bodies.messages import Kind
 from alignedserve.gateway.responses.answering import ResponseBody, ResponseEvents
 from alignedserve.gateway.responses.item_pages import page_of
 from alignedserve.gateway.responses.responses_api import ResponsesApi, Turn
@@ -35,9 +35,9 @@ router = APIRouter()
 async def create_response(http: Request) -> Response:
     """Answer items, streamed if the client asked for that, or later in the background."""
     services = await rate_limited_services(http)
-    arrival = arrival_of(http, services)
-    ignored, raw = ignored_fields_of(http), await receive(http, services)
-    await read_if_long(raw, Kind.RESPONSE, services, ignored)  # what is refused there is not read here
+    ignored = ignored_fields_of(http)
+    arrival, raw = arrival_of(http, services, ignored), await receive(http, services)
+    await read_if_long(raw, RESPONSES.path, services, ignored)  # what is refused there is not read here
     asked = await parsed(raw, services, partial(parse_response, ignored=ignored))
     model = model_of(http, asked.model)
     api = ResponsesApi.of(services, arrival.tenant)
@@ -60,10 +60,9 @@ async def count_tokens(http: Request) -> Response:
     async def answer(asked: InputTokensRequest) -> bytes:
         model = model_of(http, asked.model)
         turn = await _api(http, services).begin(asked, ignored)
-        return await count_answer(asked, turn.all_items, model)
+        return await input_tokens_answer(asked, turn.all_items, model)
 
-    check = partial(parse_input_tokens, ignored=ignored)
-    return JsonResponse(await read_and_answer(http, Kind.RESPONSE_COUNT, services, check, ignored, answer))
+    return JsonResponse(await read_and_answer(http, INPUT_TOKENS, services, ignored, answer))
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)

@@ -1,0 +1,246 @@
+"""The table of endpoints: how each body is parsed, made into prompts and requests, and answered.
+
+The gateway's routes, the lines of batches, the process that reads long bodies and `LLM` all walk it.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from alignedserve.api.anthropic import message_request
+from alignedserve.api.anthropic.message_format import MessageFormatter
+from alignedserve.api.anthropic.parsing import BodyParser
+from alignedserve.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from alignedserve.api.embeddings.request_builder import (
+    PairSides,
+    build_embedding_request,
+    build_score_request,
+    embedding_prompts,
+    pair_prompts,
+)
+from alignedserve.api.embeddings.response_format import (
+    EmbeddingFormatter,
+    RerankFormatter,
+    ScoreFormatter,
+    ScoreReader,
+)
+from alignedserve.api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from alignedserve.api.embeddings.vectors import computed_scores, cosines
+from alignedserve.api.models.chat_model import PromptServices
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
+from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion
+from alignedserve.api.openai.prompt_encoding import Prompts, chat_prompts, completion_prompts
+from alignedserve.api.openai.request_builder import build_chat_request, build_completion_request
+from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter, MakeBodyFormatter
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, DetokenizeRequest
+from alignedserve.api.openai.token_answers import parse_tokenize, text_answer, tokens_answer
+from alignedserve.api.responses.context import resolve_references
+from alignedserve.api.responses.formatter import ResponsesFormatter
+from alignedserve.api.responses.items import Item, parse_items
+from alignedserve.api.responses.parsing import parse_input_tokens, parse_response
+from alignedserve.api.responses.request_builder import (
+    build_response_request,
+    input_tokens_answer,
+    new_response_id,
+    response_prompts,
+)
+from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields
+
+Body = dict[str, Any]
+AskedT = TypeVar("AskedT")
+
+_SHORT = "-"  # for a prompt that is encoded
+
+
+class NeedsGateway(Exception):
+    """Only the gateway can make the prompts of this body: they depend on more than the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint(Generic[AskedT]):
+    """An endpoint whose requests the cluster computes. All but `formatter` and `short` raise InvalidRequest.
+
+    `ignored` collects the fields that are ignored; None: they are refused.
+    """
+
+    path: str
+    parse: Callable[[Body, IgnoredFields | None], AskedT]
+    prompts: Callable[[AskedT, PromptServices, IgnoredFields | None], Awaitable[Prompts]]  # or raises NeedsGateway
+    build: Callable[[AskedT, Arrival, ModelServices, Prompts | None], Awaitable[GenerationRequest]]
+    formatter: Callable[[AskedT, ModelServices], MakeBodyFormatter]
+    short: Callable[[AskedT], Body] | None  # fields in place of prompts that are encoded; None: all of them are needed
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEndpoint(Generic[AskedT]):
+    """An endpoint that is answered from the tokens of a prompt alone."""
+
+    path: str
+    parse: Callable[[Body, IgnoredFields | None], AskedT]
+    answer: Callable[[AskedT, PromptServices, IgnoredFields | None], Awaitable[bytes]]  # or raises NeedsGateway
+
+
+# --- chat completions and completions
+
+
+def _short_chat(chat: ChatCompletionRequest) -> Body:
+    role = "assistant" if chat.continue_final_message else "user"
+    return {"messages": [{"role": role, "content": _SHORT}]}
+
+
+CHAT = Endpoint(
+    path="/v1/chat/completions",
+    parse=parse_chat,
+    prompts=lambda chat, services, _: chat_prompts(chat, services),
+    build=build_chat_request,
+    formatter=lambda _, __: ChatFormatter,
+    short=_short_chat,
+)
+COMPLETION = Endpoint(
+    path="/v1/completions",
+    parse=parse_completion,
+    prompts=lambda completion, services, _: completion_prompts(completion, services),
+    build=build_completion_request,
+    formatter=lambda _, __: CompletionFormatter,
+    short=lambda _: {"prompt": _SHORT},
+)
+
+# --- embeddings, scores and rankings
+
+
+def _embedding_formatter(asked: EmbeddingRequest, _: ModelServices) -> MakeBodyFormatter:
+    return partial(EmbeddingFormatter, encoding_format=asked.encoding_format, dimensions=asked.dimensions)
+
+
+def _parse_score(body: Body, ignored: IgnoredFields | None) -> ScoreRequest:
+    asked = parse(ScoreRequest, body, ignored)
+    PairSides.of(asked)
+    return asked
+
+
+def _ranking_formatter(asked: RerankRequest, model: ModelServices) -> MakeBodyFormatter:
+    return partial(RerankFormatter, read_scores=_score_reader(model, len(asked.documents)), asked=asked)
+
+
+def _short_ranking(asked: RerankRequest) -> Body:
+    """Return the query alone where the answer repeats the documents."""
+    return {"query": _SHORT} | ({} if asked.return_documents else {"documents": [_SHORT] * len(asked.documents)})
+
+
+def _score_reader(services: ModelServices, num_second: int) -> ScoreReader:
+    encoder = services.model.encoder
+    if encoder is not None and encoder.score is not None:
+        return computed_scores
+    return partial(cosines, num_second=num_second)
+
+
+EMBEDDINGS = Endpoint(
+    path="/v1/embeddings",
+    parse=partial(parse, EmbeddingRequest),
+    prompts=lambda asked, services, _: embedding_prompts(asked, services),
+    build=build_embedding_request,
+    formatter=_embedding_formatter,
+    short=lambda _: {"input": _SHORT},
+)
+SCORE = Endpoint(
+    path="/v1/score",
+    parse=_parse_score,
+    prompts=lambda asked, services, _: pair_prompts(asked, services),
+    build=build_score_request,
+    formatter=lambda asked, model: partial(ScoreFormatter, read_scores=_score_reader(model, len(asked.text_2))),
+    short=lambda asked: {"text_1": [_SHORT] * len(asked.text_1), "text_2": [_SHORT] * len(asked.text_2)},
+)
+RERANK = Endpoint(
+    path="/v1/rerank",
+    parse=partial(parse, RerankRequest),
+    prompts=lambda asked, services, _: pair_prompts(asked, services),
+    build=build_score_request,
+    formatter=_ranking_formatter,
+    short=_short_ranking,
+)
+
+# --- Anthropic's messages
+
+
+async def _message_prompts(asked: MessagesRequest, services: PromptServices, ignored: IgnoredFields | None) -> Prompts:
+    if any(tool.get("defer_loading") for tool in asked.tools):
+        raise NeedsGateway  # the messages tell which of the tools may be called
+    return await message_request.message_prompts(asked, services, ignored)
+
+
+MESSAGES = Endpoint(
+    path="/v1/messages",
+    parse=lambda body, ignored: BodyParser(ignored).fields(MessagesRequest, body),
+    prompts=_message_prompts,
+    build=message_request.build_message_request,
+    formatter=lambda asked, _: partial(MessageFormatter, asked=asked),
+    short=lambda _: {"messages": [{"role": "user", "content": _SHORT}], "system": None},
+)
+COUNT_TOKENS = TokenEndpoint(
+    path="/v1/messages/count_tokens",
+    parse=lambda body, ignored: BodyParser(ignored).fields(CountTokensRequest, body),
+    answer=message_request.count_answer,
+)
+
+# --- responses: those that stand alone; the gateway adds what is stored
+
+
+def _own_items(asked: PromptFields, ignored: IgnoredFields | None) -> list[Item]:
+    items = parse_items(asked.input, new_response_id(), ignored)
+    is_whole = asked.previous_response_id is None and asked.conversation_id is None
+    if not is_whole or any(item["type"] == "item_reference" for item in items):
+        raise NeedsGateway  # others of its items are stored
+    return items
+
+
+async def _response_prompts(
+    asked: CreateResponseRequest, services: PromptServices, ignored: IgnoredFields | None
+) -> Prompts:
+    items = _own_items(asked, ignored)
+    if asked.truncation == "auto":
+        raise NeedsGateway
+    return await response_prompts(asked, items, services)
+
+
+async def _build_response(
+    asked: CreateResponseRequest, arrival: Arrival, services: ModelServices, _: Prompts | None
+) -> GenerationRequest:
+    response_id = arrival.response_id or new_response_id()
+    items = await resolve_references(None, parse_items(asked.input, response_id, arrival.ignored))
+    return await build_response_request(asked, items, response_id, arrival, services)
+
+
+RESPONSES = Endpoint(
+    path="/v1/responses",
+    parse=parse_response,
+    prompts=_response_prompts,
+    build=_build_response,
+    formatter=lambda asked, _: partial(ResponsesFormatter, asked=asked),
+    short=None,
+)
+INPUT_TOKENS = TokenEndpoint(
+    path="/v1/responses/input_tokens",
+    parse=parse_input_tokens,
+    answer=lambda asked, services, ignored: input_tokens_answer(asked, _own_items(asked, ignored), services),
+)
+
+# --- tokens
+
+TOKENIZE = TokenEndpoint(
+    path="/tokenize", parse=parse_tokenize, answer=lambda asked, services, _: tokens_answer(asked, services)
+)
+DETOKENIZE = TokenEndpoint(
+    path="/detokenize",
+    parse=partial(parse, DetokenizeRequest),
+    answer=lambda asked, services, _: text_answer(asked, services),
+)
+
+ENDPOINTS: dict[str, Endpoint[Any]] = {
+    one.path: one for one in (CHAT, COMPLETION, EMBEDDINGS, SCORE, RERANK, MESSAGES, RESPONSES)
+}
+TOKEN_ENDPOINTS: dict[str, TokenEndpoint[Any]] = {
+    one.path: one for one in (COUNT_TOKENS, INPUT_TOKENS, TOKENIZE, DETOKENIZE)
+}

@@ -1,0 +1,161 @@
+"""One call of the API: what is known of it beside its body, the terms of its requests, and what shapes its response."""
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.output_parser import OutputFormat
+from alignedserve.api.openai.prompt_encoding import Prompt
+from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.openai.text_options import TextOptions
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
+
+TTFT_HEADER, TPOT_HEADER, DEADLINE_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-deadline-ms"
+_MAX_SLO_MS = 3_600_000.0
+_MAX_DEADLINE_MS = 7 * 24 * 3_600_000.0
+_MILLISECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?", re.ASCII)
+
+
+class ServiceTier(NamedTuple):
+    """Scheduling class and priority of a `service_tier`."""
+
+    name: str  # as the response names it
+    request_class: RequestClass
+    priority: int
+
+
+SERVICE_TIERS = {
+    "auto": ServiceTier("default", RequestClass.REAL_TIME, 0),
+    "default": ServiceTier("default", RequestClass.REAL_TIME, 0),
+    "priority": ServiceTier("priority", RequestClass.REAL_TIME, -1),
+    "fast": ServiceTier("priority", RequestClass.REAL_TIME, -1),
+    "flex": ServiceTier("flex", RequestClass.BEST_EFFORT, 0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Facts about an HTTP request or batch line beside its body."""
+
+    request_id: str
+    headers: Mapping[str, str]
+    tenant: str  # the client whose key it came with (ApiKeys.owner)
+    ignored: IgnoredFields | None = None  # collects the fields that are ignored; None: they are refused
+    response_id: str | None = None  # of a response that has begun already
+    is_line: bool = False  # of a batch: its response has no headers, and its deadline is not the client's own
+    arrival_s: float = field(default_factory=time.monotonic)
+
+
+class TermFields(Protocol):
+    """Fields of a body that say on which terms its requests are served."""
+
+    @property
+    def service_tier(self) -> str:
+        """Return the name of the tier."""
+
+    @property
+    def priority(self) -> int | None:
+        """Return what replaces the tier's priority."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Return what cached prefixes are shared by."""
+
+
+class CallTerms(NamedTuple):
+    """What all requests of one call share."""
+
+    arrival: Arrival
+    services: ModelServices
+    tier: ServiceTier
+    slo: Slo
+    priority: int
+    prefix_root: bytes
+
+    @classmethod
+    def of(cls, fields: TermFields, arrival: Arrival, services: ModelServices) -> "CallTerms":
+        """Return the terms of a call. Raises InvalidRequest for objectives that cannot be read."""
+        tier, slo = SERVICE_TIERS[fields.service_tier], parse_slo(arrival.headers)
+        priority = fields.priority if fields.priority is not None else tier.priority
+        return cls(arrival, services, tier, slo, priority, services.prefix_root(arrival.tenant, fields.cache_salt))
+
+    def request(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Request:
+        """Return the request of one choice of the call."""
+        return Request(
+            request_id=RequestId(f"{self.arrival.request_id}-{index}"),
+            prompt_token_ids=prompt.token_ids,
+            second_text_at=prompt.second_text_at,
+            sampling=sampling,
+            reply_to=self.services.reply_to,
+            arrival_s=self.arrival.arrival_s,
+            request_class=self.tier.request_class,
+            slo=self.slo,
+            priority=self.priority,
+            prefix_root=self.prefix_root,
+            adapter=self.services.adapter,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One call of the API: its requests to the cluster and the fields that shape its response."""
+
+    response_id: str  # OpenAI's `id`
+    arrival: Arrival
+    model: str
+    requests: tuple[Request, ...]  # one per choice; the choices of one prompt stand together
+    prompts: tuple[Prompt, ...]
+    service_tier: str
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix time
+    stop_strings: tuple[str, ...] = ()
+    is_streamed: bool = False
+    has_logprobs: bool = False
+    includes_usage: bool = False  # streams only
+    has_continuous_usage: bool = False  # every chunk shows the usage so far
+    echoes: bool = False  # completions only
+    output_format: OutputFormat = field(default_factory=OutputFormat)  # chat completions only
+    text_options: TextOptions = field(default_factory=TextOptions)
+    has_token_ids: bool = False
+    calls_functions: bool = False  # calls are answered as `function_call`, which tool_calls replaced
+    num_prompt_logprobs: int | None = None  # shown for each prompt token beside its own; None: none are
+    names_tokens_by_id: bool = False  # in log-probabilities
+
+    @property
+    def slo(self) -> Slo:
+        """Objectives that the response reports on; a line's deadline is ours, not the client's."""
+        return Slo() if self.arrival.is_line else self.requests[0].slo
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Ignored fields that the response's body names, where it has no headers."""
+        arrival = self.arrival
+        return arrival.ignored.names if arrival.is_line and arrival.ignored is not None else ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens, each prompt counted once however many choices it has."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+def parse_slo(headers: Mapping[str, str]) -> Slo:
+    """Return the objectives in these headers. Raises InvalidRequest naming the header."""
+    return Slo(
+        ttft_s=_seconds(headers, TTFT_HEADER),
+        tpot_s=_seconds(headers, TPOT_HEADER),
+        deadline_s=_seconds(headers, DEADLINE_HEADER, _MAX_DEADLINE_MS),
+    )
+
+
+def _seconds(headers: Mapping[str, str], name: str, at_most_ms: float = _MAX_SLO_MS) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    value_ms = float(text) if _MILLISECONDS.fullmatch(text) else 0.0
+    if not 0.0 < value_ms <= at_most_ms:
+        raise InvalidRequest(f"{name} must be milliseconds above 0 and at most {at_most_ms:.0f}.", param=name)
+    return value_ms / 1000.0
